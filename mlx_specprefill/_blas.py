@@ -1,0 +1,103 @@
+"""Give MLX on Linux a fast BLAS.
+
+MLX's Linux CPU wheel links the reference BLAS. The dynamic linker looks a symbol up in the global scope first, so an
+OpenBLAS or MKL loaded with RTLD_GLOBAL before `mlx.core` takes the place of it. Nothing is loaded on other systems,
+with a CUDA build, or when `MLX_SPECPREFILL_BLAS` says `off`; the same variable can name a library file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["BlasStatus", "preload"]
+
+ENV = "MLX_SPECPREFILL_BLAS"
+BlasState = Literal["loaded", "not-needed", "off", "missing", "too-late", "failed"]
+
+# Names as Debian, Fedora and conda install them, the threaded builds first; MKL also comes from PyPI's `mkl`.
+SONAMES = ("libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so.0", "libmkl_rt.so.3", "libmkl_rt.so.2")
+PROBE = "cblas_sgemm"
+FOREIGN_MARKS = ("openblas_get_config", "MKL_Get_Version_String")
+ADVICE = (
+    "MLX runs on its reference BLAS. Install OpenBLAS (Debian, Ubuntu: apt install libopenblas0-pthread; Fedora: "
+    "dnf install openblas-threads; anywhere: pip install mkl) and float32 models prefill many times faster. "
+    f"{ENV}=off hides this message."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlasStatus:
+    """What `preload` did. `notice` is the one line worth showing to a user at start, or None."""
+
+    state: BlasState
+    library: str | None = None
+    notice: str | None = None
+
+
+def preload() -> BlasStatus:
+    """Load OpenBLAS or MKL globally, if this process can gain from it. Never raises, prints nothing."""
+    choice = os.environ.get(ENV, "auto").strip() or "auto"
+    if not sys.platform.startswith("linux") or _cuda_build():
+        return BlasStatus("not-needed")
+    if choice == "off":
+        return BlasStatus("off")
+    if _already_global():
+        return BlasStatus("loaded", library="loaded by the environment")
+    if "mlx.core" in sys.modules:
+        return BlasStatus(
+            "too-late",
+            notice="mlx was imported before mlx_specprefill, so no fast BLAS was loaded: import mlx_specprefill first.",
+        )
+    return _load_found() if choice == "auto" else _load_chosen(choice)
+
+
+def _cuda_build() -> bool:
+    """A CUDA backend is installed: it and `mlx-cpu` ship the same file, and matrix products do not run on the CPU."""
+    return any((dist.name or "").startswith("mlx-cuda") for dist in distributions())
+
+
+def _already_global() -> bool:
+    """LD_PRELOAD or the program itself has put a fast BLAS into the global scope."""
+    program = ctypes.CDLL(None)
+    return hasattr(program, PROBE) and any(hasattr(program, mark) for mark in FOREIGN_MARKS)
+
+
+def _candidates() -> Iterator[str]:
+    """The environment's own libraries (conda, PyPI's mkl), then whatever the system linker knows."""
+    for soname in SONAMES:
+        local = Path(sys.prefix, "lib", soname)
+        if local.is_file():
+            yield str(local)
+    yield from SONAMES
+
+
+def _load_found() -> BlasStatus:
+    for name in _candidates():
+        if _load(name) is None:
+            return BlasStatus("loaded", library=name)
+    return BlasStatus("missing", notice=ADVICE)
+
+
+def _load_chosen(name: str) -> BlasStatus:
+    error = _load(name)
+    if error is None:
+        return BlasStatus("loaded", library=name)
+    return BlasStatus("failed", notice=f"{ENV}={name}: {error}")
+
+
+def _load(name: str) -> str | None:
+    """Load one library for the whole process; the reason if that is impossible."""
+    try:
+        if not hasattr(ctypes.CDLL(name), PROBE):
+            return f"{PROBE} is not in it"
+        ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        return str(error)
+    return None

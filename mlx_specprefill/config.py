@@ -1,0 +1,92 @@
+"""Frozen configuration of scoring, selection, policy and engine. Every default is the one the documentation states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal
+
+from .errors import InvalidRequestError
+
+__all__ = ["EngineConfig", "ForcedRule", "KeepPct", "ScoringConfig", "SelectionConfig", "SpecPrefillPolicy", "keep_pct"]
+
+ForcedRule = Literal["template", "last-token"]
+KeepPct = Fraction
+
+
+def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill_keep_pct") -> Fraction:
+    """The share of chunks to keep as an exact rational in (0, 1].
+
+    Floats go through their shortest decimal form, so 0.07 is 7/100 and not its binary neighbour: ceil(C * p) on
+    the float would keep one chunk too many for some C.
+
+    Raises:
+        InvalidRequestError: not a number, or outside (0, 1].
+    """
+    try:
+        share = Fraction(str(value)) if not isinstance(value, bool) else None
+    except (ValueError, ZeroDivisionError):
+        share = None
+    if share is None or not 0 < share <= 1:
+        raise InvalidRequestError(f"{field_name} must be a number in (0, 1], got {value!r}", field=field_name)
+    return share
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringConfig:
+    """How the draft's attention becomes one importance per prompt token (SpecPrefill, section 3.2)."""
+
+    rows: int = 8  # N: query rows whose attention is averaged
+    include_last_prompt_query: bool = True  # row 0 is the last prompt token; False: all N rows are generated tokens
+    pool_width: int = 13  # taps of the zero-padded mean over neighbouring tokens; odd
+    prefill_step: int = 2048  # tokens per draft forward
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"rows must be at least 1, got {self.rows}")
+        if self.pool_width < 1 or self.pool_width % 2 == 0:
+            raise ValueError(f"pool_width must be odd and positive, got {self.pool_width}")
+        if self.prefill_step < 1:
+            raise ValueError(f"prefill_step must be positive, got {self.prefill_step}")
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionConfig:
+    """Which tokens the target sees. Limits are tokens."""
+
+    chunk_size: int = 32
+    forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
+    max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
+    verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be positive, got {self.chunk_size}")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecPrefillPolicy:
+    """What the server does when a request says nothing about `specprefill`."""
+
+    enabled: bool = True
+    threshold: int = 8192  # sparse only when the uncached suffix is longer (tokens)
+    keep_pct: Fraction = Fraction(1, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The engine's whole configuration."""
+
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    policy: SpecPrefillPolicy = field(default_factory=SpecPrefillPolicy)
+    prefill_step: int = 2048  # tokens per target forward; a cancelled request stops within one such step
+    max_queue: int = 256  # requests waiting for the MLX thread
+    kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)
+    kv_group_size: int = 64
+
+    def __post_init__(self) -> None:
+        if self.kv_bits not in (None, 2, 3, 4, 5, 6, 8):
+            raise ValueError(f"kv_bits must be one of 2, 3, 4, 5, 6, 8, got {self.kv_bits}")
+        if self.prefill_step < 1 or self.max_queue < 1:
+            raise ValueError("prefill_step and max_queue must be positive")

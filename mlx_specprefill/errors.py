@@ -1,0 +1,80 @@
+"""The exception tree.
+
+SpecPrefillError
+├── InvalidRequestError        the request itself is wrong (HTTP 400); `.field` names the offending field
+│   └── ContextLengthError     prompt + completion do not fit the context window (HTTP 400)
+├── LoadError                  a checkpoint can't be loaded
+│   └── PairMismatchError      target and draft don't share one tokenizer
+├── SparseUnsupportedError     this model or cache can't be prefilled sparsely; `.reason` is shown to the user
+├── EngineError                the engine failed on one request (HTTP 500)
+│   └── EngineClosedError      the engine is not running or its queue is full (HTTP 503)
+└── RequestCancelled           the caller gave up; not an error, never counted as a fallback
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ContextLengthError",
+    "EngineClosedError",
+    "EngineError",
+    "InvalidRequestError",
+    "LoadError",
+    "PairMismatchError",
+    "RequestCancelled",
+    "SparseUnsupportedError",
+    "SpecPrefillError",
+]
+
+
+class SpecPrefillError(Exception):
+    """Root of everything this library raises on purpose."""
+
+
+class InvalidRequestError(SpecPrefillError, ValueError):
+    """A request that can never succeed as sent. `field` is the request field at fault, if there is one."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt is longer than the model's context window. Counts are tokens."""
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, context_length: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {context_length} tokens. However, you requested "
+            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the messages, {max_tokens} in the completion). "
+            "Please reduce the length of the messages or completion.",
+            field="messages",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_length = context_length
+
+
+class LoadError(SpecPrefillError):
+    """A checkpoint is missing, broken or of an unknown type."""
+
+
+class PairMismatchError(LoadError):
+    """Target and draft do not map the same text to the same token ids."""
+
+
+class SparseUnsupportedError(SpecPrefillError):
+    """Sparse prefill was asked of a model or cache that can't do it exactly."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class EngineError(SpecPrefillError):
+    """One request failed inside the engine; other requests are unaffected."""
+
+
+class EngineClosedError(EngineError):
+    """The engine takes no request now: not started, shutting down, or its queue is full."""
+
+
+class RequestCancelled(SpecPrefillError):  # noqa: N818 - a control signal, not an error
+    """Raised between two slices of work after the caller cancelled."""

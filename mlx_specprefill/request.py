@@ -1,0 +1,200 @@
+"""What crosses the thread boundary: the frozen request going in, the frozen events coming out.
+
+The engine is token-only. Whoever renders the chat template says where the messages lie (`PromptSpan`), so that the
+engine can keep the template's structure without knowing any template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Literal
+
+__all__ = [
+    "Account",
+    "Event",
+    "Failed",
+    "FinishReason",
+    "Finished",
+    "GenerationRequest",
+    "Logprob",
+    "Mode",
+    "Progress",
+    "PromptLogprobs",
+    "PromptSpan",
+    "SamplingParams",
+    "SpecPrefillOptions",
+    "Stage",
+    "Timings",
+    "TokenEvent",
+]
+
+Mode = Literal["sparse", "full"]
+Stage = Literal["queued", "draft", "select", "prefill", "decode"]
+FinishReason = Literal["stop", "length", "cancelled"]
+SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """One rendered message: prompt indices of the whole message and of its content, both [start, end).
+
+    `start..content_start` is the role header, `content_end..end` the end-of-turn marker. Tool definitions that the
+    template puts into the system message belong to it, or form a span of kind "tools".
+    """
+
+    kind: SpanKind
+    start: int
+    content_start: int
+    content_end: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.content_start <= self.content_end <= self.end:
+            raise ValueError(f"span bounds must be ordered: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """OpenAI's sampling fields plus top_k, min_p and repetition_penalty. temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpecPrefillOptions:
+    """The request's own word on sparse prefill. `enabled`: True forces it, False turns it off, None: server policy."""
+
+    enabled: bool | None = None
+    keep_pct: Fraction | None = None
+    return_spans: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt to continue.
+
+    Attributes:
+        prompt: M >= 1 token ids.
+        max_tokens: tokens to generate, >= 0 (0 only makes sense with `prompt_logprobs`).
+        stop_token_ids: ids that end the answer (not emitted as text; the event still carries them).
+        logprobs: None, or how many alternatives per generated token (0..20) to report.
+        prompt_logprobs: None, or as `logprobs` for the prompt's own tokens (echo); forces a full prefill.
+        spans: the rendered messages in prompt order, empty for a raw completion.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    specprefill: SpecPrefillOptions = field(default_factory=SpecPrefillOptions)
+    spans: tuple[PromptSpan, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Milliseconds of wall time per stage; ttft_ms runs from the engine's start on the request to its first token."""
+
+    queue_ms: float = 0.0
+    draft_ms: float = 0.0  # draft prefill + look-ahead + scoring
+    select_ms: float = 0.0
+    prefill_ms: float = 0.0  # target prefill up to the first token
+    ttft_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What was done with the prompt, and why."""
+
+    mode: Mode
+    reason: str
+    prompt_tokens: int
+    kept_tokens: int
+    cached_tokens: int = 0
+    keep_pct: float | None = None  # the share of prompt tokens really kept; None in full mode
+    timings: Timings = field(default_factory=Timings)
+    kept_spans: tuple[tuple[int, int], ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON shape that clients get next to `usage`."""
+        times = self.timings
+        account: dict[str, Any] = {
+            "mode": self.mode,
+            "reason": self.reason,
+            "prompt_tokens": self.prompt_tokens,
+            "kept_tokens": self.kept_tokens,
+            "cached_tokens": self.cached_tokens,
+            "keep_pct": self.keep_pct,
+            "timings": {
+                name: round(getattr(times, name), 3)
+                for name in ("queue_ms", "draft_ms", "select_ms", "prefill_ms", "ttft_ms", "decode_ms")
+            },
+        }
+        if self.kept_spans is not None:
+            account["kept_spans"] = [list(span) for span in self.kept_spans]
+        return account
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural-log probability of one token under the target's unmodified distribution."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Work done inside a stage, in tokens (`done` of `total`)."""
+
+    stage: Stage
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Entry i belongs to prompt token i+1: (its own logprob, the best alternatives). M-1 entries."""
+
+    entries: tuple[tuple[Logprob, tuple[Logprob, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token. `logprob` and `top_logprobs` are filled when the request asked for them."""
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Always the last event of a request that did not fail."""
+
+    reason: FinishReason
+    completion_tokens: int
+    account: Account
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Always the last event of a request that failed; the engine goes on with the next one."""
+
+    error: Exception
+    account: Account | None = None
+
+
+Event = Progress | PromptLogprobs | TokenEvent | Finished | Failed

@@ -1,0 +1,63 @@
+# Sourced by serve, test and check (POSIX sh). ensure_env makes .venv once and sets $PY to its interpreter.
+
+ROOT=$(cd "$(dirname "$0")/.." && pwd)
+VENV=$ROOT/.venv
+PY=$VENV/bin/python
+
+die() {
+    printf '%s: %s\n' "$(basename "$0")" "$1" >&2
+    exit 1
+}
+
+is_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+can_make_venv() {
+    "$1" -c 'import ensurepip, venv' >/dev/null 2>&1
+}
+
+# Prints the interpreter to use: $PYTHON if set, else the first usable one on PATH.
+find_python() {
+    bare=
+    for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3 python}; do
+        is_new_enough "$candidate" || continue
+        if can_make_venv "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+        bare=$candidate
+    done
+    if [ -n "$bare" ]; then
+        die "$bare has no venv module. Debian, Ubuntu: apt install python3-venv"
+    fi
+    die "Python 3.11 or newer is needed; tried ${PYTHON:-python3.13, 3.12, 3.11, python3, python}. PYTHON=/path/to/python names another."
+}
+
+# What an up-to-date .venv looks like: these dependencies, for this place, with this interpreter.
+fingerprint() {
+    echo "$(cksum <"$ROOT/pyproject.toml") $ROOT $("$PY" -V 2>&1)"
+}
+
+is_current() {
+    [ "$(cat "$VENV/.installed-$1" 2>/dev/null)" = "$(fingerprint)" ]
+}
+
+# ensure_env run: what serving needs; ensure_env dev: the test and check tools as well.
+ensure_env() {
+    if is_new_enough "$PY" && { is_current dev || is_current "$1"; }; then
+        return
+    fi
+    if ! is_new_enough "$PY"; then
+        base=$(find_python)
+        echo "Making .venv with $base" >&2
+        "$base" -m venv --clear "$VENV" || die "could not make $VENV"
+    fi
+    case $1 in
+        dev) target="$ROOT[dev]" ;;
+        *) target=$ROOT ;;
+    esac
+    echo "Installing mlx-specprefill and its dependencies into .venv (only after pyproject.toml changes)" >&2
+    "$PY" -m pip install --quiet --disable-pip-version-check --editable "$target" || die "the installation failed"
+    fingerprint >"$VENV/.installed-$1"
+}

@@ -1,0 +1,1 @@
+"""The HTTP server and the command line over `mlx_specprefill`."""

@@ -1,0 +1,108 @@
+"""A check at start-up that this very model follows explicit positions.
+
+The verified table speaks of architectures; a checkpoint can still switch on a variant that no test saw. A few forwards
+of at most 12 tokens compare the position mapping with ordinary forwards of the same model. Nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..cache.positioned import Positioned, leaves, make_positioned_cache, place
+from ..errors import SparseUnsupportedError
+from .registry import adapter_for, architecture_of
+from .rope import install_rope
+
+__all__ = ["probe_sparse"]
+
+Positions = npt.NDArray[np.int32]
+
+_COUNT = 12
+_TOKENS = [(7 * i + 3) % 29 for i in range(_COUNT)]  # small ids exist in every vocabulary
+_GAPPED = np.array([0, 1, 2, 9, 10, 23, 24, 40, 41, 58, 77, 90], dtype=np.int32)
+_SPLIT = 5  # the gapped prompt goes in two chunks, so that the second one meets a cache with gaps
+_SHIFT = 7
+_TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 4e-2}
+
+
+def probe_sparse(model: nn.Module) -> str | None:
+    """None if the model follows explicit positions, else the reason why it must be prefilled fully."""
+    install_rope()
+    try:
+        return _probe(model)
+    except SparseUnsupportedError as error:
+        return error.reason
+    except Exception as error:  # noqa: BLE001 - whatever model code raises here means the same: not this model
+        return f"its forward pass fails at explicit positions ({type(error).__name__}: {error})"
+
+
+def _probe(model: nn.Module) -> str | None:
+    stock = _forward(model, make_prompt_cache(model), [_COUNT])
+    tolerance = max(_TOLERANCE.get(stock.dtype, 4e-2), 4 * _distance(stock, _one_by_one_stock(model)))
+    contiguous = np.arange(_COUNT, dtype=np.int32)
+    gapped = _at_positions(model, _GAPPED)
+    single = _forward(model, make_positioned_cache(model), [1] * _COUNT, _ordinary(_GAPPED))
+    if not all(bool(mx.isfinite(logits).all().item()) for logits in (stock, gapped, single)):
+        return "its logits are not finite"
+    if not _distance(_at_positions(model, contiguous), stock) < tolerance:
+        return "explicit contiguous positions change its logits"
+    if not _distance(gapped, single) < tolerance:
+        return "a chunk with gaps differs from the same tokens fed one by one"
+    if adapter_for(architecture_of(model)).absolute_scale:
+        return None
+    if not _distance(_at_positions(model, _GAPPED + _SHIFT), gapped) < tolerance:
+        return "moving all positions by the same amount changes its logits"
+    return None
+
+
+def _forward(
+    model: nn.Module, cache: list[Any], sizes: Sequence[int], before: Callable[[list[Any], slice], None] | None = None
+) -> mx.array:
+    """Feed the probe's tokens in chunks of `sizes`; their logits, (12, V)."""
+    logits, start = [], 0
+    for size in sizes:
+        part = slice(start, start + size)
+        if before is not None:
+            before(cache, part)
+        logits.append(model(mx.array(_TOKENS[part])[None], cache=cache)[0])
+        mx.eval(logits[-1])
+        start += size
+    return mx.concatenate(logits)
+
+
+def _one_by_one_stock(model: nn.Module) -> mx.array:
+    """How much rounding alone moves the logits: the same sequence without any mapping."""
+    return _forward(model, make_prompt_cache(model), [1] * _COUNT)
+
+
+def _at_positions(model: nn.Module, positions: Positions) -> mx.array:
+    def explicit(cache: list[Any], part: slice) -> None:
+        """Positions as a matrix even where they have no gap, so that the mapping itself is what runs."""
+        on_device = mx.array(positions[part])[None]
+        for layer in leaves(cache):
+            if isinstance(layer, Positioned):
+                layer._placed = (positions[part], on_device)
+
+    return _forward(model, make_positioned_cache(model), [_SPLIT, _COUNT - _SPLIT], explicit)
+
+
+def _ordinary(positions: Positions) -> Callable[[list[Any], slice], None]:
+    """One token at a time has one integer offset: mlx-lm's own path through every RoPE."""
+    return lambda cache, part: place(cache, positions[part])
+
+
+def _distance(a: mx.array, b: mx.array) -> float:
+    """Median over tokens of the largest difference, relative to the largest logit.
+
+    The median: in half precision a mixture-of-experts router may flip on one token, which says nothing about positions.
+    """
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    worst = mx.abs(a - b).max(axis=-1) / mx.maximum(mx.abs(b).max(), 1e-9)
+    return float(np.median(np.array(worst)))

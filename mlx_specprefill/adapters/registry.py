@@ -1,0 +1,131 @@
+"""Which architectures of mlx-lm may be prefilled sparsely or used as a draft, and what they need for it.
+
+An architecture is a file in `mlx_lm/models`. `verified.json` holds one row per file: what
+`scripts/make_support_table.py` measured when it compared sparse prefill with a masked dense run of the same model.
+What has no row is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.utils import MODEL_REMAPPING
+
+from . import dynamic_ntk, ministral3
+
+__all__ = ["DRAFT_REFUSALS", "SPARSE_REFUSALS", "Adapter", "adapter_for", "architecture_of", "verified"]
+
+_NO_ATTENTION = "it has no attention layers, so there is nothing to score and no positions to restore"
+_SLOT_TOP_K = "its block selection is cut over storage slots, not over positions"
+_LEARNED_POSITIONS = "its learned position embedding is looked up by storage slot"
+_CHUNKED = "its chunked cache derives the attention mask from the slot, not from the position"
+_METAL_ONLY = "it runs on Metal kernels only and could not be verified"
+
+# Why sparse prefill is not exact there. A test asserts that this and what the oracle says agree.
+SPARSE_REFUSALS: Mapping[str, str] = {
+    "afm7": "its KV-reuse layers rotate queries by storage slot",
+    "baichuan_m1": "it convolves keys and values of neighbouring slots inside attention",
+    "bitnet": _METAL_ONLY,
+    "deepseek_v41": "its cache compresses keys by storage slot",
+    "gpt2": _LEARNED_POSITIONS,
+    "gpt_bigcode": _LEARNED_POSITIONS,
+    "llama4": _CHUNKED,
+    "longcat_flash_ngram": "its n-gram embedding reads the neighbouring tokens of the full prompt",
+    "mamba": _NO_ATTENTION,
+    "mamba2": _NO_ATTENTION,
+    "minimax_m3_vl": _SLOT_TOP_K,
+    "muse_spark": _METAL_ONLY,
+    "olmo": "mlx-lm can't run it on prompts of more than one token",
+    "phi3small": "its block-sparse attention is laid out over storage slots",
+    "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
+    "rwkv7": _NO_ATTENTION,
+}
+
+# Why attention rows over the whole prompt can't be read there.
+DRAFT_REFUSALS: Mapping[str, str] = {
+    "bitnet": _METAL_ONLY,
+    "deepseek_v32": "it attends to a gathered subset of the keys when it decodes",
+    "deepseek_v41": "it attends to compressed keys",
+    "glm_moe_dsa": "it attends to a gathered subset of the keys when it decodes",
+    "mamba": _NO_ATTENTION,
+    "mamba2": _NO_ATTENTION,
+    "muse_spark": _METAL_ONLY,
+    "olmo": "mlx-lm can't run it on prompts of more than one token",
+    "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
+    "recurrent_gemma": "none of its attention layers spans the prompt",
+    "rwkv7": _NO_ATTENTION,
+}
+
+_FAMILIES: Mapping[str, str] = {
+    "gpt_oss": "gpt_oss",
+    "ministral3": "ministral3",
+    "mistral3": "ministral3",
+    "mistral4": "ministral3",
+    "nemotron_h": "nemotron_h",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_next": "qwen3_5",
+}
+
+
+def _prepare_ministral3() -> None:
+    dynamic_ntk.install()
+    ministral3.install()
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What one architecture needs, and what it can't do.
+
+    Attributes:
+        family: the name of its special treatment; "standard" is none.
+        prepare: run once at load, before the first forward.
+        sparse_refusal: why it can't be prefilled sparsely; None if it can.
+        draft_refusal: why it can't score a prompt; None if it can.
+        absolute_scale: it uses absolute positions on purpose, so moving a whole sequence changes its logits.
+    """
+
+    family: str
+    prepare: Callable[[], None] | None = None
+    sparse_refusal: str | None = None
+    draft_refusal: str | None = None
+    absolute_scale: bool = False
+
+
+@cache
+def verified() -> Mapping[str, Mapping[str, Any]]:
+    """The rows of `verified.json`: architecture -> sparse, reason, error, capture, mlx_lm."""
+    rows: dict[str, dict[str, Any]] = json.loads((files(__package__) / "verified.json").read_text(encoding="utf-8"))
+    return rows
+
+
+def adapter_for(model_type: str) -> Adapter:
+    """The adapter of a checkpoint's `model_type` (or of a file in `mlx_lm/models`), aliases of mlx-lm resolved."""
+    architecture = MODEL_REMAPPING.get(model_type, model_type)
+    row = verified().get(architecture)
+    if row is None:
+        reason = f"architecture {model_type!r} was not verified for sparse prefill"
+        return Adapter(family="unknown", sparse_refusal=reason, draft_refusal=reason)
+    family = _FAMILIES.get(architecture, "standard")
+    return Adapter(
+        family=family,
+        prepare=_prepare_ministral3 if family == "ministral3" else dynamic_ntk.install,
+        sparse_refusal=None if row["sparse"] else str(row["reason"]),
+        draft_refusal=None if row["capture"] else DRAFT_REFUSALS[architecture],
+        absolute_scale=family == "ministral3",
+    )
+
+
+def architecture_of(model: nn.Module) -> str:
+    """The file of `mlx_lm/models` that a loaded model comes from; the safest argument for `adapter_for`.
+
+    A checkpoint's `model_type` can be claimed by a file of its own (`model_file`) or be moved by mlx-lm according to
+    `architectures`; the class that was really instantiated can't be mistaken.
+    """
+    return type(model).__module__.removeprefix("mlx_lm.models.")

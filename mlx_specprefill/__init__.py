@@ -1,9 +1,96 @@
-"""Sparse prefill for long prompts over MLX and mlx-lm."""
+"""Sparse prefill for long prompts over MLX and mlx-lm.
 
+from mlx_specprefill import Engine, GenerationRequest, load_pair
+
+with Engine(load_pair("path/to/target", "path/to/draft")) as engine:
+    for event in engine.generate(GenerationRequest(prompt=tokens, max_tokens=64)):
+        ...
+"""
+
+# ruff: noqa: E402 - a real BLAS must be loaded before anything imports mlx.core
 from ._blas import BlasStatus, preload
 
-BLAS = preload()  # before anything imports mlx.core
+BLAS = preload()
+
+from .config import EngineConfig, ForcedRule, ScoringConfig, SelectionConfig, SpecPrefillPolicy, keep_pct
+from .engine.engine import Engine, EngineHealth, RequestHandle
+from .engine.inspection import ChunkInfo, Inspection
+from .errors import (
+    ContextLengthError,
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    LoadError,
+    PairMismatchError,
+    RequestCancelled,
+    SparseUnsupportedError,
+    SpecPrefillError,
+)
+from .loading import DtypeName, ModelPair, check_same_tokenizer, load_pair, make_pair
+from .request import (
+    Account,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    Logprob,
+    Mode,
+    Progress,
+    PromptLogprobs,
+    PromptSpan,
+    SamplingParams,
+    SpecPrefillOptions,
+    Stage,
+    Timings,
+    TokenEvent,
+)
 
 __version__ = "0.1.0"
 
-__all__ = ["BLAS", "BlasStatus", "__version__"]
+__all__ = [
+    "BLAS",
+    "Account",
+    "BlasStatus",
+    "ChunkInfo",
+    "ContextLengthError",
+    "DtypeName",
+    "Engine",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineError",
+    "EngineHealth",
+    "Event",
+    "Failed",
+    "FinishReason",
+    "Finished",
+    "ForcedRule",
+    "GenerationRequest",
+    "Inspection",
+    "InvalidRequestError",
+    "LoadError",
+    "Logprob",
+    "Mode",
+    "ModelPair",
+    "PairMismatchError",
+    "Progress",
+    "PromptLogprobs",
+    "PromptSpan",
+    "RequestCancelled",
+    "RequestHandle",
+    "SamplingParams",
+    "ScoringConfig",
+    "SelectionConfig",
+    "SparseUnsupportedError",
+    "SpecPrefillError",
+    "SpecPrefillOptions",
+    "SpecPrefillPolicy",
+    "Stage",
+    "Timings",
+    "TokenEvent",
+    "__version__",
+    "check_same_tokenizer",
+    "keep_pct",
+    "load_pair",
+    "make_pair",
+]

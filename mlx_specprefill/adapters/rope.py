@@ -1,0 +1,105 @@
+"""Rotations at original positions, through the model's own RoPE.
+
+Every RoPE in mlx-lm ends in `mx.fast.rope`, whatever module or function builds its frequencies. So one wrapper around
+that primitive maps positions for all of them, without re-implementing a single rotation. It is installed once, before
+the first model runs, and passes calls with ordinary offsets through untouched; nothing changes on a model per request.
+
+- `PositionMappedRoPE` acts when the offset is a matrix (B, L): one position per token. Such offsets come only from a
+  positioned cache that was told where its next tokens lie (`cache/positioned.py`).
+- `OffsetAdjustedRoPE` adds a per-row shift to the offset for the duration of one call. It serves caches that can't
+  carry the shift themselves, because their `offset` is also their storage index (mlx-lm's `QuantizedKVCache`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+
+__all__ = ["OffsetAdjustedRoPE", "PositionMappedRoPE", "adjusted_offsets", "install_rope"]
+
+RopeFn = Callable[..., mx.array]
+
+
+class PositionMappedRoPE:
+    """`mx.fast.rope` that also takes one absolute position per token (SpecPrefill, section 3.2.4).
+
+    The kernel knows one offset per batch row. Tokens are therefore folded into the batch axis, where each of them is
+    a sequence of length one with an offset of its own. The arithmetic is the kernel's: results are bit-identical to
+    rotating the dense sequence and taking the same rows.
+    """
+
+    def __init__(self, rope: RopeFn) -> None:
+        self.rope = rope
+
+    def __call__(self, x: mx.array, dims: int, *args: Any, offset: Any = 0, **kwargs: Any) -> mx.array:
+        """Rotate x (B, ..., L, D). `offset`: int, (), (B,) as in `mx.fast.rope`, or positions (B | 1, L) int32.
+
+        Raises:
+            ValueError: fewer positions than tokens.
+        """
+        if not (isinstance(offset, mx.array) and offset.ndim == 2):
+            return self.rope(x, dims, *args, offset=offset, **kwargs)
+        B, L = x.shape[0], x.shape[-2]
+        if offset.shape[1] != L:
+            raise ValueError(f"{offset.shape[1]} positions for {L} tokens")
+        if B == 1:  # (1, ..., L, D) -> (L, ..., 1, D) is a view of what models build anyway
+            return self.rope(x.swapaxes(0, -2), dims, *args, offset=offset[0], **kwargs).swapaxes(0, -2)
+        positions = mx.broadcast_to(offset, (B, L)).reshape(-1)
+        rows = mx.moveaxis(x, -2, 1)  # (B, L, ..., D)
+        folded = mx.expand_dims(rows.reshape(B * L, *rows.shape[2:]), -2)
+        rotated = self.rope(folded, dims, *args, offset=positions, **kwargs).squeeze(-2)
+        return mx.moveaxis(rotated.reshape(rows.shape), 1, -2)
+
+
+class OffsetAdjustedRoPE:
+    """`mx.fast.rope` with a shift added to the offset of the current call: position = slot + shift.
+
+    The shift belongs to a sequence, not to the model, so it is held per thread and only inside `shifted_by`.
+    """
+
+    def __init__(self, rope: RopeFn) -> None:
+        self.rope = rope
+        self._active = threading.local()
+
+    def __call__(self, x: mx.array, dims: int, *args: Any, offset: Any = 0, **kwargs: Any) -> mx.array:
+        shifts: mx.array | int | None = getattr(self._active, "shifts", None)
+        if shifts is not None:
+            offset = offset + shifts
+        return self.rope(x, dims, *args, offset=offset, **kwargs)
+
+    @contextmanager
+    def shifted_by(self, shifts: Sequence[int]) -> Iterator[None]:
+        """Inside the block, row b of every rotation on this thread is `shifts[b]` positions further on."""
+        previous = getattr(self._active, "shifts", None)
+        self._active.shifts = shifts[0] if len(shifts) == 1 else mx.array(list(shifts), dtype=mx.int32)
+        try:
+            yield
+        finally:
+            self._active.shifts = previous
+
+
+def install_rope() -> PositionMappedRoPE:
+    """Put both wrappers around `mx.fast.rope`, once per process; later calls return the installed ones."""
+    installed = mx.fast.rope
+    if isinstance(installed, PositionMappedRoPE):
+        return installed
+    mapped = PositionMappedRoPE(OffsetAdjustedRoPE(installed))
+    mx.fast.rope = mapped  # type: ignore[assignment]
+    return mapped
+
+
+@contextmanager
+def adjusted_offsets(shifts: Sequence[int]) -> Iterator[None]:
+    """Decode rows whose cache can't carry the shift. All-zero shifts cost nothing."""
+    if not any(shifts):
+        yield
+        return
+    adjuster = install_rope().rope
+    if not isinstance(adjuster, OffsetAdjustedRoPE):
+        raise RuntimeError("mx.fast.rope was replaced after installation")
+    with adjuster.shifted_by(shifts):
+        yield

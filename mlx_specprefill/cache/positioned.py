@@ -1,0 +1,360 @@
+"""Caches in which a token's slot and its position differ.
+
+mlx-lm's caches use one number for both: where a token is stored and what RoPE rotates it by. After a sparse prefill the
+two differ by the sequence's shift. Here an ordinary mlx-lm cache keeps the storage, and a run list next to it keeps the
+positions; models see the position (through `offset`) and never the slot. A cache without gaps behaves, and computes,
+exactly as the mlx-lm cache inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    _BaseCache,
+    make_prompt_cache,
+)
+
+from ..errors import SparseUnsupportedError
+
+__all__ = [
+    "Positioned",
+    "PositionedKVCache",
+    "PositionedRotatingKVCache",
+    "Runs",
+    "leaves",
+    "make_positioned_cache",
+    "next_position",
+    "place",
+    "quantize_kv",
+    "shift_of",
+]
+
+Positions = npt.NDArray[np.int32]
+
+
+class Runs:
+    """Ascending positions as maximal runs [start, start + count): a prompt kept in chunks is a short list."""
+
+    __slots__ = ("_runs", "size")
+
+    def __init__(self, runs: Sequence[tuple[int, int]] = ()) -> None:
+        self._runs = [list(run) for run in runs]
+        self.size = sum(count for _, count in runs)
+
+    @property
+    def contiguous(self) -> bool:
+        return len(self._runs) <= 1
+
+    @property
+    def end(self) -> int:
+        """The position after the last one; 0 when empty."""
+        return self._runs[-1][0] + self._runs[-1][1] if self._runs else 0
+
+    def append(self, start: int, count: int) -> None:
+        if count <= 0:
+            return
+        if self._runs and start < self.end:
+            raise ValueError(f"position {start} is not after {self.end - 1}")
+        if self._runs and start == self.end:
+            self._runs[-1][1] += count
+        else:
+            self._runs.append([start, count])
+        self.size += count
+
+    def extend(self, positions: Positions) -> None:
+        """Append ascending positions."""
+        if positions.size == 0:
+            return
+        cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+        for part in np.split(positions, cuts):
+            self.append(int(part[0]), int(part.size))
+
+    def keep_last(self, count: int) -> None:
+        """Forget all but the last `count` positions."""
+        excess = self.size - count
+        while excess > 0:
+            run = self._runs[0]
+            cut = min(excess, run[1])
+            run[0] += cut
+            run[1] -= cut
+            self.size -= cut
+            excess -= cut
+            if run[1] == 0:
+                self._runs.pop(0)
+
+    def drop_from(self, position: int) -> int:
+        """Forget every position >= `position`; returns how many there were."""
+        before = self.size
+        while self._runs and self.end > position:
+            start, count = self._runs[-1]
+            kept = max(0, position - start)
+            self.size -= count - kept
+            if kept:
+                self._runs[-1][1] = kept
+            else:
+                self._runs.pop()
+        return before - self.size
+
+    def expand(self) -> Positions:
+        if not self._runs:
+            return np.zeros(0, dtype=np.int32)
+        return np.concatenate([np.arange(start, start + count, dtype=np.int32) for start, count in self._runs])
+
+    def pairs(self) -> list[tuple[int, int]]:
+        return [(start, count) for start, count in self._runs]
+
+
+class Positioned(_BaseCache):  # type: ignore[misc]
+    """A mlx-lm cache plus the positions of its tokens.
+
+    `place` says where the tokens of the next forward lie; without it they follow the last position. `offset`, which is
+    all that models read, is an int as long as those positions are consecutive and an int32 matrix (1, L) otherwise.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.runs = Runs()
+        self.next = 0
+        self._placed: tuple[Positions, mx.array] | None = None
+
+    @property
+    def offset(self) -> int | mx.array:
+        return self.next if self._placed is None else self._placed[1]
+
+    @property
+    def slots(self) -> int:
+        """Tokens stored so far (the next slot)."""
+        return int(self.inner.offset)
+
+    @property
+    def shift(self) -> int:
+        return self.next - self.slots
+
+    @property
+    def keys(self) -> Any:
+        return self.inner.keys
+
+    @keys.setter
+    def keys(self, value: mx.array) -> None:
+        self.inner.keys = value
+
+    @property
+    def values(self) -> Any:
+        return self.inner.values
+
+    @values.setter
+    def values(self, value: mx.array) -> None:
+        self.inner.values = value
+
+    def place(self, positions: Positions, on_device: mx.array) -> None:
+        """The next forward's tokens lie at `positions` (L,), ascending; `on_device` is the same as (1, L) int32."""
+        if positions.size == 0 or positions[0] < self.next:
+            raise ValueError("positions must be non-empty and follow what the cache holds")
+        if positions[-1] - positions[0] + 1 == positions.size:
+            self.next, self._placed = int(positions[0]), None
+        else:
+            self._placed = (positions, on_device)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._record(keys.shape[2])
+        fetched: tuple[mx.array, mx.array] = self.inner.update_and_fetch(keys, values)
+        return fetched
+
+    def keys_and_values(self) -> Any:
+        return self.inner.keys_and_values()
+
+    def _record(self, count: int) -> None:
+        if self._placed is None:
+            self.runs.append(self.next, count)
+        else:
+            positions, _ = self._placed
+            if positions.size != count:
+                raise ValueError(f"{positions.size} positions were placed for {count} tokens")
+            self.runs.extend(positions)
+            self._placed = None
+        self.next = self.runs.end
+
+    def size(self) -> int:
+        return int(self.inner.size())
+
+    def empty(self) -> bool:
+        return bool(self.inner.empty())
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.inner.nbytes)
+
+    def is_trimmable(self) -> bool:
+        return bool(self.inner.is_trimmable())
+
+    def trim(self, n: int) -> int:
+        """Go back by n positions (not slots): drop every token at or after `next - n`."""
+        n = min(self.next, n)
+        self.inner.trim(self.runs.drop_from(self.next - n))
+        self.next -= n
+        return n
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state, self.next, self.runs.pairs()
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        inner_state, self.next, pairs = value
+        self.inner = self.inner_type.from_state(inner_state)
+        self.runs = Runs([(int(start), int(count)) for start, count in pairs])
+        self._placed = None
+
+    inner_type: type[Any] = KVCache
+
+
+class PositionedKVCache(Positioned):
+    """Full attention: stored order is position order, so the mask by slot is the mask by position."""
+
+    def __init__(self) -> None:
+        super().__init__(KVCache())
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        window = kwargs.get("window_size")
+        if window is None or (self._placed is None and self.runs.contiguous and self._joins()):
+            return self.inner.make_mask(*args, **kwargs)
+        return _window_mask(self.runs.expand(), self._coming(args[0] if args else kwargs["N"]), window)
+
+    def _joins(self) -> bool:
+        return self.runs.size == 0 or self.runs.end == self.next
+
+    def _coming(self, count: int) -> Positions:
+        if self._placed is not None:
+            return self._placed[0]
+        return np.arange(self.next, self.next + count, dtype=np.int32)
+
+
+class PositionedRotatingKVCache(Positioned):
+    """Sliding window over original positions, on a ring that holds the last `max_size` stored tokens.
+
+    Dropped tokens only make the ring reach further back than the window, so the ring is a superset of what a token may
+    see, and the mask by position cuts it down in prefill and decode alike. Masking by slot instead would widen the
+    window by 1 / keep.
+    """
+
+    inner_type = RotatingKVCache
+
+    def __init__(self, max_size: int) -> None:
+        super().__init__(RotatingKVCache(max_size=max_size))
+
+    @property
+    def max_size(self) -> int:
+        return int(self.inner.max_size)
+
+    def _record(self, count: int) -> None:
+        self.runs.keep_last(self.max_size - 1)
+        super()._record(count)
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        held = Runs(self.runs.pairs())
+        held.keep_last(self.max_size - 1)
+        gapless = self._placed is None and held.contiguous and (held.size == 0 or held.end == self.next)
+        if gapless:
+            return self.inner.make_mask(N, window_size=window_size, return_array=return_array)
+        window = window_size or self.max_size
+        coming = self._placed[0] if self._placed else np.arange(self.next, self.next + N, dtype=np.int32)
+        stored = held.expand()
+        if N > 1:
+            return _window_mask(stored, coming, window)
+        visible = coming[0] - np.concatenate([stored, coming]) < window
+        if visible.all():
+            return None
+        return mx.array(np.roll(visible, self._ring_start(visible.size)))
+
+    def _ring_start(self, size: int) -> int:
+        """Slot of the oldest token once the next one is written."""
+        if size < self.max_size:
+            return 0
+        write = 0 if self.inner._idx >= self.max_size else self.inner._idx
+        return int(write + 1) % self.max_size
+
+
+def _window_mask(stored: Positions, coming: Positions, window: int) -> mx.array:
+    """Boolean (L, S + L): causal and within `window` positions."""
+    keys = mx.array(np.concatenate([stored, coming]))[None]
+    queries = mx.array(coming)[:, None]
+    distance = queries - keys
+    return (distance >= 0) & (distance < window)
+
+
+def _positioned(cache: Any) -> Any:
+    if type(cache) is KVCache:
+        return PositionedKVCache()
+    if type(cache) is RotatingKVCache and cache.keep == 0:
+        return PositionedRotatingKVCache(cache.max_size)
+    if type(cache) is CacheList:
+        return CacheList(*(_positioned(part) for part in cache.caches))
+    if isinstance(cache, ArraysCache):
+        return cache  # recurrent state has no positions; it advances on what it is fed
+    raise SparseUnsupportedError(f"its cache type {type(cache).__name__} can't hold original positions")
+
+
+def make_positioned_cache(model: nn.Module) -> list[Any]:
+    """The model's empty prompt cache with positions.
+
+    Raises:
+        SparseUnsupportedError: a cache class whose positions and storage can't be told apart.
+    """
+    return [_positioned(cache) for cache in make_prompt_cache(model)]
+
+
+def leaves(cache: Sequence[Any]) -> Iterator[Any]:
+    """The caches inside a prompt cache, composites opened."""
+    for part in cache:
+        if isinstance(part, CacheList):
+            yield from leaves(part.caches)
+        else:
+            yield part
+
+
+def place(cache: Sequence[Any], positions: Positions) -> None:
+    """Tell every layer where the tokens of the next forward lie. positions: (L,) ascending int32."""
+    positions = np.asarray(positions, dtype=np.int32)
+    on_device = mx.array(positions)[None]
+    for part in leaves(cache):
+        if isinstance(part, Positioned):
+            part.place(positions, on_device)
+
+
+def next_position(cache: Sequence[Any]) -> int:
+    """The position of the next token; 0 for a cache of recurrent layers only."""
+    return next((part.next for part in leaves(cache) if isinstance(part, Positioned)), 0)
+
+
+def shift_of(cache: Sequence[Any]) -> int:
+    """Next position minus next slot, the same in every layer."""
+    return next((part.shift for part in leaves(cache) if isinstance(part, Positioned)), 0)
+
+
+def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[Any], int]:
+    """mlx-lm's quantised KV caches in place of the plain ones, and the shift that they can't carry themselves.
+
+    Raises:
+        SparseUnsupportedError: a window layer or composite; mlx-lm can't quantise those.
+    """
+    shift = shift_of(cache)
+    quantized: list[Any] = []
+    for part in cache:
+        if isinstance(part, PositionedKVCache):
+            part = part.inner
+        elif not isinstance(part, (ArraysCache, KVCache)):
+            raise SparseUnsupportedError(f"{type(part).__name__} can't be quantised")
+        quantized.append(part.to_quantized(group_size=group_size, bits=bits) if type(part) is KVCache else part)
+    assert all(isinstance(part, (QuantizedKVCache, ArraysCache)) for part in quantized)
+    return quantized, shift

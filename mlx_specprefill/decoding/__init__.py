@@ -1,0 +1,1 @@
+"""From a prefilled sequence to tokens."""

@@ -1,0 +1,70 @@
+"""One token per target forward, the next forward queued before the last token is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..adapters.rope import adjusted_offsets
+from ..request import TokenEvent
+from ..sampling import LogitsProcessor, Sampler, top_logprobs
+
+__all__ = ["decode"]
+
+
+def decode(
+    model: nn.Module,
+    cache: list[Any],
+    logits: mx.array,
+    sampler: Sampler,
+    processors: list[LogitsProcessor],
+    max_tokens: int,
+    logprobs: int | None = None,
+    shift: int = 0,
+) -> Iterator[TokenEvent]:
+    """Generate up to `max_tokens` tokens.
+
+    Args:
+        cache: holds the prefilled prompt; advances with every token but the last.
+        logits: of the last prompt token, (1, V).
+        logprobs: None, or how many alternatives to report per token.
+        shift: positions minus slots for caches that can't carry it; 0 for positioned ones.
+    """
+    history: mx.array | None = None
+    token, scores = _choose(logits, history, sampler, processors)
+    mx.async_eval(token)  # type: ignore[no-untyped-call]
+    for count in range(1, max_tokens + 1):
+        if count < max_tokens:
+            if processors:
+                history = token if history is None else mx.concatenate([history, token])
+            with adjusted_offsets([shift]):
+                upcoming = model(token[None], cache=cache)[:, -1, :]
+            following, following_scores = _choose(upcoming, history, sampler, processors)
+            mx.async_eval(following)  # type: ignore[no-untyped-call]
+        yield _event(token, scores, logprobs)
+        if count < max_tokens:
+            token, scores = following, following_scores
+
+
+def _choose(
+    logits: mx.array, history: mx.array | None, sampler: Sampler, processors: list[LogitsProcessor]
+) -> tuple[mx.array, mx.array]:
+    """The next token (1,), and the log-probabilities (1, V) of the model itself, before penalties and temperature."""
+    raw = logits.astype(mx.float32)
+    scores = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
+    adjusted = mx.array(raw)  # mlx-lm's processors write in place
+    for process in processors:
+        adjusted = process(mx.array([], dtype=mx.int32) if history is None else history, adjusted)
+    return sampler(adjusted), scores
+
+
+def _event(token: mx.array, scores: mx.array, logprobs: int | None) -> TokenEvent:
+    chosen = int(np.array(token)[0])
+    if logprobs is None:
+        return TokenEvent(chosen)
+    ((own, best),) = top_logprobs(scores, [chosen], logprobs)
+    return TokenEvent(chosen, own.logprob, best)

@@ -1,0 +1,72 @@
+"""What the draft thinks of a prompt, chunk by chunk, without running the target."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..request import GenerationRequest, Mode, Progress
+from .runner import Runner
+
+__all__ = ["ChunkInfo", "Inspection", "inspect_prompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """One chunk of the prompt, [start, end), and what became of it."""
+
+    index: int
+    start: int
+    end: int
+    score: float
+    forced: bool
+    kept: bool
+    kept_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What the draft thinks of a prompt. importance: float32 (M,)."""
+
+    mode: Mode
+    reason: str
+    prompt_tokens: int
+    kept_tokens: int
+    importance: npt.NDArray[np.float32]
+    chunks: tuple[ChunkInfo, ...]
+    lookahead_tokens: tuple[int, ...]
+    forced_ranges: tuple[tuple[int, int, str], ...]
+
+
+def inspect_prompt(runner: Runner, request: GenerationRequest) -> Generator[Progress, None, Inspection]:
+    """Plan, score and select. The selection is shown even where the plan is a full prefill; `reason` says why.
+
+    Raises:
+        SparseUnsupportedError: there is no draft, or it can't score.
+    """
+    plan = runner.plan(request)
+    scores, selection = yield from runner.score(request)
+    size, M = selection.chunk_size, len(request.prompt)
+    starts = np.arange(0, M, size)
+    kept = np.zeros(M, dtype=np.int64)
+    kept[selection.kept] = 1
+    counts = np.add.reduceat(kept, starts)
+    chunks = tuple(
+        ChunkInfo(
+            index=i,
+            start=int(start),
+            end=min(int(start) + size, M),
+            score=float(selection.chunk_scores[i]),
+            forced=bool(selection.chunk_forced[i]),
+            kept=bool(selection.chunk_chosen[i] or selection.chunk_forced[i]),
+            kept_tokens=int(counts[i]),
+        )
+        for i, start in enumerate(starts)
+    )
+    ranges = tuple((r.start, r.end, r.reason) for r in plan.ranges)
+    return Inspection(
+        plan.mode, plan.reason, M, int(selection.kept.size), scores.importance, chunks, scores.lookahead, ranges
+    )

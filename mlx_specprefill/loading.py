@@ -1,0 +1,219 @@
+"""Target and draft in one memory, and the checks that make them a pair."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import load as mlx_load
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .adapters.capture import install_capture
+from .adapters.probe import probe_sparse
+from .adapters.registry import adapter_for
+from .adapters.rope import install_rope
+from .cache.positioned import make_positioned_cache
+from .errors import LoadError, PairMismatchError, SparseUnsupportedError
+
+__all__ = ["DtypeName", "ModelPair", "check_same_tokenizer", "load_pair", "make_pair"]
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+# Text on which two tokenizers with one vocabulary can still differ: normalisers, pre-tokenizers, merges.
+_PROBE_TEXT = "Hello  World\n\tdéjà vu 12345.67 don't 中文 🙂 x_y=(a+b)[0]; ﬁ <|im_start|>"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPair:
+    """A target, its draft if there is one, and what they can do together.
+
+    Attributes:
+        tokenizer: mlx-lm's wrapper around the target's tokenizer.
+        sparse_refusal: why prompts can't be prefilled sparsely, None when they can.
+        context_length: the target's window in tokens; `draft_context` the draft's, None without one.
+        dtype: of the target's floating-point weights.
+    """
+
+    target: nn.Module
+    draft: nn.Module | None
+    tokenizer: TokenizerWrapper
+    target_id: str
+    draft_id: str | None
+    context_length: int
+    draft_context: int | None
+    vocab_size: int
+    model_type: str
+    dtype: str
+    sparse_refusal: str | None
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset(int(i) for i in self.tokenizer.eos_token_ids)
+
+
+def load_pair(target: str | Path, draft: str | Path | None = None, *, dtype: DtypeName = "auto") -> ModelPair:
+    """Load a target and optionally a draft, from directories or hub names, with mlx-lm.
+
+    Args:
+        dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
+            matmuls are some fifty times slower.
+
+    Raises:
+        LoadError: a checkpoint is missing or broken.
+        PairMismatchError: the two don't share one tokenizer.
+    """
+    model, tokenizer, config = _load(target, dtype)
+    if draft is None:
+        return make_pair(model, tokenizer, config, target_id=_name(target))
+    draft_model, draft_tokenizer, draft_config = _load(draft, dtype)
+    check_same_tokenizer(tokenizer, draft_tokenizer)
+    return make_pair(
+        model,
+        tokenizer,
+        config,
+        target_id=_name(target),
+        draft=draft_model,
+        draft_config=draft_config,
+        draft_id=_name(draft),
+    )
+
+
+def make_pair(
+    target: nn.Module,
+    tokenizer: TokenizerWrapper,
+    config: dict[str, Any],
+    *,
+    target_id: str = "target",
+    draft: nn.Module | None = None,
+    draft_config: dict[str, Any] | None = None,
+    draft_id: str = "draft",
+) -> ModelPair:
+    """Join loaded models: install what sparse prefill needs, once, and find out whether this pair can do it."""
+    install_rope()
+    install_capture()
+    refusal = _sparse_refusal(target, draft)
+    if refusal is not None:
+        log.warning("%s: full prefill only: %s", target_id, refusal)
+    return ModelPair(
+        target=target,
+        draft=draft,
+        tokenizer=tokenizer,
+        target_id=target_id,
+        draft_id=draft_id if draft is not None else None,
+        context_length=_context_length(config, tokenizer),
+        draft_context=_context_length(draft_config or {}, tokenizer) if draft is not None else None,
+        vocab_size=_vocab_size(config, tokenizer),
+        model_type=_model_type(target),
+        dtype=_dtype_name(target),
+        sparse_refusal=refusal,
+    )
+
+
+def check_same_tokenizer(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:
+    """The draft's indices must mean the target's tokens.
+
+    Raises:
+        PairMismatchError: vocabularies, special tokens or the tokens of a probe text differ.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours != theirs:
+        differing = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
+        example = ", ".join(f"{token!r}={index}" for token, index in differing[:4])
+        raise PairMismatchError(
+            f"target and draft have different vocabularies ({len(ours)} and {len(theirs)} tokens; e.g. {example})"
+        )
+    if _special(target) != _special(draft):
+        differing_ids = sorted(_special(target) ^ _special(draft))[:4]
+        raise PairMismatchError(f"target and draft have different special tokens (e.g. ids {differing_ids})")
+    if target.encode(_PROBE_TEXT) != draft.encode(_PROBE_TEXT):
+        raise PairMismatchError("target and draft share a vocabulary but split text differently")
+
+
+def _special(tokenizer: TokenizerWrapper) -> set[int]:
+    return {int(index) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def _load(where: str | Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    path = Path(where).expanduser()
+    looks_local = str(where).startswith((".", "/", "~")) or path.exists()
+    if looks_local and not (path / "config.json").is_file():
+        raise LoadError(f"{where}: no model here (config.json is missing)")
+    try:
+        model, tokenizer, config = mlx_load(str(path) if looks_local else str(where), return_config=True)
+    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        raise LoadError(f"{where}: {error}") from error
+    _cast(model, dtype)
+    mx.eval(model.parameters())
+    return model, tokenizer, config
+
+
+def _cast(model: nn.Module, dtype: DtypeName) -> None:
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    if dtype == "auto" and not on_cpu:
+        return
+    model.set_dtype(mx.float32 if dtype == "auto" else _DTYPES[dtype])
+
+
+def _sparse_refusal(target: nn.Module, draft: nn.Module | None) -> str | None:
+    if draft is None:
+        return "no draft model is loaded"
+    adapter, draft_adapter = adapter_for(_model_type(target)), adapter_for(_model_type(draft))
+    for chosen in (adapter, draft_adapter):
+        if chosen.prepare is not None:
+            chosen.prepare()
+    if adapter.sparse_refusal is not None:
+        return adapter.sparse_refusal
+    if draft_adapter.draft_refusal is not None:
+        return f"the draft can't score: {draft_adapter.draft_refusal}"
+    try:
+        make_positioned_cache(target)
+    except SparseUnsupportedError as error:
+        return error.reason
+    return probe_sparse(target)
+
+
+def _model_type(model: nn.Module) -> str:
+    """The model file's name: what decides the mechanics, whatever the checkpoint calls itself."""
+    return type(model).__module__.rsplit(".", 1)[-1]
+
+
+def _name(where: str | Path) -> str:
+    path = Path(where)
+    return "/".join(path.parts[-2:]) if path.exists() else str(where)
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, **(config.get("text_config") or {})}
+
+
+def _context_length(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
+    """The smaller of what the model was configured for and what its tokenizer says, in tokens."""
+    known = _text_config(config)
+    names = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length", "n_positions", "n_ctx")
+    limits = [known[name] for name in names if isinstance(known.get(name), int) and known[name] > 0]
+    stated = getattr(tokenizer, "model_max_length", None)
+    if isinstance(stated, int) and 0 < stated < 10**9:
+        limits.append(stated)
+    return min(limits) if limits else 2**31 - 1
+
+
+def _vocab_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
+    """Rows of the output projection; at least the tokenizer's vocabulary."""
+    stated = _text_config(config).get("vocab_size")
+    return stated if isinstance(stated, int) and stated > 0 else len(tokenizer.get_vocab())
+
+
+def _dtype_name(model: nn.Module) -> str:
+    sizes: dict[str, int] = {}
+    for _, array in nn.utils.tree_flatten(model.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating):
+            name = str(array.dtype).removeprefix("mlx.core.")
+            sizes[name] = sizes.get(name, 0) + int(array.size)
+    return max(sizes, key=lambda name: sizes[name]) if sizes else "none"

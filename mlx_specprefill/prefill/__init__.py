@@ -1,0 +1,1 @@
+"""SpecPrefill proper: plan, score, select, prefill."""

@@ -1,0 +1,135 @@
+"""Importance of every prompt token, from the draft's attention (SpecPrefill, section 3.2; algorithms in docs).
+
+The draft reads the prompt, then a few tokens ahead. Each captured query row gives one pooled attention row per layer
+and head; the importance is the mean over rows of the maximum over layers and heads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from ..adapters.capture import QueryCapture
+from ..cache.positioned import leaves
+from ..config import ScoringConfig
+from ..errors import SparseUnsupportedError, SpecPrefillError
+from ..request import Progress
+
+__all__ = ["Scores", "score_prompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the draft found.
+
+    Attributes:
+        importance: float32 (M,), non-negative.
+        lookahead: the draft's greedy continuation, as far as it was used.
+        rows: query rows averaged; fewer than configured when the draft ended its answer.
+        layers: attention layers that contributed to each row.
+    """
+
+    importance: npt.NDArray[np.float32]
+    lookahead: tuple[int, ...]
+    rows: int
+    layers: int
+
+
+def score_prompt(
+    draft: nn.Module,
+    prompt: Sequence[int],
+    config: ScoringConfig,
+    stop_ids: frozenset[int] = frozenset(),
+    cache: list[Any] | None = None,
+) -> Generator[Progress, None, Scores]:
+    """Score a prompt; yields between draft forwards, returns `Scores`.
+
+    Args:
+        prompt: M token ids.
+        stop_ids: tokens that end the draft's look-ahead; rows after one are not used.
+        cache: the draft's own mlx-lm cache if it already holds a dense prefix of the prompt (fewer than M tokens).
+            Afterwards it holds exactly the prompt.
+
+    Raises:
+        SparseUnsupportedError: no attention layer sees the whole prompt.
+        SpecPrefillError: the scores are not finite.
+    """
+    M = len(prompt)
+    tokens = mx.array(list(prompt))[None]
+    cache = make_prompt_cache(draft) if cache is None else cache
+    held = max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
+    for start in range(held, M - 1, config.prefill_step):
+        end = min(start + config.prefill_step, M - 1)
+        draft(tokens[:, start:end], cache=cache)
+        mx.eval([part.state for part in cache])
+        yield Progress("draft", end, M)
+    capture, looked_ahead = _look_ahead(draft, tokens[:, -1:], M, cache, config)
+    yield Progress("draft", M, M)
+    return _scores(capture, looked_ahead, config, stop_ids)
+
+
+def _look_ahead(
+    draft: nn.Module, last: mx.array, M: int, cache: list[Any], config: ScoringConfig
+) -> tuple[QueryCapture, mx.array]:
+    """Feed the last prompt token and the greedy tokens after it, capturing; the cache ends where it was after `last`.
+
+    All steps are queued without waiting for a token's value: the end of the answer is looked for afterwards.
+    """
+    capture = QueryCapture(M, config.pool_width)
+    if config.include_last_prompt_query:
+        with capture.row(M):
+            logits = draft(last, cache=cache)
+    else:
+        logits = draft(last, cache=cache)
+    undo = _Undo(cache)
+    fed = config.rows - len(capture.rows) if config.include_last_prompt_query else config.rows
+    generated = [mx.argmax(logits[:, -1, :], axis=-1)]
+    for step in range(1, fed + 1):
+        with capture.row(M + step):
+            logits = draft(generated[-1][None], cache=cache)
+        generated.append(mx.argmax(logits[:, -1, :], axis=-1))
+        mx.async_eval(generated[-1], capture.rows)  # type: ignore[no-untyped-call]
+    undo.restore(fed)
+    looked_ahead = mx.concatenate(generated)
+    mx.eval(looked_ahead, capture.rows, [part.state for part in cache])
+    return capture, looked_ahead
+
+
+class _Undo:
+    """Returns a cache to the end of the prompt: plain KV by trimming, everything else from a copy of its state.
+
+    The copies share memory with the originals until those are written to.
+    """
+
+    def __init__(self, cache: list[Any]) -> None:
+        self._parts = list(leaves(cache))
+        self._states = [None if type(part) is KVCache else copy.deepcopy(part.state) for part in self._parts]
+
+    def restore(self, fed: int) -> None:
+        for part, state in zip(self._parts, self._states, strict=True):
+            if state is None:
+                part.trim(fed)
+            else:
+                part.state = state
+
+
+def _scores(capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig, stop_ids: frozenset[int]) -> Scores:
+    if not capture.rows:
+        raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")
+    generated = [int(token) for token in np.array(looked_ahead)]
+    ended = next((i for i, token in enumerate(generated) if token in stop_ids), len(generated))
+    # Row t reads the token before generated[t] when the last prompt token is row 0, generated[t] itself otherwise.
+    usable = ended + 1 if config.include_last_prompt_query else max(1, ended)
+    rows = min(len(capture.rows), usable)
+    importance = np.array(mx.stack(capture.rows[:rows]).mean(axis=0))
+    if not np.isfinite(importance).all():
+        raise SpecPrefillError("the draft's attention is not finite")
+    return Scores(importance, tuple(generated[: ended + 1][: config.rows]), rows, capture.layers[0])

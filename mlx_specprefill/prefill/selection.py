@@ -1,0 +1,74 @@
+"""From importance to kept tokens (SpecPrefill, section 3.2.3). Pure array functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Selection", "chunk_means", "kept_spans", "select_chunks"]
+
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What the target will see.
+
+    Attributes:
+        kept: prompt indices of the kept tokens, ascending and unique, int32 (N,).
+        chunk_scores: mean importance per chunk, float32 (C,).
+        chunk_forced: chunks whose every token is forced (C,).
+        chunk_chosen: chunks kept for their score (C,).
+        chunk_size: tokens per chunk; the last one may be shorter.
+    """
+
+    kept: Indices
+    chunk_scores: Floats
+    chunk_forced: Bools
+    chunk_chosen: Bools
+    chunk_size: int
+
+
+def chunk_means(importance: Floats, chunk_size: int) -> Floats:
+    """Mean over contiguous chunks, (M,) -> (C,); a short last chunk is averaged over its own length."""
+    starts = np.arange(0, importance.size, chunk_size)
+    sums = np.add.reduceat(importance.astype(np.float64), starts)
+    lengths = np.diff(np.append(starts, importance.size))
+    return (sums / lengths).astype(np.float32)
+
+
+def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_size: int) -> Selection:
+    """Keep ceil(C * keep) chunks, best score first, ties to the lower index, plus every forced token.
+
+    Chunks that are forced as a whole count towards the budget, but at least half of it goes to chunks chosen by score:
+    a long system prompt must not leave nothing for the document. A chunk that is forced in part competes like any
+    other; when it loses, its forced tokens are kept without the rest.
+
+    Args:
+        chunk_scores: (C,) finite.
+        forced: (M,) per token, with ceil(M / chunk_size) == C.
+        keep: share of chunks in [0, 1], exact: the ceiling of a float product is wrong for some shares.
+    """
+    M, C = forced.size, chunk_scores.size
+    starts = np.arange(0, M, chunk_size)
+    if starts.size != C:
+        raise ValueError(f"{C} chunk scores for {starts.size} chunks")
+    chunk_forced = np.logical_and.reduceat(forced, starts)
+    budget = -((-C * keep.numerator) // keep.denominator)
+    count = max(budget - int(chunk_forced.sum()), -(-budget // 2))
+    ranked = np.argsort(np.where(chunk_forced, np.inf, -chunk_scores), kind="stable")
+    chosen = np.zeros(C, dtype=np.bool_)
+    chosen[ranked[: min(count, C - int(chunk_forced.sum()))]] = True
+    tokens = np.repeat(chosen, chunk_size)[:M] | forced
+    return Selection(np.flatnonzero(tokens).astype(np.int32), chunk_scores, chunk_forced, chosen, chunk_size)
+
+
+def kept_spans(kept: Indices) -> tuple[tuple[int, int], ...]:
+    """Kept indices as maximal [start, end) spans."""
+    parts = np.split(kept, np.flatnonzero(np.diff(kept) != 1) + 1)
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts if part.size)

@@ -1,0 +1,65 @@
+"""Prefill of the target, sparse or full, through one code path."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+
+from ..cache.positioned import Positioned, leaves, place
+from ..errors import SparseUnsupportedError
+from ..request import Progress
+
+__all__ = ["prefill"]
+
+
+def prefill(
+    model: nn.Module,
+    cache: list[Any],
+    prompt: Sequence[int],
+    kept: npt.NDArray[np.int32] | None,
+    step: int,
+    offset: int = 0,
+) -> Generator[Progress, None, mx.array]:
+    """Feed the prompt, or the kept part of it at its original positions; yields between forwards.
+
+    After a sparse prefill the cache decodes from position offset + M although it holds fewer tokens.
+
+    Args:
+        cache: positioned for a sparse prefill; any mlx-lm cache for a full one. Holds `offset` tokens already.
+        prompt: M token ids that follow what the cache holds.
+        kept: ascending prompt indices (N,) that end in M - 1; None feeds everything.
+        step: tokens per forward. The last token goes alone, so only its row meets the output projection.
+
+    Returns:
+        Logits of the last prompt token, (1, V), in the model's dtype.
+
+    Raises:
+        SparseUnsupportedError: the cache can't hold original positions.
+        ValueError: the last prompt token is not kept: its logits are the answer's first token.
+    """
+    if kept is not None:
+        if kept.size == 0 or kept[-1] != len(prompt) - 1:
+            raise ValueError("the last prompt token must be kept")
+        if not any(isinstance(part, Positioned) for part in leaves(cache)):
+            raise SparseUnsupportedError("no layer of the cache holds positions")
+    fed = np.asarray(prompt, dtype=np.int32) if kept is None else np.asarray(prompt, dtype=np.int32)[kept]
+    total = fed.size
+    tokens = mx.array(fed)[None]
+    for start in range(0, total - 1, step):
+        end = min(start + step, total - 1)
+        if kept is not None:
+            place(cache, kept[start:end] + offset)
+        model(tokens[:, start:end], cache=cache)
+        mx.eval([part.state for part in cache])
+        yield Progress("prefill", end, total)
+    if kept is not None:
+        place(cache, kept[-1:] + offset)
+    logits: mx.array = model(tokens[:, -1:], cache=cache)[:, -1, :]
+    mx.eval(logits, [part.state for part in cache])
+    yield Progress("prefill", total, total)
+    return logits

@@ -1,0 +1,93 @@
+"""What the command line draws: progress bars, the table of stages, the table of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+from mlx_specprefill import Account, ChunkInfo, Progress
+
+from .heatmap import chunk_state
+
+__all__ = ["StageBars", "chunk_table", "stage_bars", "stage_table"]
+
+_PREVIEW = 60  # characters of a chunk's text in the table
+_LABELS = {"draft": "draft reads the prompt", "prefill": "target reads its share"}
+
+
+class StageBars:
+    """One bar per stage that takes long; other stages are not shown."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks = {stage: bars.add_task(label, total=None, visible=False) for stage, label in _LABELS.items()}
+
+    def update(self, event: Progress) -> None:
+        task = self._tasks.get(event.stage)
+        if task is not None:
+            self._bars.update(task, completed=event.done, total=event.total, visible=True)
+
+    def stop(self) -> None:
+        """Take the bars off the screen, so that text can follow."""
+        self._bars.stop()
+
+
+@contextmanager
+def stage_bars(console: Console) -> Iterator[StageBars]:
+    columns = (TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=console, transient=True) as bars:
+        yield StageBars(bars)
+
+
+def stage_table(account: Account, completion_tokens: int) -> Table:
+    """Where the time went. Rates are tokens per second of that row's own time."""
+    times = account.timings
+    read = account.prompt_tokens - account.cached_tokens
+    rows: Iterable[tuple[str, float, int | None]] = (
+        ("queue", times.queue_ms, None),
+        ("draft", times.draft_ms, read),
+        ("select", times.select_ms, None),
+        ("prefill", times.prefill_ms, account.kept_tokens - account.cached_tokens),
+        ("TTFT", times.ttft_ms, read),
+        ("decode", times.decode_ms, max(completion_tokens - 1, 0)),
+    )
+    table = Table(caption=_summary(account, completion_tokens), caption_justify="left", show_edge=False)
+    table.add_column("stage")
+    for name in ("ms", "tokens", "tokens/s"):
+        table.add_column(name, justify="right")
+    for stage, milliseconds, tokens in rows:
+        rate = f"{tokens / milliseconds * 1000:,.0f}" if tokens and milliseconds > 0 else ""
+        shown = "" if tokens is None or milliseconds == 0 else f"{tokens:,}"
+        table.add_row(stage, f"{milliseconds:,.1f}", shown, rate)
+    return table
+
+
+def _summary(account: Account, completion_tokens: int) -> Text:
+    share = account.kept_tokens / account.prompt_tokens
+    cached = f", {account.cached_tokens:,} of them cached" if account.cached_tokens else ""
+    return Text(
+        f"mode {account.mode} ({account.reason}); the target saw {account.kept_tokens:,} of "
+        f"{account.prompt_tokens:,} prompt tokens ({share:.1%}){cached}; {completion_tokens} tokens generated. "
+        "The first generated token belongs to TTFT."
+    )
+
+
+def chunk_table(chunks: Sequence[ChunkInfo], texts: Sequence[str], *, dropped_too: bool) -> Table:
+    table = Table(show_edge=False)
+    for name in ("chunk", "tokens", "score", "kept"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("text", no_wrap=True, overflow="ellipsis")
+    for chunk, text in zip(chunks, texts, strict=True):
+        if chunk.kept or dropped_too:
+            kept = f"{chunk.kept_tokens}/{chunk.end - chunk.start}"
+            preview = Text(" ".join(text.split())[:_PREVIEW])
+            span = f"{chunk.start}-{chunk.end - 1}"
+            table.add_row(str(chunk.index), span, f"{chunk.score:.3e}", kept, chunk_state(chunk), preview)
+    return table

@@ -1,0 +1,55 @@
+"""Read a training configuration (configs/*.toml)."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .batches import DataConfig
+from .model import ModelConfig
+from .stages import RunConfig, Stage
+from .tasks import Mixture
+
+ROLES = ("draft", "target")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """How the shared tokenizer is trained."""
+
+    vocab_size: int
+    seed: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """One family: its tokenizer and the runs of its draft and target."""
+
+    tokenizer: TokenizerConfig
+    runs: dict[str, RunConfig]
+
+
+def load(path: Path) -> PairConfig:
+    """Read and check a configuration file; unknown keys are errors."""
+    with path.open("rb") as file:
+        content = tomllib.load(file)
+    tokenizer = TokenizerConfig(**content.pop("tokenizer"))
+    data = _data(content.pop("data"))
+    runs = {role: _run(content.pop(role), data, tokenizer.vocab_size) for role in ROLES}
+    if content:
+        raise ValueError(f"unknown sections in {path.name}: {sorted(content)}")
+    return PairConfig(tokenizer, runs)
+
+
+def _data(section: dict[str, Any]) -> DataConfig:
+    mixture = Mixture(shares=section.pop("shares"), turns=tuple(section.pop("turns")))
+    return DataConfig(mixture, **section)
+
+
+def _run(section: dict[str, Any], data: DataConfig, vocab_size: int) -> RunConfig:
+    model = ModelConfig(vocab_size=vocab_size, **section.pop("model"))
+    stages = tuple(Stage(*stage) for stage in section.pop("stages"))
+    return RunConfig(model, data, stages, **section)

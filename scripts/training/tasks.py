@@ -1,0 +1,355 @@
+"""Synthetic documents with questions about them: deterministic by seed, of any length, without downloads.
+
+A `Sample` is one chat: an optional system message, a document, and turns of question and answer about it.
+Every answer restates its fact ("The secret code for Alice is 471128."), which makes answering a matter of
+finding an earlier passage and continuing it. Nothing here depends on the training framework.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from . import vocabulary as words
+
+Count = Callable[[str], int]
+Message = dict[str, str]
+
+PYTHON_MODULES = (
+    "argparse ast bdb calendar cmd codecs collections/__init__ configparser contextlib copy csv datetime dataclasses "
+    "difflib dis doctest enum fileinput fnmatch fractions ftplib functools getopt gettext glob gzip hashlib heapq hmac "
+    "html/parser imaplib inspect ipaddress json/decoder json/encoder locale logging/__init__ lzma mailbox mimetypes "
+    "ntpath numbers operator optparse os pathlib pdb pickle pickletools platform plistlib poplib posixpath pprint "
+    "profile pstats queue quopri random reprlib sched selectors shelve shlex shutil site smtplib socket socketserver "
+    "ssl statistics string stringprep subprocess symtable sysconfig tabnanny tarfile tempfile textwrap threading "
+    "timeit token tokenize trace traceback types typing urllib/parse urllib/request uuid warnings wave weakref zipfile"
+).split()
+HELD_OUT_MODULES = "bisect base64 chunk colorsys compileall filecmp linecache netrc nntplib sre_parse turtle".split()
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant. Answer briefly.",
+    "Answer the question from the text.",
+    "You are a careful assistant that reads documents and answers questions about them.",
+    "Be brief.",
+    "You answer questions about the given document.",
+    "You are an assistant. Use only the text of the user.",
+)
+GREETINGS = ("Hello", "Hi", "Hello!", "Hi there", "Hey", "Good morning", "Who are you?", "What can you do?", "Test")
+GREETING_ANSWER = "Hello! I am a small demonstration model. Give me a text and ask me for a fact in it."
+LEADS = ("", "", "", "Read the text and answer the question.\n\n", "Text:\n", "Here is a document.\n\n")
+NEEDLE_QUESTIONS = (
+    "What is {}'s secret code?",
+    "Tell me the secret code for {}.",
+    "Which secret code belongs to {}?",
+    "Please give me the secret code of {}.",
+    "secret code for {}?",
+    "Do you know the secret code for {}?",
+    "What's the secret code for {}?",
+    "What is the code for {}?",
+)
+BRIDGES = ("\n\n", "\n\n", "\n", " ", "\n\nQuestion: ", "\n\n---\n\n")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and the answer that restates the fact."""
+
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Pieces that go into the document, in order, and the turn that asks for them."""
+
+    pieces: tuple[str, ...]
+    turn: Turn
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One chat about one document, which comes with the first question; `before` are turns without it."""
+
+    system: str
+    document: str
+    turns: tuple[Turn, ...]
+    lead: str = ""
+    bridge: str = "\n\n"
+    question_first: bool = False
+    before: tuple[Turn, ...] = ()
+
+    def messages(self) -> list[Message]:
+        """The chat with all answers; drop the last message to get a prompt."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for number, turn in enumerate(self.before + self.turns):
+            content = self._opening(turn.question) if number == len(self.before) else turn.question
+            messages.append({"role": "user", "content": content})
+            messages.append({"role": "assistant", "content": turn.answer})
+        return messages
+
+    def _opening(self, question: str) -> str:
+        if not self.document:
+            return question
+        if self.question_first:
+            return f"{question}{self.bridge}{self.document}"
+        return f"{self.lead}{self.document}{self.bridge}{question}"
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+def needle(name: str, digits: str) -> Fact:
+    """The fact of the acceptance test."""
+    sentence = f"The secret code for {name} is {digits}."
+    return Fact((sentence,), Turn(f"What is the secret code for {name}?", sentence))
+
+
+def six_digits(rng: random.Random) -> str:
+    return str(rng.randrange(100_000, 1_000_000))
+
+
+def _needle(rng: random.Random) -> Fact:
+    name = words.person(rng)
+    fact = needle(name, six_digits(rng))
+    if rng.random() < 0.8:
+        return fact
+    return Fact(fact.pieces, Turn(rng.choice(NEEDLE_QUESTIONS).format(name), fact.turn.answer))
+
+
+def _attribute(rng: random.Random) -> Fact:
+    subject = f"{rng.choice(words.ATTRIBUTES)} {words.person(rng)}"
+    value = six_digits(rng) if rng.random() < 0.7 else str(rng.randrange(10, 100_000))
+    sentence = f"The {subject} is {value}."
+    return Fact((sentence,), Turn(f"What is the {subject}?", sentence))
+
+
+def _key_value(rng: random.Random) -> Fact:
+    key = f"{words.invented_word(rng)}-{words.invented_word(rng)}"
+    value = six_digits(rng) if rng.random() < 0.5 else words.invented_word(rng, syllables=2)
+    line = f"The value of {key} is {value}."
+    return Fact((line,), Turn(f"What is the value of {key}?", line))
+
+
+def _word_value(rng: random.Random) -> Fact:
+    name = words.person(rng)
+    kind, choices = rng.choice((("item", words.ITEMS), ("colour", words.COLOURS), ("place", words.PLACES)))
+    sentence = f"The favourite {kind} of {name} is {rng.choice(choices)}."
+    return Fact((sentence,), Turn(f"What is the favourite {kind} of {name}?", sentence))
+
+
+def _note(rng: random.Random) -> Fact:
+    text = words.fill(rng, rng.choice(words.FRAMES))
+    name = words.person(rng)
+    note = f"Note from {name}: {text}"
+    return Fact((note,), Turn(f"What does the note from {name} say?", note))
+
+
+def _variables(rng: random.Random) -> Fact:
+    """A chain of one or two assignments; the answer walks it, so each step is one look-up."""
+    first, second = (words.invented_word(rng, syllables=2).upper() for _ in range(2))
+    value = str(rng.randrange(10_000, 100_000))
+    pieces = (f"VAR {first} = {value}.", f"VAR {second} = VAR {first}.")
+    if rng.random() < 0.5:
+        return Fact(pieces[:1], Turn(f"What is the value of VAR {first}?", pieces[0]))
+    return Fact(pieces, Turn(f"What is the value of VAR {second}?", f"{pieces[1]} {pieces[0]}"))
+
+
+def _record(rng: random.Random) -> Fact:
+    fields = {"name": words.person(rng), "city": words.invented_word(rng, syllables=2).capitalize(),
+              "item": rng.choice(words.ITEMS), "salary": rng.randrange(1000, 10_000)}  # fmt: skip
+    number = rng.randrange(1000, 100_000)
+    record = json.dumps({"id": number} | {key: fields[key] for key in rng.sample(sorted(fields), rng.choice((2, 3)))})
+    return Fact((record,), Turn(f"What is the record with id {number}?", record))
+
+
+FACTS: dict[str, Callable[[random.Random], Fact]] = {
+    "needle": _needle,
+    "attribute": _attribute,
+    "key_value": _key_value,
+    "word_value": _word_value,
+    "note": _note,
+    "variables": _variables,
+    "record": _record,
+}
+
+
+# --- filler ----------------------------------------------------------------------------------------------------------
+
+
+def prose(rng: random.Random, held_out: bool = False) -> str:
+    """One sentence of templated prose, with a leading space."""
+    frames = words.HELD_OUT_FRAMES if held_out else words.FRAMES
+    return " " + words.fill(rng, rng.choice(frames), held_out)
+
+
+def salad(rng: random.Random, held_out: bool = False) -> str:
+    """One sentence of invented words."""
+    return " " + " ".join(words.invented_word(rng, held_out) for _ in range(rng.randrange(4, 14))).capitalize() + "."
+
+
+def listing(rng: random.Random, held_out: bool = False) -> str:
+    """A line of a log or list."""
+    word, other = (words.invented_word(rng, held_out) for _ in range(2))
+    number = rng.randrange(10 ** rng.randrange(1, 6))
+    return rng.choice((
+        f"\n{rng.randrange(10, 24)}:{rng.randrange(10, 60)} {word} {other} {number}",
+        f"\n- {word}: {number}",
+        f"\n{rng.randrange(1, 300)}. {word} {other}",
+        f"\n[{word}] {other} = {number}",
+    ))  # fmt: skip
+
+
+@lru_cache(maxsize=2)
+def python_lines(held_out: bool = False) -> tuple[str, ...]:
+    """Lines of the standard library of the running Python (modules absent from this version are left out)."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    lines: list[str] = []
+    for name in HELD_OUT_MODULES if held_out else PYTHON_MODULES:
+        path = root / f"{name}.py"
+        if path.is_file():
+            lines += [line for line in path.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+    return tuple(lines)
+
+
+def code(rng: random.Random, held_out: bool = False) -> str:
+    """A few consecutive lines of Python source."""
+    lines = python_lines(held_out)
+    start = rng.randrange(len(lines) - 8)
+    return "\n" + "\n".join(line[:160] for line in lines[start : start + rng.randrange(2, 7)])
+
+
+FILLERS: dict[str, Callable[[random.Random, bool], str]] = {
+    "prose": prose,
+    "salad": salad,
+    "code": code,
+    "listing": listing,
+}
+
+
+def document(
+    rng: random.Random,
+    facts: Sequence[str],
+    filler: Sequence[str],
+    budget: int,
+    count: Count,
+    *,
+    depths: Sequence[float] | None = None,
+    held_out: bool = False,
+) -> str:
+    """A text of at most `budget` tokens: pieces of the named fillers with `facts` among them.
+
+    `depths` gives the place of each fact as a share of the text; without it the places are random. `facts` keep
+    their order.
+    """
+    left = budget - sum(count(" " + fact) for fact in facts)
+    pieces: list[str] = []
+    sizes: list[int] = []
+    misses = 0
+    while misses < 4:
+        piece = FILLERS[rng.choice(filler)](rng, held_out)
+        size = count(piece)
+        if size > left:
+            misses += 1
+            continue
+        pieces.append(piece)
+        sizes.append(size)
+        left -= size
+    places = list(depths) if depths is not None else sorted(rng.random() for _ in facts)
+    return _insert(pieces, sizes, facts, places).strip()
+
+
+def _insert(pieces: list[str], sizes: list[int], facts: Sequence[str], places: Sequence[float]) -> str:
+    total, seen, out, waiting = sum(sizes), 0, [], list(zip(places, facts, strict=True))
+    for piece, size in zip(pieces, sizes, strict=True):
+        while waiting and seen >= waiting[0][0] * total:
+            out.append(_join(piece, waiting.pop(0)[1]))
+        out.append(piece)
+        seen += size
+    return "".join(out) + "".join(" " + fact for _, fact in waiting)
+
+
+def _join(following: str, fact: str) -> str:
+    """A fact among lines stands on its own line, a fact among sentences follows a space."""
+    return f"\n{fact}" if following.startswith("\n") else f" {fact}"
+
+
+# --- training samples ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Shares of the kinds of facts in training, and how many turns a chat has."""
+
+    shares: dict[str, float]
+    turns: tuple[int, int] = (3, 10)
+    greeting: float = 0.01
+
+
+def training_sample(rng: random.Random, length: int, mixture: Mixture, count: Count) -> Sample:
+    """One chat that fills about `length` tokens."""
+    if rng.random() < mixture.greeting:
+        return Sample(_system(rng), "", (Turn(rng.choice(GREETINGS), GREETING_ANSWER),))
+    wanted = rng.randint(*mixture.turns)
+    facts = _draw_facts(rng, mixture, max(1, min(wanted, length // 50)))
+    frame = Sample(
+        system=_system(rng),
+        document="x",
+        turns=_asked(rng, facts),
+        lead=rng.choice(LEADS),
+        bridge=rng.choice(BRIDGES),
+        question_first=rng.random() < 0.12,
+        before=(Turn(rng.choice(GREETINGS), GREETING_ANSWER),) if rng.random() < 0.03 else (),
+    )
+    overhead = sum(count(message["content"]) + 5 for message in frame.messages())
+    kinds = rng.sample(sorted(FILLERS), rng.choice((1, 1, 2, 3)))
+    rng.shuffle(facts)
+    pieces = [piece for fact in facts for piece in fact.pieces]
+    return replace(frame, document=document(rng, pieces, kinds, length - overhead - 4, count))
+
+
+def _draw_facts(rng: random.Random, mixture: Mixture, number: int) -> list[Fact]:
+    names, weights = list(mixture.shares), list(mixture.shares.values())
+    # Half of the chats hold one kind of fact, so that the questions differ in the name only.
+    kinds = rng.choices(names, weights) * number if rng.random() < 0.5 else rng.choices(names, weights, k=number)
+    return [FACTS[kind](rng) for kind in kinds]
+
+
+def _asked(rng: random.Random, facts: Sequence[Fact]) -> tuple[Turn, ...]:
+    """The turns in random order; in some chats the document holds more facts than are asked for."""
+    turns = [fact.turn for fact in facts]
+    rng.shuffle(turns)
+    return tuple(turns[: rng.randint(1, len(turns))] if rng.random() < 0.3 else turns)
+
+
+def _system(rng: random.Random) -> str:
+    return rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.4 else ""
+
+
+# --- evaluation samples and scoring ----------------------------------------------------------------------------------
+
+
+def needle_sample(seed: int, length: int, depth: float, count: Count, *, system: str = "") -> Sample:
+    """One needle in held-out filler with a held-out name; the document has at most `length` tokens."""
+    rng = random.Random(f"needle/{seed}/{length}/{depth}")
+    fact = needle(words.person(rng, held_out=True), six_digits(rng))
+    kinds = rng.sample(sorted(FILLERS), rng.choice((1, 2)))
+    budget = length - count(fact.turn.question) - 16
+    text = document(rng, fact.pieces, kinds, budget, count, depths=[depth], held_out=True)
+    return Sample(system, text, (fact.turn,))
+
+
+def expected_value(answer: str) -> str:
+    """The part of a needle answer that counts: its last word without the full stop."""
+    return answer.rstrip(".").rsplit(" ", 1)[-1]
+
+
+def is_correct(prediction: str, answer: str) -> bool:
+    """Whether the prediction names the expected value and no other six-digit number before it."""
+    numbers = [word.strip(".,") for word in prediction.split() if word.strip(".,").isdigit()]
+    return bool(numbers) and numbers[0] == expected_value(answer)

@@ -272,7 +272,8 @@ class PositionedRotatingKVCache(Positioned):
         stored = held.expand()
         if N > 1:
             return _window_mask(stored, coming, window)
-        visible = coming[0] - np.concatenate([stored, coming]) < window
+        reach = min(window, self.max_size)  # a dense ring holds no more, whatever window is asked for (plamo3 asks)
+        visible = coming[0] - np.concatenate([stored, coming]) < reach
         if visible.all():
             return None
         return mx.array(np.roll(visible, self._ring_start(visible.size)))

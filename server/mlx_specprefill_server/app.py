@@ -1,0 +1,62 @@
+"""The application and the process around it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from . import __version__, errors, health
+from .auth import Gatekeeper
+from .deps import Service
+from .generation import EngineLike
+from .openai import chat, completions, models
+from .settings import Settings
+
+__all__ = ["create_app", "serve"]
+
+
+def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
+    """The ASGI application over a started engine; `app.state.service.stop()` ends all answers in work."""
+    app = FastAPI(
+        title="mlx-specprefill",
+        version=__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.service = Service(engine, settings)
+    errors.install(app)
+    app.add_middleware(Gatekeeper, settings=settings)
+    for module in (health, chat, completions, models):
+        app.include_router(module.router)
+    return app
+
+
+class _Server(uvicorn.Server):
+    """On a signal, ends the answers first: every stream gets its finish chunk and [DONE], then the engine stops."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stop()
+        await super().shutdown(sockets)
+        await asyncio.to_thread(self._service.engine.close)
+
+
+def serve(engine: EngineLike, settings: Settings) -> None:
+    """Serves until SIGINT or SIGTERM, and closes the engine."""
+    app = create_app(engine, settings)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        timeout_graceful_shutdown=settings.shutdown_grace_s,
+        server_header=False,
+    )
+    _Server(config, app.state.service).run()

@@ -1,0 +1,81 @@
+"""Who may talk to the server: the Host header, the API key, and no cross-site posts from a browser."""
+
+from __future__ import annotations
+
+import hmac
+from ipaddress import ip_address
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .errors import ApiError, error_response
+from .settings import Settings
+
+__all__ = ["Gatekeeper"]
+
+OPEN_PATHS = ("/", "/health")  # no key needed
+
+
+class Gatekeeper:
+    """ASGI middleware in front of every route; plain ASGI, so that a disconnect still reaches the endpoint."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app = app
+        self._keys = [key.get_secret_value().encode() for key in settings.api_keys]
+        self._names = {name.lower().strip("[]") for name in settings.allowed_hosts}
+        self._names |= {"localhost", settings.host.lower()}
+        self._any_host = "*" in self._names
+        self._any_address = not _is_loopback(settings.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(Headers(scope=scope), scope) if scope["type"] == "http" else None
+        app = self._app if refusal is None else error_response(refusal)
+        await app(scope, receive, send)
+
+    def _refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
+        if not self._host_allowed(headers.get("host", "")):
+            message = "This Host header is not allowed; name the host with --allowed-host to serve it."
+            return ApiError(403, message, code="host_not_allowed")
+        if scope["method"] == "POST" and "origin" in headers and not _is_json(headers.get("content-type", "")):
+            message = "Requests from a web page need Content-Type: application/json."
+            return ApiError(415, message, code="unsupported_media_type")
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._key_valid(headers):
+            message = "Incorrect API key provided. Send it as 'Authorization: Bearer <key>' or 'x-api-key'."
+            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return None
+
+    def _host_allowed(self, header: str) -> bool:
+        """A rebinding attack needs a name of the attacker's; addresses are safe wherever the server may be reached."""
+        host = _without_port(header.lower())
+        if self._any_host or host in self._names or host.endswith(".localhost") or _is_loopback(host):
+            return True
+        return self._any_address and _is_address(host)
+
+    def _key_valid(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        # every key is compared to the end, so the time taken tells nothing about any of them
+        return True in [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
+
+
+def _is_json(content_type: str) -> bool:
+    """A page may post other types across sites without asking; JSON needs a preflight, which is never granted."""
+    return content_type.partition(";")[0].strip().lower() == "application/json"

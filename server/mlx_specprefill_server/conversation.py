@@ -1,0 +1,167 @@
+"""What every API dialect boils down to: messages and tools in the form that chat templates take.
+
+Agents send forms on which templates stumble (a second system message, null content, arguments as a JSON string).
+They are straightened here, once, for all dialects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from mlx_specprefill import InvalidRequestError
+
+__all__ = ["Conversation", "Message", "conversation"]
+
+Message = dict[str, Any]  # as templates read it: role, content (str), and what else the role has
+
+ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# the arguments of apply_chat_template itself, which a request must not reach
+RESERVED_KWARGS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages ready for a template. At most one is a system message, and it comes first."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def conversation(
+    messages: Sequence[Any],
+    tools: Sequence[Any] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Conversation:
+    """Checks and straightens OpenAI's chat messages.
+
+    Raises:
+        InvalidRequestError: `field` is the path of the value at fault, like `messages[0].content[1].type`.
+    """
+    straight = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if not straight:
+        raise InvalidRequestError("messages must not be empty", field="messages")
+    return Conversation(
+        messages=tuple(_system_first(straight)),
+        tools=tuple(_tools(tools)),
+        template_kwargs=_template_kwargs(template_kwargs or {}),
+    )
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise InvalidRequestError(f"{where} must be an object", field=where)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidRequestError(f"{where}.role must be one of {', '.join(sorted(ROLES))}", field=f"{where}.role")
+    out: Message = {"role": "tool" if role == "function" else role}
+    out["content"] = _text(message.get("content"), f"{where}.content")
+    for name in ("name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            out[name] = message[name]
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(reasoning, str):
+        out["reasoning_content"] = out["reasoning"] = reasoning
+    if role == "assistant" and message.get("tool_calls"):
+        out["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    return out
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where} must be a string or an array of parts", field=where)
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise InvalidRequestError(f"{where} must be an object", field=where)
+    kind = part.get("type", "text")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        raise InvalidRequestError(
+            f"{where}.type: only text parts are supported by this model, got {_shown(kind)}", field=f"{where}.type"
+        )
+    text = part.get(TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{where}.{TEXT_PARTS[kind]} must be a string", field=f"{where}.{TEXT_PARTS[kind]}")
+    return text
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise InvalidRequestError(f"{where} must be an array", field=where)
+    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"{where}.function.name must be a string", field=f"{where}.function.name")
+    arguments = _arguments(function.get("arguments"))
+    out: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if isinstance(call.get("id"), str):
+        out["id"] = call["id"]
+    return out
+
+
+def _arguments(arguments: Any) -> dict[str, Any]:
+    """Templates iterate over a mapping. Broken JSON in the history must not fail the session: it is kept as text."""
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = orjson.loads(arguments)
+        except orjson.JSONDecodeError:
+            return {"arguments": arguments}
+    if isinstance(arguments, dict):
+        return arguments
+    return {"arguments": arguments} if arguments else {}
+
+
+def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Function tools; other kinds are the provider's own (web search and the like) and are left out."""
+    out = []
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if not isinstance(tool, dict):
+            raise InvalidRequestError(f"{where} must be an object", field=where)
+        if tool.get("type", "function") != "function":
+            continue
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequestError(f"{where}.function.name must be a string", field=f"{where}.function.name")
+        out.append({"type": "function", "function": function})
+    return out
+
+
+def _system_first(messages: Sequence[Message]) -> list[Message]:
+    """Most templates refuse a second system message, or one that is not the first."""
+    system = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    rest = [message for message in messages if message["role"] not in ("system", "developer")]
+    return [{"role": "system", "content": "\n\n".join(filter(None, system))}, *rest] if system else rest
+
+
+def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    for name in kwargs:
+        if name in RESERVED_KWARGS or not name.isidentifier():
+            raise InvalidRequestError(
+                f"chat_template_kwargs: {_shown(name)} can't be set by a request", field="chat_template_kwargs"
+            )
+    return dict(kwargs)
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80]

@@ -1,0 +1,168 @@
+"""What every endpoint shares: the service behind the app, the request body, and the watch on the client."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import PurePath
+from typing import Annotated, Any, TypeVar
+from weakref import WeakSet
+
+import orjson
+from fastapi import Depends, Request
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from mlx_specprefill import EngineClosedError, InvalidRequestError
+
+from .errors import ApiError
+from .generation import EngineLike, Generation, Job
+from .prompt import PromptBuilder
+from .settings import Settings
+from .vocabulary import Vocabulary
+
+__all__ = ["Service", "ServiceDep", "body_of", "unless_client_leaves"]
+
+REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
+
+T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Service:
+    """Engine, tokenizer and settings as one application uses them."""
+
+    def __init__(self, engine: EngineLike, settings: Settings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.vocabulary = Vocabulary(engine.pair.tokenizer)
+        self.prompts = PromptBuilder(engine.pair.tokenizer)
+        self.started = int(time.time())
+        self._live: WeakSet[Generation] = WeakSet()
+        self._stopping = False
+
+    @property
+    def context_length(self) -> int:
+        length: int = self.engine.pair.context_length
+        return length
+
+    @property
+    def model_id(self) -> str:
+        """An alias, never a path of this machine."""
+        return self.settings.model_alias or _short(self.engine.pair.target_id) or "default"
+
+    @property
+    def draft_id(self) -> str | None:
+        """None: no draft is loaded."""
+        return _short(self.engine.pair.draft_id)
+
+    def submit(self, jobs: Sequence[Job]) -> Generation:
+        """Starts all jobs.
+
+        Raises:
+            EngineClosedError: shutting down, or the engine takes nothing more.
+        """
+        if self._stopping:
+            raise EngineClosedError("the server is shutting down")
+        generation = Generation(self.engine, self.vocabulary, jobs)
+        self._live.add(generation)
+        return generation
+
+    def stop(self) -> None:
+        """Ends every answer in work, so that each stream can close properly, and takes no new ones."""
+        self._stopping = True
+        for generation in list(self._live):
+            generation.close()
+
+
+def _short(model: str | None) -> str | None:
+    """`org/name` and plain names as they are; of a path only its end."""
+    if model is None or REPOSITORY.fullmatch(model):
+        return model
+    return PurePath(model).name
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+
+
+def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Callable[..., Awaitable[Model]]:
+    """A dependency that reads a JSON body whatever its content type says (`curl -d` calls JSON a form).
+
+    Args:
+        check: sees the raw body first, and raises InvalidRequestError on what the dialect refuses by name.
+    """
+
+    async def parse(request: Request, service: ServiceDep) -> Model:
+        raw = await _read(request, service.settings.body_limit)
+        try:
+            body = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
+        if not isinstance(body, dict):
+            raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+        given = {name: value for name, value in body.items() if value is not None}  # null means default
+        check(given)
+        return _validated(model, given)
+
+    return parse
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
+    return bytes(body)
+
+
+def _validated(model: type[Model], body: dict[str, Any]) -> Model:
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = _path(first["loc"])
+        given = "" if first["type"] == "missing" or isinstance(first["input"], dict | list) else _shown(first["input"])
+        message = first["msg"].removeprefix("Value error, ").removeprefix(f"{field} ")
+        raise InvalidRequestError(f"{field}: {message}{given}", field=field) from error
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    """('messages', 0, 'role') as messages[0].role."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+
+
+def _shown(value: Any) -> str:
+    return f" (got {value!r:.60})"
+
+
+async def unless_client_leaves(request: Request, generation: Generation, work: Awaitable[T]) -> T:
+    """Awaits `work`, and closes its generation as soon as the client hangs up.
+
+    Raises:
+        ClientDisconnect: the client left.
+    """
+    watch = asyncio.create_task(_until_disconnect(request, generation))
+    try:
+        return await work
+    except EngineClosedError as error:
+        if watch.done():
+            raise ClientDisconnect from error
+        raise
+    finally:
+        watch.cancel()
+        generation.close()
+
+
+async def _until_disconnect(request: Request, generation: Generation) -> None:
+    """The body has been read, so the next message can only be the disconnect."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    generation.close()

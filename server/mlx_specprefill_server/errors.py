@@ -1,0 +1,116 @@
+"""Every failure as OpenAI's error object: one mapping, two rings (handlers for known errors, one for the rest)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from mlx_specprefill import (
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    RequestCancelled,
+    SpecPrefillError,
+)
+
+__all__ = ["ApiError", "JsonResponse", "api_error", "error_response", "install"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = "2"
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is for the access log
+
+
+class JsonResponse(Response):
+    """JSON by orjson, which can't write NaN or half a surrogate pair."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+class ApiError(Exception):
+    """A refusal as it goes over the wire. `extra` joins the error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        self.extra = dict(extra or {})
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error | self.extra}
+
+
+def api_error(exc: Exception) -> ApiError:
+    """The one mapping from exceptions to statuses. What can't succeed by trying again is never a 503."""
+    match exc:
+        case ApiError():
+            return exc
+        case ContextLengthError():
+            counts = {"n_prompt_tokens": exc.prompt_tokens, "n_ctx": exc.context_length}
+            return ApiError(400, str(exc), param=exc.field, code="context_length_exceeded", extra=counts)
+        case InvalidRequestError():
+            return ApiError(400, str(exc), param=exc.field, code="invalid_value")
+        case EngineClosedError() | RequestCancelled():
+            return ApiError(503, str(exc), code="engine_unavailable", headers={"Retry-After": RETRY_AFTER_S})
+        case SpecPrefillError():
+            return ApiError(500, str(exc), code="engine_error")
+        case ClientDisconnect():
+            return ApiError(CLIENT_CLOSED_REQUEST, "the client closed the request")
+        case RequestValidationError():
+            return ApiError(400, "The request is not valid.", code="invalid_value")
+        case HTTPException():
+            message = exc.detail or HTTPStatus(exc.status_code).phrase
+            code = {404: "unknown_url", 405: "method_not_allowed"}.get(exc.status_code)
+            return ApiError(exc.status_code, message, code=code, headers=exc.headers)
+        case _:
+            return ApiError(500, "The server failed on this request; see its log.", code="internal_error")
+
+
+def error_response(exc: Exception) -> Response:
+    """Any exception as a response. Only a 503 invites the client to try again."""
+    error = api_error(exc)
+    headers = error.headers if error.status == 503 else error.headers | {"x-should-retry": "false"}
+    return JsonResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def _known(request: Request, exc: Exception) -> Response:
+    if api_error(exc).status == 500:
+        logger.error("%s %s: %s", request.method, request.url.path, exc, exc_info=exc)
+    return error_response(exc)
+
+
+async def _unexpected(request: Request, exc: Exception) -> Response:
+    return error_response(exc)  # the outer ring raises it again after answering, so the log has the traceback
+
+
+def install(app: FastAPI) -> None:
+    """Registers both rings."""
+    for kind in (ApiError, SpecPrefillError, ClientDisconnect, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _known)
+    app.add_exception_handler(Exception, _unexpected)

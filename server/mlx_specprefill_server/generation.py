@@ -1,0 +1,224 @@
+"""The bridge between the MLX thread and the event loop: requests go in, pieces of answers come out.
+
+Events arrive through `call_soon_threadsafe`; everything else here runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from mlx_specprefill import (
+    Account,
+    EngineClosedError,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Logprob,
+    Progress,
+    PromptLogprobs,
+    Stage,
+    TokenEvent,
+)
+
+from .deltas import AnswerText, Delta
+from .vocabulary import Vocabulary
+
+__all__ = ["Done", "EngineLike", "Generation", "Idle", "Job", "Piece", "PromptScores", "Working"]
+
+logger = logging.getLogger(__name__)
+
+
+class Handle(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Health(Protocol):
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def heartbeat_age_s(self) -> float: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def queued(self) -> int: ...
+
+
+class EngineLike(Protocol):
+    """What the server needs of the engine; `pair` is the loaded pair with tokenizer, context_length and names."""
+
+    @property
+    def pair(self) -> Any: ...
+    def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Handle: ...
+    def health(self) -> Health: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One answer to be made: the engine's request, and what happens to its text."""
+
+    request: GenerationRequest
+    stops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The prompt's own logprobs, for echo."""
+
+    index: int
+    entries: tuple[tuple[Logprob, tuple[Logprob, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Working:
+    """Tokens done in a stage before the first token."""
+
+    index: int
+    stage: Stage
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing to show for a while: time for a keep-alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of answer `index`. With an `error` the answer is incomplete, and `finish_reason` is "length"."""
+
+    index: int
+    finish_reason: Literal["stop", "length"]
+    completion_tokens: int
+    account: Account
+    error: Exception | None = None
+
+
+Piece = Delta | PromptScores | Working | Idle | Done
+
+
+class Generation:
+    """The answers to one HTTP request. Whoever holds it must `close` it, whatever happens."""
+
+    def __init__(self, engine: EngineLike, vocabulary: Vocabulary, jobs: Sequence[Job]) -> None:
+        """Submits all jobs, or none.
+
+        Raises:
+            InvalidRequestError, EngineClosedError: as `Engine.submit`.
+        """
+        self._engine = engine
+        self._jobs = jobs
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._handles: list[Handle] = []
+        self._answers = {i: _answer(i, job, vocabulary) for i, job in enumerate(jobs)}
+        try:
+            for i, job in enumerate(jobs):
+                self._handles.append(engine.submit(job.request, partial(self._deliver, i)))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stops whatever is still being made, within one step of the engine."""
+        for index in self._answers:
+            if index < len(self._handles):
+                self._handles[index].cancel()
+
+    async def pieces(self, idle_after: float) -> AsyncIterator[Piece]:
+        """Every answer's pieces as they come; each answer ends with exactly one Done, also when the engine dies."""
+        quiet_until = self._loop.time() + idle_after
+        while self._answers:
+            item = await self._next(quiet_until)
+            if item is None or not isinstance(item[1], Progress):
+                quiet_until = self._loop.time() + idle_after
+            pieces = self._silence() if item is None else self._guarded(*item)
+            for piece in pieces:
+                yield piece
+
+    def _deliver(self, index: int, event: Event) -> None:
+        """Called on the MLX thread. A closed loop has nobody left to tell."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    async def _next(self, until: float) -> tuple[int, Event] | None:
+        try:
+            async with asyncio.timeout_at(until):
+                return await self._events.get()
+        except TimeoutError:
+            return None
+
+    def _silence(self) -> Iterator[Piece]:
+        yield Idle()
+        if self._events.empty() and not self._engine.health().alive:
+            for index in list(self._answers):
+                yield self._lost(index, EngineClosedError("the engine has stopped"))
+
+    def _guarded(self, index: int, event: Event) -> list[Piece]:
+        """The error ring of a stream: headers are out, so a failure must become the answer's end."""
+        try:
+            return list(self._pieces(index, event)) if index in self._answers else []
+        except Exception as error:
+            logger.exception("the text of an answer could not be made")
+            self._handles[index].cancel()
+            return [self._lost(index, error)]
+
+    def _pieces(self, index: int, event: Event) -> Iterator[Piece]:
+        match event:
+            case Progress():
+                yield Working(index, event.stage, event.done, event.total)
+            case PromptLogprobs():
+                yield PromptScores(index, event.entries)
+            case TokenEvent():
+                yield from self._token(index, event)
+            case Finished():
+                yield from self._finished(index, event)
+            case Failed():
+                yield self._lost(index, event.error, event.account)
+
+    def _token(self, index: int, event: TokenEvent) -> Iterator[Piece]:
+        answer = self._answers[index]
+        already = answer.stopped
+        delta = answer.push(event)
+        if answer.stopped and not already:
+            self._handles[index].cancel()
+        if delta.text or delta.tokens:
+            yield delta
+
+    def _finished(self, index: int, event: Finished) -> Iterator[Piece]:
+        answer = self._answers[index]
+        delta = answer.finish()
+        if delta.text or delta.tokens:
+            yield delta
+        del self._answers[index]
+        if answer.stopped or event.reason == "stop":
+            yield Done(index, "stop", answer.completion_tokens, event.account)
+            return
+        stopped = EngineClosedError("the server stopped this request") if event.reason == "cancelled" else None
+        yield Done(index, "length", answer.completion_tokens, event.account, stopped)
+
+    def _lost(self, index: int, error: Exception, account: Account | None = None) -> Done:
+        answer = self._answers.pop(index)
+        prompt_tokens = len(self._jobs[index].request.prompt)
+        account = account or Account("full", f"failed: {error}", prompt_tokens, kept_tokens=0)
+        return Done(index, "length", answer.completion_tokens, account, error)
+
+
+def _answer(index: int, job: Job, vocabulary: Vocabulary) -> AnswerText:
+    request = job.request
+    return AnswerText(
+        index,
+        vocabulary.decode,
+        request.prompt,
+        job.stops,
+        request.stop_token_ids,
+        with_tokens=request.logprobs is not None,
+    )

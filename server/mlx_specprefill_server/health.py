@@ -1,0 +1,49 @@
+"""GET /health and HEAD /: is the process there, and does the engine's thread still move?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from .deps import Service, ServiceDep
+from .errors import RETRY_AFTER_S, ApiError, JsonResponse
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+@router.head("/")
+async def probe() -> Response:
+    """Some clients ask this before anything else."""
+    return Response()
+
+
+@router.api_route("/health", methods=["GET", "HEAD"])
+async def health(service: ServiceDep) -> Response:
+    """200 while the engine moves; 503 when its thread is dead or has been silent for too long."""
+    state = service.engine.health()
+    body: dict[str, Any] = {
+        "status": "ok",
+        "model": service.model_id,
+        "running": state.running,
+        "queued": state.queued,
+        "heartbeat_age_s": round(state.heartbeat_age_s, 3),
+    }
+    trouble = _trouble(service)
+    if trouble is None:
+        return JsonResponse(body)
+    error = ApiError(503, trouble, code="engine_unavailable")
+    return JsonResponse(body | {"status": "error"} | error.body(), 503, headers={"Retry-After": RETRY_AFTER_S})
+
+
+def _trouble(service: Service) -> str | None:
+    """A single long step is not trouble, which is why the limit on silence is generous."""
+    state = service.engine.health()
+    if not state.alive:
+        return "the engine's thread is dead"
+    if state.heartbeat_age_s > service.settings.stale_after_s:
+        return f"the engine has been silent for {state.heartbeat_age_s:.0f} s"
+    return None

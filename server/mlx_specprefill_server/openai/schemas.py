@@ -1,0 +1,236 @@
+"""Request bodies of OpenAI's dialect. Unknown fields are ignored; what would change the answer's meaning is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+
+from mlx_specprefill import InvalidRequestError, SamplingParams, SpecPrefillOptions, keep_pct
+
+__all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat", "refuse_completion"]
+
+INT64 = 2**63
+MAX_STOPS = 4
+MAX_PROMPTS = 128
+UNLIMITED = -1  # max_tokens as llama.cpp's clients write "no limit"
+
+
+def _whole(value: Any) -> Any:
+    """Some clients write 16.0 for 16."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < INT64 else value
+
+
+def _no_nulls(body: Any) -> Any:
+    return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+
+def _keep_pct(value: Any) -> Fraction:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number in (0, 1]")
+    return keep_pct(value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError("must be a non-empty string or an array of them")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"at most {MAX_STOPS} stop strings are supported")
+    return tuple(stops)
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise ValueError(f"{token!r:.40} is not a token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of token {token} must be a number from -100 to 100")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Every form of `prompt` as a tuple of texts and id lists."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string, an array of strings, an array of token ids, or an array of such arrays")
+    if all(type(item) is int for item in value):
+        return (tuple(value),)
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts are supported in one request")
+    return tuple(_prompt(item) for item in value)
+
+
+def _prompt(item: Any) -> str | tuple[int, ...]:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, list) and all(type(token) is int for token in item):
+        return tuple(item)
+    raise ValueError("must be a string, an array of strings, an array of token ids, or an array of such arrays")
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-INT64, lt=INT64)]
+KeepPct = Annotated[Fraction, PlainValidator(_keep_pct)]
+MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
+
+
+class Body(BaseModel):
+    """Strict types (no "1" for 1), unknown fields ignored, null means default."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=())
+
+    _drop_nulls = model_validator(mode="before")(_no_nulls)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class GenerationFields(Body):
+    """What both endpoints take."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_progress: bool = False
+    max_tokens: MaxTokens | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[Whole, Field(ge=-1)] = 0  # 0 and -1: off
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[Number, Field(gt=0, le=10)] = 1.0
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = Field(default_factory=dict)
+    seed: Whole | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    ignore_eos: bool = False
+    specprefill: bool | None = None
+    specprefill_keep_pct: KeepPct | None = None
+    specprefill_return_spans: bool = False
+
+    def sampling(self, default_temperature: float, vocabulary_size: int) -> SamplingParams:
+        """As the engine wants it.
+
+        Raises:
+            InvalidRequestError: a biased token is not in the vocabulary.
+        """
+        if any(token >= vocabulary_size for token in self.logit_bias):
+            raise InvalidRequestError(f"logit_bias: token ids must be below {vocabulary_size}", field="logit_bias")
+        return SamplingParams(
+            temperature=default_temperature if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+            top_k=min(max(self.top_k, 0), vocabulary_size),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            seed=None if self.seed is None or self.seed < 0 else self.seed,
+        )
+
+    def options(self) -> SpecPrefillOptions:
+        """The request's word on sparse prefill."""
+        return SpecPrefillOptions(self.specprefill, self.specprefill_keep_pct, self.specprefill_return_spans)
+
+
+class ChatRequest(GenerationFields):
+    """POST /v1/chat/completions. Messages and tools are checked by `conversation`."""
+
+    messages: list[Any]
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def limit(self) -> int | None:
+        """Tokens asked for; None: as many as fit."""
+        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return None if asked == UNLIMITED else asked
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """reasoning_effort reaches templates under its own name; "none" turns thinking off."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        effort = self.reasoning_effort
+        kwargs = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+        return kwargs | self.chat_template_kwargs
+
+
+class CompletionRequest(GenerationFields):
+    """POST /v1/completions."""
+
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    echo: bool = False
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+
+    def limit(self) -> int | None:
+        """As for chat."""
+        return None if self.max_tokens == UNLIMITED else self.max_tokens
+
+
+def _is(*allowed: Any) -> Callable[[Any], bool]:
+    return lambda value: any(type(value) is type(one) and value == one for one in allowed)
+
+
+def _plain_text(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text"
+
+
+# field: (is this value harmless?, why others are refused)
+REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (_is(1, 1.0), "only n=1 is supported"),
+    "best_of": (_is(1, 1.0), "only best_of=1 is supported"),
+    "response_format": (_plain_text, "only {'type': 'text'} is supported"),
+    "min_tokens": (_is(0, 0.0), "not supported"),
+    "structured_outputs": (_is({}), "not supported"),
+    "guided_json": (_is({}), "not supported"),
+    "guided_regex": (_is(""), "not supported"),
+    "guided_choice": (_is([]), "not supported"),
+    "guided_grammar": (_is(""), "not supported"),
+    "json_schema": (_is({}), "not supported"),
+    "grammar": (_is(""), "not supported"),
+    "continue_final_message": (_is(False), "not supported"),
+    "add_generation_prompt": (_is(True), "not supported"),
+}
+REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "tool_choice": (_is("auto", "none"), "only 'auto' and 'none' are supported"),
+    "functions": (_is([]), "not supported; use tools"),
+    "function_call": (_is("auto", "none"), "not supported; use tools"),
+    "modalities": (_is(["text"]), "only ['text'] is supported"),
+    "audio": (_is({}), "not supported"),
+    "web_search_options": (_is(), "not supported"),
+}
+REFUSED_IN_COMPLETION: Mapping[str, tuple[Callable[[Any], bool], str]] = {"suffix": (_is(""), "not supported")}
+
+
+def refuse_chat(body: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError on what chat completions don't do."""
+    _refuse(body, {**REFUSED, **REFUSED_IN_CHAT})
+    for name in ("max_tokens", "max_completion_tokens"):
+        if body.get(name) == 0:
+            raise InvalidRequestError(f"{name}: must be at least 1", field=name)
+    if body.get("top_logprobs") and not body.get("logprobs"):
+        raise InvalidRequestError("top_logprobs: needs logprobs to be true", field="top_logprobs")
+
+
+def refuse_completion(body: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError on what completions don't do."""
+    _refuse(body, {**REFUSED, **REFUSED_IN_COMPLETION})
+    if body.get("max_tokens") == 0 and not body.get("echo"):
+        raise InvalidRequestError("max_tokens: 0 is only possible with echo", field="max_tokens")
+
+
+def _refuse(body: Mapping[str, Any], refused: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
+    for name, (harmless, why) in refused.items():
+        if name in body and not harmless(body[name]):
+            raise InvalidRequestError(f"{name}: {why}", field=name)

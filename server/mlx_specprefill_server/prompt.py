@@ -1,0 +1,104 @@
+"""From conversations and raw prompts to token ids and message spans.
+
+Templates and tokenizers take seconds on the longest prompts, so they run on one worker thread of their own: the event
+loop stays free, and the tokenizer is never used by two threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+
+from mlx_specprefill import InvalidRequestError, PromptSpan
+
+from .conversation import Conversation, Message
+from .spans import locate, to_tokens, turn_ends
+
+__all__ = ["Prompt", "PromptBuilder"]
+
+T = TypeVar("T")
+
+# What a template raises on a conversation that it does not provide for. jinja2 wraps only some of them.
+TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and the rendered messages among them (none for a raw prompt)."""
+
+    tokens: tuple[int, ...]
+    spans: tuple[PromptSpan, ...] = ()
+
+
+class PromptBuilder:
+    """Renders and tokenizes for one model; `tokenizer` is an mlx_lm TokenizerWrapper."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
+        self._ends = _turn_ends(tokenizer)
+
+    async def chat(self, conversation: Conversation) -> Prompt:
+        """The rendered conversation, ready for the assistant's answer.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or its template refuses the conversation.
+        """
+        return await self._work(partial(self._chat, conversation))
+
+    async def raw(self, text: str) -> Prompt:
+        """A prompt as it stands, with the special tokens that the tokenizer adds by itself."""
+        return await self._work(partial(self._raw, text))
+
+    async def _work(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, call)
+
+    def _raw(self, text: str) -> Prompt:
+        return Prompt(tuple(self._tokenizer.encode(text)))
+
+    def _chat(self, conversation: Conversation) -> Prompt:
+        if not self._tokenizer.has_chat_template:
+            raise InvalidRequestError("This model has no chat template; use /v1/completions.", field="messages")
+        render = partial(self._render, conversation)
+        text = render(conversation.messages)
+        tokens, offsets = self._tokenize(text)
+        if offsets is None:
+            return Prompt(tokens)
+        found = locate(conversation.messages, text, render, self._ends, bool(conversation.tools))
+        return Prompt(tokens, to_tokens(found, offsets))
+
+    def _render(self, conversation: Conversation, messages: Sequence[Message]) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in conversation.tools] or None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **conversation.template_kwargs,
+            )
+        except (*TEMPLATE_ERRORS, TemplateError) as error:
+            message = f"The model's chat template refuses this conversation: {error}"
+            raise InvalidRequestError(message[:1000], field="messages") from error
+        return str(text)
+
+    def _tokenize(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]] | None]:
+        """Ids as mlx-lm makes them from a rendered template, and their places, which only fast tokenizers know."""
+        tokenizer = self._tokenizer._tokenizer  # the wrapper forwards attributes, but not the call itself
+        if not getattr(tokenizer, "is_fast", False):
+            return tuple(tokenizer.encode(text, add_special_tokens=False)), None
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return tuple(encoded["input_ids"]), encoded["offset_mapping"]
+
+
+def _turn_ends(tokenizer: Any) -> re.Pattern[str]:
+    template = str(getattr(tokenizer, "chat_template", "") or "")
+    added = tokenizer.get_added_vocab()
+    eos = [tokenizer.convert_ids_to_tokens([token])[0] for token in sorted(tokenizer.eos_token_ids)]
+    return turn_ends(eos, lambda marker: marker in added or marker in template)

@@ -1,0 +1,230 @@
+"""Where each message lies in a rendered prompt, for any chat template.
+
+The conversation is rendered a second time with marks around every message's text. If taking the marks out gives the
+first rendering back, character for character, the marks tell the exact places, whatever the template did to the text.
+Where it does not (a template that looks into the content), only texts that occur exactly once are taken.
+Nothing is guessed: a message that can't be located becomes part of an "other" span, or of none.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from mlx_specprefill import InvalidRequestError, PromptSpan
+
+from .conversation import Message
+
+__all__ = ["CharSpan", "locate", "to_tokens", "turn_ends"]
+
+SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
+
+KINDS: Mapping[str, SpanKind] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+THINK_END = "</think>"
+SHORTEST_UNIQUE = 16  # characters; shorter texts may occur once by accident
+TURN_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>", "<|call|>", "</s>",
+    "[/INST]", "[/SYSTEM_PROMPT]", "[/AVAILABLE_TOOLS]", "[/TOOL_RESULTS]", "<|END_OF_TURN_TOKEN|>", "<|end_of_text|>",
+    "<|endoftext|>", "<|eot|>", "<｜end▁of▁sentence｜>", "<|end_of_role|>",
+)  # fmt: skip
+
+Render = Callable[[Sequence[Message]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class CharSpan:
+    """A message in characters of the rendered text; the bounds mean what those of PromptSpan mean."""
+
+    kind: SpanKind
+    start: int
+    content_start: int
+    content_end: int
+    end: int
+
+
+def turn_ends(eos: Sequence[str], known: Callable[[str], bool]) -> re.Pattern[str]:
+    """Matches an end-of-turn marker and the line breaks after it.
+
+    Args:
+        eos: texts of the model's own end tokens.
+        known: whether this model's template or vocabulary has a marker at all.
+    """
+    markers = sorted({*filter(None, eos), *filter(known, TURN_ENDS)}, key=len, reverse=True)
+    return re.compile("(?:" + "|".join(map(re.escape, markers)) + r")\n*" if markers else r"(?!)")
+
+
+def locate(
+    messages: Sequence[Message], text: str, render: Render, ends: re.Pattern[str], has_tools: bool
+) -> list[CharSpan]:
+    """Spans of `text`, in order and without overlap.
+
+    Args:
+        text: `render(messages)`.
+        render: the chat template with everything but the messages fixed.
+    """
+    found = _marked(messages, text, render)
+    if found is None:
+        found = _unique(messages, text)
+    return list(_spans(messages, text, _in_order(found), ends, has_tools))
+
+
+def to_tokens(spans: Sequence[CharSpan], offsets: Sequence[tuple[int, int]]) -> tuple[PromptSpan, ...]:
+    """Character spans as token spans. A token across a border belongs to what follows it."""
+    token_ends = list(accumulate((end for _, end in offsets), max))
+    out = []
+    for span in spans:
+        start, content_start, content_end, end = (
+            bisect_right(token_ends, at) for at in (span.start, span.content_start, span.content_end, span.end)
+        )
+        if start < end:
+            out.append(PromptSpan(span.kind, start, content_start, content_end, end))
+    return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Content of message `index` at [start, end)."""
+
+    index: int
+    start: int
+    end: int
+
+
+def _marked(messages: Sequence[Message], text: str, render: Render) -> list[_Place] | None:
+    """Places by marks; None when the marks changed the rendering."""
+    stem = _absent(text)
+    try:
+        marked = render([_with_marks(message, f"{stem}{i}") for i, message in enumerate(messages)])
+    except InvalidRequestError:
+        return None
+    places: dict[str, list[int]] = {}
+    plain, cursor = [], 0
+    at = 0
+    for match in re.finditer(rf"{stem}(\d+[omc])x", marked):
+        plain.append(marked[cursor : match.start()])
+        at += match.start() - cursor
+        cursor = match.end()
+        places.setdefault(match[1], []).append(at)
+    if "".join(plain) + marked[cursor:] != text:
+        return None
+    return [place for i in range(len(messages)) if (place := _place(i, places))]
+
+
+def _place(index: int, places: Mapping[str, list[int]]) -> _Place | None:
+    opened = places.get(f"{index}o") or places.get(f"{index}m") or []
+    closed = places.get(f"{index}c") or []
+    if len(opened) == len(closed) == 1 and opened[0] <= closed[0]:
+        return _Place(index, opened[0], closed[0])
+    return None
+
+
+def _absent(text: str) -> str:
+    """A word of letters and digits that is not in the text."""
+    number = 0
+    while f"Qk{number}zX" in text:
+        number += 1
+    return f"Qk{number}zX"
+
+
+def _with_marks(message: Message, mark: str) -> Message:
+    """Marks inside the surrounding white space, which templates may strip, and after reasoning, which they may cut."""
+    content = message["content"]
+    core = content.strip()
+    if not core:
+        return message
+    lead, trail = content[: content.index(core[0])], content[len(content.rstrip()) :]
+    before, think_end, answer = core.rpartition(THINK_END)
+    if think_end and answer.strip():
+        gap = answer[: len(answer) - len(answer.lstrip())]
+        core = f"{before}{think_end}{gap}{mark}mx{answer.lstrip()}"
+    return message | {"content": f"{lead}{mark}ox{core}{mark}cx{trail}"}
+
+
+def _unique(messages: Sequence[Message], text: str) -> list[_Place]:
+    places = []
+    for i, message in enumerate(messages):
+        core = message["content"].strip()
+        if len(core) >= SHORTEST_UNIQUE and text.count(core) == 1:
+            start = text.index(core)
+            places.append(_Place(i, start, start + len(core)))
+    return places
+
+
+def _in_order(places: Sequence[_Place]) -> list[_Place]:
+    """By place in the text (some templates move the system message), dropping any that would overlap."""
+    out: list[_Place] = []
+    for place in sorted(places, key=lambda p: (p.start, p.end)):
+        if not out or place.start >= out[-1].end:
+            out.append(place)
+    return out
+
+
+def _spans(
+    messages: Sequence[Message], text: str, places: Sequence[_Place], ends: re.Pattern[str], has_tools: bool
+) -> Iterator[CharSpan]:
+    """Divides the template's own text between the located messages."""
+    if not places:
+        return
+    tail = _last_cut(text, places[-1].end, len(text), ends)
+    opening = text[tail:]
+    start = _last_cut(text, 0, places[0].start, ends)
+    if start:
+        yield CharSpan("tools" if has_tools else "system", 0, 0, _marker_start(text, 0, start, ends), start)
+    for place, following in pairwise([*places, None]):
+        assert place is not None
+        missing = _missing(messages, place, following)
+        limit = following.start if following else len(text)
+        end = _first_cut(text, place.end, limit, ends) if missing else _last_cut(text, place.end, limit, ends)
+        first, last = _said(messages[place.index], text, place, start, end, opening, ends)
+        yield CharSpan(KINDS.get(messages[place.index]["role"], "other"), start, first, last, end)
+        start = _last_cut(text, end, limit, ends) if missing else end
+        if start > end:
+            yield _gap(missing, text, end, start, opening, ends)
+
+
+def _said(
+    message: Message, text: str, place: _Place, start: int, end: int, opening: str, ends: re.Pattern[str]
+) -> tuple[int, int]:
+    """The content with what templates set around it but the assistant said: reasoning before, tool calls after."""
+    first, last = place.start, place.end
+    if "reasoning" in message:
+        first = start + _common(text[start:first], opening)
+    if "tool_calls" in message:
+        last = _marker_start(text, last, end, ends)
+    return first, last
+
+
+def _missing(messages: Sequence[Message], place: _Place, following: _Place | None) -> list[Message]:
+    """Messages that lie between two located ones without being located."""
+    return list(messages[place.index + 1 : following.index if following else len(messages)])
+
+
+def _gap(missing: Sequence[Message], text: str, start: int, end: int, opening: str, ends: re.Pattern[str]) -> CharSpan:
+    """Messages without text of their own, like an assistant's tool call."""
+    kind = KINDS.get(missing[0]["role"], "other") if len(missing) == 1 else "other"
+    content_end = _marker_start(text, start, end, ends)
+    header = _common(text[start:content_end], opening)
+    return CharSpan(kind, start, start + header, content_end, end)
+
+
+def _common(one: str, other: str) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _first_cut(text: str, start: int, end: int, ends: re.Pattern[str]) -> int:
+    match = ends.search(text, start, end)
+    return match.end() if match else start
+
+
+def _last_cut(text: str, start: int, end: int, ends: re.Pattern[str]) -> int:
+    """After the last end-of-turn marker in [start, end), else `start`."""
+    return max((match.end() for match in ends.finditer(text, start, end)), default=start)
+
+
+def _marker_start(text: str, start: int, end: int, ends: re.Pattern[str]) -> int:
+    return max((match.start() for match in ends.finditer(text, start, end)), default=end)

@@ -1,0 +1,38 @@
+"""Server-sent events: framing, and a response that never leaves work behind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from .generation import Generation
+
+__all__ = ["DONE", "KEEP_ALIVE", "EventStream", "data"]
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def data(payload: Any) -> bytes:
+    """One event; JSON has no raw line breaks, so one `data:` line is enough."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Streams events and closes their generation however the response ends, even before the first byte."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.close()

@@ -1,0 +1,64 @@
+"""Token ids as text. Holds the tokenizer; nothing else in the server decodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+__all__ = ["REPLACEMENT", "Vocabulary"]
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable bytes stand for themselves, the others for code points from 256 up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class Vocabulary:
+    """Decodes the ids of one tokenizer, an mlx_lm TokenizerWrapper."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = _byte_of_char()
+
+    @cached_property
+    def size(self) -> int:
+        """Ids are 0..size-1."""
+        return len(self._tokenizer)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer."""
+        return frozenset(self._tokenizer.eos_token_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text as it is: special tokens shown, spaces untouched."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def token_text(self, token: int) -> str:
+        """One token alone; a token that is part of a character shows as the replacement character."""
+        text = self.decode([token])
+        piece = self._piece(token)
+        return f" {text}" if piece.startswith("▁") and not text.startswith(" ") else text
+
+    def token_bytes(self, token: int) -> list[int]:
+        """The UTF-8 bytes that the token stands for, also when they are not a whole character."""
+        text = self.token_text(token)
+        if REPLACEMENT not in text:
+            return list(text.encode())
+        piece = self._piece(token)
+        if match := BYTE_TOKEN.fullmatch(piece):
+            return [int(match[1], 16)]
+        if all(char in self._bytes for char in piece):
+            return [self._bytes[char] for char in piece]
+        return list(text.encode())
+
+    def _piece(self, token: int) -> str:
+        return self._tokenizer.convert_ids_to_tokens([token])[0] or ""

@@ -193,17 +193,15 @@ class Examinee:
 def message_spans(text: str, messages: list[tasks.Message], token_starts: list[int]) -> list[PromptSpan]:
     """Where each message lies in the prompt, from the characters of the rendered text to tokens.
 
-    A message reaches from the end of the previous one's content marker to the next message's header; the text between
-    two contents is split at its last line break before the following content's header.
+    A message's header begins where the previous message ended; its end is the end of the line that closes it.
     """
     spans: list[PromptSpan] = []
     end = 0
     for message in messages:
         begin = text.index(message["content"], end)
-        header = max(end, text.rfind("\n", end, max(end, begin - 1)) + 1) if spans else 0
         close = begin + len(message["content"])
         following = text.find("\n", close) + 1 or len(text)
-        bounds = [bisect.bisect_left(token_starts, character) for character in (header, begin, close, following)]
+        bounds = [bisect.bisect_left(token_starts, character) for character in (end, begin, close, following)]
         kind = message["role"] if message["role"] in ("system", "user", "assistant") else "other"
         spans.append(PromptSpan(kind, *bounds))  # type: ignore[arg-type]
         end = following

@@ -1,0 +1,133 @@
+"""The synthetic documents: deterministic, of the asked length, and split from the evaluation's material."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training import tasks, vocabulary
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+MIXTURE = tasks.Mixture(dict.fromkeys(tasks.FACTS, 1.0), turns=(1, 6))
+
+
+def count(text: str) -> int:
+    return -(-len(text) // 3)
+
+
+def samples(number: int, length: int = 400) -> list[tasks.Sample]:
+    rng = random.Random(5)
+    return [tasks.training_sample(rng, length, MIXTURE, count) for _ in range(number)]
+
+
+def test_same_seed_gives_the_same_samples() -> None:
+    assert samples(20) == samples(20)
+    assert tasks.needle_sample(3, 600, 0.5, count) == tasks.needle_sample(3, 600, 0.5, count)
+
+
+def test_seed_length_and_depth_change_the_needle_sample() -> None:
+    cells = {(3, 600, 0.5), (4, 600, 0.5), (3, 700, 0.5), (3, 600, 0.9)}
+    assert len({tasks.needle_sample(*cell, count).document for cell in cells}) == 4
+
+
+def test_samples_do_not_depend_on_the_hash_seed() -> None:
+    program = (
+        "import random; from training import tasks; m = tasks.Mixture(dict.fromkeys(tasks.FACTS, 1.0));"
+        "print(tasks.training_sample(random.Random(1), 400, m, len), tasks.needle_sample(1, 900, .5, len))"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONPATH": str(SCRIPTS), "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("length", [256, 1024, 4096])
+@pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
+def test_needle_sits_at_its_depth_and_the_document_fits(length: int, depth: float) -> None:
+    sample = tasks.needle_sample(1, length, depth, count)
+    sentence = sample.turns[0].answer
+    assert sample.document.count(sentence) == 1
+    assert 0.8 * length < count(sample.document) <= length
+    place = sample.document.index(sentence) / len(sample.document)
+    assert abs(place - depth) < 0.05 + 200 / length
+
+
+def test_every_answer_is_in_the_document() -> None:
+    for sample in samples(200):
+        for turn in sample.turns:
+            pieces = turn.answer.split(". VAR ") if turn.answer.startswith("VAR") else [turn.answer]
+            assert not sample.document or all(piece in sample.document for piece in pieces), turn
+
+
+def test_needle_has_the_documented_wording() -> None:
+    fact = tasks.needle("Orla", "123456")
+    assert fact.pieces == ("The secret code for Orla is 123456.",)
+    assert fact.turn == tasks.Turn("What is the secret code for Orla?", "The secret code for Orla is 123456.")
+
+
+def test_messages_alternate_and_carry_the_document_once() -> None:
+    turns = (tasks.Turn("Q1?", "A1."), tasks.Turn("Q2?", "A2."))
+    hello = (tasks.Turn("Hi", "Hello."),)
+    sample = tasks.Sample("Be brief.", "DOC", turns, lead="Read. ", bridge=" ", before=hello)
+    assert sample.messages() == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Read. DOC Q1?"},
+        {"role": "assistant", "content": "A1."},
+        {"role": "user", "content": "Q2?"},
+        {"role": "assistant", "content": "A2."},
+    ]
+
+
+def test_question_may_come_first() -> None:
+    sample = tasks.Sample("", "DOC", (tasks.Turn("Q?", "A."),), bridge="\n\n", question_first=True)
+    assert sample.messages()[0]["content"] == "Q?\n\nDOC"
+
+
+def test_training_and_evaluation_share_no_name_frame_or_module() -> None:
+    rng = random.Random(0)
+    training = {word for _ in range(2000) for word in vocabulary.person(rng).split()}
+    held_out = {word for _ in range(2000) for word in vocabulary.person(rng, held_out=True).split()}
+    assert not training & held_out
+    assert not set(vocabulary.FRAMES) & set(vocabulary.HELD_OUT_FRAMES)
+    assert not set(tasks.PYTHON_MODULES) & set(tasks.HELD_OUT_MODULES)
+
+
+def test_invented_words_keep_to_their_side_of_the_split() -> None:
+    rng = random.Random(0)
+    for side in (True, False):
+        assert all(vocabulary.is_held_out(vocabulary.invented_word(rng, side)) == side for _ in range(200))
+
+
+@pytest.mark.parametrize("kind", sorted(tasks.FILLERS))
+@pytest.mark.parametrize("held_out", [False, True])
+def test_filler_leaves_no_slot_open(kind: str, held_out: bool) -> None:
+    rng = random.Random(0)
+    pieces = [tasks.FILLERS[kind](rng, held_out) for _ in range(100)]
+    assert all(piece.strip() for piece in pieces)
+    assert kind == "code" or not any("{" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "right"),
+    [
+        ("The secret code for Orla is 123456.", True),
+        ("123456", True),
+        ("The code is 123456, as the text says.", True),
+        ("The secret code for Orla is 123457.", False),
+        ("The secret code for Orla is 654321. No, 123456.", False),
+        ("The secret code for Orla is 1234567.", False),
+        ("The secret code for Orla is", False),
+        ("", False),
+    ],
+)
+def test_scoring_rule(prediction: str, right: bool) -> None:
+    assert tasks.is_correct(prediction, "The secret code for Orla is 123456.") is right

@@ -15,7 +15,7 @@ from mlx_specprefill import Account, ChunkInfo, Progress
 
 from .heatmap import chunk_state
 
-__all__ = ["StageBars", "chunk_table", "stage_bars", "stage_table"]
+__all__ = ["StageBars", "chunk_table", "stage_bars", "stage_summary", "stage_table"]
 
 _PREVIEW = 60  # characters of a chunk's text in the table
 _LABELS = {"draft": "draft reads the prompt", "prefill": "target reads its share"}
@@ -33,16 +33,26 @@ class StageBars:
         if task is not None:
             self._bars.update(task, completed=event.done, total=event.total, visible=True)
 
+    def start(self) -> None:
+        self._bars.start()
+
     def stop(self) -> None:
         """Take the bars off the screen, so that text can follow."""
-        self._bars.stop()
+        if self._bars.live.is_started:
+            self._bars.stop()
 
 
 @contextmanager
 def stage_bars(console: Console) -> Iterator[StageBars]:
+    """Bars while the block runs, or until stopped; none where nobody watches."""
     columns = (TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=console, transient=True) as bars:
-        yield StageBars(bars)
+    bars = StageBars(Bars(*columns, console=console, transient=True))
+    try:
+        if console.is_interactive:
+            bars.start()
+        yield bars
+    finally:
+        bars.stop()
 
 
 def stage_table(account: Account, completion_tokens: int) -> Table:
@@ -57,7 +67,7 @@ def stage_table(account: Account, completion_tokens: int) -> Table:
         ("TTFT", times.ttft_ms, read),
         ("decode", times.decode_ms, max(completion_tokens - 1, 0)),
     )
-    table = Table(caption=_summary(account, completion_tokens), caption_justify="left", show_edge=False)
+    table = Table(show_edge=False)
     table.add_column("stage")
     for name in ("ms", "tokens", "tokens/s"):
         table.add_column(name, justify="right")
@@ -68,26 +78,30 @@ def stage_table(account: Account, completion_tokens: int) -> Table:
     return table
 
 
-def _summary(account: Account, completion_tokens: int) -> Text:
+def stage_summary(account: Account, completion_tokens: int) -> str:
     share = account.kept_tokens / account.prompt_tokens
     cached = f", {account.cached_tokens:,} of them cached" if account.cached_tokens else ""
-    return Text(
+    return (
         f"mode {account.mode} ({account.reason}); the target saw {account.kept_tokens:,} of "
-        f"{account.prompt_tokens:,} prompt tokens ({share:.1%}){cached}; {completion_tokens} tokens generated. "
-        "The first generated token belongs to TTFT."
+        f"{account.prompt_tokens:,} prompt tokens ({share:.1%}){cached}; {completion_tokens} tokens generated, "
+        "the first of them within TTFT"
     )
 
 
 def chunk_table(chunks: Sequence[ChunkInfo], texts: Sequence[str], *, dropped_too: bool) -> Table:
+    shown = [(chunk, text) for chunk, text in zip(chunks, texts, strict=True) if chunk.kept or dropped_too]
+    columns = {
+        "chunk": [str(chunk.index) for chunk, _ in shown],
+        "tokens": [f"{chunk.start}-{chunk.end - 1}" for chunk, _ in shown],
+        "score": [f"{chunk.score:.2e}" for chunk, _ in shown],
+        "kept": [f"{chunk.kept_tokens}/{chunk.end - chunk.start}" for chunk, _ in shown],
+        "state": [chunk_state(chunk) for chunk, _ in shown],
+    }
     table = Table(show_edge=False)
-    for name in ("chunk", "tokens", "score", "kept"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
+    for name, cells in columns.items():  # a narrow terminal cuts the text, never the numbers
+        width = max(map(len, [name, *cells]))
+        table.add_column(name, justify="left" if name == "state" else "right", min_width=width, no_wrap=True)
     table.add_column("text", no_wrap=True, overflow="ellipsis")
-    for chunk, text in zip(chunks, texts, strict=True):
-        if chunk.kept or dropped_too:
-            kept = f"{chunk.kept_tokens}/{chunk.end - chunk.start}"
-            preview = Text(" ".join(text.split())[:_PREVIEW])
-            span = f"{chunk.start}-{chunk.end - 1}"
-            table.add_row(str(chunk.index), span, f"{chunk.score:.3e}", kept, chunk_state(chunk), preview)
+    for *cells, (_, text) in zip(*columns.values(), shown, strict=True):
+        table.add_row(*cells, Text(" ".join(text.split())[:_PREVIEW]))
     return table

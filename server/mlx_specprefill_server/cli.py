@@ -1,0 +1,350 @@
+"""The console command `mlx-specprefill`: serve, generate, inspect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from mlx_specprefill import (
+    BLAS,
+    Engine,
+    EngineClosedError,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Inspection,
+    ModelPair,
+    Progress,
+    SamplingParams,
+    SpecPrefillError,
+    SpecPrefillOptions,
+    TokenEvent,
+    keep_pct,
+    load_pair,
+)
+
+from .app import serve as serve_forever
+from .console import StageBars, chunk_table, stage_bars, stage_summary, stage_table
+from .conversation import conversation
+from .heatmap import render_heatmap
+from .pairs import Pair, PairsError, find_pair
+from .prompt import Prompt, PromptBuilder
+from .settings import Settings
+
+__all__ = ["app", "main"]
+
+USAGE_ERROR = 2  # the exit status of everything the user can put right
+FAILED = 1
+
+app = typer.Typer(
+    name="mlx-specprefill",
+    help="Serve long prompts with SpecPrefill over MLX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Forced(StrEnum):
+    template = "template"
+    last_token = "last-token"
+
+
+class PrefillMode(StrEnum):
+    auto = "auto"
+    sparse = "sparse"
+    full = "full"
+
+
+class LogLevel(StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+PairName = Annotated[str, typer.Option("--pair", help="A pair named in models/pairs.toml.")]
+PairsFile = Annotated[Path | None, typer.Option("--pairs-file", help="Another file of named pairs.")]
+Target = Annotated[str | None, typer.Option(help="Folder or repository id of the target, instead of --pair.")]
+Draft = Annotated[str | None, typer.Option(help="Folder or repository id of the draft; none: full prefill only.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="auto: as stored on a GPU, float32 on a CPU.")]
+ForcedOption = Annotated[Forced, typer.Option("--forced", help="Which tokens are always kept.")]
+PrefillStep = Annotated[int | None, typer.Option(help="Tokens per target forward.")]
+KvBits = Annotated[int | None, typer.Option(help="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8.")]
+PromptFile = Annotated[Path, typer.Option("--prompt-file", help="A text file; - reads standard input.")]
+Question = Annotated[str | None, typer.Option(help="Put after the file's text, in the same user message.")]
+KeepPct = Annotated[str | None, typer.Option("--keep-pct", help="Share of chunks to keep, in (0, 1].")]
+Raw = Annotated[bool, typer.Option("--raw", help="No chat template: the text itself is the prompt.")]
+LogLevelOption = Annotated[LogLevel, typer.Option("--log-level")]
+
+
+@app.command()
+def serve(
+    pair: PairName = "demo",
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    host: Annotated[str | None, typer.Option(help="Default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default 8000.")] = None,
+    dtype: DtypeOption = Dtype.auto,
+    specprefill_threshold: Annotated[
+        int | None, typer.Option(help="Prompts with more tokens than this are prefilled sparsely. Default 8192.")
+    ] = None,
+    specprefill_keep_pct: Annotated[str | None, typer.Option(help="Share of chunks to keep. Default 0.2.")] = None,
+    no_specprefill: Annotated[bool, typer.Option("--no-specprefill", help="Sparse only when a request asks.")] = False,
+    forced: Annotated[Forced | None, typer.Option("--forced", help="Which tokens are always kept.")] = None,
+    prefill_step: PrefillStep = None,
+    kv_bits: KvBits = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="Require this key; repeat for more.")] = None,
+    model_alias: Annotated[str | None, typer.Option(help="The model id that clients see.")] = None,
+    log_level: LogLevelOption = LogLevel.info,
+) -> None:
+    """Start the OpenAI-compatible server. Every setting also has an environment variable, MLX_SPECPREFILL_*."""
+    _begin(log_level)
+    with _one_line_errors():
+        chosen = _choose(pair, pairs_file, target, draft)
+        settings = _settings(
+            host=host,
+            port=port,
+            specprefill=False if no_specprefill else None,
+            specprefill_threshold=specprefill_threshold,
+            specprefill_keep_pct=specprefill_keep_pct,
+            forced_rule=forced and forced.value,
+            prefill_step=prefill_step,
+            kv_bits=kv_bits,
+            api_keys=tuple(api_key) if api_key else None,
+            model_alias=model_alias,
+            defaults=chosen,
+        )
+        with Engine(_load(chosen, dtype), settings.engine_config()) as engine:
+            serve_forever(engine, settings)
+
+
+@app.command()
+def generate(
+    prompt_file: PromptFile,
+    question: Question = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    keep: KeepPct = None,
+    mode: Annotated[PrefillMode, typer.Option(help="auto: sparse above the pair's threshold.")] = PrefillMode.auto,
+    raw: Raw = False,
+    pair: PairName = "demo",
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    dtype: DtypeOption = Dtype.auto,
+    forced: ForcedOption = Forced.template,
+    prefill_step: PrefillStep = None,
+    kv_bits: KvBits = None,
+    log_level: LogLevelOption = LogLevel.warning,
+) -> None:
+    """Answer one prompt and show where the time went: the answer on standard output, the rest on standard error."""
+    _begin(log_level)
+    with _one_line_errors():
+        text = _read(prompt_file)
+        options = _options(mode, keep)
+        chosen = _choose(pair, pairs_file, target, draft)
+        settings = _settings(forced_rule=forced.value, prefill_step=prefill_step, kv_bits=kv_bits, defaults=chosen)
+        with Engine(_load(chosen, dtype), settings.engine_config()) as engine:
+            prompt = _prompt(engine.pair, text, question, raw)
+            request = GenerationRequest(
+                prompt.tokens,
+                max_tokens,
+                SamplingParams(temperature=temperature),
+                options,
+                spans=prompt.spans,
+                stop_token_ids=engine.pair.eos_token_ids,
+            )
+            _answer(engine, request)
+
+
+@app.command()
+def inspect(
+    prompt_file: PromptFile,
+    question: Question = None,
+    keep: KeepPct = None,
+    raw: Raw = False,
+    html: Annotated[Path | None, typer.Option(help="Write a heat map of the prompt to this file.")] = None,
+    show_dropped: Annotated[bool, typer.Option("--all", help="List the dropped chunks too.")] = False,
+    pair: PairName = "demo",
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    dtype: DtypeOption = Dtype.auto,
+    forced: ForcedOption = Forced.template,
+    log_level: LogLevelOption = LogLevel.warning,
+) -> None:
+    """Show which chunks of a prompt the draft would keep, and why, without running the target on it."""
+    _begin(log_level)
+    with _one_line_errors():
+        text = _read(prompt_file)
+        options = _options(PrefillMode.auto, keep)
+        chosen = _choose(pair, pairs_file, target, draft)
+        settings = _settings(forced_rule=forced.value, defaults=chosen)
+        with Engine(_load(chosen, dtype), settings.engine_config()) as engine:
+            prompt = _prompt(engine.pair, text, question, raw)
+            inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))
+            texts = _chunk_texts(engine.pair, prompt, inspection)
+            _show(inspection, texts, dropped_too=show_dropped)
+            if html is not None:
+                html.write_text(render_heatmap(inspection, texts, _names(engine.pair)), encoding="utf-8")
+                _notes().print(f"Heat map written to {html}", markup=False)
+
+
+def main() -> None:
+    """The console command."""
+    app(prog_name="mlx-specprefill")
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What the user did wrong, in one line; everything else keeps its traceback."""
+    try:
+        yield
+    except (SpecPrefillError, PairsError) as error:
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+    else:
+        return
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(USAGE_ERROR)
+
+
+def _begin(level: LogLevel) -> None:
+    logging.basicConfig(level=level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if BLAS.notice:
+        typer.echo(f"note: {BLAS.notice}", err=True)
+
+
+def _notes() -> Console:
+    """Everything that is not the answer."""
+    return Console(stderr=True)
+
+
+def _choose(name: str, pairs_file: Path | None, target: str | None, draft: str | None) -> Pair:
+    if target is not None:
+        return Pair(target=target, draft=draft)
+    if draft is not None:
+        raise PairsError("--draft needs --target")
+    return find_pair(name, pairs_file)
+
+
+def _settings(*, defaults: Pair, **given: Any) -> Settings:
+    """Options first, then the environment, then the pair's own values, then the built-in defaults."""
+    options = {name: value for name, value in given.items() if value is not None}
+    known = Settings(**options).model_fields_set
+    pair_says = {"specprefill_threshold": defaults.threshold, "specprefill_keep_pct": defaults.keep_pct}
+    for name, value in pair_says.items():
+        if value is not None and name not in known:
+            options[name] = value
+    return Settings(**options)
+
+
+def _options(mode: PrefillMode, keep: str | None) -> SpecPrefillOptions:
+    enabled = {PrefillMode.auto: None, PrefillMode.sparse: True, PrefillMode.full: False}[mode]
+    return SpecPrefillOptions(enabled, None if keep is None else keep_pct(keep, "--keep-pct"))
+
+
+def _load(chosen: Pair, dtype: Dtype) -> ModelPair:
+    names = chosen.target if chosen.draft is None else f"{chosen.target} and {chosen.draft}"
+    with _notes().status(f"Loading {names}"):
+        return load_pair(chosen.target, chosen.draft, dtype=dtype.value)
+
+
+def _names(pair: ModelPair) -> str:
+    return f"target {pair.target_id}, draft {pair.draft_id or 'none'}"
+
+
+def _read(path: Path) -> str:
+    """The file's text; undecodable bytes become replacement characters."""
+    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    return data.decode("utf-8", errors="replace")
+
+
+def _prompt(pair: ModelPair, text: str, question: str | None, raw: bool) -> Prompt:
+    whole = text if question is None else f"{text.rstrip()}\n\n{question}"
+    builder = PromptBuilder(pair.tokenizer)
+    work = builder.raw(whole) if raw else builder.chat(conversation([{"role": "user", "content": whole}]))
+    return asyncio.run(work)
+
+
+def _answer(engine: Engine, request: GenerationRequest) -> None:
+    console = _notes()
+    with stage_bars(console) as bars:
+        last = _stream(engine, request, bars)
+    typer.echo()
+    if isinstance(last, Failed):
+        typer.echo(f"error: {last.error}", err=True)
+        raise typer.Exit(FAILED)
+    console.print(stage_table(last.account, last.completion_tokens))
+    console.print(stage_summary(last.account, last.completion_tokens), markup=False, highlight=False)
+
+
+def _stream(engine: Engine, request: GenerationRequest, bars: StageBars) -> Finished | Failed:
+    """Write the answer as it comes; the request's last event."""
+    text = engine.pair.tokenizer.detokenizer
+    for event in engine.generate(request):
+        match event:
+            case Progress():
+                bars.update(event)
+            case TokenEvent() if event.token not in request.stop_token_ids:
+                bars.stop()
+                text.add_token(event.token)
+                typer.echo(text.last_segment, nl=False)
+            case Finished() | Failed():
+                text.finalize()
+                typer.echo(text.last_segment, nl=False)
+                return event
+    raise EngineClosedError("the engine stopped before the answer was complete")
+
+
+def _inspect(engine: Engine, request: GenerationRequest) -> Inspection:
+    with stage_bars(_notes()) as bars:
+        return engine.inspect(request, bars.update)
+
+
+def _chunk_texts(pair: ModelPair, prompt: Prompt, inspection: Inspection) -> list[str]:
+    """Each chunk's text. A character cut by a chunk's border goes to the chunk that completes it."""
+    text = pair.tokenizer.detokenizer
+    texts = []
+    for chunk in inspection.chunks:
+        for token in prompt.tokens[chunk.start : chunk.end]:
+            text.add_token(token)
+        texts.append(text.last_segment)
+    text.finalize()
+    texts[-1] += text.last_segment
+    return texts
+
+
+def _show(inspection: Inspection, texts: list[str], *, dropped_too: bool) -> None:
+    console = Console()
+    console.print(chunk_table(inspection.chunks, texts, dropped_too=dropped_too))
+    kept = sum(chunk.kept for chunk in inspection.chunks)
+    summary = (
+        f"{inspection.kept_tokens} of {inspection.prompt_tokens} tokens kept, {kept} of {len(inspection.chunks)} "
+        f"chunks; mode {inspection.mode}: {inspection.reason}"
+    )
+    console.print(summary, markup=False, highlight=False)

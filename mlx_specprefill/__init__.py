@@ -1,10 +1,12 @@
 """Sparse prefill for long prompts over MLX and mlx-lm.
 
-from mlx_specprefill import Engine, GenerationRequest, load_pair
+Example::
 
-with Engine(load_pair("path/to/target", "path/to/draft")) as engine:
-    for event in engine.generate(GenerationRequest(prompt=tokens, max_tokens=64)):
-        ...
+    from mlx_specprefill import Engine, GenerationRequest, load_pair
+
+    with Engine(load_pair("path/to/target", "path/to/draft")) as engine:
+        for event in engine.generate(GenerationRequest(prompt=tokens, max_tokens=64)):
+            ...
 """
 
 # ruff: noqa: E402 - a real BLAS must be loaded before anything imports mlx.core

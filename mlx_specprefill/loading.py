@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .adapters.capture import install_capture
 from .adapters.probe import probe_sparse
-from .adapters.registry import adapter_for
+from .adapters.registry import adapter_for, architecture_of
 from .adapters.rope import install_rope
 from .cache.positioned import make_positioned_cache
 from .errors import LoadError, PairMismatchError, SparseUnsupportedError
@@ -110,7 +110,7 @@ def make_pair(
         context_length=_context_length(config, tokenizer),
         draft_context=_context_length(draft_config or {}, tokenizer) if draft is not None else None,
         vocab_size=_vocab_size(config, tokenizer),
-        model_type=_model_type(target),
+        model_type=architecture_of(target),
         dtype=_dtype_name(target),
         sparse_refusal=refusal,
     )
@@ -164,7 +164,7 @@ def _cast(model: nn.Module, dtype: DtypeName) -> None:
 def _sparse_refusal(target: nn.Module, draft: nn.Module | None) -> str | None:
     if draft is None:
         return "no draft model is loaded"
-    adapter, draft_adapter = adapter_for(_model_type(target)), adapter_for(_model_type(draft))
+    adapter, draft_adapter = adapter_for(architecture_of(target)), adapter_for(architecture_of(draft))
     for chosen in (adapter, draft_adapter):
         if chosen.prepare is not None:
             chosen.prepare()
@@ -177,11 +177,6 @@ def _sparse_refusal(target: nn.Module, draft: nn.Module | None) -> str | None:
     except SparseUnsupportedError as error:
         return error.reason
     return probe_sparse(target)
-
-
-def _model_type(model: nn.Module) -> str:
-    """The model file's name: what decides the mechanics, whatever the checkpoint calls itself."""
-    return type(model).__module__.rsplit(".", 1)[-1]
 
 
 def _name(where: str | Path) -> str:

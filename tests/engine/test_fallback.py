@@ -1,0 +1,145 @@
+"""P8: whatever breaks in the optional stages, the request gets the full prefill's answer and says why."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    PromptSpan,
+    SamplingParams,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+)
+from mlx_specprefill.adapters.capture import QueryCapture
+from mlx_specprefill.adapters.rope import PositionMappedRoPE
+from mlx_specprefill.cache.positioned import PositionedKVCache
+from mlx_specprefill.engine import runner as runner_module
+from tests.tiny import FAMILIES, generated, random_prompt, tiny_pair
+
+M = 300
+CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100), prefill_step=256)
+
+
+def request(enabled=True, **more):
+    return GenerationRequest(
+        random_prompt(M), 10, specprefill=SpecPrefillOptions(enabled, Fraction(1, 5), return_spans=True), **more
+    )
+
+
+def boom(*_args, **_kwargs):
+    raise RuntimeError("injected")
+
+
+def nan_rows(self, logits, sinks):
+    self._best = mx.full((self.prompt_len,), float("nan"))
+
+
+class OutOfMemory:
+    def __init__(self, *_args):
+        raise RuntimeError("[malloc] Unable to allocate 68719476736 bytes.")
+
+
+FAULTS = {
+    "draft forward": ("draft", lambda patch, pair: patch.setattr(type(pair.draft), "__call__", _draft_fails(pair))),
+    "capture": ("draft", lambda patch, pair: patch.setattr(QueryCapture, "observe", boom)),
+    "scores not finite": ("draft", lambda patch, pair: patch.setattr(QueryCapture, "_add", nan_rows)),
+    "selection": ("select", lambda patch, pair: patch.setattr(runner_module, "select_chunks", boom)),
+    "mapped rotation": ("prefill", lambda patch, pair: patch.setattr(PositionMappedRoPE, "__call__", _map_fails())),
+    "placed cache": ("prefill", lambda patch, pair: patch.setattr(PositionedKVCache, "update_and_fetch", boom)),
+    "allocation": ("prefill", lambda patch, pair: patch.setattr(runner_module, "make_positioned_cache", OutOfMemory)),
+}
+
+
+def _draft_fails(pair):
+    """Target and draft may share a class: only the draft's instance breaks."""
+    original = type(pair.draft).__call__
+
+    def call(self, *args, **kwargs):
+        if self is pair.draft:
+            raise RuntimeError("injected")
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def _map_fails():
+    original = PositionMappedRoPE.__call__
+
+    def call(self, x, dims, *args, offset=0, **kwargs):
+        if isinstance(offset, mx.array) and offset.ndim == 2:
+            raise RuntimeError("injected")
+        return original(self, x, dims, *args, offset=offset, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_gives_the_full_answer_and_leaves_nothing_behind(fault, monkeypatch):
+    stage, inject = FAULTS[fault]
+    pair = tiny_pair("llama", "llama")
+    with Engine(pair, CONFIG) as engine:
+        full, _ = generated(engine.generate(request(enabled=False)))
+        sparse, before = generated(engine.generate(request()))
+        with monkeypatch.context() as patch:
+            inject(patch, pair)
+            answer, last = generated(engine.generate(request()))
+        again, after = generated(engine.generate(request()))
+    assert isinstance(last, Finished)
+    assert answer == full
+    assert last.account.mode == "full"
+    assert last.account.reason.startswith(f"fallback: {stage} failed: ")
+    assert last.account.kept_tokens == M
+    assert last.account.kept_spans == ((0, M),)
+    assert engine.runner.fallbacks == {stage: 1}
+    assert again == sparse
+    assert after.account.kept_spans == before.account.kept_spans
+    assert after.account.mode == before.account.mode == "sparse"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_falls_back(family, monkeypatch):
+    pair = tiny_pair(family, "llama")
+    with Engine(pair, CONFIG) as engine:
+        full, _ = generated(engine.generate(request(enabled=False)))
+        monkeypatch.setattr(runner_module, "make_positioned_cache", OutOfMemory)
+        answer, last = generated(engine.generate(request()))
+    assert (answer, last.account.mode) == (full, "full")
+
+
+def test_a_fault_does_not_change_a_seeded_answer(monkeypatch):
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
+    with Engine(tiny_pair(), CONFIG) as engine:
+        full, _ = generated(engine.generate(request(enabled=False, sampling=sampling)))
+        monkeypatch.setattr(runner_module, "select_chunks", boom)
+        answer, _ = generated(engine.generate(request(sampling=sampling)))
+    assert answer == full
+
+
+def test_a_full_prefill_that_fails_fails_alone(monkeypatch):
+    pair = tiny_pair()
+    with Engine(pair, CONFIG) as engine:
+        expected, _ = generated(engine.generate(request()))
+        with monkeypatch.context() as patch:
+            patch.setattr(runner_module, "prefill", boom)
+            tokens, last = generated(engine.generate(request()))
+            assert tokens == []
+            assert "injected" in str(last.error)
+        assert generated(engine.generate(request()))[0] == expected
+
+
+def test_without_a_tail_the_first_token_comes_from_the_wrong_place(monkeypatch):
+    """The forced tail holds the last prompt token; nothing else promises that it is kept."""
+    spans = (PromptSpan("user", 0, 3, M - 6, M - 4),)
+    with Engine(tiny_pair(), CONFIG) as engine:
+        _, last = generated(engine.generate(request(spans=spans)))
+        kept = [i for start, end in last.account.kept_spans for i in range(start, end)]
+        assert set(range(M - 6, M)) <= set(kept)
+        assert np.isclose(last.account.keep_pct, len(kept) / M, atol=1e-6)

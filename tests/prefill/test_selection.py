@@ -1,0 +1,109 @@
+"""C1-C5: the selection rule against brute force."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_specprefill import InvalidRequestError, keep_pct
+from mlx_specprefill.prefill.selection import chunk_means, kept_spans, select_chunks
+
+
+def brute_force(scores: list[float], forced: list[bool], keep: Fraction, size: int) -> list[int]:
+    """The rule as the specification words it, one chunk at a time."""
+    M, C = len(forced), len(scores)
+    chunks = [range(c * size, min((c + 1) * size, M)) for c in range(C)]
+    whole = {c for c in range(C) if all(forced[i] for i in chunks[c])}
+    budget = math.ceil(C * keep)
+    wanted = max(budget - len(whole), math.ceil(Fraction(budget, 2)))
+    order = sorted((c for c in range(C) if c not in whole), key=lambda c: (-scores[c], c))
+    kept = {i for c in order[:wanted] for i in chunks[c]} | {i for i in range(M) if forced[i]}
+    return sorted(kept)
+
+
+@st.composite
+def cases(draw):
+    size = draw(st.integers(1, 9))
+    M = draw(st.integers(1, 120))
+    C = -(-M // size)
+    scores = draw(st.lists(st.sampled_from([0.0, 0.125, 0.25, 0.5, 1.0]), min_size=C, max_size=C))  # many ties
+    forced = draw(st.lists(st.booleans(), min_size=M, max_size=M))
+    if draw(st.booleans()):
+        forced = [False] * (M - 1) + [True]
+    keep = Fraction(draw(st.integers(0, 100)), 100)
+    return scores, forced, keep, size
+
+
+@given(cases())
+def test_equals_brute_force_with_ties_and_a_ragged_last_chunk(case):
+    scores, forced, keep, size = case
+    selection = select_chunks(np.array(scores, np.float32), np.array(forced), keep, size)
+    assert selection.kept.tolist() == brute_force(scores, forced, keep, size)
+    assert selection.kept.dtype == np.int32
+
+
+@given(cases(), st.integers(0, 100))
+def test_a_larger_share_keeps_a_superset(case, other):
+    scores, forced, keep, size = case
+    low, high = sorted((keep, Fraction(other, 100)))
+    small = select_chunks(np.array(scores, np.float32), np.array(forced), low, size).kept
+    large = select_chunks(np.array(scores, np.float32), np.array(forced), high, size).kept
+    assert set(small.tolist()) <= set(large.tolist())
+
+
+@given(cases())
+def test_ends_of_the_range(case):
+    scores, forced, _, size = case
+    everything = select_chunks(np.array(scores, np.float32), np.array(forced), Fraction(1), size)
+    assert everything.kept.tolist() == list(range(len(forced)))
+    nothing = select_chunks(np.array(scores, np.float32), np.array(forced), Fraction(0), size)
+    assert nothing.kept.tolist() == [i for i, f in enumerate(forced) if f]
+
+
+def test_half_of_the_budget_goes_to_scored_chunks():
+    forced = np.array([True] * 60 + [False] * 40)
+    scores = np.linspace(0, 1, 10, dtype=np.float32)
+    selection = select_chunks(scores, forced, Fraction(2, 5), 10)  # budget 4, 6 chunks forced
+    assert selection.chunk_forced.sum() == 6
+    assert selection.chunk_chosen.nonzero()[0].tolist() == [8, 9]
+
+
+def test_the_ceiling_is_exact():
+    """0.07 * 100 is 7.000000000000001 in binary floating point: a float ceiling would keep 8 chunks."""
+    assert math.ceil(100 * 0.07) == 8
+    forced = np.zeros(100, dtype=bool)
+    for share in range(1, 101):
+        kept = select_chunks(np.arange(100, dtype=np.float32), forced, keep_pct(share / 100), 1).kept
+        assert kept.size == share
+
+
+@pytest.mark.parametrize("bad", [0, -0.1, 1.01, "x", float("nan"), float("inf"), True, None, "1/0"])
+def test_bad_shares_are_refused_by_name(bad):
+    with pytest.raises(InvalidRequestError) as raised:
+        keep_pct(bad)
+    assert raised.value.field == "specprefill_keep_pct"
+
+
+@given(st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_chunk_means(M, size, seed):
+    importance = np.random.default_rng(seed).random(M).astype(np.float32)
+    expected = [importance[i : i + size].astype(np.float64).mean() for i in range(0, M, size)]
+    np.testing.assert_allclose(chunk_means(importance, size), expected, rtol=1e-6)
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_kept_spans_are_maximal_and_cover(indices):
+    kept = np.array(sorted(indices), dtype=np.int32)
+    spans = kept_spans(kept)
+    assert [i for start, end in spans for i in range(start, end)] == kept.tolist()
+    assert all(before[1] < after[0] for before, after in zip(spans, spans[1:], strict=False))
+
+
+def test_chunk_scores_must_match_the_prompt():
+    with pytest.raises(ValueError, match="2 chunk scores for 3 chunks"):
+        select_chunks(np.zeros(2, np.float32), np.zeros(65, dtype=bool), Fraction(1, 5), 32)

@@ -15,7 +15,7 @@ from .generation import EngineLike
 from .openai import chat, completions, models
 from .settings import Settings
 
-__all__ = ["create_app", "serve"]
+__all__ = ["Server", "create_app", "serve"]
 
 
 def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
@@ -36,7 +36,7 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
     return app
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """On a signal, ends the answers first: every stream gets its finish chunk and [DONE], then the engine stops."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -59,4 +59,4 @@ def serve(engine: EngineLike, settings: Settings) -> None:
         timeout_graceful_shutdown=settings.shutdown_grace_s,
         server_header=False,
     )
-    _Server(config, app.state.service).run()
+    Server(config, app.state.service).run()

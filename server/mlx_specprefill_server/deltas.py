@@ -13,7 +13,8 @@ from .vocabulary import REPLACEMENT
 __all__ = ["AnswerText", "Delta", "IncrementalText", "StopMatcher"]
 
 CONTEXT_TOKENS = 5  # of the prompt: how the first token reads (a leading space) depends on what precedes it
-LONGEST_CHARACTER = 8  # tokens; more undecodable ones in a row are garbage, shown as such
+MOST_UNDECIDED = 8  # tokens; more that don't decode are garbage, or the replacement character itself
+UNFINISHED_BYTES = 3  # at most, of one character
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -37,19 +38,28 @@ class IncrementalText:
 
     def push(self, token: int) -> str:
         self._tokens.append(token)
-        return self._advance(len(self._tokens) - self._read >= LONGEST_CHARACTER)
+        if not self._decode(self._tokens).endswith(REPLACEMENT):
+            return self._take(len(self._tokens))
+        if len(self._tokens) - self._read < MOST_UNDECIDED:
+            return ""
+        return self._take(len(self._tokens) - self._unfinished())
 
     def finish(self) -> str:
-        return self._advance(True)
+        return self._take(len(self._tokens))
 
-    def _advance(self, whatever: bool) -> str:
+    def _take(self, count: int) -> str:
+        """The new text of the first `count` tokens; the newest of them stay as context."""
         before = self._decode(self._tokens[: self._read])
-        after = self._decode(self._tokens)
-        if after.endswith(REPLACEMENT) and not whatever:
-            return ""
+        after = self._decode(self._tokens[:count])
         del self._tokens[: self._read]
-        self._read = len(self._tokens)
+        self._read = count - self._read
         return after[len(before) :]
+
+    def _unfinished(self) -> int:
+        """How many last tokens may still become a character: cutting there changes nothing of the text."""
+        whole = self._decode(self._tokens)
+        cuts = range(UNFINISHED_BYTES, 0, -1)
+        return next((n for n in cuts if self._decode(self._tokens[:-n]) + self._decode(self._tokens[-n:]) == whole), 0)
 
 
 class StopMatcher:

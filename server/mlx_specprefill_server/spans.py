@@ -199,8 +199,9 @@ def _said(
 
 
 def _missing(messages: Sequence[Message], place: _Place, following: _Place | None) -> list[Message]:
-    """Messages that lie between two located ones without being located."""
-    return list(messages[place.index + 1 : following.index if following else len(messages)])
+    """Messages that say something between two located ones without being located; empty ones are all structure."""
+    between = messages[place.index + 1 : following.index if following else len(messages)]
+    return [m for m in between if m["content"].strip() or "tool_calls" in m or "reasoning" in m]
 
 
 def _gap(missing: Sequence[Message], text: str, start: int, end: int, opening: str, ends: re.Pattern[str]) -> CharSpan:

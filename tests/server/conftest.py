@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from mlx_specprefill_server.app import Server, create_app
+from mlx_specprefill_server.settings import Settings
+
+from .fakes import FakeEngine
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    fake = FakeEngine()
+    yield fake
+    fake.close()
+
+
+def client_of(engine: FakeEngine, **settings: Any) -> TestClient:
+    """A client that sees a 500 as a client does, instead of the exception."""
+    app = create_app(engine, Settings(**settings))
+    return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+
+
+@pytest.fixture
+def client(engine: FakeEngine) -> TestClient:
+    return client_of(engine)
+
+
+def events(text: str) -> list[Any]:
+    """The data events of a stream in order, [DONE] as it is."""
+    blocks = [block for block in text.split("\n\n") if block.startswith("data: ")]
+    return [block[6:] if block == "data: [DONE]" else json.loads(block[6:]) for block in blocks]
+
+
+@pytest.fixture
+def live(engine: FakeEngine) -> Iterator[Callable[..., Any]]:
+    """Starts a real server over the fake engine; the only way to see disconnects and signals."""
+    with contextmanager(_live)(engine) as start:
+        yield start
+
+
+def _live(engine: FakeEngine) -> Iterator[Callable[..., tuple[str, Server]]]:
+    running: list[tuple[Server, threading.Thread]] = []
+
+    def start(**settings: Any) -> tuple[str, Server]:
+        app = create_app(engine, Settings(**settings))
+        config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5)
+        server = Server(config, app.state.service)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        running.append((server, thread))
+        while not server.started:
+            time.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{port}", server
+
+    yield start
+    for server, thread in running:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()

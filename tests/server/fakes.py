@@ -1,0 +1,186 @@
+"""A stand-in for the engine with its interface and its threading, and a tokenizer in which one byte is one token."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mlx_specprefill import (
+    Account,
+    EngineClosedError,
+    EngineHealth,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Logprob,
+    Progress,
+    PromptLogprobs,
+    Timings,
+    TokenEvent,
+)
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIALS = (
+    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<bos>", "<s>", "</s>", "[INST]", "[/INST]", "<|start|>",
+    "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<think>", "</think>",
+)  # fmt: skip
+
+
+def byte_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>") -> TokenizerWrapper:
+    """256 byte tokens in byte order of the alphabet, then the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos)
+    fast.add_special_tokens({"additional_special_tokens": [token for token in SPECIALS if token != eos]})
+    fast.chat_template = template
+    return TokenizerWrapper(fast)
+
+
+@dataclass
+class FakePair:
+    tokenizer: Any = field(default_factory=byte_tokenizer)
+    context_length: int = 4096
+    target_id: str = "demo/target"
+    draft_id: str | None = "demo/draft"
+    sparse_refusal: str | None = None
+    dtype: str = "float32"
+
+
+class FakeHandle:
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+# One step of an answer: a token, an event as it is, a wait, or a failure.
+Step = int | Event | threading.Event | Exception
+Script = Callable[[GenerationRequest], Iterable[Step]]
+
+
+class FakeEngine:
+    """One thread, one request at a time, scripted answers. Cancellation is seen between two steps, or while waiting."""
+
+    def __init__(self, pair: FakePair | None = None) -> None:
+        self.pair = pair or FakePair()
+        self.script: Script = lambda request: self.tokens("Hello")
+        self.requests: list[GenerationRequest] = []
+        self.reasons: list[str] = []  # of the ends, in order
+        self.alive = True
+        self.heartbeat_age_s = 0.0
+        self.full = False
+        self._running = self._waiting = 0
+        self._jobs: queue.Queue[Any] = queue.Queue()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def tokens(self, text: str, end: bool = True) -> list[Step]:
+        """An answer as tokens, with the end-of-turn token if it ends by itself."""
+        ids = self.pair.tokenizer.encode(text, add_special_tokens=False)
+        return [*ids, self.pair.tokenizer.eos_token_id] if end else list(ids)
+
+    def says(self, text: str, end: bool = True) -> None:
+        self.script = lambda request: self.tokens(text, end)
+
+    def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> FakeHandle:
+        if self.full:
+            raise EngineClosedError("2 requests are waiting already")
+        handle = FakeHandle()
+        self.requests.append(request)
+        self._waiting += 1
+        self._jobs.put((request, on_event, handle))
+        return handle
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(self.alive, self.heartbeat_age_s, self._running, self._waiting)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(5)
+        self.alive = False
+
+    def idle(self, within: float = 5.0) -> bool:
+        """Whether nothing runs or waits, now or soon."""
+        until = time.monotonic() + within
+        while time.monotonic() < until and (self._running or self._waiting):
+            time.sleep(0.005)
+        return not self._running and not self._waiting
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            request, on_event, handle = job
+            self._waiting -= 1
+            self._running += 1
+            last = self._run(request, on_event, handle)
+            self._running -= 1
+            self.reasons.append(last.reason if isinstance(last, Finished) else "failed")
+            on_event(last)
+
+    def _run(self, request: GenerationRequest, on_event: Callable[[Event], None], handle: FakeHandle) -> Event:
+        on_event(Progress("queued", 0, len(request.prompt)))
+        if request.prompt_logprobs is not None:
+            on_event(_scored(request.prompt, request.prompt_logprobs))
+        made = 0
+        for step in self.script(request):
+            if isinstance(step, threading.Event):
+                while not step.wait(0.005) and not handle.cancelled.is_set():
+                    pass
+            if handle.cancelled.is_set():
+                return Finished("cancelled", made, account(request))
+            if isinstance(step, Exception):
+                return Failed(step)
+            if isinstance(step, int):
+                if made == request.max_tokens:
+                    break
+                made += 1
+                on_event(_token(step, request.logprobs))
+                if step in request.stop_token_ids:
+                    return Finished("stop", made, account(request))
+            elif not isinstance(step, threading.Event):
+                on_event(step)
+        return Finished("length", made, account(request))
+
+
+def account(request: GenerationRequest) -> Account:
+    sparse = bool(request.specprefill.enabled)
+    kept = len(request.prompt) // 2 if sparse else len(request.prompt)
+    return Account(
+        mode="sparse" if sparse else "full",
+        reason="asked for" if sparse else "short prompt",
+        prompt_tokens=len(request.prompt),
+        kept_tokens=kept,
+        cached_tokens=1,
+        keep_pct=0.5 if sparse else None,
+        timings=Timings(draft_ms=1, select_ms=2, prefill_ms=3, ttft_ms=7, decode_ms=4),
+        kept_spans=((0, kept),) if request.specprefill.return_spans else None,
+    )
+
+
+def _token(token: int, count: int | None) -> TokenEvent:
+    if count is None:
+        return TokenEvent(token)
+    return TokenEvent(token, -0.25, _alternatives(token, count))
+
+
+def _alternatives(token: int, count: int) -> tuple[Logprob, ...]:
+    return tuple(Logprob((token + i) % 256, -0.25 - i) for i in range(count))
+
+
+def _scored(prompt: Sequence[int], count: int) -> PromptLogprobs:
+    return PromptLogprobs(tuple((Logprob(token, -0.5), _alternatives(token, count)) for token in prompt[1:]))

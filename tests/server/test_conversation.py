@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_specprefill import InvalidRequestError
+from mlx_specprefill_server.conversation import conversation
+
+
+def straight(*messages: Any) -> list[dict[str, Any]]:
+    return list(conversation(messages).messages)
+
+
+def test_system_and_developer_messages_become_one_in_front() -> None:
+    out = straight(
+        {"role": "user", "content": "hi"},
+        {"role": "developer", "content": "be brief"},
+        {"role": "system", "content": None},
+        {"role": "system", "content": [{"type": "text", "text": "be kind"}]},
+    )
+    assert out == [{"role": "system", "content": "be brief\n\nbe kind"}, {"role": "user", "content": "hi"}]
+
+
+def test_no_system_message_is_invented() -> None:
+    assert straight({"role": "user", "content": "hi"}) == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("content", [None, "", [], [{"type": "text", "text": ""}]])
+def test_empty_contents_are_empty_strings(content: Any) -> None:
+    assert straight({"role": "assistant", "content": content})[0]["content"] == ""
+
+
+def test_parts_join_with_line_breaks() -> None:
+    parts = [
+        {"type": "text", "text": "a"},
+        "b",
+        {"type": "input_text", "text": "c"},
+        {"type": "refusal", "refusal": "d"},
+    ]
+    assert straight({"role": "user", "content": parts})[0]["content"] == "a\nb\nc\nd"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"x": 1}', {"x": 1}),
+        ({"x": 1}, {"x": 1}),
+        ("", {}),
+        (None, {}),
+        ('{"x": 1', {"arguments": '{"x": 1'}),
+        ("[1]", {"arguments": [1]}),
+    ],
+)
+def test_tool_arguments_become_a_mapping(arguments: Any, expected: dict[str, Any]) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    out = straight({"role": "assistant", "content": None, "tool_calls": [call]})
+    assert out[0]["tool_calls"] == [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": expected}}]
+
+
+def test_tool_results_keep_their_call_and_function_results_are_tool_results() -> None:
+    out = straight(
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}]},
+        {"role": "function", "name": "f", "content": "43"},
+    )
+    assert out == [
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+        {"role": "tool", "content": "43", "name": "f"},
+    ]
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_reaches_the_template_under_both_names(name: str) -> None:
+    out = straight({"role": "assistant", "content": "4", name: "2+2"})[0]
+    assert out["reasoning"] == out["reasoning_content"] == "2+2"
+
+
+def test_foreign_tools_are_left_out() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    out = conversation([{"role": "user", "content": "x"}], [{"type": "web_search"}, tool, {"type": "namespace"}])
+    assert list(out.tools) == [tool]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ("hi", "messages[0]"),
+        ({"content": "hi"}, "messages[0].role"),
+        ({"role": "wizard", "content": "hi"}, "messages[0].role"),
+        ({"role": ["user"], "content": "hi"}, "messages[0].role"),
+        ({"role": "user", "content": 7}, "messages[0].content"),
+        ({"role": "user", "content": ["a", 7]}, "messages[0].content[1]"),
+        ({"role": "user", "content": [IMAGE]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "assistant", "tool_calls": {"a": 1}}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function.name"),
+    ],
+)
+def test_bad_messages_name_the_place(message: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        straight(message)
+    assert caught.value.field == field
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tool", "field"),
+    [(1, "tools[0]"), ({"type": "function"}, "tools[0].function.name"), ({"function": {}}, "tools[0].function.name")],
+)
+def test_bad_tools_name_the_place(tool: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        conversation([{"role": "user", "content": "x"}], [tool])
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "messages", "no identifier"])
+def test_requests_cannot_reach_the_renderers_own_arguments(name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        conversation([{"role": "user", "content": "x"}], template_kwargs={name: True})
+    assert caught.value.field == "chat_template_kwargs"
+
+
+def test_no_messages() -> None:
+    with pytest.raises(InvalidRequestError, match="must not be empty"):
+        conversation([])

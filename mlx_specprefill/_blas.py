@@ -59,8 +59,9 @@ def preload() -> BlasStatus:
 
 
 def _cuda_build() -> bool:
-    """A CUDA backend is installed: it and `mlx-cpu` ship the same file, and matrix products do not run on the CPU."""
-    return any((dist.name or "").startswith("mlx-cuda") for dist in distributions())
+    """Matrix products run on an NVIDIA GPU. With `mlx-cpu` beside it, which of the two won the shared file is open."""
+    names = {distribution.name for distribution in distributions()}
+    return "mlx-cpu" not in names and any(name and name.startswith("mlx-cuda") for name in names)
 
 
 def _already_global() -> bool:

@@ -256,7 +256,11 @@ def _settings(*, defaults: Pair, **given: Any) -> Settings:
     """Options first, then the environment, then the pair's own values, then the built-in defaults."""
     options = {name: value for name, value in given.items() if value is not None}
     known = Settings(**options).model_fields_set
-    pair_says = {"specprefill_threshold": defaults.threshold, "specprefill_keep_pct": defaults.keep_pct}
+    pair_says = {
+        "specprefill_threshold": defaults.threshold,
+        "specprefill_keep_pct": defaults.keep_pct,
+        "model_alias": defaults.alias,
+    }
     for name, value in pair_says.items():
         if value is not None and name not in known:
             options[name] = value

@@ -19,7 +19,7 @@ class PairsError(ValueError):
 
 
 class Pair(BaseModel):
-    """One row of the file. `target` and `draft` are existing folders or Hugging Face repository ids."""
+    """One row of the file: `target` and `draft` are folders or repository ids, `alias` is the id that clients see."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -27,6 +27,7 @@ class Pair(BaseModel):
     draft: str | None = None
     threshold: int | None = Field(default=None, ge=0)
     keep_pct: float | None = Field(default=None, gt=0, le=1)
+    alias: str | None = None
     note: str = ""
 
 
@@ -45,7 +46,8 @@ def find_pair(name: str, file: Path | None = None) -> Pair:
     pairs = read_pairs(path)
     if name not in pairs:
         raise PairsError(f"no pair {name!r} in {path}; it has: {', '.join(pairs) or 'none'}")
-    return pairs[name]
+    pair = pairs[name]
+    return pair if pair.alias else pair.model_copy(update={"alias": name})
 
 
 def read_pairs(path: Path) -> dict[str, Pair]:

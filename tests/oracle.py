@@ -1,0 +1,461 @@
+"""The masked dense oracle: what a sparse prefill must equal, computed without any of the code under test.
+
+Truth is the same model run over the *whole* prompt with mlx-lm's own caches and its own `mx.fast.rope`, in which a
+dropped token can be seen by nobody else:
+
+- every attention mask also hides the keys of dropped tokens. A dropped row keeps its own key: a row that sees nothing
+  would be NaN, and NaN leaks through 0 * NaN;
+- windows are windows over original positions, because nothing was removed from the sequence;
+- recurrent modules do not mask but *skip* dropped tokens (gather, run, scatter): a convolution would otherwise see
+  zeros where the sparse run sees the kept neighbour.
+
+Then the continuation is fed token by token, dense.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from mlx_specprefill.adapters.capture import QueryCapture, install_capture
+from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS, adapter_for
+from mlx_specprefill.adapters.rope import install_rope
+from mlx_specprefill.cache.positioned import make_positioned_cache, place
+
+PROMPT_LEN = 96
+DECODED = 16
+CHUNKS = (7, 1, 9, 5)  # tokens per sparse forward, in turn
+
+# Never run: importing olmo ends the process unless a package that nothing depends on is installed, and the only
+# weights of prism_hadamard_qwen35 are packed ones.
+UNBUILDABLE = frozenset({"olmo", "prism_hadamard_qwen35"})
+
+# Modules that hold a recurrent state; all other state in mlx-lm is keys and values.
+RECURRENT = frozenset(
+    {
+        "BailingKDA",
+        "ConvKVGatedMixer",
+        "FalconH1Mixer",
+        "GatedDeltaNet",
+        "GraniteMoeHybridMamba2Mixer",
+        "JambaMambaMixer",
+        "KimiDeltaAttention",
+        "KimiK3DeltaAttention",
+        "LinearAttention",
+        "Mamba",
+        "NemotronHMamba2Mixer",
+        "Qwen3NextGatedDeltaNet",
+        "RecurrentBlock",
+        "ShortConv",
+    }
+)
+
+Logits = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.int32]
+
+
+# --- tiny models -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A tiny random model: a file of `mlx_lm/models` and a configuration for it."""
+
+    name: str
+    architecture: str
+    config: dict[str, Any]
+
+
+@cache
+def tiny_models() -> dict[str, Tiny]:
+    """Every configuration by name; `llama+window` is a variant of `llama`."""
+    path = Path(__file__).parent / "data" / "tiny_model_configs.json"
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    return {name: Tiny(name, entry["architecture"], entry["config"]) for name, entry in entries.items()}
+
+
+def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
+    """The tiny model with random weights, ready for sparse prefill; parameters that start constant are perturbed."""
+    mx.random.seed(seed)
+    model = _construct(name)
+    model.update(tree_map(_perturbed, model.parameters()))
+    model.set_dtype(dtype)
+    model.eval()
+    mx.eval(model.parameters())
+    prepare = adapter_for(tiny_models()[name].architecture).prepare
+    if prepare is not None:
+        prepare()
+    return model
+
+
+def _construct(name: str) -> nn.Module:
+    tiny = tiny_models()[name]
+    module = importlib.import_module(f"mlx_lm.models.{tiny.architecture}")
+    return module.Model(module.ModelArgs.from_dict(json.loads(json.dumps(tiny.config))))
+
+
+def has_experts(name: str) -> bool:
+    """Whether it gathers experts, which mlx's CPU back-end can multiply in float32 only."""
+    return any(isinstance(module, SwitchLinear) for module in _construct(name).modules())
+
+
+def _perturbed(parameter: mx.array) -> mx.array:
+    """Norms of one, zero biases, zero sinks: a constant would hide what it multiplies."""
+    if not mx.issubdtype(parameter.dtype, mx.floating) or parameter.size < 2:
+        return parameter
+    if parameter.max().item() > parameter.min().item():
+        return parameter
+    return parameter + 0.1 * mx.random.normal(parameter.shape).astype(parameter.dtype)
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Token ids below this exist in the model."""
+    logits = model(mx.array([[0, 1]]), cache=make_prompt_cache(model))
+    return int(logits.shape[-1])
+
+
+# --- the case --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt (M,), the indices of its kept tokens (N,) ending in M - 1, and the tokens that follow it."""
+
+    prompt: Indices
+    kept: Indices
+    continuation: Indices
+
+
+def make_case(vocab: int, keep: float = 0.4, length: int = PROMPT_LEN, decoded: int = DECODED, seed: int = 0) -> Case:
+    """Single tokens and runs, with gaps shorter and longer than a window."""
+    rng = np.random.default_rng(seed)
+    score = np.repeat(rng.random(length // 4 + 1), 4)[:length] + 0.5 * rng.random(length)
+    kept = np.argsort(-score)[: max(1, round(keep * length) - 1)]
+    kept = np.union1d(kept, [length - 1]).astype(np.int32)
+    prompt = rng.integers(0, vocab, length).astype(np.int32)
+    return Case(prompt, kept, rng.integers(0, vocab, decoded).astype(np.int32))
+
+
+# --- the oracle ------------------------------------------------------------------------------------------------------
+
+
+def masked_dense(model: nn.Module, case: Case) -> Logits:
+    """Logits of the last prompt token and of every continuation token, (1 + T, V)."""
+    return _MaskedDense(model, case).run()
+
+
+class _MaskedDense:
+    """One dense run; positions equal indices here, as nothing is ever removed."""
+
+    def __init__(self, model: nn.Module, case: Case) -> None:
+        self.model = model
+        self.case = case
+        self.caches = make_prompt_cache(model)
+        self.kept = np.zeros(case.prompt.size + case.continuation.size, dtype=bool)
+        self.kept[case.kept] = True
+        self.kept[case.prompt.size :] = True
+        self.coming = np.arange(0)  # positions of the current forward's tokens
+        self.rings: dict[int, RotatingKVCache] = {}  # mlx-lm's own rings, filled with positions, by size
+        self.ring_order: dict[int, npt.NDArray[np.int64]] = {}
+        self.rotations = 0
+        for leaf in _leaves(self.caches):
+            if isinstance(leaf, (KVCache, RotatingKVCache)):
+                leaf.make_mask = self._mask_maker(leaf)
+            if isinstance(leaf, RotatingKVCache):
+                self.rings[leaf.max_size] = RotatingKVCache(leaf.max_size)
+
+    def run(self) -> Logits:
+        rows, start = [], 0
+        with self._stock_primitives(), self._skipping_recurrence():
+            for tokens in [self.case.prompt, *self.case.continuation[:, None]]:
+                self._advance(start, tokens.size)
+                logits = self.model(mx.array(tokens)[None], cache=self.caches)[0, -1]
+                mx.eval(logits, [leaf.state for leaf in _leaves(self.caches)])
+                rows.append(np.array(logits.astype(mx.float32)))
+                start += tokens.size
+        return np.stack(rows)
+
+    def _advance(self, start: int, count: int) -> None:
+        self.coming = np.arange(start, start + count)
+        positions = mx.array(self.coming.astype(np.float32)).reshape(1, 1, count, 1)
+        for size, ring in self.rings.items():
+            stored, _ = ring.update_and_fetch(positions, positions)
+            self.ring_order[size] = np.array(stored).reshape(-1).astype(np.int64)
+
+    def _mask_maker(self, leaf: Any) -> Callable[..., mx.array]:
+        ring_size = leaf.max_size if isinstance(leaf, RotatingKVCache) else None
+
+        def make_mask(N: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
+            keys = self._all_keys() if ring_size is None else self.ring_order[ring_size]
+            mask = self._visible(keys, window_size or ring_size)
+            return mask if N > 1 else mask[None, None]
+
+        return make_mask
+
+    def _all_keys(self) -> npt.NDArray[np.int64]:
+        return np.arange(self.coming[-1] + 1)
+
+    def _visible(self, keys: npt.NDArray[np.int64], window: int | None) -> mx.array:
+        """Causal, inside the window, and kept or the row's own; (L, S)."""
+        distance = self.coming[:, None] - keys[None]
+        visible = (distance >= 0) & (self.kept[keys][None] | (distance == 0))
+        return mx.array(visible if window is None else visible & (distance < window))
+
+    @contextmanager
+    def _stock_primitives(self) -> Iterator[None]:
+        """mlx's own rotation, and attention that hides dropped keys even where a model brings its own mask."""
+        installed = mx.fast.rope, mx.fast.scaled_dot_product_attention
+        stock_rope, self.attention = _stock(installed[0]), _stock(installed[1])
+        mx.fast.rope, mx.fast.scaled_dot_product_attention = self._counting(stock_rope), self._attend
+        try:
+            yield
+        finally:
+            mx.fast.rope, mx.fast.scaled_dot_product_attention = installed
+
+    def _counting(self, rope: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def rotate(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+            self.rotations += 1
+            if self.coming.size > 1 and x.shape[-2] == self.case.kept.size:  # inside a gathered recurrent module
+                kept = mx.array(self.case.kept)
+                whole = mx.zeros((*x.shape[:-2], self.coming.size, x.shape[-1]), x.dtype)
+                whole[..., kept, :] = x
+                return rope(whole, *args, **kwargs)[..., kept, :]
+            return rope(x, *args, **kwargs)
+
+        return rotate
+
+    def _attend(self, q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
+        keys = self._keys_of(k.shape[-2])
+        if keys is not None:
+            mask, hidden = kwargs.get("mask"), self._visible(keys, None)
+            if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+                hidden = mx.where(hidden, mask, mx.finfo(mask.dtype).min)
+            elif isinstance(mask, mx.array):
+                hidden = hidden & mask
+            kwargs["mask"] = hidden
+        return self.attention(q, k, v, **kwargs)
+
+    def _keys_of(self, count: int) -> npt.NDArray[np.int64] | None:
+        """The positions of the keys of one attention call; None where the model gathered them by its own mask."""
+        if count == self.coming[-1] + 1:
+            return self._all_keys()
+        return next((order for order in self.ring_order.values() if order.size == count), None)
+
+    @contextmanager
+    def _skipping_recurrence(self) -> Iterator[None]:
+        classes = {type(m) for m in self.model.modules() if type(m).__name__ in RECURRENT}
+        originals = {kind: kind.__call__ for kind in classes}
+        for kind, call in originals.items():
+            kind.__call__ = self._skipping(call)
+        try:
+            yield
+        finally:
+            for kind, call in originals.items():
+                kind.__call__ = call
+
+    def _skipping(self, call: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def skip(module: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
+            inputs = args[0] if args else kwargs[_input_name(kwargs)]
+            if inputs.shape[1] == 1:
+                return call(module, *args, **kwargs)
+            kept = mx.array(self.case.kept)
+            if args:
+                out = call(module, inputs[:, kept], *args[1:], **kwargs)
+            else:
+                out = call(module, **{**kwargs, _input_name(kwargs): inputs[:, kept]})
+            whole = mx.zeros((1, inputs.shape[1], *out.shape[2:]), out.dtype)
+            whole[:, kept] = out
+            return whole
+
+        return skip
+
+
+def _input_name(kwargs: dict[str, Any]) -> str:
+    return next(name for name in ("x", "hidden_states", "input_states") if name in kwargs)
+
+
+def _stock(primitive: Any) -> Any:
+    """The function of mlx inside whatever was put around it."""
+    while not isinstance(primitive, type(mx.fast.rms_norm)):
+        primitive = primitive.rope if hasattr(primitive, "rope") else primitive.attention
+    return primitive
+
+
+def _leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    for part in caches:
+        if isinstance(part, CacheList):
+            yield from _leaves(part.caches)
+        else:
+            yield part
+
+
+# --- the runs that are compared with it ------------------------------------------------------------------------------
+
+
+def feed(
+    model: nn.Module,
+    caches: list[Any],
+    tokens: Indices,
+    continuation: Indices,
+    positions: Indices | None = None,
+    chunks: Sequence[int] = CHUNKS,
+) -> Logits:
+    """Prefill in chunks, the last token alone, then the continuation; logits (1 + T, V). No positions: mlx-lm's own."""
+    install_rope()
+    turn = start = 0
+    while start < tokens.size:
+        size = 1 if start == tokens.size - 1 else min(chunks[turn % len(chunks)], tokens.size - 1 - start)
+        if positions is not None:
+            place(caches, positions[start : start + size])
+        logits = model(mx.array(tokens[start : start + size])[None], cache=caches)
+        mx.eval(logits, [part.state for part in caches])
+        start, turn = start + size, turn + 1
+    rows = [logits[0, -1]]
+    for token in continuation.tolist():
+        rows.append(model(mx.array([[token]]), cache=caches)[0, -1])
+        mx.eval(rows[-1], [part.state for part in caches])
+    return np.stack([np.array(row.astype(mx.float32)) for row in rows])
+
+
+def sparse(model: nn.Module, case: Case) -> Logits:
+    """The library's sparse prefill and decoding."""
+    return feed(model, make_positioned_cache(model), case.prompt[case.kept], case.continuation, case.kept)
+
+
+def naive(model: nn.Module, case: Case) -> Logits:
+    """The same tokens at contiguous positions: what a sparse prefill must not be."""
+    return feed(model, make_prompt_cache(model), case.prompt[case.kept], case.continuation)
+
+
+def relative_error(got: Logits, truth: Logits) -> float:
+    """Largest difference relative to the largest logit; infinite if the two are not finite in the same places."""
+    finite = np.isfinite(truth)
+    if not (finite.any() and np.array_equal(finite, np.isfinite(got))):
+        return float("inf")
+    return float(np.abs(got[finite] - truth[finite]).max() / np.abs(truth[finite]).max())
+
+
+def keep_all_is_identical(model: nn.Module, case: Case) -> bool:
+    """Bit for bit: positioned caches with every token kept, and mlx-lm's caches, fed in the same chunks."""
+    everything = np.arange(case.prompt.size, dtype=np.int32)
+    chunks = (31, 17, 1)
+    stock = make_prompt_cache(model)
+    plain = feed(model, stock, case.prompt, case.continuation, chunks=chunks)
+    positioned = make_positioned_cache(model)
+    placed = feed(model, positioned, case.prompt, case.continuation, everything, chunks)
+    same = zip(cache_arrays(stock), cache_arrays(positioned), strict=True)
+    return np.array_equal(plain, placed) and all(np.array_equal(a, b) for a, b in same)
+
+
+def cache_arrays(caches: Sequence[Any]) -> list[mx.array]:
+    """Every array of a prompt cache in a fixed order, positions left out."""
+    arrays = []
+    for leaf in _leaves(caches):
+        state = (leaf.inner if hasattr(leaf, "inner") else leaf).state
+        arrays += [value for _, value in tree_flatten(list(state)) if isinstance(value, mx.array)]
+    return arrays
+
+
+def captured_layers(model: nn.Module, prompt: Indices) -> int:
+    """Attention calls whose rows over the whole prompt a query capture got from the last prompt token; 0 if none."""
+    install_capture()
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array(prompt[:-1])[None], cache=caches))
+    capture = QueryCapture(int(prompt.size), 1)
+    with capture.row(int(prompt.size)):
+        model(mx.array(prompt[-1:])[None], cache=caches)
+    return capture.layers[0] if capture.layers else 0
+
+
+# --- one measurement per tiny model, shared by the tests and the table ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one tiny model says. `failure` is why it could not be run sparsely; the numbers then are None."""
+
+    failure: str | None
+    error: float | None = None
+    naive_error: float | None = None
+    rotates: bool = False
+    identical: bool = False
+    captured: int = 0
+    attention: str = ""
+
+
+@cache
+def measure(name: str) -> Measurement:
+    """Run one tiny model through the oracle and through the library."""
+    try:
+        model = build(name)
+        case = make_case(vocabulary(model))
+        attention, captured = _attention(model), captured_layers(model, case.prompt)
+    except Exception as error:  # noqa: BLE001 - a model that can't run here at all
+        return Measurement(f"{type(error).__name__}: {error}")
+    try:
+        fast = sparse(model, case)
+        oracle = _MaskedDense(model, case)
+        truth = oracle.run()
+    except Exception as error:  # noqa: BLE001 - what it raises is its reason
+        return Measurement(f"{type(error).__name__}: {error}", captured=captured, attention=attention)
+    return Measurement(
+        None,
+        relative_error(fast, truth),
+        relative_error(naive(model, case), truth),
+        oracle.rotations > 0,
+        keep_all_is_identical(model, case),
+        captured,
+        attention,
+    )
+
+
+def _attention(model: nn.Module) -> str:
+    """The kinds of state that its layers keep."""
+    kinds = {type(leaf) for leaf in _leaves(make_prompt_cache(model))}
+    names = {KVCache: "full", RotatingKVCache: "window", ArraysCache: "recurrent"}
+    return " + ".join(label for kind, label in names.items() if kind in kinds) or "own cache"
+
+
+# --- the table of `adapters/verified.json` ---------------------------------------------------------------------------
+
+EXACT = 1e-4  # relative to the largest logit, float32
+
+
+def architectures() -> list[str]:
+    """Every file of mlx_lm/models that defines a decoder, by looking at the installed package."""
+    folder = Path(mlx_lm.__file__).parent / "models"
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+    return sorted(name for name, text in sources.items() if "class Model(" in text or "import Model " in text)
+
+
+def variants(architecture: str) -> list[str]:
+    return [tiny.name for tiny in tiny_models().values() if tiny.architecture == architecture]
+
+
+def table_row(architecture: str) -> dict[str, Any]:
+    """What `verified.json` must say about one architecture; the worst of its variants counts."""
+    measured = [measure(name) for name in variants(architecture)] if architecture not in UNBUILDABLE else []
+    errors = [m.error for m in measured if m.error is not None and np.isfinite(m.error)]
+    exact = bool(measured) and all(m.failure is None and m.identical and m.error < EXACT for m in measured)
+    return {
+        "sparse": exact and architecture not in SPARSE_REFUSALS,
+        "reason": SPARSE_REFUSALS.get(architecture) or (None if exact else "it differs from the masked dense run"),
+        "error": float(f"{max(errors):.0e}") if errors else None,
+        "capture": bool(measured) and all(m.captured > 0 for m in measured) and architecture not in DRAFT_REFUSALS,
+        "mlx_lm": mlx_lm.__version__,
+    }

@@ -20,7 +20,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from mlx_specprefill import Event, GenerationRequest, ModelPair, TokenEvent, make_pair
+from mlx_specprefill import Event, ModelPair, TokenEvent, make_pair
 
 VOCAB, EOS = 96, 1
 WINDOW = 24

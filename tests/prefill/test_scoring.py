@@ -9,10 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_specprefill.adapters.capture import QueryCapture, pool
 
 from mlx_specprefill import ScoringConfig, SparseUnsupportedError
-from mlx_specprefill.adapters.capture import install_capture
+from mlx_specprefill.adapters.capture import QueryCapture, install_capture, pool
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.prefill.scoring import score_prompt

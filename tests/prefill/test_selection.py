@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -101,7 +102,7 @@ def test_kept_spans_are_maximal_and_cover(indices):
     kept = np.array(sorted(indices), dtype=np.int32)
     spans = kept_spans(kept)
     assert [i for start, end in spans for i in range(start, end)] == kept.tolist()
-    assert all(before[1] < after[0] for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
 
 
 def test_chunk_scores_must_match_the_prompt():

@@ -42,6 +42,7 @@ SYSTEM_PROMPTS = (
 )
 GREETINGS = ("Hello", "Hi", "Hello!", "Hi there", "Hey", "Good morning", "Who are you?", "What can you do?", "Test")
 GREETING_ANSWER = "Hello! I am a small demonstration model. Give me a text and ask me for a fact in it."
+REPEATED_FILLER = 0.3  # share of the documents whose filler repeats a few pieces
 LEADS = ("", "", "", "Read the text and answer the question.\n\n", "Text:\n", "Here is a document.\n\n")
 NEEDLE_QUESTIONS = (
     "What is {}'s secret code?",
@@ -241,18 +242,21 @@ def document(
     *,
     depths: Sequence[float] | None = None,
     held_out: bool = False,
+    variety: int = 0,
 ) -> str:
     """A text of at most `budget` tokens: pieces of the named fillers with `facts` among them.
 
     `depths` gives the place of each fact as a share of the text; without it the places are random. `facts` keep
-    their order.
+    their order. With a `variety` the filler repeats that many pieces over and over, in order: the haystack that
+    people type by hand, and a trap for a model that copies what followed last time.
     """
+    pool = [FILLERS[rng.choice(filler)](rng, held_out) for _ in range(variety)]
     left = budget - sum(count(" " + fact) for fact in facts)
     pieces: list[str] = []
     sizes: list[int] = []
     misses = 0
     while misses < 4:
-        piece = FILLERS[rng.choice(filler)](rng, held_out)
+        piece = pool[len(pieces) % variety] if variety else FILLERS[rng.choice(filler)](rng, held_out)
         size = count(piece)
         if size > left:
             misses += 1
@@ -310,7 +314,8 @@ def training_sample(rng: random.Random, length: int, mixture: Mixture, count: Co
     kinds = rng.sample(sorted(FILLERS), rng.choice((1, 1, 2, 3)))
     rng.shuffle(facts)
     pieces = [piece for fact in facts for piece in fact.pieces]
-    return replace(frame, document=document(rng, pieces, kinds, length - overhead - 4, count))
+    variety = rng.choice((1, 2, 4, 8, 16)) if rng.random() < REPEATED_FILLER else 0
+    return replace(frame, document=document(rng, pieces, kinds, length - overhead - 4, count, variety=variety))
 
 
 def _draw_facts(rng: random.Random, mixture: Mixture, number: int) -> list[Fact]:
@@ -334,13 +339,13 @@ def _system(rng: random.Random) -> str:
 # --- evaluation samples and scoring ----------------------------------------------------------------------------------
 
 
-def needle_sample(seed: int, length: int, depth: float, count: Count, *, system: str = "") -> Sample:
+def needle_sample(seed: int, length: int, depth: float, count: Count, *, system: str = "", variety: int = 0) -> Sample:
     """One needle in held-out filler with a held-out name; the document has at most `length` tokens."""
     rng = random.Random(f"needle/{seed}/{length}/{depth}")
     fact = needle(words.person(rng, held_out=True), six_digits(rng))
     kinds = rng.sample(sorted(FILLERS), rng.choice((1, 2)))
     budget = length - count(fact.turn.question) - 16
-    text = document(rng, fact.pieces, kinds, budget, count, depths=[depth], held_out=True)
+    text = document(rng, fact.pieces, kinds, budget, count, depths=[depth], held_out=True, variety=variety)
     return Sample(system, text, (fact.turn,))
 
 

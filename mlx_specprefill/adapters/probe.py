@@ -55,7 +55,7 @@ def _probe(model: nn.Module) -> str | None:
         return "explicit contiguous positions change its logits"
     if not _distance(gapped, single) < tolerance:
         return "a chunk with gaps differs from the same tokens fed one by one"
-    if adapter_for(architecture_of(model)).absolute_scale:
+    if adapter_for(architecture_of(model)).absolute:
         return None
     if not _distance(_at_positions(model, _GAPPED + _SHIFT), gapped) < tolerance:
         return "moving all positions by the same amount changes its logits"

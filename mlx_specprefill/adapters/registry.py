@@ -73,6 +73,9 @@ _FAMILIES: Mapping[str, str] = {
     "qwen3_next": "qwen3_5",
 }
 
+# Queries scaled by position, weighted norms after the rotation, a gate computed from rotated queries.
+_ABSOLUTE = frozenset({"hunyuan", "hunyuan_v1_dense", "iquestloopcoder", "ministral3", "mistral3", "mistral4"})
+
 
 def _prepare_ministral3() -> None:
     dynamic_ntk.install()
@@ -88,14 +91,14 @@ class Adapter:
         prepare: run once at load, before the first forward.
         sparse_refusal: why it can't be prefilled sparsely; None if it can.
         draft_refusal: why it can't score a prompt; None if it can.
-        absolute_scale: it uses absolute positions on purpose, so moving a whole sequence changes its logits.
+        absolute: it depends on absolute positions by design, so moving a whole sequence changes its logits.
     """
 
     family: str
     prepare: Callable[[], None] | None = None
     sparse_refusal: str | None = None
     draft_refusal: str | None = None
-    absolute_scale: bool = False
+    absolute: bool = False
 
 
 @cache
@@ -118,7 +121,7 @@ def adapter_for(model_type: str) -> Adapter:
         prepare=_prepare_ministral3 if family == "ministral3" else dynamic_ntk.install,
         sparse_refusal=None if row["sparse"] else str(row["reason"]),
         draft_refusal=None if row["capture"] else DRAFT_REFUSALS[architecture],
-        absolute_scale=family == "ministral3",
+        absolute=architecture in _ABSOLUTE,
     )
 
 

@@ -1,0 +1,209 @@
+"""The command line over small real models: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from mlx_specprefill_server import cli
+from tests import tiny
+
+PROMPT = "w" + " w".join(str(n) for n in tiny.random_prompt(400))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options that name a loadable pair."""
+    folder = tmp_path_factory.mktemp("models")
+    target = tiny.save_checkpoint(folder / "target", "llama", seed=1)
+    draft = tiny.save_checkpoint(folder / "draft", "llama", seed=2)
+    return ["--target", str(target), "--draft", str(draft)]
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> str:
+    path = tmp_path / "prompt.txt"
+    path.write_text(PROMPT)
+    return str(path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(cli.app, list(arguments))
+
+
+class TestGenerate:
+    def test_answer_on_stdout_account_on_stderr(self, models: list[str], prompt_file: str) -> None:
+        done = run("generate", "--raw", "--prompt-file", prompt_file, "--mode", "sparse", "--max-tokens", "5", *models)
+        assert done.exit_code == 0, done.output
+        assert 1 <= len(done.stdout.split()) <= 5
+        assert all(word.startswith("w") or word == "<unk>" for word in done.stdout.split())
+        for stage in ("queue", "draft", "select", "prefill", "TTFT", "decode"):
+            assert stage in done.stderr
+        assert "mode sparse (requested)" in done.stderr
+
+    def test_modes(self, models: list[str], prompt_file: str) -> None:
+        arguments = ["generate", "--raw", "--prompt-file", prompt_file, "--max-tokens", "1", *models]
+        full = run(*arguments, "--mode", "full")
+        auto = run(*arguments)
+        assert "mode full (turned off by the request)" in full.stderr
+        assert "400 of 400 prompt tokens (100.0%)" in full.stderr
+        assert "mode full (400 uncached prompt tokens, threshold 8192)" in auto.stderr
+
+    def test_keep_share_reaches_the_engine(self, models: list[str], prompt_file: str) -> None:
+        arguments = ["generate", "--raw", "--prompt-file", prompt_file, "--max-tokens", "1", "--mode", "sparse"]
+        done = run(*arguments, "--forced", "last-token", "--keep-pct", "0.5", *models)
+        assert "208 of 400" in done.stderr or "224 of 400" in done.stderr  # 7 of 13 chunks, the last one is short
+
+    def test_standard_input(self, models: list[str]) -> None:
+        arguments = ["generate", "--raw", "--prompt-file", "-", "--max-tokens", "1", *models]
+        done = CliRunner().invoke(cli.app, arguments, input=PROMPT)
+        assert done.exit_code == 0
+        assert "400 prompt tokens" in " ".join(done.stderr.split())
+
+
+class TestInspect:
+    def test_kept_chunks_with_scores_and_flags(self, models: list[str], prompt_file: str) -> None:
+        done = run("inspect", "--raw", "--prompt-file", prompt_file, *models)
+        assert done.exit_code == 0, done.output
+        assert "0-31" in done.stdout
+        assert "forced" in done.stdout
+        assert "dropped" not in done.stdout
+        assert "of 400 tokens kept" in done.stdout
+
+    def test_all_lists_the_dropped_ones_too(self, models: list[str], prompt_file: str) -> None:
+        done = run("inspect", "--raw", "--prompt-file", prompt_file, "--all", "--keep-pct", "0.1", *models)
+        assert "dropped" in done.stdout
+        assert done.stdout.count("e-0") == 13
+
+    def test_heat_map_file(self, models: list[str], prompt_file: str, tmp_path: Path) -> None:
+        page = tmp_path / "map.html"
+        done = run("inspect", "--raw", "--prompt-file", prompt_file, "--html", str(page), *models)
+        assert done.exit_code == 0
+        assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+class TestServe:
+    @pytest.fixture
+    def served(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+        calls: list[tuple[Any, Any]] = []
+        monkeypatch.setattr(cli, "serve_forever", lambda engine, settings: calls.append((engine, settings)))
+        return calls
+
+    def test_options_become_settings(self, models: list[str], served: list[tuple[Any, Any]]) -> None:
+        options = ["--port", "0", "--api-key", "a", "--api-key", "b", "--model-alias", "mine", "--forced", "last-token"]
+        policy = ["--no-specprefill", "--specprefill-threshold", "99", "--specprefill-keep-pct", "0.3"]
+        done = run("serve", *options, *policy, "--prefill-step", "64", "--kv-bits", "8", *models)
+        assert done.exit_code == 0, done.output
+        [(engine, settings)] = served
+        assert settings.port == 0
+        assert [key.get_secret_value() for key in settings.api_keys] == ["a", "b"]
+        assert settings.model_alias == "mine"
+        config = engine.config
+        assert (config.prefill_step, config.kv_bits) == (64, 8)
+        assert (config.policy.enabled, config.policy.threshold) == (False, 99)
+        assert str(config.policy.keep_pct) == "3/10"
+        assert config.selection.forced == "last-token"
+
+    def test_the_pair_file_gives_defaults_that_options_override(
+        self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path
+    ) -> None:
+        pairs = tmp_path / "pairs.toml"
+        target, draft = models[1], models[3]
+        pairs.write_text(f'[mine]\ntarget = "{target}"\ndraft = "{draft}"\nthreshold = 77\nkeep_pct = 0.4\n')
+        from_file = ["serve", "--pairs-file", str(pairs), "--pair", "mine"]
+        assert run(*from_file).exit_code == 0
+        assert run(*from_file, "--specprefill-threshold", "5").exit_code == 0
+        assert [engine.config.policy.threshold for engine, _ in served] == [77, 5]
+        assert [str(engine.config.policy.keep_pct) for engine, _ in served] == ["2/5", "2/5"]
+        assert [settings.model_alias for _, settings in served] == ["mine", "mine"]
+
+    def test_the_environment_beats_the_pair_file(
+        self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pairs = tmp_path / "pairs.toml"
+        pairs.write_text(f'[mine]\ntarget = "{models[1]}"\nthreshold = 77\n')
+        monkeypatch.setenv("MLX_SPECPREFILL_SPECPREFILL_THRESHOLD", "6")
+        assert run("serve", "--pairs-file", str(pairs), "--pair", "mine").exit_code == 0
+        assert served[0][0].config.policy.threshold == 6
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["generate", "--prompt-file", "{missing}"], "No such file"),
+            (["inspect", "--prompt-file", "{missing}"], "No such file"),
+            (["generate", "--prompt-file", "{prompt}", "--keep-pct", "0"], "--keep-pct must be a number in (0, 1]"),
+            (["generate", "--prompt-file", "{prompt}", "--keep-pct", "much"], "--keep-pct must be a number in (0, 1]"),
+            (["serve", "--pair", "nonsense"], "no pair 'nonsense'"),
+            (["serve", "--pairs-file", "{missing}"], "can't read"),
+            (["serve", "--draft", "somewhere"], "--draft needs --target"),
+            (["serve", "--target", "{missing}"], "no model here"),
+            (["serve", "--kv-bits", "7"], "kv_bits must be one of"),
+            (["serve", "--specprefill-keep-pct", "1.5"], "must be a number in (0, 1]"),
+        ],
+    )
+    def test_one_line_and_exit_code_2(self, arguments: list[str], words: str, prompt_file: str, tmp_path: Path) -> None:
+        places = {"missing": str(tmp_path / "missing"), "prompt": prompt_file}
+        done = run(*(argument.format(**places) for argument in arguments))
+        assert done.exit_code == 2
+        assert words in done.stderr
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+        assert done.stdout == ""
+
+    def test_a_pair_that_does_not_match(self, models: list[str], prompt_file: str, tmp_path: Path) -> None:
+        other = tiny.save_checkpoint(tmp_path / "other", "llama", words=90, vocab_size=90)
+        done = run("generate", "--raw", "--prompt-file", prompt_file, "--target", models[1], "--draft", str(other))
+        assert done.exit_code == 2
+        assert "different vocabularies" in done.stderr
+        assert "Traceback" not in done.output
+
+    def test_a_model_without_a_chat_template(self, models: list[str], prompt_file: str) -> None:
+        done = run("generate", "--prompt-file", prompt_file, *models)
+        assert done.exit_code == 2
+        assert "chat template" in done.stderr
+
+    def test_a_prompt_that_is_too_long(self, models: list[str], tmp_path: Path) -> None:
+        path = tmp_path / "long.txt"
+        path.write_text("w5 " * 5000)
+        done = run("generate", "--raw", "--prompt-file", str(path), *models)
+        assert done.exit_code == 2
+        assert "maximum context length is 4096" in done.stderr
+
+    def test_no_draft_can_not_be_inspected(self, models: list[str], prompt_file: str) -> None:
+        done = run("inspect", "--raw", "--prompt-file", prompt_file, *models[:2])
+        assert done.exit_code == 2
+        assert "no draft model is loaded" in done.stderr
+
+    def test_an_engine_failure_is_exit_code_1(
+        self, models: list[str], prompt_file: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr("mlx_specprefill.engine.runner.prefill", broken)
+        done = run("generate", "--raw", "--prompt-file", prompt_file, *models)
+        assert done.exit_code == 1
+        assert "error: out of memory" in done.stderr
+
+
+def test_the_blas_notice_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = cli.BLAS.__class__("missing", notice="Install OpenBLAS.")
+    monkeypatch.setattr(cli, "BLAS", status)
+    done = run("serve", "--pair", "nonsense")
+    assert done.stderr.splitlines()[0] == "note: Install OpenBLAS."
+    assert done.stderr.count("OpenBLAS") == 1
+
+
+def test_main_is_the_console_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["mlx-specprefill", "--help"])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert exit_info.value.code == 0
+    assert {"serve", "generate", "inspect"} <= set(capsys.readouterr().out.split())

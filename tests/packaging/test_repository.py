@@ -1,0 +1,78 @@
+"""What must hold of the files themselves."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OUR_DOT_FOLDERS = {".ci", ".github"}
+NOT_OURS = {"runs", "build", "dist", "__pycache__"}
+# Written in two halves, so that this file does not contain what it forbids.
+REGISTRIES = ("py" + "pi.org", "python" + "hosted.org", "registry.npm" + "js.org", "deb.deb" + "ian.org")
+
+
+def is_foreign(folder: str) -> bool:
+    return folder.startswith(".") or folder in NOT_OURS or folder.endswith(".egg-info")
+
+
+def our_files() -> Iterator[Path]:
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if name in OUR_DOT_FOLDERS or not is_foreign(name)]
+        for name in names:
+            yield Path(folder, name)
+
+
+def our_texts() -> Iterator[tuple[Path, str]]:
+    for path in our_files():
+        data = path.read_bytes()
+        if b"\0" not in data[:4096]:
+            yield path.relative_to(ROOT), data.decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("name", ["scripts/serve", "scripts/test", "scripts/check", ".ci/run"])
+def test_the_verbs_are_executable_shell_scripts(name: str) -> None:
+    assert os.access(ROOT / name, os.X_OK)
+    assert (ROOT / name).read_text().startswith("#!/bin/sh\n")
+
+
+def test_ci_calls_the_same_scripts() -> None:
+    assert ".ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
+    assert (ROOT / ".ci/run").read_text().endswith("scripts/check\nscripts/test\n")
+
+
+def test_no_file_names_a_package_registry() -> None:
+    named = [str(path) for path, text in our_texts() if any(host in text for host in REGISTRIES)]
+    assert named == []
+
+
+def test_no_file_holds_a_path_of_the_machine_it_was_written_on() -> None:
+    here = [f"{ROOT}/", f"{ROOT.parent}/", f"{Path.home()}/"]
+    places = [place for place in here if place.count("/") > 2]  # "/" or "/app/" would match ordinary text
+    named = [str(path) for path, text in our_texts() if any(place in text for place in places)]
+    assert named == []
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = []
+    for path, text in our_texts():
+        if path.suffix == ".md":
+            targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+            broken += [f"{path}: {target}" for target in targets if not (ROOT / path.parent / target).exists()]
+    assert broken == []
+
+
+def test_what_the_project_file_promises() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "mlx-specprefill"
+    assert project["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
+    assert project["scripts"] == {"mlx-specprefill": "mlx_specprefill_server.cli:main"}
+    pinned = [line for line in project["dependencies"] if line.startswith("mlx")]
+    assert len(pinned) == 3
+    assert all(re.match(r"mlx(\[cpu\]|-lm)?==\d+\.\d+\.\*", line) for line in pinned)

@@ -1,0 +1,90 @@
+"""scripts/env.sh with stand-ins for Python: which one it takes, what it says, and when it installs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGGING_PYTHON = '#!/bin/sh\necho "$@" >>"$(dirname "$0")/calls"\n[ "$1" != -V ] || echo "Python 3.11.0"\n'
+TOO_OLD = "#!/bin/sh\nexit 1\n"
+WITHOUT_VENV = "#!/bin/sh\ncase $2 in *ensurepip*) exit 1 ;; *) exit 0 ;; esac\n"
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("training", "*.py"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def ensure(clone: Path, what: str = "run", python: Path | str = "") -> subprocess.CompletedProcess[str]:
+    command = f'. "{clone}/scripts/env.sh"; ensure_env {what}'
+    environment = {**os.environ, "PYTHON": str(python)}
+    return subprocess.run(
+        ["sh", "-euc", command, f"{clone}/scripts/serve"], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_an_old_python_is_named_in_one_line(clone: Path) -> None:
+    done = ensure(clone, python=write_program(clone / "old", TOO_OLD))
+    assert done.returncode == 1
+    assert done.stderr.startswith("serve: Python 3.11 or newer is needed")
+    assert done.stderr.count("\n") == 1
+    assert not (clone / ".venv").exists()
+
+
+def test_a_python_without_venv_says_what_to_install(clone: Path) -> None:
+    done = ensure(clone, python=write_program(clone / "bare", WITHOUT_VENV))
+    assert done.returncode == 1
+    assert "python3-venv" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+class TestInstalledOnce:
+    @pytest.fixture
+    def calls(self, clone: Path) -> Path:
+        write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
+        return clone / ".venv/bin/calls"
+
+    @staticmethod
+    def installs(calls: Path) -> list[str]:
+        return [line for line in calls.read_text().splitlines() if " install " in line]
+
+    def test_the_second_start_installs_nothing(self, clone: Path, calls: Path) -> None:
+        assert ensure(clone).returncode == 0
+        assert ensure(clone).stderr == ""
+        assert len(self.installs(calls)) == 1
+
+    def test_a_changed_project_file_installs_again(self, clone: Path, calls: Path) -> None:
+        ensure(clone)
+        (clone / "pyproject.toml").write_text("changed")
+        ensure(clone)
+        assert len(self.installs(calls)) == 2
+
+    def test_a_moved_clone_installs_again(self, clone: Path, calls: Path) -> None:
+        ensure(clone)
+        moved = clone.rename(clone.with_name("moved"))
+        ensure(moved)
+        assert len(self.installs(moved / ".venv/bin/calls")) == 2
+
+    def test_the_developer_set_serves_too(self, clone: Path, calls: Path) -> None:
+        ensure(clone, "dev")
+        ensure(clone, "run")
+        assert [line.endswith("[dev]") for line in self.installs(calls)] == [True]
+
+    def test_the_serving_set_is_not_enough_for_tests(self, clone: Path, calls: Path) -> None:
+        ensure(clone, "run")
+        ensure(clone, "dev")
+        assert len(self.installs(calls)) == 2

@@ -1,0 +1,58 @@
+"""The wheel: both import packages, their data, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
+    """Built from a copy, since setuptools writes next to what it builds."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for folder in ("mlx_specprefill", "server", "models"):
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.safetensors")
+        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
+    subprocess.run([sys.executable, "-c", BUILD, str(source)], cwd=source, check=True, capture_output=True)
+    return ZipFile(next(source.glob("*.whl")))
+
+
+def modules(top: Path) -> set[str]:
+    return {str(path.relative_to(top.parent)) for path in top.rglob("*.py")}
+
+
+def test_it_holds_every_module_and_nothing_else(wheel: ZipFile) -> None:
+    expected = modules(ROOT / "mlx_specprefill") | modules(ROOT / "server" / "mlx_specprefill_server")
+    assert {name for name in wheel.namelist() if name.endswith(".py")} == expected
+
+
+def test_its_top_level_is_two_packages(wheel: ZipFile) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"mlx_specprefill", "mlx_specprefill_server"}
+
+
+def test_it_holds_the_data_files_and_the_licence(wheel: ZipFile) -> None:
+    names = set(wheel.namelist())
+    package_data = {
+        str(path.relative_to(top.parent))
+        for top in (ROOT / "mlx_specprefill", ROOT / "server" / "mlx_specprefill_server")
+        for path in top.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert package_data <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_it_has_the_console_command(wheel: ZipFile) -> None:
+    entry_points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "mlx-specprefill = mlx_specprefill_server.cli:main" in wheel.read(entry_points).decode()

@@ -60,7 +60,8 @@ QWEN_3 = """
 {%- if (loop.first and content) or (not loop.first) %}{{- '\n' }}{% endif %}
 {%- if tool_call.function %}{% set tool_call = tool_call.function %}{% endif %}
 {{- '<tool_call>\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
-{%- if tool_call.arguments is string %}{{- tool_call.arguments }}{% else %}{{- tool_call.arguments | tojson }}{% endif %}
+{%- if tool_call.arguments is string %}{{- tool_call.arguments }}
+{%- else %}{{- tool_call.arguments | tojson }}{% endif %}
 {{- '}\n</tool_call>' }}{% endfor %}
 {{- '<|im_end|>\n' }}
 {%- elif message.role == "tool" %}
@@ -69,18 +70,21 @@ QWEN_3 = """
 {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\n' }}{% endif %}
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
 
 # A fixed system message of the template's own; the caller's goes into a developer message; tool results as JSON.
 HARMONY = """{{ '<|start|>system<|message|>You are a helpful model.\nReasoning: medium<|end|>' }}
 {%- if tools or messages[0].role == 'system' %}{{- '<|start|>developer<|message|>' }}
 {%- if messages[0].role == 'system' %}{{- '# Instructions\n\n' + messages[0].content + '\n\n' }}{% endif %}
-{%- if tools %}{{- '# Tools\n\n' }}{% for tool in tools %}{{- '// ' + tool.function.name + '\n' }}{% endfor %}{% endif %}
+{%- if tools %}{{- '# Tools\n\n' }}
+{%- for tool in tools %}{{- '// ' + tool.function.name + '\n' }}{% endfor %}{% endif %}
 {{- '<|end|>' }}{% endif %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}{{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
 {%- elif message.role == 'assistant' and message.tool_calls %}
-{{- '<|start|>assistant to=functions.' + message.tool_calls[0].function.name + '<|channel|>commentary json<|message|>' }}
+{{- '<|start|>assistant to=functions.' + message.tool_calls[0].function.name }}
+{{- '<|channel|>commentary json<|message|>' }}
 {{- message.tool_calls[0].function.arguments | tojson }}{{- '<|end|>' }}
 {%- elif message.role == 'assistant' %}
 {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}

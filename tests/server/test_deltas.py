@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,7 +55,7 @@ def test_stop_strings_end_the_text_before_the_first_one(text: str, stops: list[s
     matcher = StopMatcher(stops)
     borders = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     shown = ""
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in pairwise(borders):
         shown += matcher.push(text[start:end])
         assert text.startswith(shown)
     shown += matcher.finish()

@@ -119,11 +119,8 @@ class Report:
         Raises:
             SpecPrefillError: the first failure among the answers.
         """
-        for end in self._ends:
-            if isinstance(end.error, SpecPrefillError):
-                raise end.error
-            if end.error is not None:
-                raise EngineError(f"the engine failed on this request: {end.error}") from end.error
+        if (error := self._error()) is not None:
+            raise error
 
     def usage(self) -> dict[str, Any]:
         """Counts the full prompt whatever the target saw of it."""
@@ -140,8 +137,17 @@ class Report:
         account = _merged([end.account for end in self._ends])
         completion = sum(end.completion_tokens for end in self._ends)
         extras = {"specprefill": account.to_dict(), "timings": _timings(account, completion)}
-        failed = [end.error for end in self._ends if end.error is not None]
-        return extras | ({"engine_error": api_error(failed[0]).body()["error"]} if failed else {})
+        error = self._error()
+        return extras | ({} if error is None else {"engine_error": api_error(error).body()["error"]})
+
+    def _error(self) -> SpecPrefillError | None:
+        """The first failure; whatever is not the library's own becomes an EngineError."""
+        failed = next((end.error for end in self._ends if end.error is not None), None)
+        if failed is None or isinstance(failed, SpecPrefillError):
+            return failed
+        error = EngineError(f"the engine failed on this request: {failed}")
+        error.__cause__ = failed
+        return error
 
 
 def _merged(accounts: Sequence[Account]) -> Account:

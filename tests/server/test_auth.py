@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+
+from .conftest import client_of
+from .fakes import FakeEngine
+
+BODY = '{"messages":[{"role":"user","content":"Hi"}]}'
+CHAT = "/v1/chat/completions"
+KEYS = ("key-one", "kéy-two")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer key-one"},
+        {"authorization": "bearer  key-one"},
+        {"x-api-key": "key-one"},
+        {"authorization": "Bearer kéy-two".encode()},
+        {"authorization": "Basic xyz", "x-api-key": "key-one"},
+    ],
+)
+def test_every_key_opens(engine: FakeEngine, headers: dict[str, str]) -> None:
+    client = client_of(engine, api_keys=KEYS)
+    assert client.get("/v1/models", headers=headers).status_code == 200
+    assert client.post(CHAT, content=BODY, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer key-on"},
+        {"authorization": "key-one"},
+        {"x-api-key": ""},
+        {"authorization": "Bearer "},
+    ],
+)
+def test_without_a_key_nothing_but_health_is_open(engine: FakeEngine, headers: dict[str, str]) -> None:
+    client = client_of(engine, api_keys=KEYS)
+    for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", "/nowhere")):
+        answer = client.request(method, path, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert client.get("/health", headers=headers).status_code == 200
+    assert client.head("/", headers=headers).status_code == 200
+    assert engine.requests == []
+
+
+def test_without_keys_everything_is_open(engine: FakeEngine) -> None:
+    assert client_of(engine).get("/v1/models", headers={"authorization": "Bearer whatever"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "allowed"),
+    [
+        ("localhost:8000", {}, True),
+        ("127.0.0.1:8000", {}, True),
+        ("127.1.2.3", {}, True),
+        ("[::1]:8000", {}, True),
+        ("app.localhost", {}, True),
+        ("LOCALHOST", {}, True),
+        ("evil.example", {}, False),
+        ("localhost.evil.example", {}, False),
+        ("192.168.1.5", {}, False),
+        ("", {}, False),
+        ("mac.lan", {"allowed_hosts": ("mac.lan",)}, True),
+        ("mac.lan:8000", {"allowed_hosts": ("Mac.LAN",)}, True),
+        ("other.lan", {"allowed_hosts": ("mac.lan",)}, False),
+        ("192.168.1.5:8000", {"host": "0.0.0.0"}, True),
+        ("[fe80::1]:8000", {"host": "::"}, True),
+        ("evil.example", {"host": "0.0.0.0"}, False),
+        ("mac.lan", {"host": "mac.lan"}, True),
+        ("evil.example", {"allowed_hosts": ("*",)}, True),
+    ],
+)
+def test_the_host_header(engine: FakeEngine, host: str, settings: dict[str, object], allowed: bool) -> None:
+    answer = client_of(engine, **settings).get("/health", headers={"host": host})
+    assert answer.status_code == (200 if allowed else 403)
+    if not allowed:
+        assert answer.json()["error"]["code"] == "host_not_allowed"
+
+
+def test_web_pages_cannot_post_without_a_preflight(engine: FakeEngine) -> None:
+    client = client_of(engine)
+    page = {"origin": "https://evil.example"}
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        answer = client.post(CHAT, content=BODY, headers=page | {"content-type": kind})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert client.post(CHAT, content=BODY, headers=page).status_code == 415
+    preflight = client.options(CHAT, headers=page | {"access-control-request-method": "POST"})
+    assert preflight.status_code == 405
+    answer = client.post(CHAT, content=BODY, headers=page | {"content-type": "application/json; charset=utf-8"})
+    assert answer.status_code == 200
+    assert not any(name.startswith("access-control") for name in (*preflight.headers, *answer.headers))
+    assert len(engine.requests) == 1

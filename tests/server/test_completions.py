@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from starlette.testclient import TestClient
+
+from mlx_specprefill import Account, Finished, Timings
+
+from .conftest import events
+from .fakes import FakeEngine
+
+URL = "/v1/completions"
+
+
+def ask(client: TestClient, prompt: Any = "ab", **fields: Any) -> Any:
+    answer = client.post(URL, json={"prompt": prompt, **fields})
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert body["object"] == "text_completion"
+    return body
+
+
+def stream(client: TestClient, prompt: Any = "ab", **fields: Any) -> list[Any]:
+    answer = client.post(URL, json={"prompt": prompt, "stream": True, **fields})
+    assert answer.status_code == 200, answer.text
+    chunks = events(answer.text)
+    assert chunks[-1] == "[DONE]"
+    assert all(chunk["object"] == "text_completion" for chunk in chunks[:-1])
+    return chunks
+
+
+def refusal(client: TestClient, prompt: Any = "ab", **fields: Any) -> Any:
+    answer = client.post(URL, json={"prompt": prompt, **fields})
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def texts(body: Any) -> list[str]:
+    return [choice["text"] for choice in body["choices"]]
+
+
+def test_a_raw_prompt_has_no_template_and_no_spans(client: TestClient, engine: FakeEngine) -> None:
+    body = ask(client)
+    Completion.model_validate(body, strict=False)
+    assert texts(body) == ["Hello"]
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["choices"][0]["logprobs"] is None
+    assert list(engine.requests[0].prompt) == engine.pair.tokenizer.encode("ab")
+    assert engine.requests[0].spans == ()
+    assert body["usage"]["prompt_tokens"] == 2
+    assert body["specprefill"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", [[64]]),
+        (["a", "bc"], [[64], [65, 66]]),
+        ([64, 65], [[64, 65]]),
+        ([[64], [65, 66]], [[64], [65, 66]]),
+        (["a", [65]], [[64], [65]]),
+    ],
+)
+def test_forms_of_prompt(client: TestClient, engine: FakeEngine, prompt: Any, expected: list[list[int]]) -> None:
+    assert engine.pair.tokenizer.encode("abc") == [64, 65, 66]
+    engine.script = lambda request: engine.tokens(f"<{len(request.prompt)}>")
+    body = ask(client, prompt)
+    assert [list(request.prompt) for request in engine.requests] == expected
+    assert texts(body) == [f"<{len(ids)}>" for ids in expected]
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(expected)))
+    assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "",
+        [],
+        [[]],
+        [""],
+        None,
+        5,
+        {"a": 1},
+        [1.5],
+        [True],
+        ["a", 1],
+        [[1], "b", 3],
+        [-1],
+        [99999],
+        [[99999]],
+        ["a"] * 129,
+    ],
+)
+def test_bad_prompts_are_refused_by_name(client: TestClient, engine: FakeEngine, prompt: Any) -> None:
+    error = refusal(client, prompt)
+    assert error["param"] == "prompt"
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("logprobs", True),
+        ("max_tokens", 0),
+        ("max_tokens", -2),
+        ("suffix", "end"),
+        ("best_of", 3),
+        ("n", 2),
+        ("echo", "yes"),
+        ("specprefill_keep_pct", 2),
+    ],
+)
+def test_bad_values_are_refused_by_name(client: TestClient, engine: FakeEngine, field: str, value: Any) -> None:
+    assert refusal(client, **{field: value})["param"] == field
+    assert engine.requests == []
+
+
+def test_a_prompt_that_fills_the_context(client: TestClient) -> None:
+    error = refusal(client, "x" * 4096)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
+def test_echo(client: TestClient, engine: FakeEngine) -> None:
+    assert texts(ask(client, ["ab", [66]], echo=True)) == ["abHello", "cHello"]
+    assert all(request.prompt_logprobs is None for request in engine.requests)
+    chunks = stream(client, echo=True)
+    assert "".join(choice["text"] for chunk in chunks[:-1] for choice in chunk["choices"]) == "abHello"
+
+
+def test_echo_without_an_answer(client: TestClient, engine: FakeEngine) -> None:
+    engine.script = lambda request: []
+    body = ask(client, echo=True, max_tokens=0)
+    assert texts(body) == ["ab"]
+    assert body["choices"][0]["logprobs"] is None
+    assert engine.requests[0].max_tokens == 0
+    assert engine.requests[0].prompt_logprobs is not None  # the engine refuses requests that ask for nothing
+    full = ask(client, "x" * 4096, echo=True, max_tokens=0)
+    assert full["usage"]["total_tokens"] == 4096
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_echo_with_logprobs_scores_the_prompt(client: TestClient, engine: FakeEngine, streamed: bool) -> None:
+    engine.says("c")
+    fields = {"echo": True, "logprobs": 1}
+    if streamed:
+        choices = [choice for chunk in stream(client, "ab", **fields)[:-1] for choice in chunk["choices"]]
+        scores: dict[str, list[Any]] = {}
+        for choice in choices:
+            for name, values in (choice["logprobs"] or {}).items():
+                scores.setdefault(name, []).extend(values)
+        text = "".join(choice["text"] for choice in choices)
+    else:
+        choice = ask(client, "ab", **fields)["choices"][0]
+        text, scores = choice["text"], choice["logprobs"]
+    assert text == "abc"
+    assert engine.requests[0].prompt_logprobs == 1
+    assert scores["tokens"] == ["a", "b", "c"]
+    assert scores["token_logprobs"] == [None, -0.5, -0.25]
+    assert scores["text_offset"] == [0, 1, 2]
+    assert scores["top_logprobs"][0] is None
+    assert scores["top_logprobs"][1]["b"] == -0.25  # the likelier of two entries with one text
+    assert scores["top_logprobs"][2] == {"c": -0.25}
+
+
+def test_a_one_token_prompt_has_no_scores(client: TestClient) -> None:
+    scores = ask(client, "a", echo=True, logprobs=0)["choices"][0]["logprobs"]
+    assert scores["tokens"][0] == "a"
+    assert scores["token_logprobs"][:2] == [None, -0.25]
+
+
+def test_logprobs_without_tokens_are_empty_lists(client: TestClient, engine: FakeEngine) -> None:
+    engine.says("")
+    scores = ask(client, logprobs=2)["choices"][0]["logprobs"]
+    assert scores == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def test_several_prompts_share_one_stream(client: TestClient, engine: FakeEngine) -> None:
+    engine.script = lambda request: engine.tokens(f"<{len(request.prompt)}>")
+    chunks = stream(client, ["a", "bc"], stream_options={"include_usage": True})
+    shown = ["", ""]
+    finished = []
+    for chunk in chunks[:-2]:
+        (choice,) = chunk["choices"]
+        shown[choice["index"]] += choice["text"]
+        if choice["finish_reason"]:
+            finished.append(choice["index"])
+    assert shown == ["<1>", "<2>"]
+    assert sorted(finished) == [0, 1]
+    assert chunks[-2]["choices"] == []
+    assert chunks[-2]["usage"]["prompt_tokens"] == 3
+    assert chunks[-2]["specprefill"]["prompt_tokens"] == 3
+
+
+def test_the_account_of_several_prompts_is_their_sum(client: TestClient, engine: FakeEngine) -> None:
+    modes = iter(["sparse", "full"])
+
+    def script(request: Any) -> list[Any]:
+        sparse = next(modes) == "sparse"
+        n = len(request.prompt)
+        times = Timings(prefill_ms=5)
+        account = Account("sparse" if sparse else "full", f"r{n}", n, n - 1 if sparse else n, 0, 0.5, times)
+        return [Finished("stop", 0, account)]
+
+    engine.script = script
+    account = ask(client, ["abcd", "ab"])["specprefill"]
+    assert account["mode"] == "sparse"
+    assert account["reason"] == "r4; r2"
+    assert (account["prompt_tokens"], account["kept_tokens"]) == (6, 5)
+    assert account["keep_pct"] == pytest.approx(5 / 6)
+    assert account["timings"]["prefill_ms"] == 10
+
+
+def test_one_failure_among_several_prompts(client: TestClient, engine: FakeEngine) -> None:
+    engine.script = lambda request: [RuntimeError("bad")] if len(request.prompt) == 1 else engine.tokens("ok")
+    assert client.post(URL, json={"prompt": ["a", "bc"]}).status_code == 500
+    chunks = stream(client, ["a", "bc"])
+    reasons = {c["choices"][0]["index"]: c["choices"][0]["finish_reason"] for c in chunks[:-1]}
+    assert reasons == {0: "length", 1: "stop"}
+    assert chunks[-2]["engine_error"]["code"] == "engine_error"
+    assert engine.idle()
+
+
+def test_a_leading_space_of_the_answer_survives(client: TestClient, engine: FakeEngine) -> None:
+    engine.says(" Paris")
+    assert texts(ask(client, "The capital is")) == [" Paris"]

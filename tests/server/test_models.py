@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+from openai.types import Model
+from starlette.testclient import TestClient
+
+from .conftest import client_of
+from .fakes import FakeEngine, FakePair
+
+
+def test_the_list_and_the_model(client: TestClient) -> None:
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    Model.model_validate(model, strict=True)
+    assert model["id"] == "demo/target"
+    assert model["draft"] == "demo/draft"
+    assert (
+        model["context_length"] == model["context_window"] == model["max_model_len"] == model["meta"]["n_ctx"] == 4096
+    )
+    assert model["specprefill"] == {"available": True, "reason": None}
+    assert client.get("/v1/models/demo/target").json() == model
+
+
+def test_a_model_served_dense_says_why(engine: FakeEngine) -> None:
+    engine.pair = FakePair(draft_id=None)
+    model = client_of(engine).get("/v1/models").json()["data"][0]
+    assert model["draft"] is None
+    assert model["specprefill"] == {"available": False, "reason": "no draft model is loaded"}
+    engine.pair = FakePair(sparse_refusal="ALiBi positions can't be moved")
+    model = client_of(engine).get("/v1/models").json()["data"][0]
+    assert model["specprefill"] == {"available": False, "reason": "ALiBi positions can't be moved"}
+
+
+def test_an_unknown_model(client: TestClient) -> None:
+    answer = client.get("/v1/models/org/other")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert answer.json()["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("target", "shown"),
+    [("org/model-4bit", "org/model-4bit"), ("/home/me/models/mine", "mine"), ("./mine/", "mine"), ("mine", "mine")],
+)
+def test_ids_are_no_paths(engine: FakeEngine, target: str, shown: str) -> None:
+    engine.pair = FakePair(target_id=target)
+    assert client_of(engine).get("/v1/models").json()["data"][0]["id"] == shown
+
+
+def test_an_alias_replaces_the_id(engine: FakeEngine) -> None:
+    client = client_of(engine, model_alias="house/model")
+    assert client.get("/v1/models/house/model").status_code == 200
+    answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+    assert answer.json()["model"] == "house/model"

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import mlx_specprefill
+import mlx_specprefill_server
+from mlx_specprefill import EngineConfig
+from mlx_specprefill_server.settings import Settings
+
+
+def test_the_defaults_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings()
+    assert settings.host == "127.0.0.1"
+    assert settings.engine_config() == EngineConfig()
+
+
+def test_the_environment_fills_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_SPECPREFILL_API_KEYS", "one, two")
+    monkeypatch.setenv("MLX_SPECPREFILL_ALLOWED_HOSTS", "mac.lan")
+    monkeypatch.setenv("MLX_SPECPREFILL_SPECPREFILL_THRESHOLD", "512")
+    monkeypatch.setenv("MLX_SPECPREFILL_SPECPREFILL_KEEP_PCT", "0.07")
+    monkeypatch.setenv("MLX_SPECPREFILL_SPECPREFILL", "false")
+    monkeypatch.setenv("MLX_SPECPREFILL_FORCED_RULE", "last-token")
+    monkeypatch.setenv("MLX_SPECPREFILL_KV_BITS", "4")
+    monkeypatch.setenv("MLX_SPECPREFILL_PORT", "9000")
+    settings = Settings(port=9001)
+    assert [key.get_secret_value() for key in settings.api_keys] == ["one", "two"]
+    assert settings.allowed_hosts == ("mac.lan",)
+    assert settings.port == 9001
+    config = settings.engine_config()
+    assert (config.policy.enabled, config.policy.threshold, config.policy.keep_pct) == (False, 512, Fraction(7, 100))
+    assert (config.selection.forced, config.kv_bits) == ("last-token", 4)
+
+
+def test_keys_are_not_shown() -> None:
+    assert "sesame" not in repr(Settings(api_keys=("sesame",)))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"port": 70000},
+        {"kv_bits": 7},
+        {"specprefill_keep_pct": 0},
+        {"specprefill_keep_pct": "much"},
+        {"specprefill_threshold": -1},
+        {"prefill_step": 0},
+        {"forced_rule": "none"},
+        {"keep_alive_s": 0},
+        {"body_limit": 0},
+    ],
+)
+def test_bad_values_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Settings(**bad)
+
+
+def test_one_version() -> None:
+    assert mlx_specprefill_server.__version__ == mlx_specprefill.__version__

@@ -49,8 +49,8 @@ def ropes() -> dict[str, Rope]:
             made[name + suffix] = initialize_rope(DIMS, 10000.0, traditional, scaling, max_position_embeddings=512)
         made["nn" + suffix] = nn.RoPE(DIMS, traditional=traditional)
         made["nn-scaled" + suffix] = nn.RoPE(DIMS, traditional=traditional, scale=0.25)
-    su = dict(original_max_position_embeddings=64, max_position_embeddings=512, long_factor=[1.0 + i for i in range(8)])
-    made["su"] = rope_utils.SuScaledRoPE(DIMS, **su)
+    factors = [1.0 + i for i in range(DIMS // 2)]
+    made["su"] = rope_utils.SuScaledRoPE(DIMS, original_max_position_embeddings=64, long_factor=factors)
     made["yarn-mscale"] = rope_utils.YarnRoPE(DIMS, scaling_factor=4.0, original_max_position_embeddings=64, mscale=2)
     made["hunyuan"] = hunyuan.DynamicNTKAlphaRoPE(DIMS, scaling_alpha=100.0)
     made["hunyuan_v1_dense"] = hunyuan_v1_dense.DynamicNTKAlphaRoPE(DIMS, scaling_alpha=100.0)
@@ -82,8 +82,11 @@ def test_the_list_holds_every_rope_class_of_rope_utils() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("width", [DIMS, DIMS + 8], ids=["whole", "partial"])
-@pytest.mark.parametrize("name", list(ropes()))
+@pytest.mark.parametrize(
+    ("name", "width"),
+    # deepseek_v2's rotates whatever width it is given
+    [(name, width) for name in ropes() for width in (DIMS, DIMS + 8) if width == DIMS or name != "deepseek_v2"],
+)
 def test_rotated_keys_equal_the_dense_ones_bit_for_bit(name: str, width: int, dtype: mx.Dtype) -> None:
     rope, x = ropes()[name], keys(1, width, dtype)
     dense = rope(x, offset=0)
@@ -125,7 +128,7 @@ def test_ordinary_offsets_pass_through_untouched(offset: Any) -> None:
     x = keys(2)
     offset = mx.array(offset) if isinstance(offset, np.ndarray) else offset
     inner = install_rope().rope.rope
-    arguments = dict(traditional=False, base=10000.0, scale=1.0, offset=offset)
+    arguments = plain(offset)
     assert same_bits(mx.fast.rope(x, DIMS, **arguments), inner(x, DIMS, **arguments))
 
 
@@ -186,8 +189,8 @@ def test_a_single_shift_keeps_an_integer_offset() -> None:
         assert same_bits(rope(x, offset=3), install_rope().rope.rope(x, DIMS, **plain(offset=60)))
 
 
-def plain(offset: int) -> dict[str, Any]:
-    return dict(traditional=False, base=10000.0, scale=1.0, offset=offset)
+def plain(offset: Any) -> dict[str, Any]:
+    return {"traditional": False, "base": 10000.0, "scale": 1.0, "offset": offset}
 
 
 def test_shifts_end_with_their_block_even_after_an_error() -> None:
@@ -202,7 +205,6 @@ def test_blocks_nest() -> None:
     x, rope = keys(1), nn.RoPE(DIMS)
     with adjusted_offsets([10]):
         with adjusted_offsets([20]):
-            assert same_bits(rope(x, offset=0), mx.fast.rope(x, DIMS, **plain(offset=0)))
             inner = rope(x, offset=0)
         outer = rope(x, offset=0)
     assert same_bits(inner, rope(x, offset=20))

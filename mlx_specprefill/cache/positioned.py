@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
+from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -284,6 +285,11 @@ class PositionedRotatingKVCache(Positioned):
             return 0
         write = 0 if self.inner._idx >= self.max_size else self.inner._idx
         return int(write + 1) % self.max_size
+
+
+# A composite looks the classes of its parts up by name, in that module, when its state is restored.
+for _kind in (PositionedKVCache, PositionedRotatingKVCache):
+    setattr(mlx_lm_cache, _kind.__name__, _kind)
 
 
 def _window_mask(stored: Positions, coming: Positions, window: int) -> mx.array:

@@ -43,7 +43,8 @@ def test_the_verbs_are_executable_shell_scripts(name: str) -> None:
 
 def test_ci_calls_the_same_scripts() -> None:
     assert ".ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
-    assert (ROOT / ".ci/run").read_text().endswith("scripts/check\nscripts/test\n")
+    lines = (ROOT / ".ci/run").read_text().splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("scripts/")] == ["scripts/check", "scripts/test"]
 
 
 def test_no_file_names_a_package_registry() -> None:

@@ -168,7 +168,6 @@ class Generation:
             return list(self._pieces(index, event)) if index in self._answers else []
         except Exception as error:
             logger.exception("the text of an answer could not be made")
-            self._handles[index].cancel()
             return [self._lost(index, error)]
 
     def _pieces(self, index: int, event: Event) -> Iterator[Piece]:
@@ -207,6 +206,7 @@ class Generation:
 
     def _lost(self, index: int, error: Exception, account: Account | None = None) -> Done:
         answer = self._answers.pop(index)
+        self._handles[index].cancel()
         prompt_tokens = len(self._jobs[index].request.prompt)
         account = account or Account("full", f"failed: {error}", prompt_tokens, kept_tokens=0)
         return Done(index, "length", answer.completion_tokens, account, error)

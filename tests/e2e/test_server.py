@@ -1,0 +1,332 @@
+"""The bundled pair behind the real process, driven as a user would: by OpenAI's SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.server.bodies import CHAT, COMPLETION
+
+from .conftest import Server, haystack, start
+
+NEEDLES = [
+    ("Anna", "471128", 700, 0.2),
+    ("Peter", "903377", 900, 0.5),
+    ("Maria", "256094", 1100, 0.8),
+    ("Alice", "118853", 800, 0.6),
+]
+HI: Any = [{"role": "user", "content": "Hello"}]
+
+
+def user(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+def needle(index: int) -> tuple[str, Any]:
+    name, code, words, depth = NEEDLES[index]
+    return code, user(haystack(name, code, words, depth, seed=index))
+
+
+def account(answer: Any) -> dict[str, Any]:
+    extra: dict[str, Any] = answer.model_extra["specprefill"]
+    assert set(extra) >= {"mode", "reason", "prompt_tokens", "kept_tokens", "cached_tokens", "keep_pct", "timings"}
+    assert set(extra["timings"]) >= {"draft_ms", "select_ms", "prefill_ms", "ttft_ms"}
+    return extra
+
+
+def test_a_short_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="any", messages=HI, max_tokens=30)
+    assert answer.choices[0].message.content
+    assert account(answer)["mode"] == "full"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == account(answer)["prompt_tokens"] == account(answer)["kept_tokens"]
+
+
+@pytest.mark.parametrize("options", [{}, {"specprefill": True}, {"specprefill": None, "specprefill_keep_pct": 0.3}])
+def test_the_needle_survives_sparse_prefill(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    found = 0
+    for index in range(len(NEEDLES)):
+        code, messages = needle(index)
+        extra = {**options, "specprefill_return_spans": True}
+        answer = client.chat.completions.create(model="any", messages=messages, max_tokens=30, extra_body=extra)
+        report = account(answer)
+        assert report["mode"] == "sparse", report["reason"]
+        assert 0 < report["kept_tokens"] < 0.6 * report["prompt_tokens"]
+        assert report["keep_pct"] == pytest.approx(report["kept_tokens"] / report["prompt_tokens"], abs=1e-5)
+        assert sum(end - start for start, end in report["kept_spans"]) == report["kept_tokens"]
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == report["prompt_tokens"]
+        assert report["timings"]["draft_ms"] > 0
+        assert report["timings"]["ttft_ms"] >= report["timings"]["prefill_ms"] > 0
+        found += code in (answer.choices[0].message.content or "")
+    assert found >= len(NEEDLES) - 1
+
+
+def test_full_prefill_answers_too(client: openai.OpenAI) -> None:
+    code, messages = needle(0)
+    answer = client.chat.completions.create(
+        model="any", messages=messages, max_tokens=30, extra_body={"specprefill": False}
+    )
+    assert account(answer)["mode"] == "full"
+    assert account(answer)["keep_pct"] is None
+    assert account(answer)["kept_tokens"] == account(answer)["prompt_tokens"]
+    assert code in (answer.choices[0].message.content or "")
+
+
+def test_force_ignores_the_threshold(client: openai.OpenAI) -> None:
+    text = haystack("Anna", "471128", 250, 0.3, seed=9)
+    by_policy = client.chat.completions.create(model="any", messages=user(text), max_tokens=1)
+    assert account(by_policy)["mode"] == "full"
+    assert "threshold 512" in account(by_policy)["reason"]
+    forced = client.chat.completions.create(
+        model="any", messages=user(text), max_tokens=1, extra_body={"specprefill": True, "specprefill_keep_pct": 0.1}
+    )
+    assert account(forced)["mode"] == "sparse", account(forced)["reason"]
+    assert account(forced)["kept_tokens"] < account(forced)["prompt_tokens"]
+
+
+def test_keeping_more_keeps_more(client: openai.OpenAI) -> None:
+    _, messages = needle(2)
+    kept = []
+    for share in (0.1, 0.4, 1):
+        answer = client.chat.completions.create(
+            model="any",
+            messages=messages,
+            max_tokens=1,
+            extra_body={"specprefill": True, "specprefill_keep_pct": share},
+        )
+        kept.append(account(answer)["kept_tokens"])
+    assert kept[0] < kept[1] < kept[2] == account(answer)["prompt_tokens"]
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_stream(client: openai.OpenAI, include_usage: bool) -> None:
+    code, messages = needle(1)
+    chunks = list(
+        client.chat.completions.create(
+            model="any",
+            messages=messages,
+            max_tokens=30,
+            stream=True,
+            stream_options={"include_usage": include_usage},
+            extra_body={"specprefill": True},
+        )
+    )
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    whole = client.chat.completions.create(
+        model="any", messages=messages, max_tokens=30, extra_body={"specprefill": True}
+    )
+    assert text == whole.choices[0].message.content
+    assert code in text
+    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+    assert reasons == [whole.choices[0].finish_reason]
+    assert account(chunks[-1])["mode"] == "sparse"
+    assert (chunks[-1].usage is not None) == include_usage
+    if include_usage:
+        assert whole.usage is not None
+        assert chunks[-1].usage == whole.usage
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.5, "0.2", True])
+def test_bad_keep_pct(client: openai.OpenAI, share: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="any", messages=HI, extra_body={"specprefill_keep_pct": share})
+    assert caught.value.param == "specprefill_keep_pct"
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_a_seed_fixes_the_answer(client: openai.OpenAI) -> None:
+    answers = [
+        client.chat.completions.create(model="any", messages=HI, max_tokens=20, temperature=1.5, seed=seed)
+        for seed in (1, 1, 2, 3, 4)
+    ]
+    texts = [answer.choices[0].message.content for answer in answers]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) > 1
+
+
+def test_stop_strings(client: openai.OpenAI) -> None:
+    code, messages = needle(0)
+    answer = client.chat.completions.create(
+        model="any", messages=messages, max_tokens=30, stop=[code[2:4]], extra_body={"specprefill": False}
+    )
+    text = answer.choices[0].message.content or ""
+    assert text.endswith(code[:2])
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_completions_with_echo_and_logprobs(client: openai.OpenAI) -> None:
+    prompt = "The secret code for Anna is 471128. The secret code for Anna is"
+    answer = client.completions.create(
+        model="any", prompt=prompt, max_tokens=2, echo=True, logprobs=2, extra_body={"specprefill": True}
+    )
+    assert account(answer)["mode"] == "full"
+    choice = answer.choices[0]
+    assert choice.text.startswith(prompt)
+    scores = choice.logprobs
+    assert scores is not None
+    assert scores.tokens is not None
+    assert scores.token_logprobs is not None
+    assert "".join(scores.tokens) == choice.text
+    assert scores.token_logprobs[0] is None
+    assert all(value <= 0 for value in scores.token_logprobs[1:])
+    assert len(scores.tokens) == account(answer)["prompt_tokens"] + 2
+    only = client.completions.create(model="any", prompt=prompt, max_tokens=0, echo=True, logprobs=2)
+    assert only.choices[0].text == prompt
+    assert only.choices[0].logprobs is not None
+    assert only.choices[0].logprobs.token_logprobs == scores.token_logprobs[:-2]
+
+
+def test_several_prompts(client: openai.OpenAI) -> None:
+    prompts = ["The secret code for Anna is 4711", "Hello"]
+    answer = client.completions.create(model="any", prompt=prompts, max_tokens=3)
+    single = [client.completions.create(model="any", prompt=prompt, max_tokens=3) for prompt in prompts]
+    assert [choice.text for choice in answer.choices] == [one.choices[0].text for one in single]
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="any", messages=HI, max_tokens=5, logprobs=True, top_logprobs=3)
+    scores = answer.choices[0].logprobs
+    assert scores is not None
+    assert scores.content is not None
+    for entry in scores.content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)  # greedy takes the likeliest
+    assert b"".join(bytes(entry.bytes or []) for entry in scores.content).decode() == answer.choices[0].message.content
+
+
+def test_a_prompt_longer_than_the_window(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="any", messages=user("word " * 20_000))
+    assert caught.value.code == "context_length_exceeded"
+    assert "maximum context length is 16384 tokens" in str(caught.value)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list()
+    assert client.models.retrieve(model.id).id == model.id
+    assert model.model_extra is not None
+    assert model.model_extra["specprefill"] == {"available": True, "reason": None}
+    assert model.model_extra["context_length"] == 16384
+
+
+LONG = {"max_tokens": 16_000, "ignore_eos": True}  # most of a minute
+
+
+def test_leaving_a_stream_stops_the_work(server: Server) -> None:
+    body = {"messages": HI, "stream": True, **LONG}
+    with httpx.stream("POST", f"{server.base}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        for _ in range(20):
+            next(lines)
+        assert server.health()["running"] == 1
+    assert server.wait_until(running=0) < 5
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_leaving_a_whole_answer_stops_the_work(server: Server, path: str) -> None:
+    async def leave() -> None:
+        async with httpx.AsyncClient(timeout=60) as impatient:
+            post = impatient.post(f"{server.base}/v1/{path}", json={"messages": HI, "prompt": "Hello", **LONG})
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(post, 1)
+
+    before = threading.Timer(0.5, lambda: seen.append(server.health()["running"]))
+    seen: list[int] = []
+    before.start()
+    asyncio.run(leave())
+    before.join()
+    assert seen == [1]
+    assert server.wait_until(running=0) < 5
+
+
+def test_leaving_during_prefill_stops_the_work(server: Server) -> None:
+    text = haystack("Anna", "471128", 8000, 0.5, seed=3)  # some 48 steps of the engine
+    body = {"messages": user(text), "stream": True, "return_progress": True, "specprefill": False}
+    with httpx.stream("POST", f"{server.base}/v1/chat/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if '"stage":"prefill"' in line:
+                break
+            assert '"finish_reason":"' not in line
+        assert server.health()["running"] == 1
+    assert server.wait_until(running=0) < 5
+
+
+def test_requests_wait_for_each_other(client: openai.OpenAI) -> None:
+    answers: list[Any] = [None] * len(NEEDLES)
+
+    def ask(index: int) -> None:
+        _, messages = needle(index)
+        answers[index] = client.chat.completions.create(model="any", messages=messages, max_tokens=30)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(NEEDLES))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert all(account(answer)["mode"] == "sparse" for answer in answers)
+    assert sum(NEEDLES[i][1] in (answer.choices[0].message.content or "") for i, answer in enumerate(answers)) >= 3
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ('{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1}', 200),
+        ('{"messages":[{"role":"user","content":"\\ud800"}]}', 400),
+        ('{"messages":[{"role":"user","content":"Hi"}],"top_k":1000000000,"max_tokens":1}', 200),
+        ('{"messages":[{"role":"user","content":"Hi"}],"seed":99999999999999999999999}', 400),
+        ('{"messages":[{"role":"user","content":"Hi"}],"temperature":NaN}', 400),
+        ('{"messages":[{"role":"user","content":"Hi"}],"stop":[1]}', 400),
+        ('{"messages":[{"role":"user","content":""}],"max_tokens":1}', 200),
+        ('{"messages":[]}', 400),
+        ("garbage", 400),
+        ("", 400),
+    ],
+)
+def test_curl_style_posts(server: Server, body: str, status: int) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    answer = httpx.post(f"{server.base}/v1/chat/completions", content=body, headers=form, timeout=60)
+    assert answer.status_code == status
+    assert server.health()["status"] == "ok"
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(body=CHAT | COMPLETION, limit=st.integers(1, 3))
+def test_garbage_never_hurts(server: Server, body: dict[str, Any], limit: int) -> None:
+    body = body | {"max_tokens": limit, "max_completion_tokens": None}
+    path = "completions" if "prompt" in body else "chat/completions"
+    answer = httpx.post(f"{server.base}/v1/{path}", content=orjson.dumps(body), timeout=60)
+    assert answer.status_code in (200, 400), answer.text
+    assert "engine_error" not in answer.text
+    state = server.health()
+    assert (state["running"], state["queued"]) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_streams_properly(tmp_path: Path, kind: signal.Signals) -> None:
+    with start(tmp_path / "log") as server:
+        body = {"messages": HI, "stream": True, **LONG}
+        with httpx.stream("POST", f"{server.base}/v1/chat/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            begun = time.monotonic()
+            server.process.send_signal(kind)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        last = orjson.loads(rest[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert last["engine_error"]["code"] == "engine_unavailable"
+        server.process.wait(20)
+        assert time.monotonic() - begun < 15
+    assert "Traceback" not in (tmp_path / "log").read_text()

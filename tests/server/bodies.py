@@ -1,0 +1,63 @@
+"""Request bodies as Hypothesis makes them: near enough to valid ones to get far, wrong enough everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    | st.sampled_from(["user", "assistant", "system", "tool", "text", "auto", "none", "function", "{}", "0.5"])
+)
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+)
+CONTENT = JSON | st.lists(st.fixed_dictionaries({"type": st.just("text") | JSON, "text": JSON}), max_size=2)
+CALL = st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": SCALARS, "arguments": JSON}) | JSON})
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "developer", "tool", "x"]), "content": CONTENT},
+    optional={"tool_calls": st.lists(CALL, max_size=2) | JSON, "reasoning": JSON, "name": JSON, "tool_call_id": JSON},
+)
+TOOL = st.fixed_dictionaries({"type": st.just("function") | JSON, "function": JSON})
+COMMON: dict[str, st.SearchStrategy[Any]] = {
+    "model": JSON,
+    "stream": st.booleans() | JSON,
+    "stream_options": JSON | st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "max_tokens": JSON | st.integers(-1, 9),
+    "temperature": JSON | st.floats(0, 2),
+    "top_p": JSON,
+    "top_k": JSON,
+    "min_p": JSON,
+    "seed": JSON,
+    "stop": JSON,
+    "logit_bias": JSON | st.dictionaries(st.integers(0, 300).map(str), st.integers(-100, 100), max_size=2),
+    "logprobs": JSON,
+    "specprefill": JSON,
+    "specprefill_keep_pct": JSON,
+    "specprefill_return_spans": JSON,
+    "repetition_penalty": JSON,
+    "presence_penalty": JSON,
+    "frequency_penalty": JSON,
+    "n": JSON,
+    "response_format": JSON,
+    "ignore_eos": JSON,
+    "return_progress": JSON,
+}
+CHAT = st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGE, max_size=3) | JSON},
+    optional={
+        **COMMON,
+        "tools": st.lists(TOOL, max_size=2) | JSON,
+        "tool_choice": JSON,
+        "top_logprobs": JSON | st.integers(0, 20),
+        "max_completion_tokens": JSON,
+        "reasoning_effort": JSON,
+        "chat_template_kwargs": JSON,
+    },
+)
+COMPLETION = st.fixed_dictionaries({"prompt": JSON | st.text(max_size=5)}, optional={**COMMON, "echo": JSON})

@@ -63,7 +63,7 @@ class IncrementalText:
 
 
 class StopMatcher:
-    """Holds back what may be the beginning of a stop string, and ends before the first one."""
+    """Holds back what may be the beginning of a stop string, and ends before the first one to be complete."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -75,10 +75,10 @@ class StopMatcher:
         if self.matched:
             return ""
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.matched = True
-            return self._release(min(found))
+            return self._release(min(found)[1])
         return self._release(len(self._held) - max(map(self._overlap, self._stops), default=0))
 
     def finish(self) -> str:

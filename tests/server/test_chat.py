@@ -108,16 +108,19 @@ def test_the_account_has_every_field(client: TestClient) -> None:
     account = ask(client, specprefill=True, specprefill_return_spans=True)["specprefill"]
     n = account["prompt_tokens"]
     times = {"queue_ms": 0, "draft_ms": 1, "select_ms": 2, "prefill_ms": 3, "ttft_ms": 7, "decode_ms": 4}
-    assert account == {
-        "mode": "sparse",
-        "reason": "asked for",
-        "prompt_tokens": n,
-        "kept_tokens": n // 2,
-        "cached_tokens": 1,
-        "keep_pct": 0.5,
-        "timings": times,
-        "kept_spans": [[0, n // 2]],
-    }
+    assert (
+        account.items()
+        >= {
+            "mode": "sparse",
+            "reason": "asked for",
+            "prompt_tokens": n,
+            "kept_tokens": n // 2,
+            "cached_tokens": 1,
+            "keep_pct": 0.5,
+            "timings": times,
+            "kept_spans": [[0, n // 2]],
+        }.items()
+    )
     assert "kept_spans" not in ask(client)["specprefill"]
 
 

@@ -202,7 +202,8 @@ def test_the_account_of_several_prompts_is_their_sum(client: TestClient, engine:
         sparse = next(modes) == "sparse"
         n = len(request.prompt)
         times = Timings(prefill_ms=5)
-        account = Account("sparse" if sparse else "full", f"r{n}", n, n - 1 if sparse else n, 0, 0.5, times)
+        mode, kept = ("sparse", n - 1) if sparse else ("full", n)
+        account = Account(mode, f"r{n}", prompt_tokens=n, kept_tokens=kept, keep_pct=0.5, timings=times)
         return [Finished("stop", 0, account)]
 
     engine.script = script

@@ -178,16 +178,14 @@ def test_shutdown_ends_streams_properly_and_refuses_new_requests(live: Any, engi
     wait_for(lambda: not engine.alive)
 
 
-def test_slow_tokens_do_not_delay_the_event_loop(live: Any, engine: FakeEngine) -> None:
+def test_others_are_answered_while_the_engine_works(live: Any, engine: FakeEngine) -> None:
     hang(engine, "a")
     base, _ = live()
     with httpx.stream("POST", base + CHAT, json={"messages": HI, "stream": True}) as answer:
         lines = answer.iter_lines()
         next(lines)
-        begun = time.monotonic()
-        for _ in range(5):
-            assert httpx.get(f"{base}/v1/models").status_code == 200
-        assert time.monotonic() - begun < 2
+        assert httpx.get(f"{base}/v1/models").status_code == 200
+        assert httpx.post(base + CHAT, json={"messages": []}).status_code == 400
         assert running(base) == (1, 0)
 
 

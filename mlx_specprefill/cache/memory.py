@@ -1,0 +1,169 @@
+"""The bytes that kept caches may take, and who goes first when they run out.
+
+One budget serves several owners (the target's prefixes, the draft's, sessions) with one order. It holds no arrays:
+entries know their size and how to let go.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from fractions import Fraction
+
+__all__ = ["ByteBudget", "Entry"]
+
+# The clock counts look-ups. A store moves it by much less: enough to order entries, not to age them.
+_LOOKUP, _STORE = 1.0, 2.0**-10
+# Look-ups without a use that a shared entry outlives. A request looks up once for the target, once for the draft and
+# once for its session, so a dozen one-off requests are three dozen look-ups.
+GRACE = 64.0
+# Shared entries are spared only up to this part of the limit: the rest is left to conversations that are new.
+SHARED_PART = Fraction(7, 8)
+
+
+class Entry:
+    """Something the budget can evict.
+
+    Attributes:
+        nbytes: of the arrays it holds.
+        hits: look-ups that it served. It is shared from the first one on: two requests had use for it.
+        used: the budget's clock at its last use; `seen_at` is the same as seconds since the epoch.
+        held: whether the budget counts it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.hits = 0
+        self.used = 0.0
+        self.seen_at = 0.0
+        self.held = False
+
+    def evictable(self) -> bool:
+        """Whether nothing that is kept needs it."""
+        return True
+
+    def evict(self) -> None:
+        """Let go of the arrays and `ByteBudget.remove` itself."""
+        raise NotImplementedError
+
+
+class _Queue:
+    """Evictable entries of one class, least recently used first."""
+
+    def __init__(self, shared: bool) -> None:
+        self._shared = shared
+        self._order = itertools.count()
+        # Items go stale: uses only rise, so an item is put right when it reaches the top.
+        self._heap: list[tuple[float, int, Entry]] = []
+        self._inside: set[Entry] = set()
+
+    def shrink(self, nbytes: int) -> None:
+        """Evict, lowest priority first, until that many bytes are free or nothing is left to evict."""
+        goal = self.used - nbytes
+        while self.used > goal and (victim := self._lowest()) is not None:
+            victim.evict()
+            self.evictions += 1
+
+    def offer(self, entry: Entry) -> None:
+        if entry not in self._inside:
+            self._inside.add(entry)
+            heapq.heappush(self._heap, (entry.used, next(self._order), entry))
+
+    def lowest(self) -> Entry | None:
+        while self._heap:
+            used, order, entry = self._heap[0]
+            if not entry.held or bool(entry.hits) != self._shared or not entry.evictable():
+                heapq.heappop(self._heap)
+                self._inside.discard(entry)
+            elif entry.used != used:
+                heapq.heapreplace(self._heap, (entry.used, order, entry))
+            else:
+                return entry
+        return None
+
+
+class ByteBudget:
+    """A limit on bytes, shared. `used` never exceeds `limit`.
+
+    Two classes, each least recently used first. Entries that no second request had use for go before entries that were
+    hit, unless those have been idle for 64 look-ups or take more than 7/8 of the limit: so a burst of one-off requests
+    can't push out an agent's system prefix, and old conversations can't keep out new ones. A newcomer evicts only what
+    was used before the call that brings it, so never the blocks that it continues.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self.shared = 0  # part of `used` that was hit
+        self.evictions = 0
+        self._clock = 0.0
+        self._single, self._hit = _Queue(shared=False), _Queue(shared=True)
+
+    def begin_lookup(self) -> None:
+        self._clock += _LOOKUP
+
+    def begin_store(self) -> None:
+        self._clock += _STORE
+
+    def touch(self, entry: Entry, hit: bool = False) -> None:
+        """The entry is in use now."""
+        entry.used = self._clock
+        entry.seen_at = time.time()
+        if hit:
+            entry.hits += 1
+            if entry.held and entry.hits == 1:
+                self.shared += entry.nbytes
+                self.offer(entry)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Make room for a newcomer; False when too little of what is in the way may go."""
+        if nbytes > self.limit:
+            return False
+        while self.used + nbytes > self.limit:
+            victim = self._victim()
+            if victim is None:
+                return False
+            victim.evict()
+            assert not victim.held
+            self.evictions += 1
+        return True
+
+    def add(self, entry: Entry) -> None:
+        """Count an entry for which there is room.
+
+        Raises:
+            ValueError: there is none; `reserve` comes first.
+        """
+        if self.used + entry.nbytes > self.limit:
+            raise ValueError(f"{entry.nbytes} bytes do not fit next to {self.used} of {self.limit}")
+        self.used += entry.nbytes
+        self.shared += entry.nbytes if entry.hits else 0
+        entry.held = True
+        self.offer(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """Stop counting an entry; no effect when it isn't counted."""
+        if entry.held:
+            entry.held = False
+            self.used -= entry.nbytes
+            self.shared -= entry.nbytes if entry.hits else 0
+
+    def shrink(self, nbytes: int) -> None:
+        """Evict, lowest priority first, until that many bytes are free or nothing is left to evict."""
+        goal = self.used - nbytes
+        while self.used > goal and (victim := self._lowest()) is not None:
+            victim.evict()
+            self.evictions += 1
+
+    def offer(self, entry: Entry) -> None:
+        """The entry may be evictable from now on."""
+        if entry.held:
+            (self._hit if entry.hits else self._single).offer(entry)
+
+    def _victim(self) -> Entry | None:
+        single, hit = self._single.lowest(), self._hit.lowest()
+        grace = GRACE if self.shared <= SHARED_PART * self.limit else 0.0
+        ranked = [(entry.used + extra, entry) for entry, extra in ((single, 0.0), (hit, grace)) if entry is not None]
+        rank, victim = min(ranked, key=lambda pair: pair[0], default=(self._clock, None))
+        return victim if rank < self._clock else None

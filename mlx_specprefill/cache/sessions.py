@@ -1,0 +1,105 @@
+"""Whole caches of conversations, such as the ones that a sparse prefill leaves. Never a source of dense prefixes.
+
+A sparse cache depends on the question it was made for and can only be extended, not shared or cut. It is kept as it is
+under the full list of logical tokens (prompt and answer, dropped tokens included) that it stands for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .memory import ByteBudget, Entry
+from .positioned import leaves
+
+__all__ = ["SessionHit", "SessionStore"]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHit:
+    """`cache` stands for the first `length` logical tokens and is the caller's to change; `extra` is as stored."""
+
+    length: int
+    cache: list[Any]
+    extra: Any
+
+
+class _Session(Entry):
+    def __init__(
+        self,
+        siblings: dict[tuple[int, ...], _Session],
+        budget: ByteBudget,
+        key: tuple[int, ...],
+        cache: list[Any],
+        extra: Any,
+    ) -> None:
+        super().__init__(sum(int(part.nbytes) for part in leaves(cache)))
+        self._siblings = siblings
+        self._budget = budget
+        self.key = key
+        self.cache = cache
+        self.extra = extra
+
+    def evict(self) -> None:
+        del self._siblings[self.key]
+        self._budget.remove(self)
+
+
+class SessionStore:
+    """Caches in memory, used on the MLX thread.
+
+    A namespace is everything but the tokens that a cache depends on: target, draft, keep share, selection rule. Entries
+    of one namespace are never seen from another.
+
+    Args:
+        budget: bytes in memory, possibly shared with other caches.
+    """
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._sessions: dict[str, dict[tuple[int, ...], _Session]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(sessions) for sessions in self._sessions.values())
+
+    def lookup(self, namespace: str, tokens: Sequence[int], limit: int | None = None) -> SessionHit | None:
+        """A copy of the cache with the longest key that `tokens`, cut to `limit`, starts with."""
+        self._budget.begin_lookup()
+        wanted = tuple(tokens[:limit])
+        sessions = self._sessions.get(namespace, {})
+        keys = [key for key in sessions if wanted[: len(key)] == key]
+        if not keys:
+            return None
+        session = sessions[max(keys, key=len)]
+        self._budget.touch(session, hit=True)
+        return SessionHit(len(session.key), copy.deepcopy(session.cache), session.extra)
+
+    def store(self, namespace: str, tokens: Sequence[int], cache: list[Any], extra: Any = None) -> bool:
+        """Keep a cache under its logical tokens in place of the caches that it extends; False when there is no room.
+
+        Args:
+            cache: the store's own from here on.
+            extra: what belongs to it and never changes, such as its kept indices or its shift. Not counted in bytes.
+        """
+        self._budget.begin_store()
+        key = tuple(tokens)
+        sessions = self._sessions.setdefault(namespace, {})
+        extended = [session for old, session in sessions.items() if key[: len(old)] == old]
+        session = _Session(sessions, self._budget, key, cache, extra)
+        session.hits = max((old.hits for old in extended), default=0)
+        for old in extended:
+            old.evict()
+        if not self._budget.reserve(session.nbytes):
+            return False
+        self._budget.touch(session)
+        self._budget.add(session)
+        sessions[key] = session
+        return True
+
+    def clear(self) -> None:
+        """Forget every session."""
+        for sessions in self._sessions.values():
+            for session in list(sessions.values()):
+                session.evict()

@@ -74,7 +74,7 @@ class Service:
         """Ends every answer in work, so that each stream can close properly, and takes no new ones."""
         self._stopping = True
         for generation in list(self._live):
-            generation.close()
+            generation.stop(self.settings.shutdown_grace_s / 2)
 
 
 def _short(model: str | None) -> str | None:

@@ -129,9 +129,16 @@ class Generation:
 
     def close(self) -> None:
         """Stops whatever is still being made, within one step of the engine."""
+        for index, handle in enumerate(self._handles):
+            if index in self._answers:
+                handle.cancel()
+
+    def stop(self, patience: float) -> None:
+        """Closes on the server's side: every answer ends now, or after `patience` if the engine is in a long step."""
+        self.close()
+        end = Failed(EngineClosedError("the server is shutting down"))
         for index in self._answers:
-            if index < len(self._handles):
-                self._handles[index].cancel()
+            self._loop.call_later(patience, self._events.put_nowait, (index, end))
 
     async def pieces(self, idle_after: float) -> AsyncIterator[Piece]:
         """Every answer's pieces as they come; each answer ends with exactly one Done, also when the engine dies."""
@@ -201,7 +208,7 @@ class Generation:
         if answer.stopped or event.reason == "stop":
             yield Done(index, "stop", answer.completion_tokens, event.account)
             return
-        stopped = EngineClosedError("the server stopped this request") if event.reason == "cancelled" else None
+        stopped = EngineClosedError("the server is shutting down") if event.reason == "cancelled" else None
         yield Done(index, "length", answer.completion_tokens, event.account, stopped)
 
     def _lost(self, index: int, error: Exception, account: Account | None = None) -> Done:

@@ -61,7 +61,9 @@ class PromptBuilder:
         return await asyncio.get_running_loop().run_in_executor(self._worker, call)
 
     def _raw(self, text: str) -> Prompt:
-        return Prompt(tuple(self._tokenizer.encode(text)))
+        start = self._tokenizer.bos_token
+        has_start = bool(start) and text.startswith(start)
+        return Prompt(tuple(self._tokenizer.encode(text, add_special_tokens=not has_start)))
 
     def _chat(self, conversation: Conversation) -> Prompt:
         if not self._tokenizer.has_chat_template:

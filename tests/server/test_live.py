@@ -178,6 +178,35 @@ def test_shutdown_ends_streams_properly_and_refuses_new_requests(live: Any, engi
     wait_for(lambda: not engine.alive)
 
 
+def test_shutdown_does_not_wait_for_a_long_step(live: Any, engine: FakeEngine) -> None:
+    release = threading.Event()
+
+    def script(request: Any) -> Any:
+        release.wait(20)  # a step: no look at the cancel flag
+        yield from engine.tokens("late")
+
+    engine.script = script
+    base, server = live(shutdown_grace_s=1)
+    with httpx.stream("POST", base + CHAT, json={"messages": HI, "stream": True}, timeout=30) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        wait_for(lambda: running(base) == (1, 0))
+        server.should_exit = True
+        chunks = events("\n".join([first, *lines]) + "\n")
+    assert chunks[-1] == "[DONE]"
+    assert chunks[-2]["engine_error"]["message"] == "the server is shutting down"
+    assert not release.is_set()
+    release.set()
+
+
+def test_a_body_over_the_limit_is_refused_while_it_is_sent(live: Any, engine: FakeEngine) -> None:
+    base, _ = live(body_limit=100_000)
+    answer = httpx.post(base + CHAT, content=b"x" * 5_000_000)
+    assert answer.status_code == 413
+    chunked = httpx.post(base + CHAT, content=(b"x" * 50_000 for _ in range(50)))
+    assert chunked.status_code == 413
+
+
 def test_others_are_answered_while_the_engine_works(live: Any, engine: FakeEngine) -> None:
     hang(engine, "a")
     base, _ = live()

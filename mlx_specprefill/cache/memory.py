@@ -58,13 +58,6 @@ class _Queue:
         self._heap: list[tuple[float, int, Entry]] = []
         self._inside: set[Entry] = set()
 
-    def shrink(self, nbytes: int) -> None:
-        """Evict, lowest priority first, until that many bytes are free or nothing is left to evict."""
-        goal = self.used - nbytes
-        while self.used > goal and (victim := self._lowest()) is not None:
-            victim.evict()
-            self.evictions += 1
-
     def offer(self, entry: Entry) -> None:
         if entry not in self._inside:
             self._inside.add(entry)
@@ -121,13 +114,20 @@ class ByteBudget:
         if nbytes > self.limit:
             return False
         while self.used + nbytes > self.limit:
-            victim = self._victim()
-            if victim is None:
+            rank, victim = self._lowest()
+            if victim is None or rank >= self._clock:
                 return False
-            victim.evict()
-            assert not victim.held
-            self.evictions += 1
+            self._evict(victim)
         return True
+
+    def shrink(self, nbytes: int) -> None:
+        """Give back that many bytes, in the usual order, or all there are: memory is needed elsewhere."""
+        goal = self.used - nbytes
+        while self.used > goal:
+            _, victim = self._lowest()
+            if victim is None:
+                return
+            self._evict(victim)
 
     def add(self, entry: Entry) -> None:
         """Count an entry for which there is room.
@@ -149,21 +149,19 @@ class ByteBudget:
             self.used -= entry.nbytes
             self.shared -= entry.nbytes if entry.hits else 0
 
-    def shrink(self, nbytes: int) -> None:
-        """Evict, lowest priority first, until that many bytes are free or nothing is left to evict."""
-        goal = self.used - nbytes
-        while self.used > goal and (victim := self._lowest()) is not None:
-            victim.evict()
-            self.evictions += 1
-
     def offer(self, entry: Entry) -> None:
         """The entry may be evictable from now on."""
         if entry.held:
             (self._hit if entry.hits else self._single).offer(entry)
 
-    def _victim(self) -> Entry | None:
+    def _lowest(self) -> tuple[float, Entry | None]:
+        """The entry to go first, with its rank on the clock's scale."""
         single, hit = self._single.lowest(), self._hit.lowest()
         grace = GRACE if self.shared <= SHARED_PART * self.limit else 0.0
         ranked = [(entry.used + extra, entry) for entry, extra in ((single, 0.0), (hit, grace)) if entry is not None]
-        rank, victim = min(ranked, key=lambda pair: pair[0], default=(self._clock, None))
-        return victim if rank < self._clock else None
+        return min(ranked, key=lambda pair: pair[0], default=(0.0, None))
+
+    def _evict(self, victim: Entry) -> None:
+        victim.evict()
+        assert not victim.held
+        self.evictions += 1

@@ -10,6 +10,7 @@ from typing import Any
 from .batches import DataConfig
 from .model import ModelConfig
 from .stages import RunConfig, Stage
+from .structured_start import StartConfig
 from .tasks import Mixture
 
 ROLES = ("draft", "target")
@@ -51,5 +52,12 @@ def _data(section: dict[str, Any]) -> DataConfig:
 
 def _run(section: dict[str, Any], data: DataConfig, vocab_size: int) -> RunConfig:
     model = ModelConfig(vocab_size=vocab_size, **section.pop("model"))
+    start = _start(section.pop("start", {}))
     stages = tuple(Stage(*stage) for stage in section.pop("stages"))
-    return RunConfig(model, data, stages, **section)
+    return RunConfig(model, start, data, stages, **section)
+
+
+def _start(section: dict[str, Any]) -> StartConfig:
+    if "pair_shares" in section:
+        section["pair_shares"] = tuple(section["pair_shares"])
+    return StartConfig(**section)

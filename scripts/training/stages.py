@@ -32,6 +32,7 @@ class RunConfig:
     """Everything that determines one training run."""
 
     model: ModelConfig
+    start: structured_start.StartConfig
     data: DataConfig
     stages: tuple[Stage, ...]
     seed: int = 0
@@ -83,7 +84,7 @@ def train(config: RunConfig, tokenizer: Tokenizer, folder: Path, device: torch.d
     """Run all stages, or what is left of them after the checkpoint in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     model = Decoder(config.model)
-    structured_start.initialise(model, config.seed)
+    structured_start.initialise(model, config.start, config.seed)
     model.to(device)
     optimisers = optim.build(model, config.muon_lr, config.adam_lr)
     progress = _resume(folder, model, optimisers)
@@ -121,6 +122,9 @@ def _advance(
     optim.set_rate(optimisers, config.rate_at(progress.step))
     batch = make_batch(f"{config.seed}/{progress.step}", stage.length, stage.batch, config.data, tokenizer)
     loss, accuracy = backward(model, batch, config, device)
+    if config.start.keep_look_back:
+        model.blocks[0].qkv.grad[:2] = 0.0
+        model.blocks[0].qk_gain.grad.zero_()
     for optimiser in optimisers:
         optimiser.step()
         optimiser.zero_grad()

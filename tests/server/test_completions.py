@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -223,6 +224,25 @@ def test_one_failure_among_several_prompts(client: TestClient, engine: FakeEngin
     assert reasons == {0: "length", 1: "stop"}
     assert chunks[-2]["engine_error"]["code"] == "engine_error"
     assert engine.idle()
+
+
+def test_all_prompts_are_taken_or_none(client: TestClient, engine: FakeEngine) -> None:
+    submit, late = engine.submit, threading.Event()
+    timer = threading.Timer(3, late.set)
+    timer.start()
+    engine.script = lambda request: [late, *engine.tokens("late")]
+
+    def full_after_one(*args: Any) -> Any:
+        handle = submit(*args)
+        engine.full = True
+        return handle
+
+    engine.submit = full_after_one  # type: ignore[method-assign]
+    engine_full = client.post(URL, json={"prompt": ["a", "b"]})
+    assert engine_full.status_code == 503
+    assert engine.idle()
+    timer.cancel()
+    assert engine.reasons == ["cancelled"]
 
 
 def test_a_leading_space_of_the_answer_survives(client: TestClient, engine: FakeEngine) -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import TokenEvent
-from mlx_specprefill_server.deltas import AnswerText, IncrementalText, StopMatcher
+from mlx_specprefill_server.deltas import AnswerText, Delta, IncrementalText, StopMatcher
 from mlx_specprefill_server.vocabulary import Vocabulary
 
 from .fakes import byte_tokenizer
@@ -91,10 +92,10 @@ def test_tokens_travel_with_the_text_they_begin(text: str, stops: list[str]) -> 
 
 def test_end_tokens_count_but_are_not_shown() -> None:
     writer = answer()
-    for token in [*ids("hi"), TOKENIZER.eos_token_id]:
-        writer.push(TokenEvent(token))
+    shown = [writer.push(TokenEvent(token)).text for token in [*ids("hi"), TOKENIZER.eos_token_id]]
+    assert shown == ["h", "i", ""]
     assert writer.completion_tokens == 3
-    assert writer.finish().text == ""
+    assert writer.finish() == Delta(3, "")
 
 
 def test_tokens_after_a_stop_string_count_no_more() -> None:
@@ -105,5 +106,11 @@ def test_tokens_after_a_stop_string_count_no_more() -> None:
     assert writer.finish().text == ""
 
 
-def test_a_leading_space_survives() -> None:
-    assert "".join(answer(prompt="The capital is").push(TokenEvent(t)).text for t in ids(" Paris")[:1]) == " "
+def test_a_leading_space_survives_a_decoder_that_strips_it() -> None:
+    words = {1: "capital", 2: "is", 3: "Paris"}
+
+    def decode(tokens: Sequence[int]) -> str:
+        return " ".join(words[token] for token in tokens)
+
+    text = IncrementalText(decode, [1, 2])
+    assert text.push(3) == " Paris"

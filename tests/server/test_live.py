@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from mlx_specprefill import TokenEvent
+from mlx_specprefill import Progress, TokenEvent
 
 from .conftest import events
 from .fakes import FakeEngine
@@ -88,6 +88,19 @@ def test_silence_is_filled_while_queued_and_while_working(live: Any, engine: Fak
                 release.set()
     assert comments >= 3
     assert events("\n".join(lines) + "\n")[-1] == "[DONE]"
+
+
+def test_progress_that_nobody_asked_for_is_silence(live: Any, engine: FakeEngine) -> None:
+    def script(request: Any) -> Any:
+        for done in range(20):
+            time.sleep(0.05)
+            yield Progress("prefill", done, 20)
+        yield from engine.tokens("end")
+
+    engine.script = script
+    base, _ = live(keep_alive_s=0.2)
+    answer = httpx.post(base + CHAT, json={"messages": HI, "stream": True})
+    assert answer.text.count(": keep-alive") >= 2
 
 
 def test_a_stream_whose_client_leaves_is_stopped(live: Any, engine: FakeEngine) -> None:

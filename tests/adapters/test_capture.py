@@ -367,12 +367,19 @@ def test_batches_and_chunks_are_not_rows() -> None:
     assert capture.rows == []
 
 
-def test_a_failing_forward_leaves_no_capture_behind() -> None:
+def test_no_capture_stays_active_after_its_block() -> None:
     model, capture = tiny("llama"), QueryCapture(1, 1)
     with pytest.raises(KeyError), capture.row(1):
         raise KeyError
+    with capture.row(2):
+        pass
+    with capture.row(1):
+        mx.eval(model(mx.array([[1]])))
+    observed = []
+    capture.observe = lambda *args: observed.append(args)  # type: ignore[method-assign]
     mx.eval(model(mx.array([[1]])))
-    assert capture.rows == []
+    assert observed == []
+    assert len(capture.rows) == 1
 
 
 def test_other_threads_are_not_captured() -> None:

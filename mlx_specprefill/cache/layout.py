@@ -117,8 +117,8 @@ class Layout:
 
 def _check_counts(part: Any, length: int) -> None:
     if isinstance(part, Positioned):
-        gapless = part.runs.contiguous and part.runs.end == length and isinstance(part.offset, int)
-        if not gapless or part.shift != 0:
+        placed = not isinstance(part.offset, int)
+        if placed or part.shift != 0 or not part.runs.contiguous:
             raise ValueError(f"a sparse cache (next position {part.next}, {part.slots} tokens) is no dense prefix")
         part = part.inner
     if part.offset != length:

@@ -24,7 +24,6 @@ __all__ = ["CharSpan", "locate", "to_tokens", "turn_ends"]
 SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
 
 KINDS: Mapping[str, SpanKind] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-THINK_END = "</think>"
 SHORTEST_UNIQUE = 16  # characters; shorter texts may occur once by accident
 TURN_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>", "<|call|>", "</s>",
@@ -104,7 +103,7 @@ def _marked(messages: Sequence[Message], text: str, render: Render) -> list[_Pla
     places: dict[str, list[int]] = {}
     plain, cursor = [], 0
     at = 0
-    for match in re.finditer(rf"{stem}(\d+[omc])x", marked):
+    for match in re.finditer(rf"{stem}(\d+[oc])x", marked):
         plain.append(marked[cursor : match.start()])
         at += match.start() - cursor
         cursor = match.end()
@@ -115,8 +114,7 @@ def _marked(messages: Sequence[Message], text: str, render: Render) -> list[_Pla
 
 
 def _place(index: int, places: Mapping[str, list[int]]) -> _Place | None:
-    opened = places.get(f"{index}o") or places.get(f"{index}m") or []
-    closed = places.get(f"{index}c") or []
+    opened, closed = places.get(f"{index}o", []), places.get(f"{index}c", [])
     if len(opened) == len(closed) == 1 and opened[0] <= closed[0]:
         return _Place(index, opened[0], closed[0])
     return None
@@ -131,16 +129,12 @@ def _absent(text: str) -> str:
 
 
 def _with_marks(message: Message, mark: str) -> Message:
-    """Marks inside the surrounding white space, which templates may strip, and after reasoning, which they may cut."""
+    """Marks inside the surrounding white space, which templates may strip."""
     content = message["content"]
     core = content.strip()
     if not core:
         return message
     lead, trail = content[: content.index(core[0])], content[len(content.rstrip()) :]
-    before, think_end, answer = core.rpartition(THINK_END)
-    if think_end and answer.strip():
-        gap = answer[: len(answer) - len(answer.lstrip())]
-        core = f"{before}{think_end}{gap}{mark}mx{answer.lstrip()}"
     return message | {"content": f"{lead}{mark}ox{core}{mark}cx{trail}"}
 
 
@@ -205,7 +199,7 @@ def _missing(messages: Sequence[Message], place: _Place, following: _Place | Non
 
 
 def _gap(missing: Sequence[Message], text: str, start: int, end: int, opening: str, ends: re.Pattern[str]) -> CharSpan:
-    """Messages without text of their own, like an assistant's tool call."""
+    """Messages without text of their own, like an assistant's tool call, or with text that was cut, like reasoning."""
     kind = KINDS.get(missing[0]["role"], "other") if len(missing) == 1 else "other"
     content_end = _marker_start(text, start, end, ends)
     header = _common(text[start:content_end], opening)

@@ -63,6 +63,7 @@ def test_without_keys_everything_is_open(engine: FakeEngine) -> None:
         ("LOCALHOST", {}, True),
         ("evil.example", {}, False),
         ("localhost.evil.example", {}, False),
+        ("evillocalhost", {}, False),
         ("192.168.1.5", {}, False),
         ("", {}, False),
         ("mac.lan", {"allowed_hosts": ("mac.lan",)}, True),

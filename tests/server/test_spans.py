@@ -137,6 +137,14 @@ def test_qwen_3_tool_loop() -> None:
     ]
 
 
+def test_reasoning_inside_contents() -> None:
+    thought = turn("assistant", "<think>\nhm\n</think>\n\nDone.")
+    earlier = parts("qwen3", build("qwen3", [turn("user", "Go."), thought, turn("user", "On.")]))
+    assert earlier[1] == ("assistant", "<|im_start|>assistant\n", "Done.", "<|im_end|>\n")
+    last = parts("qwen3", build("qwen3", [turn("user", "Go."), thought, turn("tool", "ok")]))
+    assert last[1] == ("assistant", "<|im_start|>assistant\n", thought["content"], "<|im_end|>\n")
+
+
 def test_reasoning_counts_as_what_the_assistant_said() -> None:
     messages = [
         turn("user", "Go."),

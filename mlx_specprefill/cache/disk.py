@@ -279,7 +279,7 @@ class DiskTier:
         try:
             return self._connect()
         except sqlite3.DatabaseError as error:
-            if not alone or isinstance(error, sqlite3.OperationalError):
+            if not alone:
                 raise
             log.warning("the index of %s starts empty: %s", self.folder, error)
         for name in _INDEX_FILES:
@@ -324,11 +324,15 @@ class DiskTier:
     # -- the I/O thread's side
 
     def _loop(self) -> None:
+        failing = False
         while (job := self._jobs.get()) is not None:
             try:
                 self._do(job)
+                failing = failing and not isinstance(job, _Write)
             except (sqlite3.Error, OSError) as error:
-                log.warning("the disk cache could not %s: %s", type(job).__name__.strip("_").lower(), error)
+                level = logging.DEBUG if failing else logging.WARNING  # once per row of failures
+                log.log(level, "the disk cache could not %s: %s", type(job).__name__.strip("_").lower(), error)
+                failing = True
                 if isinstance(job, _Write):
                     self._written(job, None)
             except Exception:

@@ -44,12 +44,16 @@ def contents(cache: Sequence[Any], in_order: bool = False) -> list[Any]:
     for part in leaves(cache):
         part = getattr(part, "inner", part)
         if isinstance(part, ArraysCache):
-            held.append([None if array is None else np.array(array) for array in part.cache])
+            held.append([None if array is None else _bits(array) for array in part.cache])
         elif in_order and isinstance(part, RotatingKVCache):
-            held.append([np.array(part._temporal_order(array)) for array in (part.keys, part.values)] + [part.offset])
+            held.append([_bits(part._temporal_order(array)) for array in (part.keys, part.values)] + [part.offset])
         elif not part.empty():
-            held.append([np.array(array) for array in part.keys_and_values()] + [part.offset])
+            held.append([_bits(array) for array in part.keys_and_values()] + [part.offset])
     return held
+
+
+def _bits(array: mx.array) -> np.ndarray[Any, Any]:
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
 def same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
@@ -104,3 +108,10 @@ def held_bytes(cache: PrefixCache) -> int:
     """What the arrays in memory really take."""
     records = [record for node in cache._nodes() for record in node.records()]
     return sum(nbytes_of(record.arrays) for record in records if record.arrays is not None)
+
+
+def prompt_of(seed: int) -> tuple[int, ...]:
+    """One of a family of prompts of which some share their beginning."""
+    rng = np.random.default_rng(seed)
+    shared = range(1000 * (seed % 4), 1000 * (seed % 4) + 20)
+    return (*shared, *(int(token) for token in rng.integers(5000, 9000, 4 + seed % 30)))

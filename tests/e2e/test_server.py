@@ -135,7 +135,8 @@ def test_a_stream(client: openai.OpenAI, include_usage: bool) -> None:
     assert (chunks[-1].usage is not None) == include_usage
     if include_usage:
         assert whole.usage is not None
-        assert chunks[-1].usage == whole.usage
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5, "0.2", True])
@@ -263,7 +264,7 @@ def test_leaving_during_prefill_stops_the_work(server: Server) -> None:
     assert server.wait_until(running=0) < 10
 
 
-def test_requests_wait_for_each_other(client: openai.OpenAI) -> None:
+def test_several_clients_at_once(client: openai.OpenAI) -> None:
     answers: list[Any] = [None] * len(NEEDLES)
 
     def ask(index: int) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -188,6 +188,7 @@ class Generation:
             case Finished():
                 yield from self._finished(index, event)
             case Failed():
+                yield from self._flush(index)
                 yield self._lost(index, event.error, event.account)
 
     def _token(self, index: int, event: TokenEvent) -> Iterator[Piece]:
@@ -200,22 +201,28 @@ class Generation:
             yield delta
 
     def _finished(self, index: int, event: Finished) -> Iterator[Piece]:
-        answer = self._answers[index]
-        delta = answer.finish()
-        if delta.text or delta.tokens:
-            yield delta
-        del self._answers[index]
+        yield from self._flush(index)
+        answer = self._answers.pop(index)
         if answer.stopped or event.reason == "stop":
             yield Done(index, "stop", answer.completion_tokens, event.account)
             return
         stopped = EngineClosedError("the server is shutting down") if event.reason == "cancelled" else None
         yield Done(index, "length", answer.completion_tokens, event.account, stopped)
 
+    def _flush(self, index: int) -> Iterator[Delta]:
+        """Text that was held back and will not become anything else."""
+        delta = self._answers[index].finish()
+        if delta.text or delta.tokens:
+            yield delta
+
     def _lost(self, index: int, error: Exception, account: Account | None = None) -> Done:
         answer = self._answers.pop(index)
         self._handles[index].cancel()
-        prompt_tokens = len(self._jobs[index].request.prompt)
-        account = account or Account("full", f"failed: {error}", prompt_tokens, kept_tokens=0)
+        failed = f"failed: {error}"
+        if account is None:
+            account = Account("full", failed, prompt_tokens=len(self._jobs[index].request.prompt), kept_tokens=0)
+        else:
+            account = replace(account, reason=f"{account.reason}; {failed}")
         return Done(index, "length", answer.completion_tokens, account, error)
 
 

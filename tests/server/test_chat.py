@@ -8,10 +8,10 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
-from mlx_specprefill import InvalidRequestError
+from mlx_specprefill import Failed, InvalidRequestError
 
 from .conftest import client_of, events
-from .fakes import FakeEngine, FakePair, byte_tokenizer
+from .fakes import FakeEngine, FakePair, account, byte_tokenizer
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -106,11 +106,11 @@ def test_the_account_is_in_the_last_chunk_with_and_without_usage(client: TestCli
 
 
 def test_the_account_has_every_field(client: TestClient) -> None:
-    account = ask(client, specprefill=True, specprefill_return_spans=True)["specprefill"]
-    n = account["prompt_tokens"]
+    report = ask(client, specprefill=True, specprefill_return_spans=True)["specprefill"]
+    n = report["prompt_tokens"]
     times = {"queue_ms": 0, "draft_ms": 1, "select_ms": 2, "prefill_ms": 3, "ttft_ms": 7, "decode_ms": 4}
     assert (
-        account.items()
+        report.items()
         >= {
             "mode": "sparse",
             "reason": "asked for",
@@ -423,14 +423,21 @@ def test_an_engine_failure_is_a_500_that_is_not_retried(client: TestClient, engi
 
 
 def test_a_failure_inside_a_stream_ends_the_stream_properly(client: TestClient, engine: FakeEngine) -> None:
-    engine.script = lambda request: [*engine.tokens("par", end=False), RuntimeError("out of memory")]
-    chunks = stream(client)
-    assert text_of(chunks) == "par"
+    engine.script = lambda request: [*engine.tokens("parX", end=False), RuntimeError("out of memory")]
+    chunks = stream(client, stop="XY")
+    assert text_of(chunks) == "parX"
     assert chunks[-1] == "[DONE]"
     assert chunks[-2]["choices"][0]["finish_reason"] == "length"
     assert "out of memory" in chunks[-2]["specprefill"]["reason"]
     assert chunks[-2]["engine_error"]["code"] == "engine_error"
     assert not any("error" in chunk for chunk in chunks[:-1])
+
+
+def test_a_failure_keeps_the_engines_account(client: TestClient, engine: FakeEngine) -> None:
+    engine.script = lambda request: [Failed(RuntimeError("out of memory"), account(request))]
+    report = stream(client, specprefill=True)[-2]["specprefill"]
+    assert report["mode"] == "sparse"
+    assert report["reason"] == "asked for; failed: out of memory"
 
 
 def test_late_refusals_of_the_engine_keep_their_status(client: TestClient, engine: FakeEngine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Literal
 
 from .errors import InvalidRequestError
@@ -71,6 +72,8 @@ class SpecPrefillPolicy:
     enabled: bool = True
     threshold: int = 8192  # sparse only when the uncached suffix is longer (tokens)
     keep_pct: Fraction = Fraction(1, 5)
+    extend_share: Fraction = Fraction(9, 10)  # of the wanted importance that an earlier sparse turn must hold already
+    densify: bool = True  # after a sparse turn, make its prompt dense in idle time
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,13 @@ class EngineConfig:
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     policy: SpecPrefillPolicy = field(default_factory=SpecPrefillPolicy)
     prefill_step: int = 2048  # tokens per target forward; a cancelled request stops within one such step
-    max_queue: int = 256  # requests waiting for the MLX thread
+    max_queue: int = 256  # requests waiting to be admitted
+    max_rows: int = 32  # requests that prefill or decode at the same time
+    slice_target_ms: float = 200.0  # a prefill slice may delay running answers by this much
+    memory_limit: int | None = None  # bytes for weights, sequences and caches; None: what the device recommends
+    prefix_cache_bytes: int = 2 << 30  # memory for dense prefixes and sparse sessions; 0 turns both off
+    prefix_cache_dir: Path | None = None  # where prefixes outlive the process
+    prefix_disk_bytes: int = 20 << 30
     kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)
     kv_group_size: int = 64
 

@@ -39,6 +39,7 @@ class ModelPair:
         sparse_refusal: why prompts can't be prefilled sparsely, None when they can.
         context_length: the target's window in tokens; `draft_context` the draft's, None without one.
         dtype: of the target's floating-point weights.
+        target_config, draft_config: what their config.json held.
     """
 
     target: nn.Module
@@ -52,6 +53,8 @@ class ModelPair:
     model_type: str
     dtype: str
     sparse_refusal: str | None
+    target_config: dict[str, Any]
+    draft_config: dict[str, Any] | None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -113,6 +116,8 @@ def make_pair(
         model_type=architecture_of(target),
         dtype=_dtype_name(target),
         sparse_refusal=refusal,
+        target_config=config,
+        draft_config=draft_config,
     )
 
 

@@ -124,6 +124,7 @@ class Account:
     kept_tokens: int
     cached_tokens: int = 0
     keep_pct: float | None = None  # the share of prompt tokens really kept; None in full mode
+    continuation: Literal["extend", "restart"] | None = None  # how it followed an earlier sparse turn of the session
     timings: Timings = field(default_factory=Timings)
     kept_spans: tuple[tuple[int, int], ...] | None = None
 
@@ -137,6 +138,7 @@ class Account:
             "kept_tokens": self.kept_tokens,
             "cached_tokens": self.cached_tokens,
             "keep_pct": self.keep_pct,
+            "continuation": self.continuation,
             "timings": {
                 name: round(getattr(times, name), 3)
                 for name in ("queue_ms", "draft_ms", "select_ms", "prefill_ms", "ttft_ms", "decode_ms")

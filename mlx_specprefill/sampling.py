@@ -13,7 +13,15 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logi
 from .errors import InvalidRequestError
 from .request import Logprob, SamplingParams
 
-__all__ = ["LogitsProcessor", "Sampler", "check_sampling", "logits_processors", "make_sampler", "top_logprobs"]
+__all__ = [
+    "LogitsProcessor",
+    "Sampler",
+    "check_sampling",
+    "greedy",
+    "logits_processors",
+    "make_sampler",
+    "top_logprobs",
+]
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -47,13 +55,18 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequestError(f"logit_bias for token {token} is out of range", field="logit_bias")
 
 
+def greedy(logits: mx.array) -> mx.array:
+    """The most likely tokens (B,) of logits (B, V)."""
+    return mx.argmax(logits, axis=-1)
+
+
 def make_sampler(params: SamplingParams, vocab_size: int) -> Sampler:
     """A function from logits (B, V) to tokens (B,).
 
     Temperature comes first, then top-p, min-p and top-k, as in vLLM and transformers.
     """
     if params.temperature == 0:
-        return lambda logits: mx.argmax(logits, axis=-1)
+        return greedy
     seed = secrets.randbits(63) if params.seed is None else params.seed % 2**63
     key = mx.random.key(seed)
     filters = _filters(params, vocab_size)

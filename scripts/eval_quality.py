@@ -24,6 +24,7 @@ import numpy as np
 from training import tasks
 
 from mlx_specprefill import (
+    Engine,
     EngineConfig,
     Failed,
     Finished,
@@ -38,7 +39,6 @@ from mlx_specprefill import (
     keep_pct,
     load_pair,
 )
-from mlx_specprefill.engine.runner import Runner
 from mlx_specprefill.prefill.scoring import Scores
 
 ARMS = ("full", "sparse", "random")
@@ -62,6 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         "eval": "needle",
         "n_per_cell": options.n,
         "keep_pct": float(options.keep),
+        "variety": options.variety,
         "seed": options.seed,
         "summary": {str(length): _means(cells, length, options.arms) for length in options.lengths},
         "cells": cells,
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--depths", nargs="+", type=float, default=[0.1, 0.5, 0.9])
     parser.add_argument("-n", type=int, default=50, help="documents per length and depth")
     parser.add_argument("--keep", type=keep_pct, default=Fraction(1, 5), help="share of chunks that sparse keeps")
+    parser.add_argument("--variety", type=int, default=0, help="repeat this many pieces of filler; 0: all different")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -97,7 +99,7 @@ def _cell(examinee: Examinee, options: argparse.Namespace, length: int, depth: f
     right = dict.fromkeys(options.arms, 0)
     kept: list[float] = []
     for index in range(options.n):
-        sample = tasks.needle_sample(options.seed + index, length, depth, examinee.count)
+        sample = tasks.needle_sample(options.seed + index, length, depth, examinee.count, variety=options.variety)
         question = examinee.question(sample, seed=options.seed + index)
         for arm in options.arms:
             reply = examinee.ask(arm, question)
@@ -130,15 +132,17 @@ class Reply:
     kept_share: float
 
 
-class RandomChunks(Runner):
-    """A runner whose sparse prefill ranks the chunks at random instead of asking the draft."""
+class RandomChunks:
+    """Ranks the chunks at random instead of asking the draft."""
 
-    seed = 0
+    def __init__(self, chunk_size: int) -> None:
+        self.seed = 0
+        self._chunk_size = chunk_size
 
-    def _scores(self, request: GenerationRequest) -> Generator[Progress, None, Scores]:
+    def scores(self, request: GenerationRequest) -> Generator[Progress, None, Scores]:
+        """Stands in for the prefiller's method of that name."""
         yield Progress("draft", 0, len(request.prompt))
-        size = self.config.selection.chunk_size
-        M = len(request.prompt)
+        size, M = self._chunk_size, len(request.prompt)
         ranks = np.random.default_rng(self.seed).random(-(-M // size), dtype=np.float32)
         return Scores(np.repeat(ranks, size)[:M], (), 0, 0)
 
@@ -150,8 +154,12 @@ class Examinee:
         self._tokenizer = pair.tokenizer
         self._stops = pair.eos_token_ids
         self._keep = keep
-        self._runner = Runner(pair, EngineConfig())
-        self._random = RandomChunks(pair, EngineConfig())
+        config = EngineConfig(prefix_cache_bytes=0)
+        self._engine, self._random_engine = Engine(pair, config), Engine(pair, config)
+        self._random = RandomChunks(config.selection.chunk_size)
+        self._random_engine.prefiller.scores = self._random.scores  # type: ignore[method-assign]
+        self._engine.start()
+        self._random_engine.start()
 
     def count(self, text: str) -> int:
         """Tokens of a piece of text."""
@@ -176,9 +184,9 @@ class Examinee:
             specprefill=SpecPrefillOptions(enabled=arm != "full", keep_pct=self._keep),
         )
         self._random.seed = question.seed
-        runner = self._random if arm == "random" else self._runner
+        engine = self._random_engine if arm == "random" else self._engine
         tokens: list[int] = []
-        for event in runner.run(request, time.perf_counter()):
+        for event in engine.generate(request):
             if isinstance(event, TokenEvent) and event.token not in self._stops:
                 tokens.append(event.token)
             if isinstance(event, Failed):

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..adapters.rope import adjusted_offsets
 from ..request import TokenEvent
-from ..sampling import LogitsProcessor, Sampler, top_logprobs
+from ..sampling import LogitsProcessor, Sampler
+from .choice import choose, token_event
 
 __all__ = ["decode"]
 
@@ -35,7 +36,7 @@ def decode(
         shift: positions minus slots for caches that can't carry it; 0 for positioned ones.
     """
     history: mx.array | None = None
-    token, scores = _choose(logits, history, sampler, processors)
+    token, scores = choose(logits, history, sampler, processors)
     mx.async_eval(token)  # type: ignore[no-untyped-call]
     for count in range(1, max_tokens + 1):
         if count < max_tokens:
@@ -43,28 +44,8 @@ def decode(
                 history = token if history is None else mx.concatenate([history, token])
             with adjusted_offsets([shift]):
                 upcoming = model(token[None], cache=cache)[:, -1, :]
-            following, following_scores = _choose(upcoming, history, sampler, processors)
+            following, following_scores = choose(upcoming, history, sampler, processors)
             mx.async_eval(following)  # type: ignore[no-untyped-call]
-        yield _event(token, scores, logprobs)
+        yield token_event(int(np.array(token)[0]), scores, logprobs)
         if count < max_tokens:
             token, scores = following, following_scores
-
-
-def _choose(
-    logits: mx.array, history: mx.array | None, sampler: Sampler, processors: list[LogitsProcessor]
-) -> tuple[mx.array, mx.array]:
-    """The next token (1,), and the log-probabilities (1, V) of the model itself, before penalties and temperature."""
-    raw = logits.astype(mx.float32)
-    scores = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
-    adjusted = mx.array(raw)  # mlx-lm's processors write in place
-    for process in processors:
-        adjusted = process(mx.array([], dtype=mx.int32) if history is None else history, adjusted)
-    return sampler(adjusted), scores
-
-
-def _event(token: mx.array, scores: mx.array, logprobs: int | None) -> TokenEvent:
-    chosen = int(np.array(token)[0])
-    if logprobs is None:
-        return TokenEvent(chosen)
-    ((own, best),) = top_logprobs(scores, [chosen], logprobs)
-    return TokenEvent(chosen, own.logprob, best)

@@ -1,7 +1,8 @@
 """The MLX thread: every array lives and dies here.
 
-Callers talk to it from any thread through a bounded queue; it talks back through one callback per request. One request
-runs at a time. Between two slices of work (a prefill step, a token) it looks at the request's cancel flag.
+Callers talk to it from any thread through an inbox; it talks back through one callback per request. Each tick is one
+decode step of all running answers, then at most one slice of one prefill (`scheduler.py` says whose). Whatever happens
+to one request, the loop goes on.
 """
 
 from __future__ import annotations
@@ -13,18 +14,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from ..cache.positioned import quantize_kv
 from ..config import EngineConfig
-from ..errors import EngineClosedError, RequestCancelled
+from ..decoding.batch import DecodeBatch, DecodeRow, RowFailed
+from ..errors import (
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    RequestCancelled,
+    SparseUnsupportedError,
+)
 from ..loading import ModelPair
-from ..request import Event, Failed, Finished, GenerationRequest, Progress
-from .inspection import ChunkInfo, Inspection, inspect_prompt
-from .runner import Runner
+from ..request import Event, Failed, Finished, FinishReason, GenerationRequest, Progress, TokenEvent
+from ..sampling import check_sampling, logits_processors, make_sampler
+from .admission import Admission
+from .caches import EngineCaches
+from .footprint import default_limit, measure_footprint, weight_bytes
+from .inspection import Inspection, inspect_prompt
+from .prefiller import Prefiller
+from .scheduler import Scheduler, SliceSizer
+from .sequence import Sequence
 
-__all__ = ["ChunkInfo", "Engine", "EngineHealth", "Inspection", "RequestHandle"]
+__all__ = ["Engine", "EngineHealth", "RequestHandle"]
 
 log = logging.getLogger(__name__)
 OnEvent = Callable[[Event], None]
@@ -57,11 +73,17 @@ class RequestHandle:
         return self._cancelled.is_set()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class _Job:
-    events: Generator[Event, None, None]  # not started yet; runs on the MLX thread
+    """A request, an inspection or a background task inside the engine."""
+
+    uid: int
     on_event: OnEvent
     handle: RequestHandle
+    slices: Generator[Any, None, Any]
+    sequence: Sequence | None = None  # None for inspections and background tasks
+    done: dict[str, int] = field(default_factory=dict)  # tokens per stage, as last reported
+    on_end: Callable[[Any], None] = lambda _: None  # gets the result or the exception of a job without sequence
 
 
 class Engine:
@@ -70,14 +92,23 @@ class Engine:
     def __init__(self, pair: ModelPair, config: EngineConfig | None = None) -> None:
         self.pair = pair
         self.config = config or EngineConfig()
-        self.runner = Runner(pair, self.config)
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self.caches = EngineCaches(pair, self.config)
+        self.prefiller = Prefiller(pair, self.config, self.caches, self._slice_size)
+        self._scheduler = Scheduler(self.config.max_rows)
+        self._sizer = SliceSizer(
+            self.config.prefill_step, min(64, self.config.prefill_step), self.config.slice_target_ms
+        )
+        self._batch = DecodeBatch(pair.target)
+        self._jobs: dict[int, _Job] = {}
+        self._admission = Admission(None, 0)
+        self._densify: list[tuple[int, ...]] = []
+        self.densified = 0  # sparse turns whose prompt was made dense afterwards
+        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._waiting = 0
-        self._running = 0
+        self._uids = 0
+        self._unread = 0  # submitted, not yet seen by the loop
         self._open = False
         self._beat = time.monotonic()
-        self._current: RequestHandle | None = None
         self._thread = threading.Thread(target=self._loop, name="mlx-specprefill-engine", daemon=True)
 
     def __enter__(self) -> Engine:
@@ -86,6 +117,8 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # --- any thread --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the MLX thread.
@@ -108,9 +141,7 @@ class Engine:
             if not self._open:
                 return
             self._open = False
-            if self._current is not None:
-                self._current.cancel()
-        self._jobs.put(None)
+        self._inbox.put(None)
         self._thread.join(timeout)
         atexit.unregister(self.close)
         if sys.version_info < (3, 13):
@@ -119,9 +150,26 @@ class Engine:
             time.sleep(_THREAD_EXIT_S)
 
     def health(self) -> EngineHealth:
-        with self._lock:
-            age = time.monotonic() - self._beat
-            return EngineHealth(self._thread.is_alive(), age, self._running, self._waiting)
+        age = time.monotonic() - self._beat
+        queued = self._scheduler.waiting + self._unread
+        return EngineHealth(self._thread.is_alive(), age, self._scheduler.running, queued)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what can never run.
+
+        Raises:
+            InvalidRequestError: names the field; ContextLengthError when the prompt leaves no room.
+        """
+        M = len(request.prompt)
+        if M == 0:
+            raise InvalidRequestError("the prompt is empty", field="prompt")
+        if request.max_tokens < 0 or (request.max_tokens == 0 and request.prompt_logprobs is None):
+            raise InvalidRequestError("max_tokens must be at least 1", field="max_tokens")
+        if M + request.max_tokens > self.pair.context_length:
+            raise ContextLengthError(M, request.max_tokens, self.pair.context_length)
+        if not all(0 <= token < self.pair.vocab_size for token in request.prompt):
+            raise InvalidRequestError("the prompt has token ids outside the vocabulary", field="prompt")
+        check_sampling(request.sampling, self.pair.vocab_size)
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> RequestHandle:
         """Queue a request. `on_event` is called on the MLX thread; it must be quick and must not raise.
@@ -130,9 +178,10 @@ class Engine:
             InvalidRequestError: the request can never run.
             EngineClosedError: the engine is not running, or `max_queue` requests wait already.
         """
-        self.runner.check(request)
+        self.check(request)
         handle = RequestHandle()
-        self._enqueue(_Job(self.runner.run(request, time.perf_counter()), on_event, handle))
+        sequence = Sequence(self._next_uid(), request, time.perf_counter())
+        self._post(_Job(sequence.uid, on_event, handle, self.prefiller.run(sequence), sequence))
         return handle
 
     def generate(self, request: GenerationRequest) -> Iterator[Event]:
@@ -153,92 +202,287 @@ class Engine:
 
         Raises:
             SparseUnsupportedError: there is no draft.
-            EngineError: scoring failed.
+            InvalidRequestError: as for `submit`.
         """
-        self.runner.check(request)
+        self.check(request)
         done: queue.SimpleQueue[Inspection | Exception] = queue.SimpleQueue()
-
-        def work() -> Generator[Event, None, None]:
-            try:
-                yield Progress("queued", 0, len(request.prompt))
-                inspection = yield from inspect_prompt(self.runner, request)
-            except Exception as error:  # noqa: BLE001 - handed to the waiting caller
-                done.put(error)
-            else:
-                done.put(inspection)
 
         def report(event: Event) -> None:
             if on_progress is not None and isinstance(event, Progress):
                 on_progress(event)
 
-        self._enqueue(_Job(work(), report, RequestHandle()))
+        slices = inspect_prompt(self.prefiller, request)
+        self._post(_Job(self._next_uid(), report, RequestHandle(), slices, on_end=done.put))
         result = done.get()
         if isinstance(result, Exception):
             raise result
         return result
 
-    def _enqueue(self, job: _Job) -> None:
+    def _next_uid(self) -> int:
+        with self._lock:
+            self._uids += 1
+            return self._uids
+
+    def _post(self, job: _Job) -> None:
         with self._lock:
             if not self._open:
                 raise EngineClosedError("the engine is not running")
-            if self._waiting >= self.config.max_queue:
-                raise EngineClosedError(f"{self._waiting} requests are waiting already")
-            self._waiting += 1
-        self._jobs.put(job)
+            waiting = self._scheduler.waiting + self._unread
+            if waiting >= self.config.max_queue:
+                raise EngineClosedError(f"{waiting} requests are waiting already")
+            self._unread += 1
+        self._inbox.put(job)
+
+    # --- the MLX thread ----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
+        self._prepare()
+        while self._open or not self._inbox.empty():
+            self._beat = time.monotonic()
+            self._read_inbox()
+            if self._open:
+                self._tick()
+        for job in list(self._jobs.values()):
+            self._cancel(job)
+        self.caches.close()
+
+    def _prepare(self) -> None:
+        """Measure what a sequence costs. A model that can't even do this is told to its first request."""
+        limit = self.config.memory_limit or default_limit()
+        weights = weight_bytes(self.pair.target) + (weight_bytes(self.pair.draft) if self.pair.draft else 0)
+        try:
+            self._target_cost = measure_footprint(self.pair.target, self.config.prefill_step)
+            self._draft_cost = measure_footprint(self.pair.draft, self.config.scoring.prefill_step)
+        except Exception:
+            log.exception("could not measure memory use: requests are admitted without a prediction")
+            limit = None
+        self._admission = Admission(limit, weights, lambda: self.caches.nbytes, self.caches.reclaim)
+
+    def _read_inbox(self) -> None:
         while True:
-            self._beat = time.monotonic()
             try:
-                job = self._jobs.get(timeout=_IDLE_BEAT_S)
+                job = self._inbox.get(timeout=_IDLE_BEAT_S) if self._idle else self._inbox.get_nowait()
             except queue.Empty:
-                continue
+                return
             if job is None:
-                break
-            self._run_job(job)
-        self._refuse_rest()
+                return
+            with self._lock:
+                self._jobs[job.uid] = job
+                self._scheduler.add(job.uid)
+                self._unread -= 1
 
-    def _run_job(self, job: _Job) -> None:
-        with self._lock:
-            self._waiting -= 1
-            self._running += 1
-            self._current = job.handle
-            if not self._open:
-                job.handle.cancel()
+    @property
+    def _idle(self) -> bool:
+        return self._open and self._scheduler.idle and not self._densify
+
+    def _tick(self) -> None:
+        for job in [job for job in self._jobs.values() if job.handle.cancelled]:
+            self._cancel(job)
+        self._admit()
+        self._decode()
+        self._background()
+        self._prefill()
+
+    def _admit(self) -> None:
+        while (uid := self._scheduler.next_waiting()) is not None:
+            job = self._jobs[uid]
+            need = self._need(job)
+            if not self._admission.can_ever(need):
+                self._end(job, Failed(InvalidRequestError(
+                    f"the request needs {need >> 20} MiB, more than the memory limit leaves", field="messages"
+                )))  # fmt: skip
+            elif self._admission.reserve(uid, need):
+                self._scheduler.admit(uid)
+                if job.sequence is not None:
+                    job.sequence.started = time.perf_counter()
+            elif self._scheduler.running == 0:
+                # Nothing will free memory any more: what the prediction counts is not in our hands.
+                self._end(job, Failed(EngineClosedError("not enough memory for this request now")))
+            else:
+                return
+
+    def _need(self, job: _Job) -> int:
+        """Predicted bytes: the whole prompt and answer in the target, the prompt in the draft."""
+        if job.sequence is None or self._admission.limit is None:
+            return 0
+        request = job.sequence.request
+        need = self._target_cost.of(len(request.prompt) + request.max_tokens)
+        wants_draft = self.prefiller.plan(request).mode == "sparse"
+        return need + (self._draft_cost.of(len(request.prompt)) if wants_draft else 0)
+
+    def _slice_size(self, kind: str) -> int:
+        return self._sizer.size(kind, contended=bool(self._scheduler.decoding))
+
+    def _prefill(self) -> None:
+        """One slice of one prefill."""
+        uid = self._scheduler.pick()
+        if uid is None:
+            return
+        job, begun = self._jobs[uid], time.perf_counter()
         try:
-            self._pump(job)
+            event = next(job.slices)
+        except StopIteration as finished:
+            self._prefilled(job, finished.value)
         except Exception as error:
-            log.exception("a request's callback failed")
-            job.events.close()
-            _deliver(job.on_event, Failed(error))
-        with self._lock:
-            self._running -= 1
-            self._current = None
-
-    def _pump(self, job: _Job) -> None:
-        """Slice after slice until the last event; a cancelled request is told at its next slice."""
-        for event in job.events:
-            self._beat = time.monotonic()
-            job.on_event(event)
-            if job.handle.cancelled and not isinstance(event, (Finished, Failed)):
-                break
+            log.exception("prefill failed")
+            self._fail(job, error)
         else:
+            self._account_slice(job, event, 1e3 * (time.perf_counter() - begun))
+            self._emit(job, event)
+
+    def _account_slice(self, job: _Job, event: Event, ms: float) -> None:
+        if not isinstance(event, Progress):
+            return
+        tokens = max(0, event.done - job.done.get(event.stage, 0))
+        job.done[event.stage] = event.done
+        self._scheduler.served(job.uid, tokens)
+        if job.sequence is not None:
+            job.sequence.spend(event.stage, ms)
+        if event.stage in ("draft", "prefill") and tokens > 1:
+            self._sizer.observe(event.stage, tokens, ms)
+
+    def _prefilled(self, job: _Job, result: Any) -> None:
+        """The last slice is done: on to decoding, or, for other jobs, the result to whoever waits."""
+        sequence = job.sequence
+        if sequence is None:
+            self._forget(job)
+            job.on_end(result)
+            return
+        request = sequence.request
+        if request.max_tokens == 0:
+            self._end(job, Finished("length", 0, sequence.account()))
+            return
+        sequence.stage = "decode"
+        self._quantize(sequence)
+        self._scheduler.to_decode(job.uid)
+        self._batch.add(
+            DecodeRow(
+                uid=job.uid,
+                cache=sequence.cache,
+                logits=result,
+                sampler=make_sampler(request.sampling, self.pair.vocab_size),
+                processors=logits_processors(request.sampling),
+                logprobs=request.logprobs,
+                shift=sequence.shift,
+            )
+        )
+        sequence.cache = []  # the batch owns it now
+
+    def _quantize(self, sequence: Sequence) -> None:
+        if self.config.kv_bits is None:
             return
         try:
-            job.on_event(job.events.throw(RequestCancelled()))
-        except (StopIteration, RequestCancelled):
+            sequence.cache, sequence.shift = quantize_kv(sequence.cache, self.config.kv_group_size, self.config.kv_bits)
+        except SparseUnsupportedError as error:
+            log.warning("the KV cache stays unquantised: %s", error.reason)
+
+    def _decode(self) -> None:
+        """One token for every row. A failing forward fails the rows in it; the loop goes on with an empty batch."""
+        if not len(self._batch):
             return
-        job.events.close()
+        try:
+            events = self._batch.step()
+        except RowFailed as failed:
+            log.error("a row failed", exc_info=failed.__cause__)
+            self._batch.remove(failed.uid)
+            cause = failed.__cause__
+            self._fail(self._jobs[failed.uid], cause if isinstance(cause, Exception) else failed)
+            return
+        except Exception as error:
+            log.exception("decode step failed")
+            for uid in self._scheduler.decoding:
+                self._end(self._jobs[uid], Failed(error, self._sequence(uid).account()))
+            self._batch = DecodeBatch(self.pair.target)
+            return
+        for uid, event in events:
+            self._decoded(self._jobs[uid], event)
 
-    def _refuse_rest(self) -> None:
-        while not self._jobs.empty():
-            job = self._jobs.get_nowait()
-            if job is not None:
-                self._run_job(job)
+    def _decoded(self, job: _Job, event: TokenEvent) -> None:
+        sequence = self._sequence(job.uid)
+        sequence.record(event.token)
+        self._emit(job, event)
+        if job.uid not in self._jobs:
+            return
+        if event.token in sequence.request.stop_token_ids:
+            self._finish(job, "stop")
+        elif len(sequence.tokens) >= sequence.request.max_tokens:
+            self._finish(job, "length")
 
+    def _sequence(self, uid: int) -> Sequence:
+        sequence = self._jobs[uid].sequence
+        assert sequence is not None
+        return sequence
 
-def _deliver(on_event: OnEvent, event: Event) -> None:
-    try:
-        on_event(event)
-    except Exception:
-        log.exception("a request's callback failed")
+    def _finish(self, job: _Job, reason: FinishReason) -> None:
+        """End a decoding row; what its cache holds may serve the next turn."""
+        sequence = self._sequence(job.uid)
+        removed = self._batch.remove(job.uid)
+        if sequence.shift == 0 and self.config.kv_bits is None:
+            self._keep(sequence, (*sequence.request.prompt, *removed.tokens), removed.cache)
+        self._end(job, Finished(reason, len(sequence.tokens), sequence.account()))
+
+    def _keep(self, sequence: Sequence, tokens: tuple[int, ...], cache: list[Any]) -> None:
+        if sequence.kept is None:
+            self.caches.keep_target(tokens, cache)
+            return
+        assert sequence.plan is not None
+        self.caches.keep_session(tokens, cache, sequence.plan.keep)
+        if self.config.policy.densify and self.caches.enabled:
+            self._densify = [*self._densify[-7:], (*sequence.request.prompt, *sequence.tokens)]
+
+    def _background(self) -> None:
+        """With nothing else to do, make the newest sparse turn's prompt dense in the exact cache."""
+        if not self._scheduler.idle or not self._densify:
+            return
+        slices = self.prefiller.dense(self._densify.pop())
+        job = _Job(self._next_uid(), lambda _: None, RequestHandle(), slices, on_end=self._densified)
+        self._jobs[job.uid] = job
+        self._scheduler.add_background(job.uid)
+
+    def _densified(self, result: object) -> None:
+        self.densified += not isinstance(result, Exception)
+
+    def _cancel(self, job: _Job) -> None:
+        sequence = job.sequence
+        if sequence is not None and job.uid in self._scheduler.decoding:
+            self._finish(job, "cancelled")
+            return
+        try:
+            job.slices.throw(RequestCancelled())
+        except (RequestCancelled, StopIteration):
+            pass
+        except Exception:
+            log.exception("cleaning up a cancelled request failed")
+        job.slices.close()
+        if sequence is not None:
+            self._end(job, Finished("cancelled", 0, sequence.account()))
+        else:
+            self._forget(job)
+            job.on_end(EngineClosedError("the engine was closed"))
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        if job.sequence is not None:
+            self._end(job, Failed(error, job.sequence.account()))
+        else:
+            self._forget(job)
+            job.on_end(error)
+
+    def _end(self, job: _Job, event: Event) -> None:
+        self._forget(job)
+        self._emit(job, event)
+
+    def _forget(self, job: _Job) -> None:
+        self._jobs.pop(job.uid, None)
+        self._scheduler.remove(job.uid)
+        self._admission.release(job.uid)
+
+    def _emit(self, job: _Job, event: Event) -> None:
+        """A callback that raises ends its own request only."""
+        self._beat = time.monotonic()
+        try:
+            job.on_event(event)
+        except Exception:
+            log.exception("a request's callback failed")
+            if job.uid in self._jobs:
+                job.handle.cancel()
+                job.on_event = lambda _: None

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..request import GenerationRequest, Mode, Progress
-from .runner import Runner
+from .prefiller import Prefiller
 
 __all__ = ["ChunkInfo", "Inspection", "inspect_prompt"]
 
@@ -41,14 +41,16 @@ class Inspection:
     forced_ranges: tuple[tuple[int, int, str], ...]
 
 
-def inspect_prompt(runner: Runner, request: GenerationRequest) -> Generator[Progress, None, Inspection]:
+def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generator[Progress, None, Inspection]:
     """Plan, score and select. The selection is shown even where the plan is a full prefill; `reason` says why.
 
     Raises:
         SparseUnsupportedError: there is no draft, or it can't score.
     """
-    plan = runner.plan(request)
-    scores, selection = yield from runner.score(request)
+    yield Progress("queued", 0, len(request.prompt))
+    plan = prefiller.plan(request)
+    scores = yield from prefiller.scores(request)
+    selection = prefiller.select(scores, plan)
     size, M = selection.chunk_size, len(request.prompt)
     starts = np.arange(0, M, size)
     kept = np.zeros(M, dtype=np.int64)

@@ -7,7 +7,7 @@ and head; the importance is the mean over rows of the maximum over layers and he
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ def score_prompt(
     config: ScoringConfig,
     stop_ids: frozenset[int] = frozenset(),
     cache: list[Any] | None = None,
+    step: Callable[[], int] | None = None,
 ) -> Generator[Progress, None, Scores]:
     """Score a prompt; yields between draft forwards, returns `Scores`.
 
@@ -57,6 +58,7 @@ def score_prompt(
         stop_ids: tokens that end the draft's look-ahead; rows after one are not used.
         cache: the draft's own mlx-lm cache if it already holds a dense prefix of the prompt (fewer than M tokens).
             Afterwards it holds exactly the prompt.
+        step: asked for the tokens of each forward instead of `config.prefill_step`.
 
     Raises:
         SparseUnsupportedError: no attention layer sees the whole prompt.
@@ -65,12 +67,13 @@ def score_prompt(
     M = len(prompt)
     tokens = mx.array(list(prompt))[None]
     cache = make_prompt_cache(draft) if cache is None else cache
-    held = max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
-    for start in range(held, M - 1, config.prefill_step):
-        end = min(start + config.prefill_step, M - 1)
+    start = max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
+    while start < M - 1:
+        end = min(start + (step() if step is not None else config.prefill_step), M - 1)
         draft(tokens[:, start:end], cache=cache)
         mx.eval([part.state for part in cache])
         yield Progress("draft", end, M)
+        start = end
     capture, looked_ahead = _look_ahead(draft, tokens[:, -1:], M, cache, config)
     yield Progress("draft", M, M)
     return _scores(capture, looked_ahead, config, stop_ids)

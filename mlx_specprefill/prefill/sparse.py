@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -22,8 +22,9 @@ def prefill(
     cache: list[Any],
     prompt: Sequence[int],
     kept: npt.NDArray[np.int32] | None,
-    step: int,
+    step: int | Callable[[], int],
     offset: int = 0,
+    cuts: Sequence[int] = (),
 ) -> Generator[Progress, None, mx.array]:
     """Feed the prompt, or the kept part of it at its original positions; yields between forwards.
 
@@ -33,7 +34,9 @@ def prefill(
         cache: positioned for a sparse prefill; any mlx-lm cache for a full one. Holds `offset` tokens already.
         prompt: M token ids that follow what the cache holds.
         kept: ascending prompt indices (N,) that end in M - 1; None feeds everything.
-        step: tokens per forward. The last token goes alone, so only its row meets the output projection.
+        step: tokens per forward, or a function asked before each. The last token goes alone, so only its row meets
+            the output projection.
+        cuts: counts of fed tokens at which a forward must end, ascending.
 
     Returns:
         Logits of the last prompt token, (1, V), in the model's dtype.
@@ -50,13 +53,16 @@ def prefill(
     fed = np.asarray(prompt, dtype=np.int32) if kept is None else np.asarray(prompt, dtype=np.int32)[kept]
     total = fed.size
     tokens = mx.array(fed)[None]
-    for start in range(0, total - 1, step):
-        end = min(start + step, total - 1)
+    start = 0
+    while start < total - 1:
+        end = min(start + (step if isinstance(step, int) else step()), total - 1)
+        end = next((cut for cut in cuts if start < cut < end), end)
         if kept is not None:
             place(cache, kept[start:end] + offset)
         model(tokens[:, start:end], cache=cache)
         mx.eval([part.state for part in cache])
         yield Progress("prefill", end, total)
+        start = end
     if kept is not None:
         place(cache, kept[-1:] + offset)
     logits: mx.array = model(tokens[:, -1:], cache=cache)[:, -1, :]

@@ -187,7 +187,7 @@ class TestRefusals:
         def broken(*_: object) -> None:
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr("mlx_specprefill.engine.runner.prefill", broken)
+        monkeypatch.setattr("mlx_specprefill.engine.prefiller.prefill", broken)
         done = run("generate", "--raw", "--prompt-file", prompt_file, *models)
         assert done.exit_code == 1
         assert "error: out of memory" in done.stderr

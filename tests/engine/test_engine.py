@@ -135,7 +135,7 @@ def test_cancel_in_prefill_is_not_a_fallback(engine, stage):
         if isinstance(event, (Finished, Failed)):
             done.set()
 
-    before = dict(engine.runner.fallbacks)
+    before = dict(engine.prefiller.fallbacks)
     box.append(None)
     gate = threading.Lock()
     with gate:
@@ -145,7 +145,7 @@ def test_cancel_in_prefill_is_not_a_fallback(engine, stage):
     assert seen[-1].reason == "cancelled"
     assert sum(isinstance(e, Progress) and e.stage == stage for e in seen) == 1
     assert not any(isinstance(e, TokenEvent) for e in seen)
-    assert dict(engine.runner.fallbacks) == before
+    assert dict(engine.prefiller.fallbacks) == before
 
 
 def test_cancel_while_queued(engine):

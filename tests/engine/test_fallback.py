@@ -21,16 +21,17 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.adapters.rope import PositionMappedRoPE
 from mlx_specprefill.cache.positioned import PositionedKVCache
-from mlx_specprefill.engine import runner as runner_module
+from mlx_specprefill.engine import caches as caches_module
+from mlx_specprefill.engine import prefiller as runner_module
 from tests.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
-M = 300
-CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100), prefill_step=256)
+M = 900
+CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100), prefill_step=1024)
 
 
 def request(enabled=True, **more):
     return GenerationRequest(
-        random_prompt(M), 10, specprefill=SpecPrefillOptions(enabled, Fraction(1, 5), return_spans=True), **more
+        random_prompt(M), 10, specprefill=SpecPrefillOptions(enabled, Fraction(3, 10), return_spans=True), **more
     )
 
 
@@ -54,7 +55,7 @@ FAULTS = {
     "selection": ("select", lambda patch, pair: patch.setattr(runner_module, "select_chunks", boom)),
     "mapped rotation": ("prefill", lambda patch, pair: patch.setattr(PositionMappedRoPE, "__call__", _map_fails())),
     "placed cache": ("prefill", lambda patch, pair: patch.setattr(PositionedKVCache, "update_and_fetch", boom)),
-    "allocation": ("prefill", lambda patch, pair: patch.setattr(runner_module, "make_positioned_cache", OutOfMemory)),
+    "allocation": ("prefill", lambda patch, pair: patch.setattr(caches_module, "make_positioned_cache", OutOfMemory)),
 }
 
 
@@ -98,7 +99,7 @@ def test_a_fault_gives_the_full_answer_and_leaves_nothing_behind(fault, monkeypa
     assert last.account.reason.startswith(f"fallback: {stage} failed: ")
     assert last.account.kept_tokens == M
     assert last.account.kept_spans == ((0, M),)
-    assert engine.runner.fallbacks == {stage: 1}
+    assert engine.prefiller.fallbacks == {stage: 1}
     assert again == sparse
     assert after.account.kept_spans == before.account.kept_spans
     assert after.account.mode == before.account.mode == "sparse"
@@ -109,7 +110,7 @@ def test_every_family_falls_back(family, monkeypatch):
     pair = tiny_pair(family, "llama")
     with Engine(pair, CONFIG) as engine:
         full, _ = generated(engine.generate(request(enabled=False)))
-        monkeypatch.setattr(runner_module, "make_positioned_cache", OutOfMemory)
+        monkeypatch.setattr(caches_module, "make_positioned_cache", OutOfMemory)
         answer, last = generated(engine.generate(request()))
     assert (answer, last.account.mode) == (full, "full")
 

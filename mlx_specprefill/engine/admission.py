@@ -1,0 +1,83 @@
+"""How much memory a request will need, and whether it may start. Plain integers (bytes, tokens)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Admission", "Footprint", "physical_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one sequence costs in one model, measured at start-up.
+
+    Attributes:
+        per_token: bytes of KV cache per stored token.
+        constant: bytes per sequence whatever its length (recurrent state, full windows).
+        activation: peak bytes of one prefill forward of full size.
+    """
+
+    per_token: int
+    constant: int
+    activation: int
+
+    def of(self, tokens: int) -> int:
+        """Bytes at the peak of a sequence of that many stored tokens."""
+        return self.per_token * tokens + self.constant + self.activation
+
+
+class Admission:
+    """Reservations against a limit that also holds the weights and the prefix cache.
+
+    Args:
+        limit: bytes for everything; None switches admission control off.
+        weights: bytes that are always taken.
+        cached: bytes held by the prefix cache right now.
+        reclaim: frees at least that many bytes of the prefix cache if it can.
+    """
+
+    def __init__(
+        self,
+        limit: int | None,
+        weights: int,
+        cached: Callable[[], int] = lambda: 0,
+        reclaim: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.limit = limit
+        self.weights = weights
+        self._cached = cached
+        self._reclaim = reclaim
+        self._reserved: dict[int, int] = {}
+
+    @property
+    def reserved(self) -> int:
+        return sum(self._reserved.values())
+
+    def can_ever(self, need: int) -> bool:
+        """Whether it fits with nothing else running and an empty prefix cache."""
+        return self.limit is None or self.weights + need <= self.limit
+
+    def reserve(self, uid: int, need: int) -> bool:
+        """Take the bytes if they are free, evicting from the prefix cache first."""
+        if self.limit is not None:
+            missing = self.weights + self.reserved + need + self._cached() - self.limit
+            if missing > 0:
+                self._reclaim(missing)
+                missing = self.weights + self.reserved + need + self._cached() - self.limit
+            if missing > 0:
+                return False
+        self._reserved[uid] = need
+        return True
+
+    def release(self, uid: int) -> None:
+        self._reserved.pop(uid, None)
+
+
+def physical_memory() -> int | None:
+    """Bytes of RAM, None where the system doesn't say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None

@@ -1,0 +1,133 @@
+"""The engine's memory between requests: dense prefixes of target and draft, and sparse sessions, in one byte budget."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..cache.disk import DiskTier
+from ..cache.fingerprint import model_identity
+from ..cache.memory import ByteBudget
+from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache
+from ..cache.prefix import PrefixCache, PrefixHit
+from ..cache.sessions import SessionStore
+from ..config import EngineConfig
+from ..errors import SparseUnsupportedError
+from ..loading import ModelPair
+
+__all__ = ["EngineCaches", "Session", "empty_cache"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A sparse turn that can be extended: it stands for `length` tokens and holds those at `kept` (int32)."""
+
+    length: int
+    cache: list[Any]
+    kept: npt.NDArray[np.int32]
+
+
+def empty_cache(model: nn.Module) -> list[Any]:
+    """With positions where the model allows it, so that every row can join every batch."""
+    try:
+        return make_positioned_cache(model)
+    except SparseUnsupportedError:
+        return list(make_prompt_cache(model))
+
+
+class EngineCaches:
+    """Looks up and stores; a failure costs the saving, never the request. MLX thread only.
+
+    With a byte limit of 0 nothing is kept.
+    """
+
+    def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
+        self.budget = ByteBudget(config.prefix_cache_bytes)
+        self.enabled = config.prefix_cache_bytes > 0
+        self.sessions = SessionStore(self.budget)
+        self._disk: DiskTier | None = None
+        self._target: PrefixCache | None = None
+        self._draft: PrefixCache | None = None
+        if not self.enabled:
+            return
+        if config.prefix_cache_dir is not None:
+            self._disk = DiskTier(config.prefix_cache_dir, config.prefix_disk_bytes)
+        identity = model_identity(pair.target, pair.target_config)
+        self._target = PrefixCache(identity, lambda: empty_cache(pair.target), self.budget, self._disk)
+        self._pair_name = identity
+        if pair.draft is not None:
+            draft = pair.draft
+            draft_identity = model_identity(draft, pair.draft_config or {})
+            # The draft costs little to run again: its prefixes stay in memory.
+            self._draft = PrefixCache(draft_identity, lambda: list(make_prompt_cache(draft)), self.budget)
+            self._pair_name = f"{identity}:{draft_identity}:{config.selection}:{config.scoring}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.budget.used
+
+    def reclaim(self, nbytes: int) -> None:
+        """Let go of at least that many bytes, if there are as many."""
+        self.budget.shrink(nbytes)
+
+    def target_prefix(self, tokens: Sequence[int]) -> PrefixHit | None:
+        """The longest dense prefix that leaves at least one token to feed."""
+        return _lookup(self._target, tokens)
+
+    def draft_prefix(self, tokens: Sequence[int]) -> PrefixHit | None:
+        return _lookup(self._draft, tokens)
+
+    def keep_target(self, tokens: Sequence[int], cache: list[Any]) -> None:
+        """Store a cache that holds exactly these tokens, densely."""
+        _store(self._target, tokens, cache)
+
+    def keep_draft(self, tokens: Sequence[int], cache: list[Any]) -> None:
+        _store(self._draft, tokens, cache)
+
+    def session(self, tokens: Sequence[int], keep: Fraction) -> Session | None:
+        """The longest sparse turn, made with the same share, that these tokens continue."""
+        if not self.enabled:
+            return None
+        hit = self.sessions.lookup(f"{self._pair_name}:{keep}", tokens, len(tokens) - 1)
+        if hit is None:
+            return None
+        full = next((part for part in leaves(hit.cache) if isinstance(part, PositionedKVCache)), None)
+        return None if full is None else Session(hit.length, hit.cache, full.runs.expand())
+
+    def keep_session(self, tokens: Sequence[int], cache: list[Any], keep: Fraction) -> None:
+        """Store a sparse cache under the tokens it stands for; it never answers a dense request."""
+        if self.enabled:
+            self.sessions.store(f"{self._pair_name}:{keep}", tokens, cache)
+
+    def close(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
+
+
+def _lookup(cache: PrefixCache | None, tokens: Sequence[int]) -> PrefixHit | None:
+    if cache is None:
+        return None
+    try:
+        return cache.lookup(tokens, len(tokens) - 1)
+    except Exception:
+        log.exception("prefix look-up failed; the prompt is read from its start")
+        return None
+
+
+def _store(cache: PrefixCache | None, tokens: Sequence[int], arrays: list[Any]) -> None:
+    if cache is None:
+        return
+    try:
+        cache.store(tokens, arrays)
+    except Exception:
+        log.exception("a prefix could not be stored")

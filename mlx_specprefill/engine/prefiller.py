@@ -1,0 +1,282 @@
+"""From a request to the logits of its last prompt token, slice by slice, and the one fallback from sparse to full."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Generator
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from ..cache.positioned import PositionedRotatingKVCache, leaves
+from ..config import EngineConfig
+from ..errors import RequestCancelled, SparseUnsupportedError
+from ..loading import ModelPair
+from ..prefill.plan import PrefillPlan, plan_prefill
+from ..prefill.scoring import Scores, score_prompt
+from ..prefill.selection import Selection, chunk_means, select_chunks
+from ..prefill.sparse import prefill
+from ..request import GenerationRequest, Progress, PromptLogprobs
+from ..sampling import top_logprobs
+from .caches import EngineCaches, empty_cache
+from .sequence import Sequence
+
+__all__ = ["Prefiller"]
+
+log = logging.getLogger(__name__)
+Slices = Generator[Progress | PromptLogprobs, None, mx.array]
+Kept = npt.NDArray[np.int32]
+_STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
+
+
+class Prefiller:
+    """Plans and runs prefills.
+
+    Args:
+        slice_size: tokens for the next forward of "draft" or "prefill".
+
+    Attributes:
+        fallbacks: how often each stage of a sparse prefill failed and the request went on with a full one.
+    """
+
+    def __init__(
+        self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, slice_size: Callable[[str], int]
+    ) -> None:
+        self.pair = pair
+        self.config = config
+        self.caches = caches
+        self.slice_size = slice_size
+        self.fallbacks: Counter[str] = Counter()
+
+    def plan(self, request: GenerationRequest, cached: int = 0) -> PrefillPlan:
+        return plan_prefill(
+            request,
+            self.config,
+            sparse_refusal=self.pair.sparse_refusal,
+            draft_context=self.pair.draft_context,
+            cached_tokens=cached,
+        )
+
+    def run(self, sequence: Sequence) -> Slices:
+        """Yields between slices, returns the logits (1, V). Throw `RequestCancelled` into it to stop."""
+        request = sequence.request
+        sequence.plan = self.plan(request)
+        yield Progress("queued", 0, len(request.prompt))
+        if sequence.plan.mode == "sparse":
+            return (yield from self._sparse_or_full(sequence))
+        self._from_prefix(sequence)
+        return (yield from self._full(sequence))
+
+    def _from_prefix(self, sequence: Sequence) -> None:
+        """Start from the longest dense prefix that the exact cache holds and the request may use."""
+        prompt = sequence.request.prompt
+        sequence.stage = "prefill"
+        limit = _usable_prefix(sequence.request)
+        hit = self.caches.target_prefix(prompt[: limit + 1]) if limit > 0 else None
+        sequence.cached = hit.length if hit is not None else 0
+        sequence.cache = hit.cache if hit is not None else empty_cache(self.pair.target)
+
+    def _sparse_or_full(self, sequence: Sequence) -> Slices:
+        try:
+            self._from_prefix(sequence)
+            sequence.plan = self.plan(sequence.request, sequence.cached)
+            if sequence.plan.mode == "sparse":
+                return (yield from self._sparse(sequence))
+        except RequestCancelled:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever breaks in the optional stages, the request must not
+            self._fall_back(sequence, error)
+        return (yield from self._full(sequence))
+
+    def _fall_back(self, sequence: Sequence, error: Exception) -> None:
+        """Back to an untouched sequence, on mlx-lm's own caches: nothing that may have failed is used again."""
+        assert sequence.plan is not None
+        log.exception("full prefill instead of sparse: %s failed", sequence.stage)
+        self.fallbacks[sequence.stage] += 1
+        reason = f"fallback: {sequence.stage} failed: {type(error).__name__}: {error}"
+        sequence.plan = sequence.plan.as_full(reason)
+        sequence.kept, sequence.continuation, sequence.cached = None, None, 0
+        sequence.cache = list(make_prompt_cache(self.pair.target))
+        mx.clear_cache()
+
+    # --- sparse ------------------------------------------------------------------------------------------------------
+
+    def _sparse(self, sequence: Sequence) -> Slices:
+        request, plan, S = sequence.request, sequence.plan, sequence.cached
+        assert plan is not None
+        sequence.stage = "draft"
+        scores = yield from self.scores(request)
+        sequence.stage = "select"
+        kept = self.select(scores, plan, S).kept + S
+        start, kept = self._continue(sequence, scores, kept)
+        yield Progress("select", int(kept.size), len(request.prompt))
+        sequence.stage = "prefill"
+        logits = yield from self._feed_kept(sequence, start, kept)
+        held = sequence.kept if sequence.continuation == "extend" else np.arange(S, dtype=np.int32)
+        assert held is not None
+        sequence.kept = np.concatenate([held, kept])
+        return logits
+
+    def scores(self, request: GenerationRequest) -> Generator[Progress, None, Scores]:
+        """The draft's scores; its own dense prefix cache saves it from reading what it has read before.
+
+        Raises:
+            SparseUnsupportedError: there is no draft, or it can't score.
+        """
+        if self.pair.draft is None:
+            raise SparseUnsupportedError("no draft model is loaded")
+        prompt, done = request.prompt, 0
+        hit = self.caches.draft_prefix(prompt)
+        cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
+        stops = request.stop_token_ids | self.pair.eos_token_ids
+        slices = score_prompt(
+            self.pair.draft, prompt, self.config.scoring, stops, cache, lambda: self.slice_size("draft")
+        )
+        try:
+            while True:
+                progress = next(slices)
+                done = progress.done
+                yield progress
+        except StopIteration as finished:
+            scores: Scores = finished.value
+        except RequestCancelled:
+            if 0 < done < len(prompt):
+                self.caches.keep_draft(prompt[:done], cache)
+            raise
+        self.caches.keep_draft(prompt, cache)
+        return scores
+
+    def select(self, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
+        """Chunks of the suffix from `start` on; its `kept` counts from there."""
+        size = self.config.selection.chunk_size
+        return select_chunks(chunk_means(scores.importance[start:], size), plan.forced[start:], plan.keep, size)
+
+    def _continue(self, sequence: Sequence, scores: Scores, wanted: Kept) -> tuple[int, Kept]:
+        """Extend the session's sparse cache if it holds what this question wants; else start over.
+
+        Returns the index where feeding starts and the indices to feed from there on.
+        """
+        assert sequence.plan is not None
+        session = self.caches.session(sequence.request.prompt, sequence.plan.keep)
+        if session is None or session.length <= sequence.cached:
+            return sequence.cached, wanted
+        sequence.continuation = "restart"
+        early = wanted[wanted < session.length]
+        mass = scores.importance[early]
+        present = np.isin(early, session.kept)
+        total = float(mass.sum())
+        if total > 0 and float(mass[present].sum()) < float(self.config.policy.extend_share) * total:
+            return sequence.cached, wanted
+        sequence.continuation = "extend"
+        sequence.cache, sequence.kept = session.cache, session.kept
+        return session.length, self._new_tokens(sequence, wanted, session.length)
+
+    def _new_tokens(self, sequence: Sequence, wanted: Kept, start: int) -> Kept:
+        """All of a short addition, the selected part of a long one."""
+        M = len(sequence.request.prompt)
+        if M - start <= self.config.policy.threshold:
+            return np.arange(start, M, dtype=np.int32)
+        return wanted[wanted >= start]
+
+    def _feed_kept(self, sequence: Sequence, start: int, kept: Kept) -> Slices:
+        """Sparse prefill; the part up to the first gap is dense-exact and goes to the exact cache."""
+        prompt = sequence.request.prompt
+        run = int((np.arange(kept.size) == kept - start).sum()) if start == sequence.cached else 0
+        slices = prefill(
+            self.pair.target,
+            sequence.cache,
+            prompt[start:],
+            kept - start,
+            lambda: self.slice_size("prefill"),
+            offset=start,
+            cuts=(run,) if run else (),
+        )
+        while True:
+            try:
+                progress = next(slices)
+            except StopIteration as finished:
+                logits: mx.array = finished.value
+                return logits
+            if run and progress.done == run and run < kept.size:
+                self.caches.keep_target(prompt[: start + run], sequence.cache)
+            yield progress
+
+    # --- full --------------------------------------------------------------------------------------------------------
+
+    def _full(self, sequence: Sequence) -> Slices:
+        request, S = sequence.request, sequence.cached
+        sequence.stage = "prefill"
+        if request.prompt_logprobs is not None:
+            return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs))
+        cuts = [cut - S for cut in self._checkpoints(sequence) if cut > S]
+        slices = prefill(
+            self.pair.target, sequence.cache, request.prompt[S:], None, lambda: self.slice_size("prefill"), cuts=cuts
+        )
+        done = 0
+        try:
+            while True:
+                progress = next(slices)
+                done = progress.done
+                if done in cuts:
+                    self.caches.keep_target(request.prompt[: S + done], sequence.cache)
+                yield progress
+        except StopIteration as finished:
+            logits: mx.array = finished.value
+        except RequestCancelled:
+            if done:  # an identical retry goes on from here
+                self.caches.keep_target(request.prompt[: S + done], sequence.cache)
+            raise
+        self.caches.keep_target(request.prompt, sequence.cache)
+        return logits
+
+    def dense(self, tokens: tuple[int, ...]) -> Generator[Progress, None, None]:
+        """Background: bring the exact cache up to `tokens`, preemptible at every slice."""
+        sequence = Sequence(-1, GenerationRequest(tokens, 1), 0.0)
+        self._from_prefix(sequence)
+        if sequence.cached < len(tokens) - 1:
+            for progress in self._full(sequence):
+                assert isinstance(progress, Progress)
+                yield progress
+
+    def _checkpoints(self, sequence: Sequence) -> list[int]:
+        """Prompt lengths at which another request may branch off: only for state that can't be trimmed."""
+        parts = list(leaves(sequence.cache))
+        if not any(isinstance(part, (ArraysCache, PositionedRotatingKVCache)) for part in parts):
+            return []
+        M = len(sequence.request.prompt)
+        spans = sequence.request.spans
+        ends = [span.end for span in spans if span.kind in ("system", "tools")] + [span.end for span in spans[-3:]]
+        return sorted({end for end in [*ends, *range(_STATE_EVERY, M, _STATE_EVERY)] if 0 < end < M})
+
+    def _with_prompt_logprobs(self, sequence: Sequence, count: int) -> Slices:
+        """Full prefill that looks at every row's logits; one slice's (L, V) float32 block is held at a time."""
+        prompt, M = sequence.request.prompt, len(sequence.request.prompt)
+        tokens, start = mx.array(list(prompt))[None], 0
+        entries = []
+        while start < M:
+            end = min(start + self.slice_size("prefill"), M)
+            logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
+            raw = logits.astype(mx.float32)
+            following = prompt[start + 1 : end + 1]
+            table = (raw - mx.logsumexp(raw, axis=-1, keepdims=True))[: len(following)]
+            entries += top_logprobs(table, following, count)
+            yield Progress("prefill", end, M)
+            start = end
+        yield PromptLogprobs(tuple(entries))
+        return logits[-1:]
+
+
+def _usable_prefix(request: GenerationRequest) -> int:
+    """How many cached prompt tokens a request may start from.
+
+    The last token must be fed for its logits. A request that forces sparse prefill means its newest message: what is
+    kept of that must not depend on whether an earlier request happened to leave a dense copy.
+    """
+    if request.prompt_logprobs is not None:
+        return 0
+    if request.specprefill.enabled:
+        return request.spans[-1].start if request.spans else 0
+    return len(request.prompt) - 1

@@ -1,0 +1,152 @@
+"""Who gets the next slice of the device. Integers only: no arrays, no clocks, no threads.
+
+One tick of the engine is one decode step of everything that decodes, then at most one slice of one prefill. So a
+running answer waits for one slice at most, whatever arrives. Among prefills the one served least goes first and a
+newcomer starts level with it, so a short prompt overtakes a long one at once while long ones advance evenly; whoever
+was passed over `patience` times in a row goes next regardless, so a stream of short prompts starves nobody.
+Background jobs (densification) run only when nothing else wants the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+__all__ = ["Scheduler", "SliceSizer"]
+
+
+@dataclass
+class _Job:
+    uid: int
+    served: int = 0  # tokens of prefill done
+    passed_over: int = 0
+    background: bool = False
+
+
+class Scheduler:
+    """Waiting, prefilling and decoding requests by uid.
+
+    Args:
+        max_rows: requests that may hold a cache at once (prefilling or decoding); the rest wait in order of arrival.
+        patience: slices that may go to others before a waiting prefill must get one.
+    """
+
+    def __init__(self, max_rows: int = 32, patience: int = 4) -> None:
+        if max_rows < 1 or patience < 1:
+            raise ValueError("max_rows and patience must be positive")
+        self.max_rows = max_rows
+        self.patience = patience
+        self._waiting: deque[int] = deque()
+        self._prefilling: dict[int, _Job] = {}
+        self._decoding: set[int] = set()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Foreground requests that were admitted."""
+        return len(self._decoding) + sum(not job.background for job in self._prefilling.values())
+
+    @property
+    def decoding(self) -> frozenset[int]:
+        return frozenset(self._decoding)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self._prefilling or self._decoding)
+
+    def add(self, uid: int) -> None:
+        """A new request; it waits until `admit` lets it in."""
+        if uid in self:
+            raise ValueError(f"uid {uid} is scheduled already")
+        self._waiting.append(uid)
+
+    def add_background(self, uid: int) -> None:
+        """A job that yields to every request. It needs no admission."""
+        if uid in self:
+            raise ValueError(f"uid {uid} is scheduled already")
+        self._prefilling[uid] = _Job(uid, background=True)
+
+    def __contains__(self, uid: int) -> bool:
+        return uid in self._prefilling or uid in self._decoding or uid in self._waiting
+
+    def next_waiting(self) -> int | None:
+        """The request to admit next, if there is a row for it."""
+        return self._waiting[0] if self._waiting and self.running < self.max_rows else None
+
+    def admit(self, uid: int) -> None:
+        """Let a waiting request start its prefill, level with the one served least."""
+        self._waiting.remove(uid)
+        rivals = [job.served for job in self._prefilling.values() if not job.background]
+        self._prefilling[uid] = _Job(uid, served=min(rivals, default=0))
+
+    def pick(self) -> int | None:
+        """The prefill that gets the next slice. Counts as a slice for everyone else's patience."""
+        jobs = [job for job in self._prefilling.values() if not job.background]
+        if not jobs:
+            if self._decoding or self._waiting:
+                return None
+            return next(iter(self._prefilling), None)
+        overdue = [job for job in jobs if job.passed_over >= self.patience]
+        # Overdue: longest passed over first. Else: least served, the latest arrival among equals.
+        chosen = (
+            max(overdue, key=lambda job: job.passed_over)
+            if overdue
+            else min(reversed(jobs), key=lambda job: job.served)
+        )
+        for job in jobs:
+            job.passed_over = 0 if job is chosen else job.passed_over + 1
+        return chosen.uid
+
+    def served(self, uid: int, tokens: int) -> None:
+        """Account for the slice that `pick` gave out."""
+        self._prefilling[uid].served += tokens
+
+    def to_decode(self, uid: int) -> None:
+        del self._prefilling[uid]
+        self._decoding.add(uid)
+
+    def remove(self, uid: int) -> None:
+        """Finished, failed or cancelled, in whatever state."""
+        if uid in self._waiting:
+            self._waiting.remove(uid)
+        self._prefilling.pop(uid, None)
+        self._decoding.discard(uid)
+
+
+class SliceSizer:
+    """Tokens per prefill slice, so that a slice fits between two tokens of the running answers.
+
+    The speed of each kind of slice is tracked as a moving average; with nothing decoding, slices have full size.
+
+    Args:
+        largest: tokens per slice when nothing waits for it.
+        smallest: below this a slice's fixed cost outweighs its work.
+        target_ms: time a slice may take while answers are running.
+    """
+
+    def __init__(self, largest: int, smallest: int = 64, target_ms: float = 200.0) -> None:
+        if not 0 < smallest <= largest or target_ms <= 0:
+            raise ValueError("need 0 < smallest <= largest and a positive target_ms")
+        self.largest = largest
+        self.smallest = smallest
+        self.target_ms = target_ms
+        self._ms_per_token: dict[str, float] = {}
+
+    def observe(self, kind: str, tokens: int, ms: float) -> None:
+        if tokens <= 0:
+            return
+        now = ms / tokens
+        before = self._ms_per_token.get(kind, now)
+        self._ms_per_token[kind] = 0.7 * before + 0.3 * now
+
+    def size(self, kind: str, contended: bool) -> int:
+        """Tokens for the next slice of this kind; a power of two below `largest` when contended."""
+        if not contended or kind not in self._ms_per_token:
+            return self.largest if not contended else min(self.largest, 4 * self.smallest)
+        fits = int(self.target_ms / max(self._ms_per_token[kind], 1e-6))
+        if fits >= self.largest:
+            return self.largest
+        return max(self.smallest, 1 << max(fits, 1).bit_length() - 1)

@@ -1,0 +1,86 @@
+"""One request on its way through the engine. The only mutable record; lives on the MLX thread."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..prefill.plan import PrefillPlan
+from ..prefill.selection import kept_spans
+from ..request import Account, GenerationRequest, Stage, Timings
+
+__all__ = ["Continuation", "Sequence"]
+
+Continuation = Literal["extend", "restart"]
+
+
+@dataclass
+class Sequence:
+    """State of one request.
+
+    Attributes:
+        cached: prompt tokens that came from the exact prefix cache (S).
+        kept: prompt indices the target has seen, int32, or None for all of them.
+        continuation: how a sparse prefill followed an earlier sparse turn, if it did.
+        cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
+        stage: what the current slice works on.
+        tokens: generated so far.
+    """
+
+    uid: int
+    request: GenerationRequest
+    submitted: float
+    started: float = 0.0
+    plan: PrefillPlan | None = None
+    cached: int = 0
+    kept: npt.NDArray[np.int32] | None = None
+    continuation: Continuation | None = None
+    cache: list[Any] = field(default_factory=list)
+    shift: int = 0
+    stage: Stage = "queued"
+    tokens: list[int] = field(default_factory=list)
+    spent_ms: dict[str, float] = field(default_factory=dict)
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+
+    def spend(self, stage: Stage, ms: float) -> None:
+        """Add a slice's own time to its stage; what other requests did in between does not count."""
+        self.spent_ms[stage] = self.spent_ms.get(stage, 0.0) + ms
+
+    def record(self, token: int) -> None:
+        now = time.perf_counter()
+        if not self.tokens:
+            self.first_token_at = now
+        self.last_token_at = now
+        self.tokens.append(token)
+
+    def account(self) -> Account:
+        M = len(self.request.prompt)
+        kept = M if self.kept is None else int(self.kept.size)
+        spans = ((0, M),) if self.kept is None else kept_spans(self.kept)
+        return Account(
+            mode="full" if self.plan is None else self.plan.mode,
+            reason="not started" if self.plan is None else self.plan.reason,
+            prompt_tokens=M,
+            kept_tokens=kept,
+            cached_tokens=self.cached,
+            keep_pct=None if self.kept is None else round(kept / M, 6),
+            continuation=self.continuation,
+            timings=self._timings(),
+            kept_spans=spans if self.request.specprefill.return_spans else None,
+        )
+
+    def _timings(self) -> Timings:
+        started = self.started or time.perf_counter()
+        return Timings(
+            queue_ms=1e3 * (started - self.submitted),
+            draft_ms=self.spent_ms.get("draft", 0.0),
+            select_ms=self.spent_ms.get("select", 0.0),
+            prefill_ms=self.spent_ms.get("prefill", 0.0),
+            ttft_ms=1e3 * max(0.0, self.first_token_at - started) if self.tokens else 0.0,
+            decode_ms=1e3 * (self.last_token_at - self.first_token_at),
+        )

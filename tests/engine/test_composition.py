@@ -1,0 +1,343 @@
+"""Prefix cache, sparse prefill and sessions together: what is reused, and that reuse changes no answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from fractions import Fraction
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    Progress,
+    PromptSpan,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+    TokenEvent,
+)
+from mlx_specprefill.adapters.capture import QueryCapture
+from tests.tiny import FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_pair
+
+POLICY = SpecPrefillPolicy(threshold=200, keep_pct=Fraction(3, 10), densify=False)
+CONFIG = EngineConfig(policy=POLICY, prefill_step=128, prefix_cache_bytes=64 << 20)
+OFF = SpecPrefillOptions(False)
+AUTO = SpecPrefillOptions(None, None, return_spans=True)
+
+
+def chat(*lengths, seed=0):
+    """A prompt of user messages with headers of 2 and ends of 1, and a generation prompt of 2."""
+    M = sum(lengths) + 3 * len(lengths) + 2
+    spans, at = [], 0
+    for length in lengths:
+        spans.append(PromptSpan("user", at, at + 2, at + 2 + length, at + 3 + length))
+        at = spans[-1].end
+    return random_prompt(M, seed), tuple(spans)
+
+
+def ask(engine, prompt, spans=(), tokens=6, options=AUTO):
+    return generated(engine.generate(GenerationRequest(tuple(prompt), tokens, specprefill=options, spans=spans)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_identical_request_feeds_one_token_and_answers_the_same(family):
+    pair, prompt = tiny_pair(family), random_prompt(150)
+    with Engine(pair, CONFIG) as engine:
+        first, cold = ask(engine, prompt)
+        second, warm = ask(engine, prompt)
+    assert cold.account.cached_tokens == 0
+    assert first == second == greedy(pair.target, prompt, 6)
+    stateful = family not in ("llama", "qwen3")
+    assert warm.account.cached_tokens == (0 if stateful else 149)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_next_turn_starts_where_the_last_answer_ended(family):
+    pair = tiny_pair(family)
+    prompt, spans = chat(80, 60)
+    with Engine(pair, CONFIG) as engine:
+        answer, _ = ask(engine, prompt, spans)
+        longer = (*prompt, *answer, *random_prompt(40, 9))
+        tokens, last = ask(engine, longer)
+    assert last.account.cached_tokens >= len(prompt) + len(answer) - 2
+    assert tokens == greedy(pair.target, longer, 6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_that_cannot_be_trimmed_is_kept_at_message_boundaries(family):
+    """A second conversation with the same first message starts after it."""
+    pair = tiny_pair(family)
+    (first, spans), (other, _) = chat(90, 50), chat(90, 50, seed=5)
+    shared = (*first[: spans[0].end], *other[spans[0].end :])
+    with Engine(pair, CONFIG) as engine:
+        ask(engine, first, spans)
+        tokens, last = ask(engine, shared, spans)
+    assert last.account.cached_tokens == spans[0].end
+    assert tokens == greedy(pair.target, shared, 6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_sparse_prefill_of_the_suffix_only(family):
+    """Prefix hit of S: everything kept lies in [S, M), the threshold looks at M - S, the answer is that of the law."""
+    pair = tiny_pair(family)
+    prompt, spans = chat(150, 400)
+    S = spans[0].end
+    with Engine(pair, CONFIG) as engine:
+        ask(engine, prompt[:S], spans[:1], tokens=1)
+        tokens, last = ask(engine, prompt, spans)
+    account = last.account
+    assert (account.mode, account.cached_tokens) == ("sparse", S)
+    assert account.kept_spans[0][0] == 0
+    assert account.kept_spans[0][1] >= S
+    kept = np.concatenate([np.arange(a, b) for a, b in account.kept_spans])
+    assert kept.size == account.kept_tokens
+    assert S + 0.3 * (len(prompt) - S) <= kept.size < len(prompt)
+    assert tokens == masked_greedy(pair.target, prompt, kept, 6)
+
+
+def masked_greedy(model, prompt, kept, count):
+    """Greedy decoding of an attention-only model whose dropped prompt tokens nobody sees."""
+    seen, tokens = np.isin(np.arange(len(prompt)), kept), list(prompt)
+    original = mx.fast.scaled_dot_product_attention
+
+    def masked(q, k, v, *, scale, mask=None, **_):
+        L = q.shape[2]
+        visible = np.concatenate([seen, np.ones(L - seen.size, dtype=bool)])
+        allowed = np.tril(np.ones((L, L), dtype=bool)) & (visible[None] | np.eye(L, dtype=bool))
+        return original(q, k, v, scale=scale, mask=mx.array(allowed))
+
+    mx.fast.scaled_dot_product_attention = masked
+    try:
+        for _ in range(count):
+            tokens.append(int(mx.argmax(model(mx.array(tokens)[None])[0, -1]).item()))
+    finally:
+        mx.fast.scaled_dot_product_attention = original
+    return tokens[len(prompt) :]
+
+
+def test_a_dense_request_never_reads_a_sparse_entry():
+    pair = tiny_pair()
+    prompt, _ = chat(600)
+    with Engine(pair, CONFIG) as engine:
+        _, sparse = ask(engine, prompt)
+        tokens, dense = ask(engine, prompt, options=OFF)
+    assert sparse.account.mode == "sparse"
+    assert dense.account.mode == "full"
+    first_run = sparse.account.kept_spans[0][1]
+    assert dense.account.cached_tokens <= first_run
+    assert tokens == greedy(pair.target, prompt, 6)
+
+
+def test_what_is_kept_up_to_the_first_gap_is_dense_and_reused():
+    pair = tiny_pair()
+    prompt, _ = chat(600)
+    with Engine(pair, CONFIG) as engine:
+        _, sparse = ask(engine, prompt)
+        _, dense = ask(engine, prompt, options=OFF)
+    assert dense.account.cached_tokens == sparse.account.kept_spans[0][1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_extended_session_feeds_only_what_is_new(family):
+    pair = tiny_pair(family)
+    prompt, spans = chat(600)
+    config = dataclasses.replace(CONFIG, policy=dataclasses.replace(POLICY, extend_share=Fraction(0)))
+    with Engine(pair, config) as engine:
+        answer, first = ask(engine, prompt, spans)
+        more = (*prompt, *answer, *random_prompt(30, 4))
+        tokens, last = ask(engine, more)
+    assert (first.account.mode, last.account.mode) == ("sparse", "sparse")
+    assert last.account.continuation == "extend"
+    held = np.concatenate([np.arange(a, b) for a, b in last.account.kept_spans])
+    before = np.concatenate([np.arange(a, b) for a, b in first.account.kept_spans])
+    assert set(before) <= set(held)
+    assert set(range(len(prompt), len(more))) <= set(held)
+    assert held.size == before.size + len(more) - len(prompt)
+    if family in ("llama", "qwen3"):
+        assert tokens == masked_greedy(pair.target, more, held, 6)
+
+
+def test_a_question_about_what_was_dropped_starts_over(monkeypatch):
+    """The draft's scores move to chunks that the session doesn't hold: restart, and they are kept now."""
+    pair = tiny_pair()
+    prompt, spans = chat(600)
+    with Engine(pair, CONFIG) as engine:
+        answer, first = ask(engine, prompt, spans)
+        held = {i for a, b in first.account.kept_spans for i in range(a, b)}
+        wanted = next(c for c in range(2, 17) if not held & set(range(32 * c, 32 * c + 32)))
+
+        def elsewhere(self, logits, sinks):
+            row = np.full(self.prompt_len, 1e-6, dtype=np.float32)
+            row[32 * wanted : 32 * wanted + 32] = 1.0
+            self._best = mx.array(row)
+            self._count += 1
+
+        monkeypatch.setattr(QueryCapture, "_add", elsewhere)
+        more = (*prompt, *answer, *random_prompt(30, 4))
+        _, last = ask(engine, more)
+    assert last.account.continuation == "restart"
+    assert set(range(32 * wanted, 32 * wanted + 32)) <= {i for a, b in last.account.kept_spans for i in range(a, b)}
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_densified_in_idle_time_the_next_turn_is_an_ordinary_hit(family):
+    pair = tiny_pair(family)
+    prompt, spans = chat(600)
+    config = dataclasses.replace(CONFIG, policy=dataclasses.replace(POLICY, densify=True))
+    with Engine(pair, config) as engine:
+        answer, first = ask(engine, prompt, spans)
+        assert first.account.mode == "sparse"
+        more = (*prompt, *answer, *random_prompt(30, 4))
+        assert wait_until(lambda: engine.caches.target_prefix(more) is not None and engine.densified == 1)
+        tokens, last = ask(engine, more)
+    assert last.account.mode == "full"
+    assert last.account.cached_tokens >= len(prompt)
+    assert tokens == greedy(pair.target, more, 6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cancelled_prefill_goes_on_where_it_stopped(family):
+    pair, prompt = tiny_pair(family), random_prompt(700)
+    ended, box, progress = threading.Event(), [], []
+    with Engine(pair, CONFIG) as engine:
+        gate = threading.Event()
+
+        def on_event(event):
+            gate.wait(5)
+            if isinstance(event, Progress) and event.stage == "prefill":
+                progress.append(event.done)
+                if len(progress) == 3:
+                    box[0].cancel()
+            if isinstance(event, Finished):
+                ended.set()
+
+        box.append(engine.submit(GenerationRequest(prompt, 4, specprefill=OFF), on_event))
+        gate.set()
+        assert ended.wait(20)
+        tokens, last = ask(engine, prompt, options=OFF)
+    assert progress == [128, 256, 384]
+    assert last.account.cached_tokens == 384
+    assert tokens == greedy(pair.target, prompt, 6)
+
+
+def test_a_cancelled_draft_prefill_goes_on_where_it_stopped():
+    pair, (prompt, _) = tiny_pair(), chat(700)
+    ended, box, drafted = threading.Event(), [], []
+    config = dataclasses.replace(CONFIG, scoring=dataclasses.replace(CONFIG.scoring, prefill_step=128))
+    with Engine(pair, config) as engine:
+        gate = threading.Event()
+
+        def on_event(event):
+            gate.wait(5)
+            if isinstance(event, Progress) and event.stage == "draft" and not ended.is_set():
+                drafted.append(event.done)
+                if len(drafted) == 2:
+                    box[0].cancel()
+            if isinstance(event, Finished):
+                ended.set()
+
+        box.append(engine.submit(GenerationRequest(prompt, 4, specprefill=AUTO), on_event))
+        gate.set()
+        assert ended.wait(20)
+        starts = [
+            e.done
+            for e in engine.generate(GenerationRequest(prompt, 2))
+            if isinstance(e, Progress) and e.stage == "draft"
+        ]
+    assert drafted == [128, 256]
+    assert starts[0] > 256
+
+
+def test_answers_run_while_a_long_prompt_is_read():
+    """A running answer gets a token between any two slices of somebody else's prefill."""
+    order, done = [], threading.Event()
+    with Engine(tiny_pair(), dataclasses.replace(CONFIG, prefix_cache_bytes=0)) as engine:
+        started = threading.Event()
+
+        def short(event):
+            if isinstance(event, TokenEvent):
+                order.append("token")
+                started.set()
+
+        def long(event):
+            if isinstance(event, Progress) and event.stage == "prefill":
+                order.append("slice")
+            if isinstance(event, Finished):
+                done.set()
+
+        engine.submit(GenerationRequest(random_prompt(20), 400, specprefill=OFF), short)
+        assert started.wait(10)
+        engine.submit(GenerationRequest(random_prompt(2000), 1, specprefill=OFF), long)
+        assert done.wait(30)
+    text = " ".join(order)
+    assert "slice slice" not in text
+    assert order.count("slice") >= 8
+
+
+def test_a_short_request_overtakes_a_long_prefill():
+    finished, first = [], threading.Event()
+    with Engine(tiny_pair(), dataclasses.replace(CONFIG, prefix_cache_bytes=0, prefill_step=64)) as engine:
+        both = threading.Barrier(3)
+
+        def ending(name):
+            def on_event(event):
+                if isinstance(event, Progress) and event.stage == "prefill":
+                    first.set()
+                if isinstance(event, Finished):
+                    finished.append(name)
+                    threading.Thread(target=both.wait, daemon=True).start()
+
+            return on_event
+
+        engine.submit(GenerationRequest(random_prompt(3000), 1, specprefill=OFF), ending("long"))
+        assert first.wait(10)
+        engine.submit(GenerationRequest(random_prompt(60), 3, specprefill=OFF), ending("short"))
+        both.wait(30)
+    assert finished == ["short", "long"]
+
+
+def test_a_request_that_can_never_fit_is_refused_and_the_next_one_runs():
+    pair = tiny_pair()
+    with Engine(pair, dataclasses.replace(CONFIG, memory_limit=1)) as engine:
+        _, last = ask(engine, random_prompt(50))
+        assert "memory limit" in str(last.error)
+        assert engine.health().running == 0
+    with Engine(pair, dataclasses.replace(CONFIG, memory_limit=1 << 33)) as engine:
+        assert len(ask(engine, random_prompt(50))[0]) == 6
+
+
+def test_many_requests_at_once_each_get_their_own_answer():
+    pair = tiny_pair()
+    prompts = [random_prompt(20 + 37 * i, seed=i) for i in range(10)]
+    expected = [greedy(pair.target, prompt, 12) for prompt in prompts]
+    answers, done = {i: [] for i in range(10)}, threading.Semaphore(0)
+    with Engine(pair, CONFIG) as engine:
+
+        def collect(i):
+            def on_event(event):
+                if isinstance(event, TokenEvent):
+                    answers[i].append(event.token)
+                if isinstance(event, Finished):
+                    done.release()
+
+            return on_event
+
+        for i, prompt in enumerate(prompts):
+            engine.submit(GenerationRequest(prompt, 12, specprefill=OFF), collect(i))
+        for _ in prompts:
+            assert done.acquire(timeout=30)
+    assert [answers[i] for i in range(10)] == expected
+    assert max(max(tokens) for tokens in expected) < VOCAB

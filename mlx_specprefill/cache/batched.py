@@ -91,14 +91,15 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
         self._write = slot + 1
         self._steps += 1
         self._offset = None
-        return self._fetch()
+        return self.keys_and_values()
 
     @staticmethod
     def _one_token(count: int) -> None:
         if count != 1:
             raise ValueError(f"rows of a batch are fed one token each, not {count}")
 
-    def _fetch(self) -> tuple[mx.array, mx.array]:
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Of all slots in use, (B, H, S, D), in the order they lie in."""
         assert self.keys is not None
         assert self.values is not None
         if self._wrapped or self._write == self.keys.shape[2]:
@@ -215,7 +216,7 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
             return None, None
         keys, values = self.keys[rows, :, : self._used()], self.values[rows, :, : self._used()]
         if self._wrapped:
-            keys, values = (mx.roll(array, -self._write, axis=2) for array in (keys, values))
+            keys, values = (mx.roll(array, -self._write, 2) for array in (keys, values))
         return keys, values
 
     def _justify(self, parts: Sequence[tuple[mx.array | None, mx.array | None, int]]) -> None:
@@ -295,7 +296,7 @@ def _kind(leaf: Any) -> Hashable | None:
     if isinstance(leaf, Positioned):
         return type(leaf), getattr(leaf, "max_size", None)
     # mlx-lm's own batch twin of a ring forgets tokens that are kept for good.
-    if not hasattr(leaf, "merge") or getattr(leaf, "keep", 0):
+    if not hasattr(leaf, "merge") or getattr(leaf, "keep", 0) != 0:
         return None
     return type(leaf), len(leaf.cache) if isinstance(leaf, ArraysCache) else getattr(leaf, "max_size", None)
 

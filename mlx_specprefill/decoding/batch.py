@@ -59,7 +59,7 @@ class Removed:
     logits: mx.array
 
 
-class RowFailed(Exception):
+class RowFailed(Exception):  # noqa: N818 - an outcome of one row, like a cancellation
     """A row's processor or sampler raised (see the cause). No other row is affected; remove this one and go on."""
 
     def __init__(self, uid: int) -> None:
@@ -128,7 +128,9 @@ class _Group:
         else:
             extend_batch(self.cache, merge_rows(newcomers))
         self.rows += [row for other in others for row in other.rows]
-        self.next = _Choice(*(mx.concatenate(part) for part in zip(self.next, *(g.next for g in others), strict=True)))
+        self.next = _Choice(
+            *(mx.concatenate(list(part)) for part in zip(self.next, *(g.next for g in others), strict=True))
+        )
 
     def remove(self, index: int) -> Removed:
         row = self.rows.pop(index)
@@ -149,7 +151,7 @@ class _Group:
         if all(row.greedy for row in self.rows):
             return _Choice(logits, *choose(logits, None, greedy, ()))
         chosen = [self._choose_one(i, logits[i : i + 1], fed[i : i + 1]) for i in range(len(self.rows))]
-        return _Choice(logits, *(mx.concatenate(part) for part in zip(*chosen, strict=True)))
+        return _Choice(logits, *(mx.concatenate(list(part)) for part in zip(*chosen, strict=True)))
 
     def _choose_one(self, index: int, logits: mx.array, fed: mx.array) -> tuple[mx.array, mx.array]:
         row = self.rows[index]

@@ -21,7 +21,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..cache.positioned import quantize_kv
 from ..config import EngineConfig
-from ..decoding.batch import DecodeBatch, DecodeRow, 
+from ..decoding.batch import DecodeBatch, DecodeRow, RowFailed
 from ..errors import (
     ContextLengthError,
     EngineClosedError,
@@ -382,7 +382,7 @@ class Engine:
             return
         try:
             events = self._batch.step()
-        except  as failed:
+        except RowFailed as failed:
             log.error("a row failed", exc_info=failed.__cause__)
             self._batch.remove(failed.uid)
             cause = failed.__cause__

@@ -18,7 +18,10 @@ _stock_call = DynamicNTKScalingRoPE.__call__
 
 
 def _call(self: Any, x: mx.array, offset: Any = 0) -> mx.array:
-    """x (B, H, L, D); offset as in mlx-lm, or positions (1, L) int32."""
+    """x (B, H, L, D); offset as in mlx-lm, one per row (B,), or positions (1, L) int32."""
+    if isinstance(offset, mx.array) and offset.ndim == 1:  # every row has a base of its own
+        rows = [_stock_call(self, x[row : row + 1], start) for row, start in enumerate(np.array(offset).tolist())]
+        return mx.concatenate(rows)
     if not (isinstance(offset, mx.array) and offset.ndim == 2):
         stock: mx.array = _stock_call(self, x, offset)
         return stock

@@ -19,7 +19,15 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from . import dynamic_ntk, ministral3
 
-__all__ = ["DRAFT_REFUSALS", "SPARSE_REFUSALS", "Adapter", "adapter_for", "architecture_of", "verified"]
+__all__ = [
+    "BATCH_REFUSALS",
+    "DRAFT_REFUSALS",
+    "SPARSE_REFUSALS",
+    "Adapter",
+    "adapter_for",
+    "architecture_of",
+    "verified",
+]
 
 _NO_ATTENTION = "it has no attention layers, so there is nothing to score and no positions to restore"
 _SLOT_TOP_K = "its block selection is cut over storage slots, not over positions"
@@ -62,6 +70,18 @@ DRAFT_REFUSALS: Mapping[str, str] = {
     "rwkv7": _NO_ATTENTION,
 }
 
+# Why its rows decode one by one although their caches have a batch form.
+BATCH_REFUSALS: Mapping[str, str] = {
+    "afm7": "its KV-reuse layers rotate queries by the slot that all rows share",
+    "bitnet": _METAL_ONLY,
+    "gpt_bigcode": "it looks up the positions of one sequence",
+    "minimax_m3_vl": "its block selection is cut over slots, padding included",
+    "muse_spark": _METAL_ONLY,
+    "olmo": "mlx-lm can't run it on prompts of more than one token",
+    "phi3small": "its block-sparse attention takes no mask per row",
+    "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
+}
+
 _FAMILIES: Mapping[str, str] = {
     "gpt_oss": "gpt_oss",
     "ministral3": "ministral3",
@@ -91,6 +111,7 @@ class Adapter:
         prepare: run once at load, before the first forward.
         sparse_refusal: why it can't be prefilled sparsely; None if it can.
         draft_refusal: why it can't score a prompt; None if it can.
+        batch_refusal: why it can't decode several sequences in one forward; None if it can.
         absolute: it depends on absolute positions by design, so moving a whole sequence changes its logits.
     """
 
@@ -98,6 +119,7 @@ class Adapter:
     prepare: Callable[[], None] | None = None
     sparse_refusal: str | None = None
     draft_refusal: str | None = None
+    batch_refusal: str | None = None
     absolute: bool = False
 
 
@@ -114,13 +136,14 @@ def adapter_for(model_type: str) -> Adapter:
     row = verified().get(architecture)
     if row is None:
         reason = f"architecture {model_type!r} was not verified for sparse prefill"
-        return Adapter(family="unknown", sparse_refusal=reason, draft_refusal=reason)
+        return Adapter(family="unknown", sparse_refusal=reason, draft_refusal=reason, batch_refusal=reason)
     family = _FAMILIES.get(architecture, "standard")
     return Adapter(
         family=family,
         prepare=_prepare_ministral3 if family == "ministral3" else dynamic_ntk.install,
         sparse_refusal=None if row["sparse"] else str(row["reason"]),
         draft_refusal=None if row["capture"] else DRAFT_REFUSALS[architecture],
+        batch_refusal=BATCH_REFUSALS.get(architecture),
         absolute=architecture in _ABSOLUTE,
     )
 

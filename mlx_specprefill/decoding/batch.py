@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rope import adjusted_offsets
 from ..cache.batched import batch_key, extend_batch, extract_row, filter_batch, merge_rows
 from ..request import TokenEvent
@@ -172,15 +173,13 @@ class DecodeBatch:
     """Rows that decode side by side, whatever their caches, samplers and lengths.
 
     Rows whose caches have a batch form share one forward; the others (quantised caches, shifts that the cache can't
-    carry) take one forward each. If a step raises anything but `RowFailed`, no row's cache can be used any more.
-
-    Args:
-        batched: False decodes every row on its own, for models whose code can't take several rows.
+    carry) take one forward each, as do all rows of an architecture that was not verified in batches. If a step raises
+    anything but `RowFailed`, no row's cache can be used any more.
     """
 
-    def __init__(self, model: nn.Module, batched: bool = True) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._batched = batched
+        self._batched = adapter_for(architecture_of(model)).batch_refusal is None
         self._groups: list[_Group] = []
 
     def __len__(self) -> int:

@@ -84,6 +84,7 @@ class _Job:
     sequence: Sequence | None = None  # None for inspections and background tasks
     done: dict[str, int] = field(default_factory=dict)  # tokens per stage, as last reported
     on_end: Callable[[Any], None] = lambda _: None  # gets the result or the exception of a job without sequence
+    background: bool = False
 
 
 class Engine:
@@ -102,6 +103,7 @@ class Engine:
         self._jobs: dict[int, _Job] = {}
         self._admission = Admission(None, 0)
         self._densify: list[tuple[int, ...]] = []
+        self._in_background = False  # the current slice must not keep a new request waiting
         self.densified = 0  # sparse turns whose prompt was made dense afterwards
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -311,7 +313,7 @@ class Engine:
         return need + (self._draft_cost.of(len(request.prompt)) if wants_draft else 0)
 
     def _slice_size(self, kind: str) -> int:
-        return self._sizer.size(kind, contended=bool(self._scheduler.decoding))
+        return self._sizer.size(kind, contended=self._in_background or bool(self._scheduler.decoding))
 
     def _prefill(self) -> None:
         """One slice of one prefill."""
@@ -319,6 +321,7 @@ class Engine:
         if uid is None:
             return
         job, begun = self._jobs[uid], time.perf_counter()
+        self._in_background = job.background
         try:
             event = next(job.slices)
         except StopIteration as finished:
@@ -435,7 +438,7 @@ class Engine:
         if not self._scheduler.idle or not self._densify:
             return
         slices = self.prefiller.dense(self._densify.pop())
-        job = _Job(self._next_uid(), lambda _: None, RequestHandle(), slices, on_end=self._densified)
+        job = _Job(self._next_uid(), lambda _: None, RequestHandle(), slices, on_end=self._densified, background=True)
         self._jobs[job.uid] = job
         self._scheduler.add_background(job.uid)
 

@@ -33,9 +33,10 @@ def user(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 
-def needle(index: int) -> tuple[str, Any]:
+def needle(index: int, salt: int = 0) -> tuple[str, Any]:
+    """A prompt that no other salt shares: what is cached of an earlier one would not be prefilled again."""
     name, code, words, depth = NEEDLES[index]
-    return code, user(haystack(name, code, words, depth, seed=index))
+    return code, user(haystack(name, code, words, depth, seed=index + 100 * salt))
 
 
 def account(answer: Any) -> dict[str, Any]:
@@ -53,11 +54,13 @@ def test_a_short_chat(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens == account(answer)["prompt_tokens"] == account(answer)["kept_tokens"]
 
 
-@pytest.mark.parametrize("options", [{}, {"specprefill": True}, {"specprefill": None, "specprefill_keep_pct": 0.3}])
-def test_the_needle_survives_sparse_prefill(client: openai.OpenAI, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("salt", "options"), [(1, {}), (2, {"specprefill": True}), (3, {"specprefill": None, "specprefill_keep_pct": 0.3})]
+)
+def test_the_needle_survives_sparse_prefill(client: openai.OpenAI, salt: int, options: dict[str, Any]) -> None:
     found = 0
     for index in range(len(NEEDLES)):
-        code, messages = needle(index)
+        code, messages = needle(index, salt)
         extra = {**options, "specprefill_return_spans": True}
         answer = client.chat.completions.create(model="any", messages=messages, max_tokens=30, extra_body=extra)
         report = account(answer)
@@ -268,7 +271,7 @@ def test_several_clients_at_once(client: openai.OpenAI) -> None:
     answers: list[Any] = [None] * len(NEEDLES)
 
     def ask(index: int) -> None:
-        _, messages = needle(index)
+        _, messages = needle(index, salt=4)
         answers[index] = client.chat.completions.create(model="any", messages=messages, max_tokens=30)
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(NEEDLES))]

@@ -20,20 +20,20 @@ from mlx_specprefill.cache.prefix import PrefixCache  # noqa: E402
 from tests.cache.stores import BLOCK, fake_caches, filled, prompt_of  # noqa: E402
 
 # More than what it writes before it dies, less than what all of its like write: eviction runs, too.
-FILE_BYTES = 300_000
+FILE_BYTES = 3_000_000
+MAKE = fake_caches(stateful=True, window=6, width=512)
 
 
 def main(folder: str, seed: int) -> None:
-    make = fake_caches(stateful=True, window=6)
     disk = DiskTier(folder, FILE_BYTES)
-    prefixes = PrefixCache("model", make, ByteBudget(200_000), disk, block_size=BLOCK)
+    prefixes = PrefixCache("model", MAKE, ByteBudget(1_000_000), disk, block_size=BLOCK)
     print("ready", len(prefixes.entries()), flush=True)
     while True:
         seed += 1
         prompt = prompt_of(seed % 40)
         hit = prefixes.lookup(prompt)
         if hit is None or hit.length < len(prompt):
-            prefixes.store(prompt, filled(make, prompt))
+            prefixes.store(prompt, filled(MAKE, prompt))
         if seed % 16 == 0:
             disk.flush()
 

@@ -72,21 +72,23 @@ def overwrite(cache: Sequence[Any]) -> None:
                 mx.eval(array)
 
 
-def fake_caches(stateful: bool = False, window: int | None = None, dtype: mx.Dtype = mx.float32) -> Callable[[], Any]:
+def fake_caches(
+    stateful: bool = False, window: int | None = None, dtype: mx.Dtype = mx.float32, width: int = 4
+) -> Callable[[], Any]:
     """Makes empty caches of a model that isn't there: two plain layers, and on demand a recurrent and a window one."""
 
     def make() -> list[Any]:
         more = [ArraysCache(2)] if stateful else []
         return [KVCache(), *more, KVCache(), *([RotatingKVCache(window)] if window else [])]
 
-    make.dtype = dtype  # type: ignore[attr-defined]
+    make.dtype, make.width = dtype, width  # type: ignore[attr-defined]
     return make
 
 
 def filled(make: Callable[[], Any], tokens: Sequence[int], chunk: int | None = None) -> list[Any]:
     """A cache whose content is a function of the tokens: key i says token i, a state hashes all of them."""
     cache: list[Any] = make()
-    dtype = getattr(make, "dtype", mx.float32)
+    dtype, width = make.dtype, make.width  # type: ignore[attr-defined]
     ids = np.asarray(tokens, dtype=np.float32)
     step = chunk or max(len(ids), 1)
     for layer, part in enumerate(cache):
@@ -97,7 +99,7 @@ def filled(make: Callable[[], Any], tokens: Sequence[int], chunk: int | None = N
         for start in range(0, ids.size, step):
             rows = mx.array(ids[start : start + step])[None, None, :, None] + layer * 0.25
             part.update_and_fetch(
-                mx.broadcast_to(rows, (1, 2, rows.shape[2], 4)).astype(dtype),
+                mx.broadcast_to(rows, (1, 2, rows.shape[2], width)).astype(dtype),
                 mx.broadcast_to(-rows, (1, 2, rows.shape[2], 2)).astype(dtype),
             )
     mx.eval([part.state for part in cache])

@@ -23,7 +23,7 @@ import pytest
 from mlx_specprefill.cache.disk import DiskRow, DiskTier
 from mlx_specprefill.cache.memory import ByteBudget
 from mlx_specprefill.cache.prefix import PrefixCache
-from tests.cache.disk_writer import FILE_BYTES
+from tests.cache.disk_writer import FILE_BYTES, MAKE
 from tests.cache.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same
 
 LARGE = 1 << 30
@@ -437,7 +437,6 @@ def test_kill_9_during_writes_fifty_times(tmp_path: Path) -> None:
     """Whatever moment a process dies at, the next one opens the folder and serves nothing that is wrong."""
     rng, killed, survived, served = random.Random(0), 0, 0, 0
     deadline = time.monotonic() + 55
-    make = fake_caches(stateful=True, window=6)
     with writers(tmp_path) as start:
         while killed < 50 and time.monotonic() < deadline:
             process = start(killed)
@@ -449,7 +448,7 @@ def test_kill_9_during_writes_fifty_times(tmp_path: Path) -> None:
             process.wait()
             killed += 1
             if killed % 5 == 0:
-                with cached(tmp_path, make, limit=FILE_BYTES) as prefixes:
+                with cached(tmp_path, MAKE, limit=FILE_BYTES) as prefixes:
                     survived += bool(prefixes.entries())
                     served += sum(_served(prefixes, prompt_of(seed)) for seed in range(40))
     assert killed >= 25, "this machine is too slow to say anything"

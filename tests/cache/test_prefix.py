@@ -19,7 +19,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_pro
 
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.disk import DiskTier
-from mlx_specprefill.cache.memory import GRACE, ByteBudget
+from mlx_specprefill.cache.memory import GRACE, ByteBudget, Entry
 from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, next_position, place
 from mlx_specprefill.cache.prefix import PrefixCache
 from mlx_specprefill.cache.sessions import SessionStore
@@ -249,11 +249,15 @@ def test_hits_can_be_written_to(family: str) -> None:
         assert first.length == end
         reference = copy.deepcopy(first.cache)
         assert_close(first.cache, dense(family, prompt[:end])[0])
-        decode(model, first.cache, feed(model, first.cache, (5, 6, 7)), 4)
         overwrite(first.cache)
         second = prefixes.lookup(prompt[:end])
         assert second is not None
         assert same(second.cache, reference)
+        decode(model, second.cache, feed(model, second.cache, (5, 6, 7)), 4)
+        overwrite(second.cache)
+        third = prefixes.lookup(prompt[:end])
+        assert third is not None
+        assert same(third.cache, reference)
 
 
 def test_prompts_share_the_blocks_they_have_in_common() -> None:
@@ -543,6 +547,14 @@ def test_without_room_for_the_state_nothing_is_kept() -> None:
     assert prefixes.nbytes == 0
     serve(prefixes, make, tuple(range(3 * BLOCK)))
     assert prefixes.nbytes == 3 * BLOCK * _PER_TOKEN + 48
+
+
+def test_the_budget_cannot_be_overrun() -> None:
+    budget = ByteBudget(10)
+    budget.add(Entry(6))
+    with pytest.raises(ValueError, match="do not fit"):
+        budget.add(Entry(5))
+    assert budget.used == 6
 
 
 def test_several_caches_share_one_budget() -> None:

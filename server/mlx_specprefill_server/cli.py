@@ -112,6 +112,23 @@ def serve(
     no_specprefill: Annotated[bool, typer.Option("--no-specprefill", help="Sparse only when a request asks.")] = False,
     forced: Annotated[Forced | None, typer.Option("--forced", help="Which tokens are always kept.")] = None,
     prefill_step: PrefillStep = None,
+    max_rows: Annotated[int | None, typer.Option(help="Requests that run at the same time. Default 32.")] = None,
+    target_itl_ms: Annotated[
+        float | None, typer.Option(help="Milliseconds by which a prefill may delay a running answer. Default 200.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="For weights, requests and caches, as 48GB. Default: what the device recommends.")
+    ] = None,
+    prefix_cache_size: Annotated[
+        str | None, typer.Option(help="Memory for reusable prompt prefixes, 0: none. Default 2GB.")
+    ] = None,
+    prefix_cache_dir: Annotated[
+        Path | None, typer.Option(help="Folder in which prefixes outlive the server. Default: none.")
+    ] = None,
+    prefix_disk_size: Annotated[str | None, typer.Option(help="Disk space for that folder. Default 20GB.")] = None,
+    no_densify: Annotated[
+        bool, typer.Option("--no-densify", help="Never prefill in full, in idle time, what was prefilled sparsely.")
+    ] = False,
     kv_bits: KvBits = None,
     api_key: Annotated[list[str] | None, typer.Option(help="Require this key; repeat for more.")] = None,
     model_alias: Annotated[str | None, typer.Option(help="The model id that clients see.")] = None,
@@ -129,6 +146,13 @@ def serve(
             specprefill_keep_pct=specprefill_keep_pct,
             forced_rule=forced and forced.value,
             prefill_step=prefill_step,
+            max_rows=max_rows,
+            target_itl_ms=target_itl_ms,
+            memory_limit=memory_limit,
+            prefix_cache_size=prefix_cache_size,
+            prefix_cache_dir=prefix_cache_dir,
+            prefix_disk_size=prefix_disk_size,
+            densify=False if no_densify else None,
             kv_bits=kv_bits,
             api_keys=tuple(api_key) if api_key else None,
             model_alias=model_alias,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
@@ -18,6 +20,23 @@ def _listed(value: Any) -> Any:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
+
+
+UNITS = ("", "k", "m", "g", "t")
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+
+
+def _size(value: Any) -> Any:
+    """`512MB`, `1.5 GiB`, `2g`, or plain bytes. KB is 1024 bytes like KiB: memory sizes are meant."""
+    if not isinstance(value, str):
+        return value
+    parts = SIZE.fullmatch(value)
+    if parts is None:
+        raise ValueError(f"a size such as 512MB or 2GB is expected, got {value!r}")
+    return int(Fraction(parts[1]) * 1024 ** UNITS.index(parts[2].lower()))
+
+
+Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
 
 
 class Settings(BaseSettings):
@@ -43,6 +62,13 @@ class Settings(BaseSettings):
     forced_rule: ForcedRule = "template"
     prefill_step: int = 2048
     max_queue: int = 256
+    max_rows: int = Field(default=32, ge=1)
+    target_itl_ms: float = Field(default=200.0, gt=0)  # a prefill may delay running answers by this much
+    memory_limit: Annotated[int, BeforeValidator(_size), Field(gt=0)] | None = None
+    prefix_cache_size: Size = 2 << 30
+    prefix_cache_dir: Path | None = None
+    prefix_disk_size: Size = 20 << 30
+    densify: bool = True
     kv_bits: int | None = None
 
     @model_validator(mode="after")
@@ -55,9 +81,18 @@ class Settings(BaseSettings):
         return EngineConfig(
             selection=SelectionConfig(forced=self.forced_rule),
             policy=SpecPrefillPolicy(
-                enabled=self.specprefill, threshold=self.specprefill_threshold, keep_pct=self.specprefill_keep_pct
+                enabled=self.specprefill,
+                threshold=self.specprefill_threshold,
+                keep_pct=self.specprefill_keep_pct,
+                densify=self.densify,
             ),
             prefill_step=self.prefill_step,
             max_queue=self.max_queue,
+            max_rows=self.max_rows,
+            slice_target_ms=self.target_itl_ms,
+            memory_limit=self.memory_limit,
+            prefix_cache_bytes=self.prefix_cache_size,
+            prefix_cache_dir=self.prefix_cache_dir,
+            prefix_disk_bytes=self.prefix_disk_size,
             kv_bits=self.kv_bits,
         )

@@ -109,6 +109,20 @@ class TestServe:
         assert str(config.policy.keep_pct) == "3/10"
         assert config.selection.forced == "last-token"
 
+    def test_memory_options(self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path) -> None:
+        sizes = ["--memory-limit", "2GB", "--prefix-cache-size", "64MB", "--prefix-disk-size", "1GB"]
+        others = ["--prefix-cache-dir", str(tmp_path), "--max-rows", "3", "--target-itl-ms", "40", "--no-densify"]
+        done = run("serve", *sizes, *others, *models)
+        assert done.exit_code == 0, done.output
+        config = served[0][0].config
+        assert (config.memory_limit, config.prefix_cache_bytes, config.prefix_disk_bytes) == (
+            2 << 30,
+            64 << 20,
+            1 << 30,
+        )
+        assert (config.prefix_cache_dir, config.max_rows, config.slice_target_ms) == (tmp_path, 3, 40)
+        assert not config.policy.densify
+
     def test_the_pair_file_gives_defaults_that_options_override(
         self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path
     ) -> None:
@@ -144,6 +158,7 @@ class TestRefusals:
             (["serve", "--pairs-file", "{missing}"], "can't read"),
             (["serve", "--draft", "somewhere"], "--draft needs --target"),
             (["serve", "--target", "{missing}"], "no model here"),
+            (["serve", "--memory-limit", "plenty"], "such as 512MB or 2GB"),
             (["serve", "--kv-bits", "7"], "kv_bits must be one of"),
             (["serve", "--specprefill-keep-pct", "1.5"], "must be a number in (0, 1]"),
         ],
@@ -184,7 +199,7 @@ class TestRefusals:
     def test_an_engine_failure_is_exit_code_1(
         self, models: list[str], prompt_file: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def broken(*_: object) -> None:
+        def broken(*_: object, **__: object) -> None:
             raise RuntimeError("out of memory")
 
         monkeypatch.setattr("mlx_specprefill.engine.prefiller.prefill", broken)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,35 @@ def test_the_environment_fills_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.selection.forced, config.kv_bits) == ("last-token", 4)
 
 
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("0", 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("512MB", 512 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("2g", 2 << 30),
+        ("1tb", 1 << 40),
+    ],
+)
+def test_sizes_take_units(given: Any, size: int) -> None:
+    assert Settings(prefix_cache_size=given).engine_config().prefix_cache_bytes == size
+
+
+def test_memory_and_concurrency_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLX_SPECPREFILL_MAX_ROWS", "4")
+    monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "2GB")
+    monkeypatch.setenv("MLX_SPECPREFILL_PREFIX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MLX_SPECPREFILL_PREFIX_DISK_SIZE", "3GB")
+    monkeypatch.setenv("MLX_SPECPREFILL_TARGET_ITL_MS", "50")
+    monkeypatch.setenv("MLX_SPECPREFILL_DENSIFY", "false")
+    config = Settings().engine_config()
+    assert (config.max_rows, config.memory_limit, config.slice_target_ms) == (4, 2 << 30, 50)
+    assert (config.prefix_cache_dir, config.prefix_disk_bytes) == (tmp_path, 3 << 30)
+    assert not config.policy.densify
+
+
 def test_keys_are_not_shown() -> None:
     assert "sesame" not in repr(Settings(api_keys=("sesame",)))
 
@@ -52,6 +82,13 @@ def test_keys_are_not_shown() -> None:
         {"forced_rule": "none"},
         {"keep_alive_s": 0},
         {"body_limit": 0},
+        {"max_rows": 0},
+        {"target_itl_ms": 0},
+        {"memory_limit": 0},
+        {"memory_limit": "lots"},
+        {"prefix_cache_size": "2XB"},
+        {"prefix_cache_size": -1},
+        {"prefix_disk_size": "1.2.3GB"},
     ],
 )
 def test_bad_values_are_refused(bad: dict[str, Any]) -> None:

@@ -69,6 +69,18 @@ Logits = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int32]
 
 
+@contextmanager
+def on_the_cpu_unfused() -> Iterator[None]:
+    """How the laws run: bit-identity is promised on the CPU, and on a fresh machine mlx compiles every fused kernel
+    for a second or so, of which there are a hundred here and none of which knows about positions."""
+    mx.disable_compile()
+    try:
+        with mx.stream(mx.cpu):
+            yield
+    finally:
+        mx.enable_compile()
+
+
 # --- tiny models -----------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +14,16 @@ from mlx.utils import tree_flatten
 from mlx_specprefill.adapters import rope
 from mlx_specprefill.adapters.probe import probe_sparse
 from mlx_specprefill.adapters.registry import adapter_for
-from tests.oracle import build, has_experts, tiny_models
+from tests.oracle import build, has_experts, on_the_cpu_unfused, tiny_models
 
 VERIFIED = [name for name, tiny in tiny_models().items() if adapter_for(tiny.architecture).sparse_refusal is None]
 HALF = ["llama", "llama+window", "qwen3", "qwen3_5", "nemotron_h", "gemma3_text", "gemma2", "lfm2"]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> Iterator[None]:
+    with on_the_cpu_unfused():
+        yield
 
 
 @pytest.mark.parametrize("name", VERIFIED)

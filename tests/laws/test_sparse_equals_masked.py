@@ -40,8 +40,7 @@ DISCRIMINATION = 1e-2
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu() -> Iterator[None]:
-    """Bit-identity is promised there; elsewhere the kernel that is chosen may depend on the shape."""
-    with mx.stream(mx.cpu):
+    with oracle.on_the_cpu_unfused():
         yield
 
 

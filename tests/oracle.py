@@ -462,7 +462,8 @@ def variants(architecture: str) -> list[str]:
 def table_row(architecture: str) -> dict[str, Any]:
     """What `verified.json` must say about one architecture; the worst of its variants counts."""
     measured = [measure(name) for name in variants(architecture)] if architecture not in UNBUILDABLE else []
-    errors = [m.error for m in measured if m.error is not None and np.isfinite(m.error)]
+    compared = [m.error for m in measured if m.error is not None and m.attention != "recurrent"]
+    errors = [error for error in compared if np.isfinite(error)]
     exact = bool(measured) and all(m.failure is None and m.identical and m.error < EXACT for m in measured)
     return {
         "sparse": exact and architecture not in SPARSE_REFUSALS,

@@ -33,6 +33,7 @@ _NO_ATTENTION = "it has no attention layers, so there is nothing to score and no
 _SLOT_TOP_K = "its block selection is cut over storage slots, not over positions"
 _LEARNED_POSITIONS = "its learned position embedding is looked up by storage slot"
 _CHUNKED = "its chunked cache derives the attention mask from the slot, not from the position"
+_NOT_IMPORTABLE = "mlx-lm can't import it without the package ai2-olmo, so it was not verified"
 _METAL_ONLY = "it runs on Metal kernels only and could not be verified"
 
 # Why sparse prefill is not exact there. A test asserts that this and what the oracle says agree.
@@ -49,7 +50,7 @@ SPARSE_REFUSALS: Mapping[str, str] = {
     "mamba2": _NO_ATTENTION,
     "minimax_m3_vl": _SLOT_TOP_K,
     "muse_spark": _METAL_ONLY,
-    "olmo": "mlx-lm can't run it on prompts of more than one token",
+    "olmo": _NOT_IMPORTABLE,
     "phi3small": "its block-sparse attention is laid out over storage slots",
     "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
     "rwkv7": _NO_ATTENTION,
@@ -64,7 +65,7 @@ DRAFT_REFUSALS: Mapping[str, str] = {
     "mamba": _NO_ATTENTION,
     "mamba2": _NO_ATTENTION,
     "muse_spark": _METAL_ONLY,
-    "olmo": "mlx-lm can't run it on prompts of more than one token",
+    "olmo": _NOT_IMPORTABLE,
     "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
     "recurrent_gemma": "none of its attention layers spans the prompt",
     "rwkv7": _NO_ATTENTION,
@@ -77,7 +78,7 @@ BATCH_REFUSALS: Mapping[str, str] = {
     "gpt_bigcode": "it looks up the positions of one sequence",
     "minimax_m3_vl": "its block selection is cut over slots, padding included",
     "muse_spark": _METAL_ONLY,
-    "olmo": "mlx-lm can't run it on prompts of more than one token",
+    "olmo": _NOT_IMPORTABLE,
     "phi3small": "its block-sparse attention takes no mask per row",
     "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
 }

@@ -91,6 +91,7 @@ class _Node:
         self.parent = parent
         self.tokens = tokens
         self.digest = digest
+        self.first = int(tokens[0]) if tokens.size else -1
         self.end: int = tokens.size + (parent.end if parent else 0)
         self.children: dict[bytes, _Node] = {}
         self.record: _Record | None = None  # None for the root only
@@ -102,6 +103,12 @@ class _Node:
         if self.state is not None:
             yield self.state
         yield from (child.record for child in self.children.values() if child.record is not None)
+
+    def common(self, wanted: Tokens) -> list[tuple[int, _Node]]:
+        """Children that start as `wanted` goes on after this node, each with how many tokens they share."""
+        rest = wanted[self.end :]
+        first = int(rest[0]) if rest.size else None
+        return [(_common(child.tokens, rest), child) for child in self.children.values() if child.first == first]
 
     def records(self) -> list[_Record]:
         return [record for record in (self.record, self.state) if record is not None]
@@ -203,9 +210,7 @@ class PrefixCache:
         """Follow the prompt as far as it goes, into the middle of a block if need be."""
         node = self._root
         while True:
-            rest = wanted[node.end :]
-            matches = ((_common(child.tokens, rest), child) for child in node.children.values())
-            count, child = max(matches, key=lambda match: match[0], default=(0, node))
+            count, child = max(node.common(wanted), key=lambda match: match[0], default=(0, node))
             if count == 0:
                 return _Match(node, node.end) if node is not self._root else None
             if count < self.block_size:
@@ -216,8 +221,7 @@ class PrefixCache:
         """The longest prefix that ends in a stored state."""
         node, best = self._root, None
         while True:
-            rest = wanted[node.end :]
-            whole = [child for child in node.children.values() if _common(child.tokens, rest) == child.tokens.size]
+            whole = [child for count, child in node.common(wanted) if count == child.tokens.size]
             best = max((child for child in whole if child.state is not None), key=lambda child: child.end, default=best)
             block = next((child for child in whole if child.tokens.size == self.block_size), None)
             if block is None:
@@ -303,8 +307,9 @@ class PrefixCache:
     def _extend(self, parent: _Node, ids: Tokens, cache: Sequence[Any]) -> _Node | None:
         """Store the next block or tail; None when there is no room, or nothing new in it."""
         part = ids[parent.end : parent.end + self.block_size]
-        siblings = parent.children.values()
-        if not self._layout.stateful and any(_common(child.tokens, part) == part.size for child in siblings):
+        siblings = parent.common(ids[: parent.end + self.block_size])
+        covered = any(count == part.size and self._there(child.record) for count, child in siblings)
+        if covered and not self._layout.stateful:
             return None
         node = _Node(parent, part, block_digest(parent.digest, part))
         stale = parent.children.get(node.digest)
@@ -315,8 +320,8 @@ class PrefixCache:
             return None
         parent.children[node.digest] = node
         if not self._layout.stateful:
-            for child in list(parent.children.values()):
-                if child is not node and _common(child.tokens, part) == child.tokens.size:
+            for count, child in siblings:
+                if count == child.tokens.size and not child.removed:
                     self._remove(child)
         return node
 

@@ -404,6 +404,20 @@ def test_nothing_is_served_after_close(tmp_path: Path) -> None:
     assert found(prefixes, range(20)) == 20
 
 
+@pytest.mark.parametrize("stateful", [False, True])
+def test_what_disk_lost_is_stored_again(tmp_path: Path, stateful: bool) -> None:
+    """Also when no look-up noticed the loss."""
+    make = fake_caches(stateful)
+    for lost in range(4 + stateful):
+        with cached(tmp_path / str(lost), make) as prefixes:
+            prefixes.store(range(28), filled(make, range(28)))
+            prefixes._budget.shrink(LARGE)
+            nodes = [record for node in prefixes._nodes() for record in node.records()]
+            prefixes._disk.remove([nodes[lost].key])  # type: ignore[union-attr]
+            prefixes.store(range(28), filled(make, range(28)))
+            assert found(prefixes, range(28)) == 28
+
+
 # --- several processes, sudden ends -----------------------------------------------------------------------------------
 
 
@@ -435,26 +449,32 @@ def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_kill_9_during_writes_fifty_times(tmp_path: Path) -> None:
     """Whatever moment a process dies at, the next one opens the folder and serves nothing that is wrong."""
-    rng, killed, survived, served = random.Random(0), 0, 0, 0
+    rng, killed, served = random.Random(0), 0, 0
     deadline = time.monotonic() + 55
     with writers(tmp_path) as start:
         while killed < 50 and time.monotonic() < deadline:
             process = start(killed)
             assert process.stdout is not None
             assert process.stdout.readline().startswith("ready"), "the folder could not be opened"
-            time.sleep(rng.uniform(0.0, 0.06))
+            if killed % 4:  # every fourth one may die before it has written anything
+                _wait_for_a_change(tmp_path)
+            time.sleep(rng.uniform(0.0, 0.03))
             assert process.poll() is None, "the writer ended by itself"
             process.send_signal(signal.SIGKILL)
             process.wait()
             killed += 1
             if killed % 5 == 0:
                 with cached(tmp_path, MAKE, limit=FILE_BYTES) as prefixes:
-                    survived += bool(prefixes.entries())
                     served += sum(_served(prefixes, prompt_of(seed)) for seed in range(40))
     assert killed >= 25, "this machine is too slow to say anything"
-    assert survived == killed // 5
-    assert served > 2 * killed, "the writers left nothing to check"
+    assert served > killed, "the writers left too little to check"
     _folder_is_consistent(tmp_path)
+
+
+def _wait_for_a_change(folder: Path) -> None:
+    before, deadline = {path.name for path in folder.iterdir()}, time.monotonic() + 5
+    while {path.name for path in folder.iterdir()} == before and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _served(prefixes: PrefixCache, prompt: tuple[int, ...]) -> bool:

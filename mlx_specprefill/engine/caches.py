@@ -80,9 +80,9 @@ class EngineCaches:
         """Let go of at least that many bytes, if there are as many."""
         self.budget.shrink(nbytes)
 
-    def target_prefix(self, tokens: Sequence[int]) -> PrefixHit | None:
-        """The longest dense prefix that leaves at least one token to feed."""
-        return _lookup(self._target, tokens)
+    def target_prefix(self, tokens: Sequence[int], again: bool = False) -> PrefixHit | None:
+        """The longest dense prefix that leaves at least one token to feed. `again`: not a request of its own."""
+        return _lookup(self._target, tokens, again)
 
     def draft_prefix(self, tokens: Sequence[int]) -> PrefixHit | None:
         return _lookup(self._draft, tokens)
@@ -106,19 +106,30 @@ class EngineCaches:
 
     def keep_session(self, tokens: Sequence[int], cache: list[Any], keep: Fraction) -> None:
         """Store a sparse cache under the tokens it stands for; it never answers a dense request."""
-        if self.enabled:
+        if not self.enabled:
+            return
+        try:
             self.sessions.store(f"{self._pair_name}:{keep}", tokens, cache)
+        except Exception:
+            log.exception("a session could not be stored")
+
+    def clear(self) -> None:
+        """Forget every prefix and session, in memory and on disk."""
+        self.sessions.clear()
+        for cache in (self._target, self._draft):
+            if cache is not None:
+                cache.clear()
 
     def close(self) -> None:
         if self._disk is not None:
             self._disk.close()
 
 
-def _lookup(cache: PrefixCache | None, tokens: Sequence[int]) -> PrefixHit | None:
+def _lookup(cache: PrefixCache | None, tokens: Sequence[int], again: bool = False) -> PrefixHit | None:
     if cache is None:
         return None
     try:
-        return cache.lookup(tokens, len(tokens) - 1)
+        return cache.lookup(tokens, len(tokens) - 1, again)
     except Exception:
         log.exception("prefix look-up failed; the prompt is read from its start")
         return None

@@ -32,7 +32,7 @@ from ..errors import (
 from ..loading import ModelPair
 from ..request import Event, Failed, Finished, FinishReason, GenerationRequest, Progress, TokenEvent
 from ..sampling import check_sampling, logits_processors, make_sampler
-from .admission import Admission
+from .admission import Admission, Footprint
 from .caches import EngineCaches
 from .footprint import default_limit, measure_footprint, weight_bytes
 from .inspection import Inspection, inspect_prompt
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 OnEvent = Callable[[Event], None]
 _IDLE_BEAT_S = 0.5
 _THREAD_EXIT_S = 0.1
+_ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class Engine:
         self._batch = DecodeBatch(pair.target)
         self._jobs: dict[int, _Job] = {}
         self._admission = Admission(None, 0)
+        self._target_cost = self._draft_cost = Footprint(0, 0, 0)
         self._densify: list[tuple[int, ...]] = []
         self._in_background = False  # the current slice must not keep a new request waiting
         self.densified = 0  # sparse turns whose prompt was made dense afterwards
@@ -110,6 +112,7 @@ class Engine:
         self._uids = 0
         self._unread = 0  # submitted, not yet seen by the loop
         self._open = False
+        self._ready = threading.Event()
         self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._loop, name="mlx-specprefill-engine", daemon=True)
 
@@ -123,7 +126,7 @@ class Engine:
     # --- any thread --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the MLX thread.
+        """Start the MLX thread, and wait until it has measured what a sequence costs.
 
         Raises:
             EngineClosedError: the engine was closed before.
@@ -135,6 +138,7 @@ class Engine:
         maybe_set_recommended_wired_limit()
         self._open = True
         self._thread.start()
+        self._ready.wait()
         atexit.register(self.close)  # a thread that MLX has used must be gone before the interpreter finalises
 
     def close(self, timeout: float = 30.0) -> None:
@@ -172,6 +176,11 @@ class Engine:
         if not all(0 <= token < self.pair.vocab_size for token in request.prompt):
             raise InvalidRequestError("the prompt has token ids outside the vocabulary", field="prompt")
         check_sampling(request.sampling, self.pair.vocab_size)
+        need = self._need(request)
+        if not self._admission.can_ever(need):
+            raise InvalidRequestError(
+                f"the request needs {need >> 20} MiB of memory, more than the limit leaves", field="messages"
+            )
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> RequestHandle:
         """Queue a request. `on_event` is called on the MLX thread; it must be quick and must not raise.
@@ -239,11 +248,12 @@ class Engine:
 
     def _loop(self) -> None:
         self._prepare()
+        self._ready.set()
         while self._open or not self._inbox.empty():
             self._beat = time.monotonic()
             self._read_inbox()
             if self._open:
-                self._tick()
+                self._guarded_tick()
         for job in list(self._jobs.values()):
             self._cancel(job)
         self.caches.close()
@@ -277,6 +287,16 @@ class Engine:
     def _idle(self) -> bool:
         return self._open and self._scheduler.idle and not self._densify
 
+    def _guarded_tick(self) -> None:
+        """What no step could blame on one request ends those that run, never the loop."""
+        try:
+            self._tick()
+        except Exception as error:
+            log.exception("the engine starts over")
+            for job in list(self._jobs.values()):
+                self._fail(job, error)
+            self._batch = DecodeBatch(self.pair.target)
+
     def _tick(self) -> None:
         for job in [job for job in self._jobs.values() if job.handle.cancelled]:
             self._cancel(job)
@@ -288,12 +308,8 @@ class Engine:
     def _admit(self) -> None:
         while (uid := self._scheduler.next_waiting()) is not None:
             job = self._jobs[uid]
-            need = self._need(job)
-            if not self._admission.can_ever(need):
-                self._end(job, Failed(InvalidRequestError(
-                    f"the request needs {need >> 20} MiB, more than the memory limit leaves", field="messages"
-                )))  # fmt: skip
-            elif self._admission.reserve(uid, need):
+            need = self._need(job.sequence.request if job.sequence is not None else None)
+            if self._admission.reserve(uid, need):
                 self._scheduler.admit(uid)
                 if job.sequence is not None:
                     job.sequence.started = time.perf_counter()
@@ -303,12 +319,11 @@ class Engine:
             else:
                 return
 
-    def _need(self, job: _Job) -> int:
-        """Predicted bytes: the whole prompt and answer in the target, the prompt in the draft."""
-        if job.sequence is None or self._admission.limit is None:
+    def _need(self, request: GenerationRequest | None) -> int:
+        """Predicted bytes: the prompt and the answer in the target, the prompt in the draft."""
+        if request is None or self._admission.limit is None:
             return 0
-        request = job.sequence.request
-        need = self._target_cost.of(len(request.prompt) + request.max_tokens)
+        need = self._target_cost.of(len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS))
         wants_draft = self.prefiller.plan(request).mode == "sparse"
         return need + (self._draft_cost.of(len(request.prompt)) if wants_draft else 0)
 
@@ -323,15 +338,23 @@ class Engine:
         job, begun = self._jobs[uid], time.perf_counter()
         self._in_background = job.background
         try:
-            event = next(job.slices)
-        except StopIteration as finished:
-            self._prefilled(job, finished.value)
+            event = self._advance(job)
         except Exception as error:
             log.exception("prefill failed")
             self._fail(job, error)
-        else:
+            return
+        if event is not None:
             self._account_slice(job, event, 1e3 * (time.perf_counter() - begun))
             self._emit(job, event)
+
+    def _advance(self, job: _Job) -> Event | None:
+        """The event of one slice; None when the job's prefill was over, and it has gone on to what follows."""
+        try:
+            event: Event = next(job.slices)
+        except StopIteration as finished:
+            self._prefilled(job, finished.value)
+            return None
+        return event
 
     def _account_slice(self, job: _Job, event: Event, ms: float) -> None:
         if not isinstance(event, Progress):

@@ -45,6 +45,7 @@ __all__ = ["app", "main"]
 
 USAGE_ERROR = 2  # the exit status of everything the user can put right
 FAILED = 1
+ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
 
 app = typer.Typer(
     name="mlx-specprefill",
@@ -187,7 +188,9 @@ def generate(
         text = _read(prompt_file)
         options = _options(mode, keep)
         chosen = _choose(pair, pairs_file, target, draft)
-        settings = _settings(forced_rule=forced.value, prefill_step=prefill_step, kv_bits=kv_bits, defaults=chosen)
+        settings = _settings(
+            forced_rule=forced.value, prefill_step=prefill_step, kv_bits=kv_bits, defaults=chosen, **ONE_SHOT
+        )
         with Engine(_load(chosen, dtype), settings.engine_config()) as engine:
             prompt = _prompt(engine.pair, text, question, raw)
             request = GenerationRequest(
@@ -223,7 +226,7 @@ def inspect(
         text = _read(prompt_file)
         options = _options(PrefillMode.auto, keep)
         chosen = _choose(pair, pairs_file, target, draft)
-        settings = _settings(forced_rule=forced.value, defaults=chosen)
+        settings = _settings(forced_rule=forced.value, defaults=chosen, **ONE_SHOT)
         with Engine(_load(chosen, dtype), settings.engine_config()) as engine:
             prompt = _prompt(engine.pair, text, question, raw)
             inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))

@@ -70,12 +70,12 @@ class Prefiller:
         self._from_prefix(sequence)
         return (yield from self._full(sequence))
 
-    def _from_prefix(self, sequence: Sequence) -> None:
+    def _from_prefix(self, sequence: Sequence, again: bool = False) -> None:
         """Start from the longest dense prefix that the exact cache holds and the request may use."""
         prompt = sequence.request.prompt
         sequence.stage = "prefill"
         limit = _usable_prefix(sequence.request)
-        hit = self.caches.target_prefix(prompt[: limit + 1]) if limit > 0 else None
+        hit = self.caches.target_prefix(prompt[: limit + 1], again) if limit > 0 else None
         sequence.cached = hit.length if hit is not None else 0
         sequence.cache = hit.cache if hit is not None else empty_cache(self.pair.target)
 
@@ -229,13 +229,14 @@ class Prefiller:
             if done:  # an identical retry goes on from here
                 self.caches.keep_target(request.prompt[: S + done], sequence.cache)
             raise
-        self.caches.keep_target(request.prompt, sequence.cache)
+        if not cuts or not _stateful(sequence.cache):
+            self.caches.keep_target(request.prompt, sequence.cache)
         return logits
 
     def dense(self, tokens: tuple[int, ...]) -> Generator[Progress, None, None]:
         """Background: bring the exact cache up to `tokens`, preemptible at every slice."""
         sequence = Sequence(-1, GenerationRequest(tokens, 1), 0.0)
-        self._from_prefix(sequence)
+        self._from_prefix(sequence, again=True)
         if sequence.cached < len(tokens) - 1:
             for progress in self._full(sequence):
                 assert isinstance(progress, Progress)
@@ -243,13 +244,12 @@ class Prefiller:
 
     def _checkpoints(self, sequence: Sequence) -> list[int]:
         """Prompt lengths at which another request may branch off: only for state that can't be trimmed."""
-        parts = list(leaves(sequence.cache))
-        if not any(isinstance(part, (ArraysCache, PositionedRotatingKVCache)) for part in parts):
+        if not _stateful(sequence.cache):
             return []
-        M = len(sequence.request.prompt)
+        M = len(sequence.request.prompt)  # an identical prompt can use its first M - 1 tokens
         spans = sequence.request.spans
         ends = [span.end for span in spans if span.kind in ("system", "tools")] + [span.end for span in spans[-3:]]
-        return sorted({end for end in [*ends, *range(_STATE_EVERY, M, _STATE_EVERY)] if 0 < end < M})
+        return sorted({end for end in [*ends, *range(_STATE_EVERY, M, _STATE_EVERY), M - 1] if 0 < end < M})
 
     def _with_prompt_logprobs(self, sequence: Sequence, count: int) -> Slices:
         """Full prefill that looks at every row's logits; one slice's (L, V) float32 block is held at a time."""
@@ -267,6 +267,11 @@ class Prefiller:
             start = end
         yield PromptLogprobs(tuple(entries))
         return logits[-1:]
+
+
+def _stateful(cache: list[Any]) -> bool:
+    """Whether some layer's state can't be cut back to an earlier length."""
+    return any(isinstance(part, (ArraysCache, PositionedRotatingKVCache)) for part in leaves(cache))
 
 
 def _usable_prefix(request: GenerationRequest) -> int:

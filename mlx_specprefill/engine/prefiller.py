@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np

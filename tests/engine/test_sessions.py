@@ -1,0 +1,244 @@
+"""Agent sessions: what the turns after the first cost, in tokens fed, and that nothing dropped stays out of reach."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    PromptSpan,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+    TokenEvent,
+    load_pair,
+)
+from mlx_specprefill.adapters.capture import QueryCapture
+from tests.engine.test_composition import wait_until
+from tests.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+POLICY = SpecPrefillPolicy(threshold=300, keep_pct=Fraction(3, 10), densify=False, extend_share=Fraction(1, 2))
+CONFIG = EngineConfig(policy=POLICY, prefill_step=128, prefix_cache_bytes=64 << 20)
+AUTO, OFF = SpecPrefillOptions(return_spans=True), SpecPrefillOptions(False, return_spans=True)
+TURNS, FIRST, ANSWER = 7, 900, 6
+
+
+class Meter:
+    """Counts the tokens that go through each model of a pair."""
+
+    def __init__(self, pair: ModelPair, patch: pytest.MonkeyPatch) -> None:
+        self.target = self.draft = 0
+        for name in ("target", "draft"):
+            self._watch(type(getattr(pair, name)), getattr(pair, name), name, patch)
+
+    def _watch(self, kind: type, model: Any, name: str, patch: pytest.MonkeyPatch) -> None:
+        inner: Callable[..., Any] = kind.__call__
+
+        def counted(this: Any, tokens: mx.array, *args: Any, **kwargs: Any) -> Any:
+            if this is model:
+                setattr(self, name, getattr(self, name) + int(tokens.size))
+            return inner(this, tokens, *args, **kwargs)
+
+        patch.setattr(kind, "__call__", counted)
+
+    def take(self) -> tuple[int, int]:
+        counts = self.target, self.draft
+        self.target = self.draft = 0
+        return counts
+
+
+def tool_result(turn: int) -> tuple[int, ...]:
+    return random_prompt(40, 100 + turn)
+
+
+def seven_turns(engine: Engine, meter: Meter, options: SpecPrefillOptions) -> list[tuple[int, int, Finished]]:
+    """(tokens fed to the target, to the draft, the end) of each turn; every turn appends what came before it."""
+    prompt, turns = random_prompt(FIRST), []
+    for turn in range(TURNS):
+        meter.take()
+        answer, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=options)))
+        assert isinstance(last, Finished)
+        turns.append((*meter.take(), last))
+        prompt = (*prompt, *answer, *tool_result(turn))
+    return turns
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_turns_feed_no_more_than_a_dense_session_and_the_look_ahead(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven turns without a pause: sparse pays for what is new, as dense does, and for the draft's look-ahead."""
+    rows = CONFIG.scoring.rows
+    everything = dataclasses.replace(CONFIG, policy=dataclasses.replace(POLICY, extend_share=Fraction(0)))
+    pair = tiny_pair(family)
+    meter = Meter(pair, monkeypatch)
+    with Engine(pair, everything) as engine:
+        sparse = seven_turns(engine, meter, AUTO)
+    with Engine(pair, everything) as engine:
+        dense = seven_turns(engine, meter, OFF)
+    assert [last.account.mode for _, _, last in sparse] == ["sparse"] * TURNS
+    assert sparse[0][0] < dense[0][0]
+    for (fed, scored, last), (cached, unscored, _) in zip(sparse[1:], dense[1:], strict=True):
+        assert last.account.continuation == "extend"
+        assert fed <= cached
+        assert unscored == 0
+        assert scored <= len(tool_result(0)) + ANSWER + rows + 1
+
+
+def kept_of(last: Any) -> set[int]:
+    return {index for start, end in last.account.kept_spans for index in range(start, end)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_question_about_a_dropped_chunk_starts_over_at_any_turn(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three turns extend; the fourth wants a chunk that the first dropped."""
+    pair, wanted = tiny_pair(family, "llama"), {"chunk": 0}
+
+    def looks_at(self: Any, *_: Any) -> None:
+        row = np.full(self.prompt_len, 1e-6, dtype=np.float32)
+        row[32 * wanted["chunk"] : 32 * wanted["chunk"] + 32] = 1.0
+        self._best = mx.array(row)
+        self._count += 1
+
+    monkeypatch.setattr(QueryCapture, "_add", looks_at)
+    prompt, seen = random_prompt(FIRST), []
+    with Engine(pair, CONFIG) as engine:
+        for turn, chunk in enumerate((12, 12, 12, 20, 20)):
+            wanted["chunk"] = chunk
+            answer, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
+            assert isinstance(last, Finished)
+            seen.append((last.account.continuation, set(range(640, 672)) <= kept_of(last)))
+            prompt = (*prompt, *answer, *tool_result(turn))
+    assert seen == [(None, False), ("extend", False), ("extend", False), ("restart", True), ("extend", True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_engine_on_the_same_folder_starts_from_what_the_old_one_stored(family: str, tmp_path: Path) -> None:
+    """The second conversation begins with the first one's prompt; the process between them is gone."""
+    pair, prompt = tiny_pair(family), random_prompt(600)
+    config = dataclasses.replace(CONFIG, prefix_cache_dir=tmp_path)
+    longer = (*prompt, *random_prompt(30, 5))
+    with Engine(pair, config) as engine:
+        first, _ = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=OFF)))
+    with Engine(tiny_pair(family), config) as engine:
+        tokens, last = generated(engine.generate(GenerationRequest(longer, ANSWER, specprefill=OFF)))
+        again, warm = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=OFF)))
+    assert isinstance(last, Finished)
+    assert isinstance(warm, Finished)
+    assert last.account.cached_tokens >= len(prompt) - 1
+    assert tokens == greedy(pair.target, longer, ANSWER)
+    assert again == first
+    assert warm.account.cached_tokens == len(prompt) - 1
+
+
+def test_another_models_folder_is_not_used(tmp_path: Path) -> None:
+    prompt, config = random_prompt(300), dataclasses.replace(CONFIG, prefix_cache_dir=tmp_path)
+    with Engine(tiny_pair("llama"), config) as engine:
+        generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=OFF)))
+    with Engine(tiny_pair("qwen3"), config) as engine:
+        _, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=OFF)))
+    assert isinstance(last, Finished)
+    assert last.account.cached_tokens == 0
+
+
+# --- two needles, one of them dropped: the bundled pair -----------------------------------------------------------------
+
+NEEDLES = (("Anna", "471128"), ("Peter", "903356"))
+WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
+village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
+
+
+def haystack(rng: np.random.Generator, words: int) -> str:
+    """Sentences with one needle at a quarter and one at three quarters."""
+    sentences = ["The " + " ".join(rng.choice(WORDS, 7)) + "." for _ in range(words // 8)]
+    for (name, code), place in zip(NEEDLES, (0.25, 0.75), strict=True):
+        sentences.insert(int(place * len(sentences)), f"The secret code for {name} is {code}.")
+    return " ".join(sentences)
+
+
+class Chat:
+    """A conversation with an engine in the demo pair's chat format."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.messages: list[dict[str, str]] = []
+
+    def ask(self, text: str) -> tuple[str, Finished]:
+        self.messages.append({"role": "user", "content": text})
+        pair = self.engine.pair
+        prompt = tuple(pair.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True))
+        request = GenerationRequest(
+            prompt, 24, specprefill=AUTO, spans=self._spans(prompt), stop_token_ids=pair.eos_token_ids
+        )
+        events = list(self.engine.generate(request))
+        tokens = [e.token for e in events if isinstance(e, TokenEvent) and e.token not in pair.eos_token_ids]
+        answer = pair.tokenizer.decode(tokens)
+        self.messages.append({"role": "assistant", "content": answer})
+        assert isinstance(events[-1], Finished)
+        return answer, events[-1]
+
+    def _spans(self, prompt: tuple[int, ...]) -> tuple[PromptSpan, ...]:
+        """Messages as the template bounds them: it says <|im_start|>role newline ... <|im_end|> newline."""
+        start, end = (self.engine.pair.tokenizer.convert_tokens_to_ids(f"<|im_{name}|>") for name in ("start", "end"))
+        starts = [i for i, token in enumerate(prompt) if token == start]
+        ends = [i for i, token in enumerate(prompt) if token == end]
+        kinds = [message["role"] for message in self.messages]
+        return tuple(
+            PromptSpan(kind, a, a + 3, z, z + 2)  # type: ignore[arg-type]
+            for kind, a, z in zip(kinds, starts, ends, strict=False)
+        )
+
+
+def index_of(pair: ModelPair, prompt_text: Sequence[int], code: str) -> set[int]:
+    """Prompt indices of a code's digits."""
+    text, where = pair.tokenizer.decode(list(prompt_text)), set()
+    at, reached = text.index(code), 0
+    for index, token in enumerate(prompt_text):
+        piece = len(pair.tokenizer.decode([token]))
+        if reached < at + len(code) and reached + piece > at:
+            where.add(index)
+        reached += piece
+    return where
+
+
+@pytest.mark.skipif(
+    not (DEMO / "target" / "model.safetensors").exists(), reason="the demo pair is not in this checkout"
+)
+@pytest.mark.parametrize("idle", [True, False], ids=["densified", "re-scored"])
+def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool) -> None:
+    """Turn 1 asks for A and drops B. Turn 2 asks for B: answered from the dense copy, or by scoring again."""
+    pair = load_pair(DEMO / "target", DEMO / "draft")
+    policy = SpecPrefillPolicy(threshold=512, keep_pct=Fraction(1, 5), densify=idle)
+    right, dropped = 0, 0
+    with Engine(pair, EngineConfig(policy=policy)) as engine:
+        for seed in range(3):
+            chat, text = Chat(engine), haystack(np.random.default_rng(seed), 1200)
+            done = engine.densified
+            first, end = chat.ask(f"{text}\n\nWhat is the secret code for {NEEDLES[0][0]}?")
+            assert end.account.mode == "sparse"
+            dropped += not in_kept(engine.pair, chat, end, NEEDLES[1][1])
+            if idle:
+                assert wait_until(lambda done=done: engine.densified > done, 60)
+            second, end = chat.ask(f"What is the secret code for {NEEDLES[1][0]}?")
+            assert end.account.mode == ("full" if idle else "sparse")
+            assert idle or end.account.continuation is not None
+            right += NEEDLES[0][1] in first and NEEDLES[1][1] in second
+    assert dropped >= 1
+    assert right == 3
+
+
+def in_kept(pair: ModelPair, chat: Chat, end: Finished, code: str) -> bool:
+    prompt = pair.tokenizer.apply_chat_template(chat.messages[:1], add_generation_prompt=True)
+    return index_of(pair, prompt, code) <= kept_of(end)

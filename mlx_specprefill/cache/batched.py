@@ -11,13 +11,14 @@ therefore one number per row: how many of the most recent slots are visible.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, _BaseCache
 
-from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Runs, leaves
+from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Positions, Runs, leaves
 
 __all__ = [
     "PositionedBatchKVCache",
@@ -36,13 +37,19 @@ _STEP = 256  # slots added at a time, as in mlx-lm
 class _Row:
     """Where one row's tokens lie: those it joined with, and one more per step since."""
 
-    __slots__ = ("joined_at", "runs", "slots", "start")
-
     def __init__(self, runs: Runs, slots: int, start: int, joined_at: int) -> None:
-        self.runs = runs  # positions of the tokens it joined with, as far as they are still stored
+        self.runs = runs  # positions of the tokens it joined with, as far as they were stored
         self.slots = slots  # tokens it had been fed by then
         self.start = start  # position of the first token after them
-        self.joined_at = joined_at
+        self.joined_at = joined_at  # step of the batch
+
+    @cached_property
+    def _positions(self) -> Positions:
+        return self.runs.expand()
+
+    def count_from(self, position: int) -> int:
+        """How many of the tokens that it joined with lie at or after `position`."""
+        return self.runs.size - int(self._positions.searchsorted(np.int32(position)))
 
 
 class _PositionedBatch(_BaseCache):  # type: ignore[misc]
@@ -71,11 +78,11 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
         """Boolean (B, 1, 1, S) over the slots that the next token will fetch; None when every row sees all of them."""
         self._one_token(N)
         slot, size = self._next_slot()
-        visible = np.array([self._visible(row, window_size, size) for row in self._rows], dtype=np.int32)
-        if (visible == size).all():
+        visible = [self._visible(row, window_size, size) for row in self._rows]
+        if all(count == size for count in visible):
             return None
-        ages = (slot - np.arange(size, dtype=np.int32)) % size
-        return mx.array(ages)[None, None, None] < mx.array(visible)[:, None, None, None]
+        ages = (slot - mx.arange(size)) % size
+        return ages < mx.array(visible)[:, None, None, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store one token per row; keys and values (B, H, 1, D)."""
@@ -208,7 +215,7 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
         own = self._steps - row.joined_at + 1  # since it joined, and the next: these have no gaps
         if own >= window:
             return window
-        return min(held, own + row.runs.count_from(row.start + own - window))
+        return min(held, own + row.count_from(row.start + own - window))
 
     def _in_order(self, rows: slice) -> tuple[mx.array | None, mx.array | None]:
         """Keys and values of some rows, oldest slot first and without unused slots."""

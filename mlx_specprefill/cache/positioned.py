@@ -107,15 +107,6 @@ class Runs:
                 self._runs.pop()
         return before - self.size
 
-    def count_from(self, position: int) -> int:
-        """How many positions are >= `position`."""
-        found = 0
-        for start, count in reversed(self._runs):
-            if start + count <= position:
-                break
-            found += min(count, start + count - position)
-        return found
-
     def expand(self) -> Positions:
         if not self._runs:
             return np.zeros(0, dtype=np.int32)

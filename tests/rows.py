@@ -1,0 +1,137 @@
+"""Rows for batches: prompts with and without gaps, prefilled one at a time, and what each of them answers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+
+from mlx_specprefill.adapters.rope import install_rope
+from mlx_specprefill.cache.positioned import leaves
+from mlx_specprefill.decoding.autoregressive import decode
+from mlx_specprefill.decoding.batch import DecodeBatch, DecodeRow, Removed
+from mlx_specprefill.engine.caches import empty_cache
+from mlx_specprefill.prefill.sparse import prefill
+from mlx_specprefill.request import SamplingParams, TokenEvent
+from mlx_specprefill.sampling import logits_processors, make_sampler
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt, the indices of it that are fed (None: all), and how its answer is chosen."""
+
+    prompt: tuple[int, ...]
+    kept: npt.NDArray[np.int32] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    logprobs: int | None = None
+
+
+def make_rows(vocab: int, count: int, seed: int = 0, sparse: bool = True, shortest: int = 5) -> list[Row]:
+    """Prompts from a few tokens to well beyond the tiny models' windows; every other one sparse, at different rates."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        length = int(rng.integers(shortest, 30) if index % 3 == 0 else rng.integers(40, 110))
+        kept = None
+        if sparse and index % 2:
+            size = max(2, round(length * rng.uniform(0.2, 0.7)))
+            kept = np.union1d(rng.choice(length - 1, size, replace=False), [length - 1]).astype(np.int32)
+        rows.append(Row(tuple(rng.integers(2, vocab, length).tolist()), kept, logprobs=3))
+    return rows
+
+
+def prefilled(model: nn.Module, row: Row) -> tuple[list[Any], mx.array]:
+    """Its cache, and the logits of its last prompt token."""
+    install_rope()
+    cache = empty_cache(model)
+    slices = prefill(model, cache, row.prompt, row.kept, 16)
+    while True:
+        try:
+            next(slices)
+        except StopIteration as done:
+            return cache, done.value
+
+
+def choosers(row: Row, vocab: int) -> dict[str, Any]:
+    return {"sampler": make_sampler(row.sampling, vocab), "processors": logits_processors(row.sampling)}
+
+
+def alone(model: nn.Module, row: Row, count: int) -> tuple[list[TokenEvent], list[Any]]:
+    """The events of `count` tokens, and the cache that holds all but the last of them."""
+    cache, logits = prefilled(model, row)
+    events = decode(model, cache, logits, **choosers(row, logits.shape[-1]), max_tokens=count, logprobs=row.logprobs)
+    return list(events), cache
+
+
+def batch_row(model: nn.Module, uid: int, row: Row) -> DecodeRow:
+    cache, logits = prefilled(model, row)
+    return DecodeRow(uid, cache, logits, **choosers(row, logits.shape[-1]), logprobs=row.logprobs)
+
+
+def together(
+    model: nn.Module, rows: Sequence[Row], joins: Sequence[int], counts: Sequence[int], batch: DecodeBatch | None = None
+) -> tuple[Mapping[int, list[TokenEvent]], Mapping[int, Removed]]:
+    """Row i joins at step joins[i] and leaves after counts[i] tokens."""
+    batch = DecodeBatch(model) if batch is None else batch
+    events: dict[int, list[TokenEvent]] = {uid: [] for uid in range(len(rows))}
+    removed: dict[int, Removed] = {}
+    step = 0
+    while len(removed) < len(rows):
+        for uid, row in enumerate(rows):
+            if joins[uid] == step:
+                batch.add(batch_row(model, uid, row))
+        for uid, event in batch.step():
+            events[uid].append(event)
+            if len(events[uid]) == counts[uid]:
+                removed[uid] = batch.remove(uid)
+        step += 1
+    assert len(batch) == 0
+    return events, removed
+
+
+def tokens(events: Sequence[TokenEvent]) -> list[int]:
+    return [event.token for event in events]
+
+
+def logprob_error(ours: Sequence[TokenEvent], theirs: Sequence[TokenEvent]) -> float:
+    """Largest difference of reported log-probabilities, of the chosen tokens and of the best ones by rank."""
+
+    def table(events: Sequence[TokenEvent]) -> npt.NDArray[np.float64]:
+        return np.array([[event.logprob, *(best.logprob for best in event.top_logprobs)] for event in events])
+
+    return float(np.abs(table(ours) - table(theirs)).max())
+
+
+def contents(cache: Sequence[Any]) -> list[Any]:
+    """Everything that a prompt cache holds, comparable whatever its storage looks like: arrays oldest first, and
+    where the tokens lie."""
+    held: list[Any] = []
+    for leaf in leaves(cache):
+        if hasattr(leaf, "runs"):
+            held.append((leaf.next, leaf.slots, leaf.runs.pairs()))
+            leaf = leaf.inner
+        if hasattr(leaf, "cache"):
+            held += [None if array is None else np.array(array.astype(mx.float32)) for array in leaf.cache]
+        elif leaf.keys is None:
+            held.append(None)
+        elif hasattr(leaf, "_temporal_order"):
+            size = min(leaf.offset, leaf.max_size)
+            held += [
+                np.array(leaf._temporal_order(a).astype(mx.float32))[..., -size:, :] for a in (leaf.keys, leaf.values)
+            ]
+        else:
+            held += [np.array(array.astype(mx.float32)) for array in leaf.keys_and_values()]
+    return held
+
+
+def assert_same_contents(ours: Sequence[Any], theirs: Sequence[Any], atol: float = 1e-5) -> None:
+    for mine, other in zip(contents(ours), contents(theirs), strict=True):
+        if isinstance(other, np.ndarray):
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=atol)
+        else:
+            assert mine == other

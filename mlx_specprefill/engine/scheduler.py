@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 __all__ = ["Scheduler", "SliceSizer"]
 
+_ALONE, _ALONE_FLOOR = 5, 4  # with nothing decoding: times `target_ms`, and tokens in multiples of `smallest`
+
 
 @dataclass
 class _Job:
@@ -119,10 +121,11 @@ class Scheduler:
 class SliceSizer:
     """Tokens per prefill slice, so that a slice fits between two tokens of the running answers.
 
-    The speed of each kind of slice is tracked as a moving average; with nothing decoding, slices have full size.
+    The speed of each kind of slice is tracked as a moving average. With nothing decoding, only a newcomer waits for a
+    slice: then it may take `_ALONE` times as long, and is never cut below a length that large models are efficient at.
 
     Args:
-        largest: tokens per slice when nothing waits for it.
+        largest: tokens per slice at most.
         smallest: below this a slice's fixed cost outweighs its work.
         target_ms: time a slice may take while answers are running.
     """
@@ -143,10 +146,12 @@ class SliceSizer:
         self._ms_per_token[kind] = 0.7 * before + 0.3 * now
 
     def size(self, kind: str, contended: bool) -> int:
-        """Tokens for the next slice of this kind; a power of two below `largest` when contended."""
-        if not contended or kind not in self._ms_per_token:
-            return self.largest if not contended else min(self.largest, 4 * self.smallest)
-        fits = int(self.target_ms / max(self._ms_per_token[kind], 1e-6))
+        """Tokens for the next slice of this kind; a power of two below `largest`."""
+        floor = self.smallest if contended else min(self.largest, _ALONE_FLOOR * self.smallest)
+        if kind not in self._ms_per_token:
+            return min(self.largest, 4 * self.smallest) if contended else self.largest
+        target = self.target_ms * (1 if contended else _ALONE)
+        fits = int(target / max(self._ms_per_token[kind], 1e-6))
         if fits >= self.largest:
             return self.largest
-        return max(self.smallest, 1 << max(fits, 1).bit_length() - 1)
+        return max(floor, 1 << max(fits, 1).bit_length() - 1)

@@ -146,7 +146,7 @@ def test_slices_shrink_to_the_target_while_answers_run():
     for _ in range(20):
         sizer.observe("target", 256, 256 * 0.5)  # half a millisecond per token: 200 tokens fit
     assert sizer.size("target", contended=True) == 128
-    assert sizer.size("target", contended=False) == 2048
+    assert sizer.size("target", contended=False) == 512
     assert sizer.size("draft", contended=True) == 256
     for _ in range(20):
         sizer.observe("draft", 256, 0.001)
@@ -154,6 +154,17 @@ def test_slices_shrink_to_the_target_while_answers_run():
     for _ in range(50):
         sizer.observe("target", 64, 64 * 50.0)
     assert sizer.size("target", contended=True) == 64
+
+
+def test_a_newcomer_does_not_wait_for_a_slice_of_full_size():
+    """With nothing decoding a slice may take five times as long, but not as long as it likes."""
+    sizer = SliceSizer(2048, smallest=64, target_ms=100)
+    sizer.observe("target", 2048, 2048 * 0.5)
+    assert sizer.size("target", contended=False) == 512
+    for _ in range(50):
+        sizer.observe("target", 64, 64 * 50.0)
+    assert sizer.size("target", contended=False) == 256
+    assert SliceSizer(128, smallest=64).size("target", contended=False) == 128
 
 
 @pytest.mark.parametrize("bad", [{"largest": 0}, {"largest": 10, "smallest": 20}, {"largest": 10, "target_ms": 0}])

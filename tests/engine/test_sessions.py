@@ -153,19 +153,21 @@ def test_another_models_folder_is_not_used(tmp_path: Path) -> None:
     assert last.account.cached_tokens == 0
 
 
-# --- two needles, one of them dropped: the bundled pair -----------------------------------------------------------------
+# --- two needles, one of them dropped: the bundled pair --------------------------------------------------------------
 
-NEEDLES = (("Anna", "471128"), ("Peter", "903356"))
+NAMES = "Anna Peter Maria Thomas Laura Daniel Sophie Martin Julia Simon Clara Robert".split()
 WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
 village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
 
 
-def haystack(rng: np.random.Generator, words: int) -> str:
-    """Sentences with one needle at a quarter and one at three quarters."""
+def haystack(seed: int, words: int) -> tuple[str, dict[str, str]]:
+    """Sentences with one code per name, evenly spread; the codes."""
+    rng = np.random.default_rng(seed)
     sentences = ["The " + " ".join(rng.choice(WORDS, 7)) + "." for _ in range(words // 8)]
-    for (name, code), place in zip(NEEDLES, (0.25, 0.75), strict=True):
-        sentences.insert(int(place * len(sentences)), f"The secret code for {name} is {code}.")
-    return " ".join(sentences)
+    codes = {name: str(rng.integers(100_000, 1_000_000)) for name in NAMES}
+    for place, (name, code) in enumerate(codes.items()):
+        sentences.insert((2 * place + 1) * len(sentences) // (2 * len(codes)), f"The secret code for {name} is {code}.")
+    return " ".join(sentences), codes
 
 
 class Chat:
@@ -221,24 +223,28 @@ def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool)
     """Turn 1 asks for A and drops B. Turn 2 asks for B: answered from the dense copy, or by scoring again."""
     pair = load_pair(DEMO / "target", DEMO / "draft")
     policy = SpecPrefillPolicy(threshold=512, keep_pct=Fraction(1, 5), densify=idle)
-    right, dropped = 0, 0
+    right = swaps = 0
     with Engine(pair, EngineConfig(policy=policy)) as engine:
-        for seed in range(3):
-            chat, text = Chat(engine), haystack(np.random.default_rng(seed), 1200)
+        for seed in range(4):
+            chat, (text, codes) = Chat(engine), haystack(seed, 1200)
             done = engine.densified
-            first, end = chat.ask(f"{text}\n\nWhat is the secret code for {NEEDLES[0][0]}?")
+            first, end = chat.ask(f"{text}\n\nWhat is the secret code for {NAMES[2]}?")
             assert end.account.mode == "sparse"
-            dropped += not in_kept(engine.pair, chat, end, NEEDLES[1][1])
+            dropped = next((name for name in NAMES if not in_kept(pair, chat, end, codes[name])), None)
             if idle:
                 assert wait_until(lambda done=done: engine.densified > done, 60)
-            second, end = chat.ask(f"What is the secret code for {NEEDLES[1][0]}?")
+            if dropped is None or codes[NAMES[2]] not in first:
+                continue
+            second, end = chat.ask(f"What is the secret code for {dropped}?")
             assert end.account.mode == ("full" if idle else "sparse")
-            assert idle or end.account.continuation is not None
-            right += NEEDLES[0][1] in first and NEEDLES[1][1] in second
-    assert dropped >= 1
-    assert right == 3
+            assert idle or in_kept(pair, chat, end, codes[dropped])
+            swaps += 1
+            right += codes[dropped] in second
+    assert swaps >= 2
+    assert right == swaps
 
 
 def in_kept(pair: ModelPair, chat: Chat, end: Finished, code: str) -> bool:
+    """Whether the target has seen all digits of a code in the first message."""
     prompt = pair.tokenizer.apply_chat_template(chat.messages[:1], add_generation_prompt=True)
     return index_of(pair, prompt, code) <= kept_of(end)

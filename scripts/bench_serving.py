@@ -1,0 +1,506 @@
+#!/usr/bin/env python3
+"""The server under load, on the bundled pair: real processes, real HTTP, and `mlx_lm.server` beside it.
+
+    streams   tokens per second of 8 streams at once over one alone
+    behind    time to first token of a short request sent into a long prefill, over the same on an idle server
+    turns     how much of an agent's second turn comes from the cache after a dozen unrelated requests
+    densified the second turn after a sparse first one (made dense in idle time), over the same after a dense one
+    prefix    cold full, cached prefix, sparse, and both, on one shared prefix and new text after it
+    resume    a full prefill cancelled half way and sent again
+    session   seven turns of an agent without a pause, sparse and dense
+
+Both servers get the same float32 copy of the checkpoint whose end-of-answer token is one that the models don't write,
+so every answer has exactly the asked length, and the same BLAS. The last line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from mlx_specprefill import BLAS
+
+import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
+
+ROOT = Path(__file__).resolve().parent.parent
+NEVER_WRITTEN = "<|endoftext|>"  # ends an answer in the copies
+STREAMS = 8
+UNRELATED = 12
+SHORT = 600  # tokens of the request that arrives late: what coding agents ask for a title with
+SPARSE, DENSE = {"specprefill": True}, {"specprefill": False}
+WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
+village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
+
+
+class BenchError(Exception):
+    """Something outside the measurements went wrong; the message is for people."""
+
+
+@dataclass
+class Reply:
+    """One answer, as a client sees it. Seconds; `report` is this project's account of the prefill."""
+
+    text: str = ""
+    first_s: float = 0.0
+    total_s: float = 0.0
+    completion_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Server:
+    """A running server and what its clients say to it."""
+
+    name: str
+    base: str
+    client: httpx.Client
+
+    def ask(self, messages: list[dict[str, str]], tokens: int, **options: Any) -> Reply:
+        """One streamed answer."""
+        reply, begun = Reply(), time.perf_counter()
+        with self.client.stream("POST", f"{self.base}/v1/chat/completions", json=body(messages, tokens, options)) as r:
+            if r.status_code != 200:
+                raise BenchError(f"{self.name}: status {r.status_code}: {r.read().decode()[:300]}")
+            for chunk in chunks(r):
+                self._take(reply, chunk, begun)
+        reply.total_s = time.perf_counter() - begun
+        if not reply.completion_tokens:
+            raise BenchError(f"{self.name}: an empty answer: {reply}")
+        return reply
+
+    @staticmethod
+    def _take(reply: Reply, chunk: dict[str, Any], begun: float) -> None:
+        for choice in chunk.get("choices", []):
+            text = choice.get("delta", {}).get("content") or ""
+            if text and not reply.text:
+                reply.first_s = time.perf_counter() - begun
+            reply.text += text
+        reply.report = chunk.get("specprefill") or reply.report
+        usage = chunk.get("usage")
+        if usage:
+            reply.completion_tokens = usage["completion_tokens"]
+            reply.prompt_tokens = usage["prompt_tokens"]
+            reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
+    def leave_half_way(self, messages: list[dict[str, str]]) -> int:
+        """Send a full prefill and hang up when half of it is done; the tokens that were done."""
+        asked = body(messages, 8, {**DENSE, "return_progress": True})
+        with self.client.stream("POST", f"{self.base}/v1/chat/completions", json=asked) as response:
+            for chunk in chunks(response):
+                progress = chunk.get("prompt_progress")
+                if progress and 2 * progress["processed"] >= progress["total"]:
+                    return int(progress["processed"])
+        raise BenchError("the prefill was over before half of it was reported")
+
+    def settle(self, limit_s: float = 60.0) -> None:
+        """Until nothing runs and nothing waits."""
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            health = self.client.get(f"{self.base}/health").json()
+            if health["running"] == 0 and health["queued"] == 0:
+                return
+            time.sleep(0.05)
+        raise BenchError(f"{self.name} does not come to rest")
+
+
+def body(messages: list[dict[str, str]], tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": "default_model", "messages": messages, "max_tokens": tokens, "temperature": 0, **stream, **options}
+
+
+def chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The JSON of each event."""
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line[6:])
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+class Text:
+    """Filler of about so many tokens; what was written before never begins the same way."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._per_token = 1.0
+
+    def calibrate(self, server: Server) -> None:
+        """Words per token of this pair's tokenizer."""
+        reply = server.ask(user(self.of(400)), 1)
+        self._per_token = 400 / reply.prompt_tokens
+
+    def of(self, tokens: int) -> str:
+        count = max(1, int(tokens * self._per_token))
+        return " ".join(self._rng.choice(WORDS) for _ in range(count)) + "."
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def agent(system: str, first: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": first}]
+
+
+def following(messages: list[dict[str, str]], reply: Reply, text: str) -> list[dict[str, str]]:
+    return [*messages, {"role": "assistant", "content": reply.text}, {"role": "user", "content": text}]
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def copy_checkpoint(source: Path, folder: Path) -> Path:
+    """The same model in float32, whose answers end at a token that it does not write."""
+    shutil.copytree(source, folder)
+    weights = {name: array.astype(mx.float32) for name, array in mx.load(str(source / "model.safetensors")).items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    never = {
+        token["content"]: token["id"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    }
+    if NEVER_WRITTEN not in never:
+        raise BenchError(f"{source} has no token {NEVER_WRITTEN}")
+    changes = {
+        "config.json": {"eos_token_id": never[NEVER_WRITTEN], "torch_dtype": "float32"},
+        "generation_config.json": {"eos_token_id": never[NEVER_WRITTEN]},
+        "tokenizer_config.json": {"eos_token": NEVER_WRITTEN},
+    }
+    for name, change in changes.items():
+        path = folder / name
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(known | change))
+    return folder
+
+
+def preload() -> dict[str, str]:
+    """The BLAS that this project's processes load for themselves, for one that doesn't."""
+    if BLAS.state == "loaded" and BLAS.library and " " not in BLAS.library:
+        return {"LD_PRELOAD": BLAS.library}
+    return {}
+
+
+@contextmanager
+def running(name: str, command: list[str], log: Path, start_s: float, **environment: str) -> Iterator[Server]:
+    """A server process on a free port, until the block ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MLX_SPECPREFILL_")}
+    arguments = [sys.executable, "-m", *command, "--port", str(port)]
+    limits = httpx.Limits(max_connections=64)
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(arguments, stdout=out, stderr=out, env=inherited | environment, cwd=ROOT) as process,
+        httpx.Client(timeout=300, limits=limits) as client,
+    ):
+        try:
+            server = Server(name, f"http://127.0.0.1:{port}", client)
+            wait_for(server, process, log, start_s)
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def wait_for(server: Server, process: subprocess.Popen[bytes], log: Path, start_s: float) -> None:
+    end = time.monotonic() + start_s
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            tail = log.read_text(errors="replace")[-800:]
+            raise BenchError(f"{server.name} ended with status {process.returncode} before it served:\n{tail}")
+        try:
+            if server.client.get(f"{server.base}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    raise BenchError(f"{server.name} did not answer within {start_s:g} s:\n{log.read_text(errors='replace')[-800:]}")
+
+
+# --- measurements ----------------------------------------------------------------------------------------------------
+
+
+def streams(server: Server, text: Text, tokens: int, repeats: int) -> dict[str, Any]:
+    """Decode speed alone and side by side. Prompts are short, so this is about tokens, not about prefill."""
+    alone, together = [], []
+    for _ in range(repeats):
+        alone.append(rate(server, text, tokens, 1))
+        together.append(rate(server, text, tokens, STREAMS))
+    one, many = statistics.median(alone), statistics.median(together)
+    return {"alone_tok_s": one, "together_tok_s": many, "streams": STREAMS, "gain": many / one}
+
+
+def rate(server: Server, text: Text, tokens: int, count: int) -> float:
+    prompts = [user(text.of(40)) for _ in range(count)]
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(count) as pool:
+        replies = list(pool.map(lambda prompt: server.ask(prompt, tokens, **DENSE), prompts))
+    seconds = time.perf_counter() - begun
+    if short := [reply.completion_tokens for reply in replies if reply.completion_tokens != tokens]:
+        print(f"note: {server.name} ended answers early, at {short} of {tokens} tokens", file=sys.stderr)
+    return sum(reply.completion_tokens for reply in replies) / seconds
+
+
+def behind(server: Server, text: Text, long: int, repeats: int) -> dict[str, Any]:
+    """A short request that arrives while a long prompt is being read."""
+    idle = statistics.median(server.ask(user(text.of(SHORT)), 2, **DENSE).first_s for _ in range(2 * repeats + 1))
+    alone, late = [], []
+    for _ in range(repeats):
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(server.ask, user(text.of(long)), 2, **DENSE)
+            time.sleep(0.5)
+            if reading.done():
+                raise BenchError(f"{server.name} reads {long} tokens in half a second: choose a longer --long")
+            late.append(server.ask(user(text.of(SHORT)), 2, **DENSE).first_s)
+            alone.append(reading.result().first_s)
+    short = statistics.median(late)
+    return {
+        "long_tokens": long,
+        "idle_ms": 1e3 * idle,
+        "behind_ms": 1e3 * short,
+        "long_ms": 1e3 * statistics.median(alone),
+        "ratio": short / idle,
+    }
+
+
+def turns(server: Server, text: Text, system_tokens: int) -> dict[str, Any]:
+    """An agent, a dozen strangers, and the agent again."""
+    messages = agent("You are an agent. Tools: " + text.of(system_tokens), text.of(30))
+    first = server.ask(messages, 16, **DENSE)
+    for _ in range(UNRELATED):
+        server.ask(user(text.of(random.Random(7).randint(20, 60))), 4, **DENSE)
+    second = server.ask(following(messages, first, "The tool says: " + text.of(30)), 4, **DENSE)
+    return {
+        "first_ms": 1e3 * first.first_s,
+        "second_ms": 1e3 * second.first_s,
+        "prompt_tokens": second.prompt_tokens,
+        "cached_tokens": second.cached_tokens,
+        "share": second.cached_tokens / second.prompt_tokens,
+    }
+
+
+def densified(server: Server, text: Text, length: int, repeats: int) -> dict[str, Any]:
+    """Second turns, in turn after a sparse first one and after a dense one."""
+    times: dict[str, list[float]] = {"sparse": [], "dense": []}
+    last: dict[str, Reply] = {}
+    for _ in range(repeats):
+        for arm, options in (("sparse", SPARSE), ("dense", DENSE)):
+            messages = user(text.of(length))
+            first = server.ask(messages, 8, **options)
+            if first.report.get("mode") != ("sparse" if arm == "sparse" else "full"):
+                raise BenchError(f"the {arm} first turn ran otherwise: {first.report}")
+            rest(server, text, length)
+            last[arm] = server.ask(following(messages, first, text.of(20)), 4)
+            times[arm].append(last[arm].first_s)
+    after_sparse, after_dense = (statistics.median(times[arm]) for arm in ("sparse", "dense"))
+    return {
+        "after_sparse_ms": 1e3 * after_sparse,
+        "after_dense_ms": 1e3 * after_dense,
+        "ratio": after_sparse / after_dense,
+        "mode": last["sparse"].report["mode"],
+        "cached_after_sparse": last["sparse"].cached_tokens / last["sparse"].prompt_tokens,
+        "cached_after_dense": last["dense"].cached_tokens / last["dense"].prompt_tokens,
+    }
+
+
+def rest(server: Server, text: Text, length: int) -> None:
+    """Leave the server alone for longer than a full prefill of that length takes."""
+    if not hasattr(rest, "seconds"):
+        rest.seconds = server.ask(user(text.of(length)), 1, **DENSE).first_s  # type: ignore[attr-defined]
+    time.sleep(0.5 + 1.5 * rest.seconds)  # type: ignore[attr-defined]
+
+
+def prefix(server: Server, text: Text, shared: int, new: int, repeats: int) -> dict[str, Any]:
+    """Four ways to the first token of the same kind of prompt: a shared system message and new text."""
+    arms = {"cold_full": (False, DENSE), "prefix": (True, DENSE), "sparse": (False, SPARSE), "both": (True, SPARSE)}
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    for _ in range(repeats):
+        for arm, (warm, options) in arms.items():
+            system = text.of(shared)
+            if warm:
+                server.ask(agent(system, text.of(10)), 1, **DENSE)
+            reply = server.ask(agent(system, text.of(new)), 2, **options)
+            if (reply.cached_tokens > shared // 2) != warm:
+                raise BenchError(f"the {arm} arm found {reply.cached_tokens} cached tokens")
+            times[arm].append(1e3 * reply.first_s)
+    medians = {f"{arm}_ms": statistics.median(values) for arm, values in times.items()}
+    return {"shared_tokens": shared, "new_tokens": new, **medians}
+
+
+def resume(server: Server, text: Text, length: int) -> dict[str, Any]:
+    messages = user(text.of(length))
+    done = server.leave_half_way(messages)
+    server.settle()
+    again = server.ask(messages, 2, **DENSE)
+    return {
+        "done_tokens": done,
+        "cached_tokens": again.cached_tokens,
+        "prompt_tokens": again.prompt_tokens,
+        "share": min(1.0, again.cached_tokens / done),
+    }
+
+
+def session(server: Server, text: Text, length: int) -> list[dict[str, Any]]:
+    """An agent's seven turns, each sent as soon as the last is answered."""
+    rows = []
+    for arm, options in (("sparse", {}), ("dense", DENSE)):
+        messages, held = agent("You are an agent. Tools: " + text.of(200), text.of(length)), 0
+        for turn in range(1, 8):
+            reply = server.ask(messages, 8, **options)
+            report = reply.report
+            extended = report["continuation"] == "extend"
+            fed = report["kept_tokens"] - (held if extended else reply.cached_tokens)
+            held = report["kept_tokens"] + reply.completion_tokens
+            names = ("mode", "continuation", "prompt_tokens", "cached_tokens", "kept_tokens")
+            row = {"arm": arm, "turn": turn, "ttft_ms": 1e3 * reply.first_s, "fed_tokens": fed}
+            rows.append(row | {name: report[name] for name in names})
+            messages = following(messages, reply, "The tool says: " + text.of(60))
+    return rows
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", type=Path, default=ROOT / "models/demo/target")
+    parser.add_argument("--draft", type=Path, default=ROOT / "models/demo/draft")
+    parser.add_argument("--tokens", type=int, default=128, help="length of each answer when streams are compared")
+    parser.add_argument("--long", type=int, default=12000, help="tokens of the prompt that others arrive behind")
+    parser.add_argument("--length", type=int, default=4000, help="tokens of the other long prompts")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--start-s", type=float, default=90.0, help="seconds that a server may take to start")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions; under five minutes")
+    parser.add_argument("--alone", action="store_true", help="without mlx_lm.server")
+    options = parser.parse_args()
+    if options.quick:
+        options.tokens, options.long, options.length, options.repeats = 128, 6000, 2500, 1
+    for folder in (options.target, options.draft):
+        if not (folder / "model.safetensors").is_file():
+            parser.error(f"no checkpoint in {folder}")
+    return options
+
+
+def measure_ours(options: argparse.Namespace, stack: ExitStack, copies: tuple[Path, Path], log: Path) -> dict[str, Any]:
+    command = ["mlx_specprefill_server", "serve", "--target", str(copies[0]), "--draft", str(copies[1])]
+    more = ["--dtype", "float32", "--specprefill-threshold", "512"]
+    server = stack.enter_context(running("mlx-specprefill", command + more, log, options.start_s))
+    text, repeats, length = Text(0), options.repeats, options.length
+    text.calibrate(server)
+    steps: dict[str, Callable[[], Any]] = {
+        "streams": lambda: streams(server, text, options.tokens, repeats + 2),
+        "behind": lambda: behind(server, text, options.long, repeats),
+        "turns": lambda: turns(server, text, 3000),
+        "densified": lambda: densified(server, text, length, repeats + 1),
+        "prefix": lambda: prefix(server, text, length // 2, length, repeats),
+        "resume": lambda: resume(server, text, 2 * length),
+        "session": lambda: session(server, text, length),
+    }
+    return {name: timed(name, step) for name, step in steps.items()}
+
+
+def measure_peer(options: argparse.Namespace, stack: ExitStack, copy: Path, log: Path) -> dict[str, Any]:
+    command = ["mlx_lm.server", "--model", str(copy)]
+    server = stack.enter_context(running("mlx_lm.server", command, log, options.start_s, **preload()))
+    text = Text(0)
+    text.calibrate(server)
+    steps: dict[str, Callable[[], Any]] = {
+        "streams": lambda: streams(server, text, options.tokens, options.repeats + 2),
+        "behind": lambda: behind(server, text, options.long, options.repeats),
+        "turns": lambda: turns(server, text, 3000),
+    }
+    return {name: timed(f"{name}, mlx_lm.server", step) for name, step in steps.items()}
+
+
+def timed(name: str, step: Callable[[], Any]) -> Any:
+    begun = time.perf_counter()
+    result = step()
+    print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+    return result
+
+
+def show(results: dict[str, dict[str, Any]], console: Console) -> None:
+    for name, parts in results.items():
+        table = Table("", "", title=name, show_header=False)
+        for part, figures in parts.items():
+            for figure in figures if isinstance(figures, list) else [figures]:
+                line = "  ".join(
+                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in figure.items()
+                )
+                table.add_row(part, line)
+        console.print(table)
+
+
+def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    ours = results["mlx-specprefill"]
+    return {
+        "benchmark": "serving",
+        "device": str(mx.default_device()),
+        "blas": BLAS.library,
+        "mlx": mx.__version__,
+        "batch_gain": ours["streams"]["gain"],
+        "short_behind_long_ratio": ours["behind"]["ratio"],
+        "second_turn_cached_share": ours["turns"]["share"],
+        "densified_ratio": ours["densified"]["ratio"],
+        "resume_share": ours["resume"]["share"],
+        "rows": results,
+    }
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def main() -> int:
+    options = arguments()
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        try:
+            copies = (
+                copy_checkpoint(options.target, folder / "target"),
+                copy_checkpoint(options.draft, folder / "draft"),
+            )
+            with ExitStack() as stack:
+                results["mlx-specprefill"] = measure_ours(options, stack, copies, folder / "ours.log")
+            if not options.alone:
+                with ExitStack() as stack:
+                    results["mlx_lm.server"] = measure_peer(options, stack, copies[0], folder / "peer.log")
+        except (BenchError, httpx.HTTPError) as error:
+            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+            return 1
+    show(results, Console(width=160))
+    print(json.dumps(rounded(summary(results))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,9 @@
 """Who gets the next slice of the device. Integers only: no arrays, no clocks, no threads.
 
 One tick of the engine is one decode step of everything that decodes, then at most one slice of one prefill. So a
-running answer waits for one slice at most, whatever arrives. Among prefills the one served least goes first and a
-newcomer starts level with it, so a short prompt overtakes a long one at once while long ones advance evenly; whoever
-was passed over `patience` times in a row goes next regardless, so a stream of short prompts starves nobody.
+running answer waits for one slice at most, whatever arrives. Among prefills the one served least goes first, so a short
+prompt overtakes a long one at once, a long newcomer catches up, and then both advance evenly; whoever was passed over
+`patience` times in a row goes next regardless, so a stream of short prompts starves nobody.
 Background jobs (densification) run only when nothing else wants the device.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 __all__ = ["Scheduler", "SliceSizer"]
 
-_ALONE, _ALONE_FLOOR = 5, 4  # with nothing decoding: times `target_ms`, and tokens in multiples of `smallest`
+_ALONE, _ALONE_FLOOR = 2, 4  # with nothing decoding: times `target_ms`, and tokens in multiples of `smallest`
 
 
 @dataclass
@@ -79,10 +79,9 @@ class Scheduler:
         return self._waiting[0] if self._waiting and self.running < self.max_rows else None
 
     def admit(self, uid: int) -> None:
-        """Let a waiting request start its prefill, level with the one served least."""
+        """Let a waiting request start its prefill."""
         self._waiting.remove(uid)
-        rivals = [job.served for job in self._prefilling.values() if not job.background]
-        self._prefilling[uid] = _Job(uid, served=min(rivals, default=0))
+        self._prefilling[uid] = _Job(uid)
 
     def pick(self) -> int | None:
         """The prefill that gets the next slice. Counts as a slice for everyone else's patience."""
@@ -137,6 +136,7 @@ class SliceSizer:
         self.smallest = smallest
         self.target_ms = target_ms
         self._ms_per_token: dict[str, float] = {}
+        self._latest: dict[str, int] = {}
 
     def observe(self, kind: str, tokens: int, ms: float) -> None:
         if tokens <= 0:
@@ -144,14 +144,16 @@ class SliceSizer:
         now = ms / tokens
         before = self._ms_per_token.get(kind, now)
         self._ms_per_token[kind] = 0.7 * before + 0.3 * now
+        self._latest[kind] = tokens
 
     def size(self, kind: str, contended: bool) -> int:
-        """Tokens for the next slice of this kind; a power of two below `largest`."""
-        floor = self.smallest if contended else min(self.largest, _ALONE_FLOOR * self.smallest)
+        """Tokens for the next slice of this kind: a power of two or `largest`, at most twice the slice before."""
+        start = min(self.largest, _ALONE_FLOOR * self.smallest)
+        floor = self.smallest if contended else start
         if kind not in self._ms_per_token:
-            return min(self.largest, 4 * self.smallest) if contended else self.largest
-        target = self.target_ms * (1 if contended else _ALONE)
-        fits = int(target / max(self._ms_per_token[kind], 1e-6))
+            return start
+        fits = int(self.target_ms * (1 if contended else _ALONE) / max(self._ms_per_token[kind], 1e-6))
+        fits = min(fits, max(start, 2 * self._latest[kind]))
         if fits >= self.largest:
             return self.largest
         return max(floor, 1 << max(fits, 1).bit_length() - 1)

@@ -31,12 +31,12 @@ class Row:
     logprobs: int | None = None
 
 
-def make_rows(vocab: int, count: int, seed: int = 0, sparse: bool = True, shortest: int = 5) -> list[Row]:
+def make_rows(vocab: int, count: int, seed: int = 0, sparse: bool = True) -> list[Row]:
     """Prompts from a few tokens to well beyond the tiny models' windows; every other one sparse, at different rates."""
     rng = np.random.default_rng(seed)
     rows = []
     for index in range(count):
-        length = int(rng.integers(shortest, 30) if index % 3 == 0 else rng.integers(40, 110))
+        length = int(rng.integers(5, 30) if index % 3 == 0 else rng.integers(40, 110))
         kept = None
         if sparse and index % 2:
             size = max(2, round(length * rng.uniform(0.2, 0.7)))

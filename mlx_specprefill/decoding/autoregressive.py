@@ -37,7 +37,7 @@ def decode(
     """
     history: mx.array | None = None
     token, scores = choose(logits, history, sampler, processors)
-    mx.async_eval(token)  # type: ignore[no-untyped-call]
+    _queue(token, scores, logprobs)
     for count in range(1, max_tokens + 1):
         if count < max_tokens:
             if processors:
@@ -45,7 +45,12 @@ def decode(
             with adjusted_offsets([shift]):
                 upcoming = model(token[None], cache=cache)[:, -1, :]
             following, following_scores = choose(upcoming, history, sampler, processors)
-            mx.async_eval(following)  # type: ignore[no-untyped-call]
+            _queue(following, following_scores, logprobs)
         yield token_event(int(np.array(token)[0]), scores, logprobs)
         if count < max_tokens:
             token, scores = following, following_scores
+
+
+def _queue(token: mx.array, scores: mx.array, logprobs: int | None) -> None:
+    """Scores too if they are read: later they would wait for the forward after this one."""
+    mx.async_eval(token, *([] if logprobs is None else [scores]))  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +22,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlx_specprefill.cache import batched
 from mlx_specprefill.cache.batched import (
     PositionedBatchKVCache,
     PositionedBatchRotatingKVCache,
@@ -39,6 +40,14 @@ from tests.rows import alone, assert_same_contents, contents, make_rows, prefill
 from tests.tiny import VOCAB, tiny_model
 
 WINDOW = 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_steps() -> Iterator[None]:
+    """So that storage grows within a few tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batched, "_STEP", 3)
+        yield
 
 
 def column(positions: Sequence[int], dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -246,7 +255,8 @@ def test_caches_with_one() -> None:
     stock = [KVCache(), CacheList(RotatingKVCache(8), ArraysCache(2))]
     assert can_batch(positioned)
     assert can_batch(stock)
-    keys = [batch_key(cache) for cache in (positioned, stock, [*positioned[:1], PositionedRotatingKVCache(9)])]
+    wider = [PositionedKVCache(), CacheList(PositionedRotatingKVCache(9), ArraysCache(2))]
+    keys = [batch_key(cache) for cache in (positioned, stock, wider)]
     assert len(set(keys)) == 3
     assert batch_key(copy.deepcopy(positioned)) == keys[0]
 

@@ -1,0 +1,85 @@
+"""P6: every row of a batch answers what it answers alone.
+
+Rows are sparse and dense, shorter and longer than the windows, join and leave at different steps. The reference is
+`autoregressive.decode` on the row's own cache, float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+from mlx_specprefill.adapters.registry import BATCH_REFUSALS, adapter_for
+from mlx_specprefill.cache.batched import can_batch
+from mlx_specprefill.decoding.batch import DecodeBatch
+from mlx_specprefill.engine.caches import empty_cache
+from tests import oracle
+from tests.oracle import build, tiny_models, vocabulary
+from tests.rows import alone, logprob_error, make_rows, together, tokens
+from tests.tiny import FAMILIES, tiny_model
+
+CLOSE = 1e-4
+COUNT = 64
+JOINS = (0, 0, 0, 3, 3, 10, 31, 70)  # the last one finds a batch that most rows have left
+RUNNABLE = [name for name, tiny in tiny_models().items() if tiny.architecture not in {*BATCH_REFUSALS}]
+MORE = ("gemma3_text", "deepseek_v3", "qwen3_next", "lfm2", "ministral3", "llama+dynamic")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> Iterator[None]:
+    with mx.stream(mx.cpu):
+        yield
+
+
+def sparse_allowed(name: str) -> bool:
+    return adapter_for(tiny_models()[name].architecture).sparse_refusal is None
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MORE])
+def test_eight_mixed_rows_answer_64_tokens_as_alone(name: str) -> None:
+    model = tiny_model(name) if name in FAMILIES else build(name)
+    rows = make_rows(vocabulary(model), 8)
+    assert sum(row.kept is not None for row in rows) == 4
+    events, _ = together(model, rows, JOINS, [COUNT] * 8)
+    for uid, row in enumerate(rows):
+        expected, _ = alone(model, row, COUNT)
+        assert tokens(events[uid]) == tokens(expected)
+        assert logprob_error(events[uid], expected) < CLOSE
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_every_architecture_that_is_batched(name: str) -> None:
+    """Or whose caches make it decode one by one; windows wrap, and rows join and leave around it."""
+    model = build(name)
+    rows = make_rows(vocabulary(model), 3, seed=5, sparse=sparse_allowed(name))
+    counts = [12, 5, 9]
+    events, _ = together(model, rows, [0, 1, 3], counts)
+    for uid, row in enumerate(rows):
+        expected, _ = alone(model, row, counts[uid])
+        assert tokens(events[uid]) == tokens(expected)
+        assert logprob_error(events[uid], expected) < CLOSE
+
+
+@pytest.mark.parametrize("architecture", sorted(BATCH_REFUSALS))
+def test_no_architecture_is_kept_out_without_grounds(architecture: str) -> None:
+    """It can't be built here, raises, or mixes its rows up."""
+    if architecture in oracle.UNBUILDABLE:
+        return
+    model = build(architecture)
+    batch = DecodeBatch(model)
+    assert not batch._batched
+    batch._batched = True
+    try:
+        rows = make_rows(vocabulary(model), 3, seed=5, sparse=False)
+        events, _ = together(model, rows, [0, 0, 0], [8] * 3, batch)
+    except Exception:  # noqa: BLE001 - what it raises is its grounds
+        return
+    assert any(logprob_error(events[uid], alone(model, row, 8)[0]) > CLOSE for uid, row in enumerate(rows))
+
+
+def test_what_is_batched_can_be() -> None:
+    """The law would be vacuous for caches that decode one by one."""
+    batched = {name for name in RUNNABLE if can_batch(empty_cache(build(name)))}
+    assert set(RUNNABLE) - batched == {"deepseek_v41", "llama4"}

@@ -20,6 +20,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -481,6 +482,7 @@ def rounded(value: Any) -> Any:
 
 def main() -> int:
     options = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with this process
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -72,7 +72,7 @@ class SpecPrefillPolicy:
     enabled: bool = True
     threshold: int = 8192  # sparse only when the uncached suffix is longer (tokens)
     keep_pct: Fraction = Fraction(1, 5)
-    extend_share: Fraction = Fraction(9, 10)  # of the wanted importance that an earlier sparse turn must hold already
+    extend_share: Fraction = Fraction(9, 10)  # of what a question asks for that an earlier sparse turn must hold
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
 
 

@@ -18,7 +18,7 @@ from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
 from ..prefill.plan import PrefillPlan, plan_prefill
 from ..prefill.scoring import Scores, score_prompt
-from ..prefill.selection import Selection, chunk_means, select_chunks
+from ..prefill.selection import Selection, chunk_means, held_share, select_chunks
 from ..prefill.sparse import prefill
 from ..request import GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
@@ -111,8 +111,7 @@ class Prefiller:
         sequence.stage = "draft"
         scores = yield from self.scores(request)
         sequence.stage = "select"
-        kept = self.select(scores, plan, S).kept + S
-        start, kept = self._continue(sequence, scores, kept)
+        start, kept = self._continue(sequence, self.select(scores, plan, S))
         yield Progress("select", int(kept.size), len(request.prompt))
         sequence.stage = "prefill"
         logits = yield from self._feed_kept(sequence, start, kept)
@@ -155,22 +154,21 @@ class Prefiller:
         size = self.config.selection.chunk_size
         return select_chunks(chunk_means(scores.importance[start:], size), plan.forced[start:], plan.keep, size)
 
-    def _continue(self, sequence: Sequence, scores: Scores, wanted: Kept) -> tuple[int, Kept]:
+    def _continue(self, sequence: Sequence, selection: Selection) -> tuple[int, Kept]:
         """Extend the session's sparse cache if it holds what this question wants; else start over.
 
         Returns the index where feeding starts and the indices to feed from there on.
         """
         assert sequence.plan is not None
+        S, wanted = sequence.cached, selection.kept + sequence.cached
         session = self.caches.session(sequence.request.prompt, sequence.plan.keep)
-        if session is None or session.length <= sequence.cached:
-            return sequence.cached, wanted
+        if session is None or session.length <= S:
+            return S, wanted
         sequence.continuation = "restart"
-        early = wanted[wanted < session.length]
-        mass = scores.importance[early]
-        present = np.isin(early, session.kept)
-        total = float(mass.sum())
-        if total > 0 and float(mass[present].sum()) < float(self.config.policy.extend_share) * total:
-            return sequence.cached, wanted
+        held = np.zeros(session.length, dtype=np.bool_)
+        held[session.kept] = True
+        if held_share(selection, held[S:]) < self.config.policy.extend_share:
+            return S, wanted
         sequence.continuation = "extend"
         sequence.cache, sequence.kept = session.cache, session.kept
         return session.length, self._new_tokens(sequence, wanted, session.length)

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Selection", "chunk_means", "kept_spans", "select_chunks"]
+__all__ = ["Selection", "chunk_means", "held_share", "kept_spans", "select_chunks"]
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -66,6 +66,23 @@ def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_siz
     chosen[ranked[: min(count, C - int(chunk_forced.sum()))]] = True
     tokens = np.repeat(chosen, chunk_size)[:M] | forced
     return Selection(np.flatnonzero(tokens).astype(np.int32), chunk_scores, chunk_forced, chosen, chunk_size)
+
+
+def held_share(selection: Selection, held: Bools) -> float:
+    """How much of what the selection asks for an earlier turn has kept already, between 0 and 1.
+
+    A chosen chunk counts by how far its score lies above the best chunk that was left out. Chunks near that cutoff
+    change from question to question and matter little; one that stands out, like a needle, decides.
+
+    Args:
+        held: (L,) whether the earlier turn kept the token, for the first L <= M tokens; the rest is new to it.
+    """
+    left_out = selection.chunk_scores[~(selection.chunk_chosen | selection.chunk_forced)]
+    cutoff = float(left_out.max()) if left_out.size else 0.0
+    excess = np.where(selection.chunk_chosen, np.maximum(selection.chunk_scores - cutoff, 0.0), 0.0)
+    wanted = np.repeat(excess, selection.chunk_size)[: held.size]
+    total = float(wanted.sum())
+    return float(wanted[held].sum()) / total if total > 0 else 1.0
 
 
 def kept_spans(kept: Indices) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import InvalidRequestError, keep_pct
-from mlx_specprefill.prefill.selection import chunk_means, kept_spans, select_chunks
+from mlx_specprefill.prefill.selection import chunk_means, held_share, kept_spans, select_chunks
 
 
 def brute_force(scores: list[float], forced: list[bool], keep: Fraction, size: int) -> list[int]:
@@ -108,3 +108,26 @@ def test_kept_spans_are_maximal_and_cover(indices):
 def test_chunk_scores_must_match_the_prompt():
     with pytest.raises(ValueError, match="2 chunk scores for 3 chunks"):
         select_chunks(np.zeros(2, np.float32), np.zeros(65, dtype=bool), Fraction(1, 5), 32)
+
+
+def test_a_chunk_that_stands_out_decides_what_is_held():
+    """Chunks 1 and 3 are chosen, cutoff 0.2: 1 stands out by 0.7, 3 by 0.1."""
+    scores = np.array([0.1, 0.9, 0.2, 0.3, 0.1], dtype=np.float32)
+    selection = select_chunks(scores, np.zeros(10, dtype=bool), Fraction(2, 5), 2)
+    assert selection.chunk_chosen.nonzero()[0].tolist() == [1, 3]
+    held = np.zeros(10, dtype=bool)
+    held[2:4] = True
+    assert held_share(selection, held) == pytest.approx(7 / 8)
+    held[:] = True
+    held[2:4] = False
+    assert held_share(selection, held) == pytest.approx(1 / 8)
+    held[2] = True
+    assert held_share(selection, held) == pytest.approx(1 / 8 + 7 / 16)
+
+
+def test_what_lies_after_the_earlier_turn_does_not_count():
+    scores = np.array([0.9, 0.1, 0.8], dtype=np.float32)
+    selection = select_chunks(scores, np.zeros(6, dtype=bool), Fraction(2, 3), 2)
+    assert held_share(selection, np.ones(3, dtype=bool)) == 1.0
+    assert held_share(selection, np.zeros(3, dtype=bool)) == 0.0
+    assert held_share(selection, np.zeros(0, dtype=bool)) == 1.0

@@ -158,7 +158,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="prompt tokens")
     parser.add_argument("--keep", nargs="+", default=["0.1", "0.2", "0.3", "0.5", "1.0"], help="shares in (0, 1]")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions")
-    parser.add_argument("--quick", action="store_true", help="keep 0.2 only; under three minutes")
+    parser.add_argument("--quick", action="store_true", help="keep 0.2 only, twice; under three minutes")
     options = parser.parse_args()
     if options.quick:
         options.keep, options.repeats = ["0.2"], 2
@@ -169,7 +169,20 @@ def arguments() -> argparse.Namespace:
 
 def show(rows: list[Row], console: Console) -> None:
     table = Table(title="Time to first token, milliseconds (medians)")
-    names = ("tokens", "keep", "kept", "full", "sparse", "draft", "select", "prefill", "limit", "r", "speed-up", "share")
+    names = (
+        "tokens",
+        "keep",
+        "kept",
+        "full",
+        "sparse",
+        "draft",
+        "select",
+        "prefill",
+        "limit",
+        "r",
+        "speed-up",
+        "share",
+    )
     for name in names:
         table.add_column(name, justify="right")
     for row in rows:

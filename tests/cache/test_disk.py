@@ -367,20 +367,6 @@ def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(
         assert found(prefixes, range(20)) == 0
 
 
-def test_a_read_only_folder_costs_nothing_but_the_cache(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    folder.chmod(0o500)
-    try:
-        if os.access(folder, os.W_OK):
-            pytest.skip("this user may write everywhere")
-        with cached(folder) as prefixes:
-            prefixes.store(range(20), filled(fake_caches(), range(20)))
-            assert found(prefixes, range(20)) == 20
-    finally:
-        folder.chmod(0o700)
-
-
 def test_a_folder_that_turns_read_only_is_a_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Or a full disk, or one that goes away."""
     with cached(tmp_path) as prefixes:

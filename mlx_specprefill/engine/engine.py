@@ -247,8 +247,10 @@ class Engine:
     # --- the MLX thread ----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        self._prepare()
-        self._ready.set()
+        try:
+            self._prepare()
+        finally:
+            self._ready.set()
         while self._open or not self._inbox.empty():
             self._beat = time.monotonic()
             self._read_inbox()

@@ -228,7 +228,7 @@ class Prefiller:
             if done:  # an identical retry goes on from here
                 self.caches.keep_target(request.prompt[: S + done], sequence.cache)
             raise
-        if not cuts or not _stateful(sequence.cache):
+        if not cuts:  # with cuts, the state at M - 1 was kept: an identical prompt can't use the one at M
             self.caches.keep_target(request.prompt, sequence.cache)
         return logits
 

@@ -215,9 +215,6 @@ def index_of(pair: ModelPair, prompt_text: Sequence[int], code: str) -> set[int]
     return where
 
 
-@pytest.mark.skipif(
-    not (DEMO / "target" / "model.safetensors").exists(), reason="the demo pair is not in this checkout"
-)
 @pytest.mark.parametrize("idle", [True, False], ids=["densified", "re-scored"])
 def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool) -> None:
     """Turn 1 asks for A and drops B. Turn 2 asks for B: answered from the dense copy, or by scoring again."""

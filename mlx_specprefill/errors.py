@@ -49,6 +49,7 @@ class ContextLengthError(InvalidRequestError):
             field="messages",
         )
         self.prompt_tokens = prompt_tokens
+        self.total_tokens = prompt_tokens + max_tokens
         self.context_length = context_length
 
 

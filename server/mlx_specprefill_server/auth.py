@@ -29,7 +29,7 @@ class Gatekeeper:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(Headers(scope=scope), scope) if scope["type"] == "http" else None
-        app = self._app if refusal is None else error_response(refusal)
+        app = self._app if refusal is None else error_response(refusal, scope["path"])
         await app(scope, receive, send)
 
     def _refusal(self, headers: Headers, scope: Scope) -> ApiError | None:

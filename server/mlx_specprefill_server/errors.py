@@ -1,4 +1,7 @@
-"""Every failure as OpenAI's error object: one mapping, two rings (handlers for known errors, one for the rest)."""
+"""Every failure as an error object: one mapping, two rings (handlers for known errors, one for the rest).
+
+The object has OpenAI's shape, or Anthropic's on the paths of that dialect.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,18 @@ from mlx_specprefill import (
     SpecPrefillError,
 )
 
-__all__ = ["ApiError", "JsonResponse", "api_error", "error_response", "install"]
+__all__ = ["ApiError", "JsonResponse", "anthropic_body", "api_error", "error_response", "install"]
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = "2"
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is for the access log
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+ANTHROPIC_OVERLOADED = 529
 
 
 class JsonResponse(Response):
@@ -92,21 +101,35 @@ def api_error(exc: Exception) -> ApiError:
             return ApiError(500, "The server failed on this request; see its log.", code="internal_error")
 
 
-def error_response(exc: Exception) -> Response:
-    """Any exception as a response. Only a 503 invites the client to try again."""
+def anthropic_body(exc: Exception) -> dict[str, Any]:
+    """Anthropic's error object. Its clients read both numbers of an overflow out of the message."""
+    error = api_error(exc)
+    message = str(error)
+    if isinstance(exc, ContextLengthError):
+        message = f"prompt is too long: {exc.total_tokens} tokens > {exc.context_length} maximum"
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_response(exc: Exception, path: str) -> Response:
+    """Any exception as a response to a request of `path`. Only a 503 invites the client to try again."""
     error = api_error(exc)
     headers = error.headers if error.status == 503 else error.headers | {"x-should-retry": "false"}
-    return JsonResponse(error.body(), status_code=error.status, headers=headers)
+    if path != ANTHROPIC_PATH and not path.startswith(f"{ANTHROPIC_PATH}/"):
+        return JsonResponse(error.body(), error.status, headers)
+    status = ANTHROPIC_OVERLOADED if error.status == 503 else error.status
+    return JsonResponse(anthropic_body(exc), status, headers)
 
 
 async def _known(request: Request, exc: Exception) -> Response:
     if api_error(exc).status == 500:
         logger.error("%s %s: %s", request.method, request.url.path, exc, exc_info=exc)
-    return error_response(exc)
+    return error_response(exc, request.url.path)
 
 
 async def _unexpected(request: Request, exc: Exception) -> Response:
-    return error_response(exc)  # the outer ring raises it again after answering, so the log has the traceback
+    # the outer ring raises it again after answering, so the log has the traceback
+    return error_response(exc, request.url.path)
 
 
 def install(app: FastAPI) -> None:

@@ -2,12 +2,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 import pytest
+from anthropic.types import ErrorResponse
 from starlette.testclient import TestClient
 
-from mlx_specprefill import EngineError, InvalidRequestError, RequestCancelled, SparseUnsupportedError
-from mlx_specprefill_server.errors import api_error
+from mlx_specprefill import (
+    ContextLengthError,
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    RequestCancelled,
+    SparseUnsupportedError,
+)
+from mlx_specprefill_server.errors import ApiError, api_error, error_response
 
+from .conftest import client_of
 from .fakes import FakeEngine
 
 
@@ -59,3 +69,49 @@ def test_an_unforeseen_failure_is_a_500_without_details(client: TestClient, engi
 )
 def test_the_mapping(error: Exception, status: int) -> None:
     assert api_error(error).status == status
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (InvalidRequestError("x"), 400, "invalid_request_error"),
+        (ApiError(401, "x"), 401, "authentication_error"),
+        (ApiError(403, "x"), 403, "permission_error"),
+        (ApiError(404, "x"), 404, "not_found_error"),
+        (ApiError(405, "x"), 405, "invalid_request_error"),
+        (ApiError(413, "x"), 413, "request_too_large"),
+        (EngineError("x"), 500, "api_error"),
+        (KeyError("x"), 500, "api_error"),
+        (EngineClosedError("x"), 529, "overloaded_error"),
+    ],
+)
+def test_anthropics_shape_by_path(error: Exception, status: int, kind: str) -> None:
+    answer = error_response(error, "/v1/messages/count_tokens")
+    body = orjson.loads(answer.body)
+    assert set(body) == {"type", "error"}
+    assert (answer.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
+    assert body["error"]["message"]
+    assert ("retry-after" in answer.headers) == (status == 529)
+    assert ("x-should-retry" in answer.headers) == (status != 529)
+    assert "type" not in orjson.loads(error_response(error, "/v1/messagesx").body)
+
+
+def test_an_overflow_as_anthropics_clients_read_it() -> None:
+    answer = error_response(ContextLengthError(4096, 1, 4096), "/v1/messages")
+    assert answer.status_code == 400
+    body = orjson.loads(answer.body)
+    ErrorResponse.model_validate(body, strict=True)
+    assert body["error"]["message"] == "prompt is too long: 4097 tokens > 4096 maximum"
+
+
+def test_refusals_before_any_route_take_the_paths_shape(engine: FakeEngine) -> None:
+    client = client_of(engine, api_keys=("k",))
+    for path in ("/v1/messages", "/v1/messages/nowhere"):
+        answer = client.post(path, json={})
+        assert answer.status_code == 401
+        assert answer.json()["error"]["type"] == "authentication_error"
+        assert (
+            client.post(path, json={}, headers={"host": "evil.example"}).json()["error"]["type"] == "permission_error"
+        )
+    answer = client.post("/v1/messages/nowhere", json={}, headers={"x-api-key": "k"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field
 
-from mlx_specprefill import InvalidRequestError, SamplingParams, SpecPrefillOptions, keep_pct
+from mlx_specprefill import InvalidRequestError, SamplingParams
+
+from ..fields import Body, Number, SpecPrefillFields, Whole
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat", "refuse_completion"]
 
-INT64 = 2**63
 MAX_STOPS = 4
 MAX_PROMPTS = 128
 UNLIMITED = -1  # max_tokens as llama.cpp's clients write "no limit"
-
-
-def _whole(value: Any) -> Any:
-    """Some clients write 16.0 for 16."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < INT64 else value
-
-
-def _no_nulls(body: Any) -> Any:
-    return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
-
-
-def _keep_pct(value: Any) -> Fraction:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("must be a number in (0, 1]")
-    return keep_pct(value)
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -74,25 +59,14 @@ def _prompt(item: Any) -> str | tuple[int, ...]:
     raise ValueError("must be a string, an array of strings, an array of token ids, or an array of such arrays")
 
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-INT64, lt=INT64)]
-KeepPct = Annotated[Fraction, PlainValidator(_keep_pct)]
 MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
-
-
-class Body(BaseModel):
-    """Strict types (no "1" for 1), unknown fields ignored, null means default."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=())
-
-    _drop_nulls = model_validator(mode="before")(_no_nulls)
 
 
 class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationFields(Body):
+class GenerationFields(SpecPrefillFields):
     """What both endpoints take."""
 
     model: str | None = None
@@ -111,9 +85,6 @@ class GenerationFields(Body):
     seed: Whole | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     ignore_eos: bool = False
-    specprefill: bool | None = None
-    specprefill_keep_pct: KeepPct | None = None
-    specprefill_return_spans: bool = False
 
     def sampling(self, default_temperature: float, vocabulary_size: int) -> SamplingParams:
         """As the engine wants it.
@@ -134,10 +105,6 @@ class GenerationFields(Body):
             logit_bias=self.logit_bias,
             seed=None if self.seed is None or self.seed < 0 else self.seed,
         )
-
-    def options(self) -> SpecPrefillOptions:
-        """The request's word on sparse prefill."""
-        return SpecPrefillOptions(self.specprefill, self.specprefill_keep_pct, self.specprefill_return_spans)
 
 
 class ChatRequest(GenerationFields):

@@ -1,0 +1,53 @@
+"""What the request bodies of all dialects are made of."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+
+from mlx_specprefill import SpecPrefillOptions, keep_pct
+
+__all__ = ["Body", "Number", "SpecPrefillFields", "Whole"]
+
+INT64 = 2**63
+
+
+def _whole(value: Any) -> Any:
+    """Some clients write 16.0 for 16."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < INT64 else value
+
+
+def _no_nulls(body: Any) -> Any:
+    return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+
+def _keep_pct(value: Any) -> Fraction:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number in (0, 1]")
+    return keep_pct(value)
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-INT64, lt=INT64)]
+
+
+class Body(BaseModel):
+    """Strict types (no "1" for 1), unknown fields ignored, null means default."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=())
+
+    _drop_nulls = model_validator(mode="before")(_no_nulls)
+
+
+class SpecPrefillFields(Body):
+    """The request's word on sparse prefill, the same on every endpoint that generates."""
+
+    specprefill: bool | None = None
+    specprefill_keep_pct: Annotated[Fraction, PlainValidator(_keep_pct)] | None = None
+    specprefill_return_spans: bool = False
+
+    def options(self) -> SpecPrefillOptions:
+        """As the engine wants it."""
+        return SpecPrefillOptions(self.specprefill, self.specprefill_keep_pct, self.specprefill_return_spans)

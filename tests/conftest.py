@@ -1,3 +1,32 @@
 """The package comes first: it loads a fast BLAS, which has no effect once `mlx.core` is imported."""
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+
+import pytest
+
 import mlx_specprefill  # noqa: F401
+
+from .scripted import Flavour, save_scripted
+from .serving import Server, start
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Flavour], Server]]:
+    """The real server on the scripted model, one process per tool-call format, started when first asked for."""
+    with ExitStack() as servers:
+
+        @cache
+        def serve(flavour: Flavour) -> Server:
+            folder = tmp_path_factory.mktemp(flavour)
+            model = save_scripted(folder / "model", flavour)
+            log = folder / "log"
+            servers.callback(lambda: _no_traceback(log.read_text()))
+            return servers.enter_context(start(log, model, model, "--model-alias", "scripted"))
+
+        yield serve
+
+
+def _no_traceback(log: str) -> None:
+    assert "Traceback" not in log, log

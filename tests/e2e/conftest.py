@@ -2,86 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
 import openai
 import pytest
 
+from ..serving import Server, start
+
 DEMO = Path(__file__).parents[2] / "models" / "demo"
-START_S = 90
-
-
-@dataclass
-class Server:
-    base: str
-    process: subprocess.Popen[bytes]
-
-    def health(self) -> dict[str, Any]:
-        answer = httpx.get(f"{self.base}/health", timeout=30)
-        assert answer.status_code == 200
-        body: dict[str, Any] = answer.json()
-        return body
-
-    def wait_until(self, running: int, within: float = 20.0) -> float:
-        """Seconds until so many requests run and none waits."""
-        begun = time.monotonic()
-        while (state := self.health())["running"] != running or state["queued"]:
-            assert time.monotonic() - begun < within, f"still {state}"
-            time.sleep(0.05)
-        return time.monotonic() - begun
-
-
-@contextmanager
-def start(log: Path, *options: str) -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pair = ("--target", str(DEMO / "target"), "--draft", str(DEMO / "draft"))
-    command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *pair, "--port", str(port), *options]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_SPECPREFILL_")}
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
-        server = Server(f"http://127.0.0.1:{port}", process)
-        try:
-            _wait(server, log)
-            yield server
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(30)
-            finally:
-                process.kill()
-
-
-def _wait(server: Server, log: Path) -> None:
-    until = time.monotonic() + START_S
-    while True:
-        assert server.process.poll() is None, log.read_text()
-        assert time.monotonic() < until, log.read_text()
-        try:
-            server.health()
-        except httpx.TransportError:
-            time.sleep(0.2)
-        else:
-            return
+PAIR = (DEMO / "target", DEMO / "draft")
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
     # a small step, so that "within one step" is a short time on a slow machine too
-    with start(log, "--specprefill-threshold", "512", "--prefill-step", "256") as running:
+    with start(log, *PAIR, "--specprefill-threshold", "512", "--prefill-step", "256") as running:
         yield running
     assert "Traceback" not in log.read_text()
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from tests.server.bodies import CHAT, COMPLETION
 
-from .conftest import Server, haystack, start
+from ..serving import Server, start
+from .conftest import PAIR, haystack
 
 NEEDLES = [
     ("Anna", "471128", 700, 0.2),
@@ -316,7 +317,7 @@ def test_garbage_never_hurts(server: Server, body: dict[str, Any], limit: int) -
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_streams_properly(tmp_path: Path, kind: signal.Signals) -> None:
-    with start(tmp_path / "log") as server:
+    with start(tmp_path / "log", *PAIR) as server:
         body = {"messages": HI, "stream": True, **LONG}
         with httpx.stream("POST", f"{server.base}/v1/chat/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()

@@ -1,0 +1,50 @@
+"""Every script recited by the real server: whatever the answer is made of, it is exactly what the model wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from ..scripted import SCRIPTS, TEXT, Flavour, written
+from ..serving import Server
+
+WHOLE = [name for name, script in SCRIPTS.items() if not script.endless]
+
+
+def complete(server: Server, prompt: str, **fields: object) -> dict[str, object]:
+    answer = httpx.post(f"{server.base}/v1/completions", json={"prompt": prompt, **fields}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, object] = answer.json()["choices"][0]
+    return choice
+
+
+@pytest.mark.parametrize("flavour", ["hermes", "xml"])
+def test_a_raw_prompt_gets_the_whole_script(scripted: Callable[[Flavour], Server], flavour: Flavour) -> None:
+    for name in WHOLE:
+        for number, turn in enumerate(SCRIPTS[name].turns):
+            choice = complete(scripted(flavour), f"say <|{name}:{number}|>")
+            assert choice["text"] == written(turn, flavour), name
+            assert choice["finish_reason"] == "stop"
+
+
+def test_an_endless_script_is_ended_by_the_limit(scripted: Callable[[Flavour], Server]) -> None:
+    choice = complete(scripted("hermes"), "<|endless:0|>", max_tokens=7)
+    assert choice["text"] == "again and again again and again"
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("specprefill", [True, False])
+def test_the_conversation_names_the_script(scripted: Callable[[Flavour], Server], specprefill: bool) -> None:
+    messages = [{"role": "user", "content": "word " * 400 + "script:words"}]
+    body = {"messages": messages, "specprefill": specprefill}
+    answer = httpx.post(f"{scripted('hermes').base}/v1/chat/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["message"]["content"] == "alpha beta gamma delta epsilon zeta eta theta"
+    assert answer["specprefill"]["mode"] == ("sparse" if specprefill else "full")
+
+
+def test_a_script_with_calls_needs_tools(scripted: Callable[[Flavour], Server]) -> None:
+    body = {"messages": [{"role": "user", "content": "A title for: script:loop"}]}
+    answer = httpx.post(f"{scripted('hermes').base}/v1/chat/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["message"]["content"] == TEXT

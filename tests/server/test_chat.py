@@ -65,6 +65,7 @@ def test_a_whole_answer(client: TestClient, engine: FakeEngine) -> None:
         "completion_tokens": 6,
         "total_tokens": prompt_tokens + 6,
         "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -17,10 +17,11 @@ from ..deltas import Delta
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse
 from ..generation import Done, Generation, Idle, Job, Working
+from ..report import Report
 from ..sse import DONE, KEEP_ALIVE, EventStream, data
 from ..vocabulary import Vocabulary
 from .schemas import ChatRequest, refuse_chat
-from .wire import LOWEST_LOGPROB, Envelope, Report, make_job, progress
+from .wire import LOWEST_LOGPROB, Envelope, make_job, progress
 
 __all__ = ["router"]
 

@@ -17,10 +17,11 @@ from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse
 from ..generation import Done, Generation, Idle, Job, Piece, PromptScores, Working
 from ..prompt import Prompt
+from ..report import Report
 from ..sse import DONE, KEEP_ALIVE, EventStream, data
 from ..vocabulary import Vocabulary
 from .schemas import CompletionRequest, refuse_completion
-from .wire import LOWEST_LOGPROB, Envelope, Report, make_job, progress
+from .wire import LOWEST_LOGPROB, Envelope, make_job, progress
 
 __all__ = ["router"]
 

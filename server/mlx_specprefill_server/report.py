@@ -1,0 +1,143 @@
+"""What was spent on a response and what was done with its prompt, for every dialect to write in its own form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from mlx_specprefill import Account, EngineError, SpecPrefillError, Timings
+
+from .answers import AnswerDone
+from .errors import api_error
+from .generation import Done
+
+__all__ = ["Report"]
+
+
+class Report:
+    """Collects the ends of all answers of one response.
+
+    Args:
+        prompt_tokens: of all prompts together.
+        answers: how many ends will come.
+        copies: how many answers each prompt gets; they come one after the other in the order of prompts.
+    """
+
+    def __init__(self, prompt_tokens: int, answers: int = 1, copies: int = 1) -> None:
+        self.prompt_tokens = prompt_tokens
+        self._open = answers
+        self._copies = copies
+        self._ends: list[Done | AnswerDone] = []
+
+    def add(self, end: Done | AnswerDone) -> bool:
+        """True when it was the last one."""
+        self._ends.append(end)
+        return len(self._ends) == self._open
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(end.completion_tokens for end in self._ends)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(end.reasoning_tokens for end in self._ends if isinstance(end, AnswerDone))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not read again for the first answer of each prompt."""
+        return sum(account.cached_tokens for account in self._accounts())
+
+    @property
+    def error(self) -> SpecPrefillError | None:
+        """The first failure; whatever is not the library's own becomes an EngineError."""
+        failed = next((end.error for end in self._ends if end.error is not None), None)
+        if failed is None or isinstance(failed, SpecPrefillError):
+            return failed
+        error = EngineError(f"the engine failed on this request: {failed}")
+        error.__cause__ = failed
+        return error
+
+    def raise_error(self) -> None:
+        """For responses whose status is still to be chosen.
+
+        Raises:
+            SpecPrefillError: the first failure among the answers.
+        """
+        if (error := self.error) is not None:
+            raise error
+
+    def account(self) -> dict[str, Any]:
+        """The account of the prefill, as clients get it next to `usage`."""
+        return self._account().to_dict()
+
+    def timings(self) -> dict[str, Any]:
+        """llama.cpp's timings object."""
+        account = self._account()
+        times = account.timings
+        prompt_ms = times.draft_ms + times.select_ms + times.prefill_ms
+        return {
+            "cache_n": account.cached_tokens,
+            **_rates("prompt", account.prompt_tokens - account.cached_tokens, prompt_ms),
+            **_rates("predicted", self.completion_tokens, times.decode_ms),
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object. Counts the full prompt whatever the target saw of it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+    def extras(self) -> dict[str, Any]:
+        """The account, the timings, and what went wrong, if anything did."""
+        extras = {"specprefill": self.account(), "timings": self.timings()}
+        return extras | ({} if self.error is None else {"engine_error": api_error(self.error).body()["error"]})
+
+    def _accounts(self) -> list[Account]:
+        """One for each prompt: copies of an answer decode side by side after one prefill."""
+        ends = sorted(self._ends, key=lambda end: end.index)
+        return [_first(ends[i : i + self._copies]) for i in range(0, len(ends), self._copies)]
+
+    def _account(self) -> Account:
+        return _merged(self._accounts())
+
+
+def _first(ends: Sequence[Done | AnswerDone]) -> Account:
+    account = ends[0].account
+    longest = max(end.account.timings.decode_ms for end in ends)
+    return replace(account, timings=replace(account.timings, decode_ms=longest))
+
+
+def _merged(accounts: Sequence[Account]) -> Account:
+    """One account for several prompts: counts and times are sums."""
+    if len(accounts) == 1:
+        return accounts[0]
+    sparse = any(account.mode == "sparse" for account in accounts)
+    prompt_tokens = sum(account.prompt_tokens for account in accounts)
+    kept_tokens = sum(account.kept_tokens for account in accounts)
+    times = {f.name: sum(getattr(account.timings, f.name) for account in accounts) for f in fields(Timings)}
+    return replace(
+        accounts[0],
+        mode="sparse" if sparse else "full",
+        reason="; ".join(dict.fromkeys(account.reason for account in accounts)),
+        prompt_tokens=prompt_tokens,
+        kept_tokens=kept_tokens,
+        cached_tokens=sum(account.cached_tokens for account in accounts),
+        keep_pct=kept_tokens / prompt_tokens if sparse else None,
+        continuation=None,
+        timings=Timings(**times),
+        kept_spans=None,
+    )
+
+
+def _rates(name: str, count: int, ms: float) -> dict[str, float]:
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": round(ms, 3),
+        f"{name}_per_token_ms": round(ms / count, 3) if count else 0.0,
+        f"{name}_per_second": round(count / ms * 1000, 3) if ms else 0.0,
+    }

@@ -17,6 +17,7 @@ BLAS = preload()
 from .config import EngineConfig, ForcedRule, ScoringConfig, SelectionConfig, SpecPrefillPolicy, keep_pct
 from .engine.engine import Engine, EngineHealth, RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
+from .engine.stats import EngineStats, MemoryUse
 from .errors import (
     ContextLengthError,
     EngineClosedError,
@@ -62,6 +63,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "EngineHealth",
+    "EngineStats",
     "Event",
     "Failed",
     "FinishReason",
@@ -72,6 +74,7 @@ __all__ = [
     "InvalidRequestError",
     "LoadError",
     "Logprob",
+    "MemoryUse",
     "Mode",
     "ModelPair",
     "PairMismatchError",

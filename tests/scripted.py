@@ -133,7 +133,8 @@ def written(turn: Turn, flavour: Flavour = "hermes") -> str:
 
 
 TOOL_CALL = {
-    "hermes": """{{ '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}{{ tool_call.arguments | tojson }}
+    "hermes": """{{ '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+        {{- tool_call.arguments | tojson }}
         {{- '}\\n</tool_call>\\n' }}""",
     "xml": """{{ '<tool_call>\\n<function=' + tool_call.name + '>\\n' }}
         {%- for name, value in tool_call.arguments.items() %}{{ '<parameter=' + name + '>\\n' }}
@@ -284,7 +285,7 @@ def _save_model(folder: Path, following: Tokens, end: int) -> None:
 
 
 def _weights(following: Tokens, end: int) -> Iterator[tuple[str, npt.NDArray[np.float64]]]:
-    """Row `following[t]` of the output is token t's embedding, or the sum of several. All that precede the end share one."""
+    """Row `following[t]` of the output is token t's embedding, or a sum. All tokens that precede the end share one."""
     rng = np.random.default_rng(0)
     embedding = rng.normal(size=(len(following), HIDDEN))
     last = following == end

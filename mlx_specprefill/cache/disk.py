@@ -132,12 +132,14 @@ class DiskTier:
     Attributes:
         enabled: False when the folder can't be used (the log says why): nothing is found and nothing is kept.
         evictions: records dropped to make room, by this process.
+        nbytes: of all files, as this process last saw them.
     """
 
     def __init__(self, folder: str | Path, byte_limit: int, pending_limit: int = 1 << 29) -> None:
         self.folder = Path(folder)
         self.byte_limit = byte_limit
         self.evictions = 0
+        self.nbytes = 0
         self._pending_limit = pending_limit
         self._pending_bytes = 0
         self._lock = threading.Lock()  # over _known, _pending_bytes, and evictions
@@ -254,6 +256,7 @@ class DiskTier:
         try:
             self._database = self._open_index(alone)
             self._load(alone)
+            self.nbytes = self._total()
         except (sqlite3.Error, OSError) as error:
             log.warning("no disk cache: the index of %s can't be used: %s", self.folder, error)
             os.close(self._lock_file)
@@ -378,6 +381,7 @@ class DiskTier:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+        self.nbytes = self._total()
         self._written(job, checksum)
 
     def _written(self, job: _Write, checksum: bytes | None) -> None:
@@ -394,8 +398,7 @@ class DiskTier:
     def _make_room(self, job: _Write) -> bool:
         """Delete what was used before this record's call; False when that isn't enough."""
         while True:
-            (total,) = self._database.execute("SELECT COALESCE(SUM(file_bytes), 0) FROM records").fetchone()
-            excess = total + job.known.pending_bytes - self.byte_limit
+            excess = self._total() + job.known.pending_bytes - self.byte_limit
             if excess <= 0:
                 return True
             query = "SELECT key, file_bytes FROM records WHERE used < ? ORDER BY used, end DESC, key DESC LIMIT 64"
@@ -420,6 +423,11 @@ class DiskTier:
             self._database.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in keys])
         for key in keys:
             self._path(key).unlink(missing_ok=True)
+        self.nbytes = self._total()
+
+    def _total(self) -> int:
+        (total,) = self._database.execute("SELECT COALESCE(SUM(file_bytes), 0) FROM records").fetchone()
+        return int(total)
 
 
 def _bytes(part: _Part) -> bytes | memoryview:

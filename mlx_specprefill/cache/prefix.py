@@ -150,6 +150,7 @@ class PrefixCache:
 
     Attributes:
         refusal: why this model's caches can't be kept; `lookup` then finds and `store` does nothing. Else None.
+        hits, misses, tokens_served: of look-ups since the start.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class PrefixCache:
         self._budget = budget
         self._disk = disk
         self._root = _Node(None, np.zeros(0, dtype=np.int32), root_digest(identity, block_size))
-        self._hits = self._misses = self._tokens_served = 0
+        self.hits = self.misses = self.tokens_served = 0
         self._swept = 0  # disk evictions that the tree knows of
         if self.refusal is not None:
             log.warning("no prefix cache: %s", self.refusal)
@@ -200,10 +201,10 @@ class PrefixCache:
                 break
             hit = self._serve(match, again)
             if hit is not None:
-                self._hits += not again
-                self._tokens_served += 0 if again else hit.length
+                self.hits += not again
+                self.tokens_served += 0 if again else hit.length
                 return hit
-        self._misses += not again
+        self.misses += not again
         return None
 
     def _longest(self, wanted: Tokens) -> _Match | None:
@@ -464,7 +465,7 @@ class PrefixCache:
     # -- for people
 
     def stats(self) -> PrefixStats:
-        return PrefixStats(self._hits, self._misses, self._tokens_served, self.nbytes, len(self._ends()))
+        return PrefixStats(self.hits, self.misses, self.tokens_served, self.nbytes, len(self._ends()))
 
     def entries(self) -> list[PrefixEntry]:
         """The stored prefixes, last used first."""

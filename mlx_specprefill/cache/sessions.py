@@ -62,7 +62,13 @@ class SessionStore:
         self._sessions: dict[str, dict[tuple[int, ...], _Session]] = {}
 
     def __len__(self) -> int:
-        return sum(len(sessions) for sessions in self._sessions.values())
+        return sum(len(sessions) for sessions in tuple(self._sessions.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all sessions; from any thread."""
+        stores = tuple(self._sessions.values())
+        return sum(session.nbytes for sessions in stores for session in tuple(sessions.values()))
 
     def lookup(self, namespace: str, tokens: Sequence[int], limit: int | None = None) -> SessionHit | None:
         """A copy of the cache with the longest key that `tokens`, cut to `limit`, starts with."""

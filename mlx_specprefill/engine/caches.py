@@ -76,6 +76,22 @@ class EngineCaches:
     def nbytes(self) -> int:
         return self.budget.used
 
+    @property
+    def disk_nbytes(self) -> int:
+        return 0 if self._disk is None else self._disk.nbytes
+
+    def counts(self) -> dict[str, int]:
+        """Hits, misses and evictions since the start, and the sessions there are; from any thread."""
+        target = self._target
+        return {
+            "prefix_hits": 0 if target is None else target.hits,
+            "prefix_misses": 0 if target is None else target.misses,
+            "prefix_tokens": 0 if target is None else target.tokens_served,
+            "sessions": len(self.sessions),
+            "evictions": self.budget.evictions,
+            "disk_evictions": 0 if self._disk is None else self._disk.evictions,
+        }
+
     def reclaim(self, nbytes: int) -> None:
         """Let go of at least that many bytes, if there are as many."""
         self.budget.shrink(nbytes)

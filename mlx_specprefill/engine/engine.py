@@ -15,8 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..cache.positioned import quantize_kv
@@ -39,6 +41,7 @@ from .inspection import Inspection, inspect_prompt
 from .prefiller import Prefiller
 from .scheduler import Scheduler, SliceSizer
 from .sequence import Sequence
+from .stats import EngineStats, MemoryUse
 
 __all__ = ["Engine", "EngineHealth", "RequestHandle"]
 
@@ -106,7 +109,8 @@ class Engine:
         self._target_cost = self._draft_cost = Footprint(0, 0, 0)
         self._densify: list[tuple[int, ...]] = []
         self._in_background = False  # the current slice must not keep a new request waiting
-        self.densified = 0  # sparse turns whose prompt was made dense afterwards
+        self.densified = self.densified_tokens = 0  # sparse turns whose prompt was made dense afterwards
+        self._weights = (0, 0)  # bytes of target and draft
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._uids = 0
@@ -159,6 +163,49 @@ class Engine:
         age = time.monotonic() - self._beat
         queued = self._scheduler.waiting + self._unread
         return EngineHealth(self._thread.is_alive(), age, self._scheduler.running, queued)
+
+    def stats(self) -> EngineStats:
+        """What it does and holds now. Never waits for the MLX thread: the parts may be one step apart."""
+        waiting, decoding = self._scheduler.waiting + self._unread, len(self._scheduler.decoding)
+        return EngineStats(
+            waiting=waiting,
+            prefilling=max(0, self._scheduler.running - decoding),
+            decoding=decoding,
+            max_rows=self.config.max_rows,
+            max_queue=self.config.max_queue,
+            fallbacks=dict(self.prefiller.fallbacks),
+            densified=self.densified,
+            densified_tokens=self.densified_tokens,
+            **self.caches.counts(),
+            memory=self._memory(),
+        )
+
+    def _memory(self) -> MemoryUse:
+        held = [self._held_bytes(job) for job in tuple(self._jobs.values())]
+        sessions = self.caches.sessions.nbytes
+        return MemoryUse(
+            target_weights=self._weights[0],
+            draft_weights=self._weights[1],
+            requests=sum(held),
+            reserved=self._admission.reserved,
+            prefix_cache=max(0, self.caches.nbytes - sessions),
+            sessions=sessions,
+            prefix_disk=self.caches.disk_nbytes,
+            active=mx.get_active_memory(),
+            spare=mx.get_cache_memory(),
+            limit=self._admission.limit,
+        )
+
+    def _held_bytes(self, job: _Job) -> int:
+        """Of a request's target cache, as far as it has come."""
+        sequence = job.sequence
+        if sequence is None or sequence.stage == "queued":
+            return 0
+        stored = sequence.cached + job.done.get("prefill", 0)
+        if sequence.stage == "decode":
+            read = len(sequence.request.prompt) if sequence.kept is None else int(sequence.kept.size)
+            stored = read + len(sequence.tokens)
+        return self._target_cost.constant + self._target_cost.per_token * stored
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what can never run.
@@ -263,14 +310,14 @@ class Engine:
     def _prepare(self) -> None:
         """Measure what a sequence costs. A model that can't even do this is told to its first request."""
         limit = self.config.memory_limit or default_limit()
-        weights = weight_bytes(self.pair.target) + (weight_bytes(self.pair.draft) if self.pair.draft else 0)
+        self._weights = (weight_bytes(self.pair.target), weight_bytes(self.pair.draft) if self.pair.draft else 0)
         try:
             self._target_cost = measure_footprint(self.pair.target, self.config.prefill_step)
             self._draft_cost = measure_footprint(self.pair.draft, self.config.scoring.prefill_step)
         except Exception:
             log.exception("could not measure memory use: requests are admitted without a prediction")
             limit = None
-        self._admission = Admission(limit, weights, lambda: self.caches.nbytes, self.caches.reclaim)
+        self._admission = Admission(limit, sum(self._weights), lambda: self.caches.nbytes, self.caches.reclaim)
 
     def _read_inbox(self) -> None:
         while True:
@@ -462,13 +509,17 @@ class Engine:
         """With nothing else to do, make the newest sparse turn's prompt dense in the exact cache."""
         if not self._scheduler.idle or not self._densify:
             return
-        slices = self.prefiller.dense(self._densify.pop())
-        job = _Job(self._next_uid(), lambda _: None, RequestHandle(), slices, on_end=self._densified, background=True)
+        tokens = self._densify.pop()
+        slices = self.prefiller.dense(tokens)
+        on_end = partial(self._densified, len(tokens))
+        job = _Job(self._next_uid(), lambda _: None, RequestHandle(), slices, on_end=on_end, background=True)
         self._jobs[job.uid] = job
         self._scheduler.add_background(job.uid)
 
-    def _densified(self, result: object) -> None:
-        self.densified += not isinstance(result, Exception)
+    def _densified(self, tokens: int, result: object) -> None:
+        if not isinstance(result, Exception):
+            self.densified += 1
+            self.densified_tokens += tokens
 
     def _cancel(self, job: _Job) -> None:
         sequence = job.sequence

@@ -1,0 +1,67 @@
+"""What the engine is doing and what it holds, as numbers for people and dashboards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["EngineStats", "MemoryUse"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes by consumer.
+
+    Attributes:
+        target_weights, draft_weights: the models' parameters.
+        requests: KV cache and state of the requests in work, from the cost per token that was measured at start.
+        reserved: what admission holds free for those requests, answers and activations included.
+        prefix_cache, sessions: dense prefixes and sparse sessions kept for later requests, in memory.
+        prefix_disk: dense prefixes on disk.
+        active: all arrays of this process, as MLX counts them.
+        spare: freed memory that MLX keeps for new arrays.
+        limit: for weights, requests and caches together; None: no limit is known.
+    """
+
+    target_weights: int
+    draft_weights: int
+    requests: int
+    reserved: int
+    prefix_cache: int
+    sessions: int
+    prefix_disk: int
+    active: int
+    spare: int
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One moment. Counts run since the start.
+
+    Attributes:
+        waiting, prefilling, decoding: requests now.
+        max_rows, max_queue: how many may be in work, and how many may wait.
+        fallbacks: sparse prefills that failed and became full ones, by the stage that failed.
+        densified, densified_tokens: sparse turns whose prompt was prefilled in full afterwards, in idle time.
+        prefix_hits, prefix_misses: requests that found a dense prefix in the target's cache, or none.
+        prefix_tokens: prompt tokens that they did not have to prefill.
+        sessions: sparse sessions that could be extended.
+        evictions: prefixes and sessions that memory had no room for; `disk_evictions`: records dropped from disk.
+    """
+
+    waiting: int
+    prefilling: int
+    decoding: int
+    max_rows: int
+    max_queue: int
+    fallbacks: Mapping[str, int]
+    densified: int
+    densified_tokens: int
+    prefix_hits: int
+    prefix_misses: int
+    prefix_tokens: int
+    sessions: int
+    evictions: int
+    disk_evictions: int
+    memory: MemoryUse

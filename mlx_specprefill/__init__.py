@@ -32,6 +32,7 @@ from .errors import (
 from .loading import DtypeName, ModelPair, check_same_tokenizer, load_pair, make_pair
 from .request import (
     Account,
+    Constraint,
     Event,
     Failed,
     Finished,
@@ -56,6 +57,7 @@ __all__ = [
     "Account",
     "BlasStatus",
     "ChunkInfo",
+    "Constraint",
     "ContextLengthError",
     "DtypeName",
     "Engine",

@@ -15,6 +15,7 @@ from ._blas import BlasStatus, preload
 BLAS = preload()
 
 from .config import EngineConfig, ForcedRule, ScoringConfig, SelectionConfig, SpecPrefillPolicy, keep_pct
+from .engine.calibration import calibrate
 from .engine.engine import Engine, EngineHealth, RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
 from .engine.stats import EngineStats, MemoryUse
@@ -30,6 +31,7 @@ from .errors import (
     SpecPrefillError,
 )
 from .loading import DtypeName, ModelPair, check_same_tokenizer, load_pair, make_pair
+from .prefill.cost import PairCost, break_even, worthwhile
 from .request import (
     Account,
     Constraint,
@@ -40,6 +42,7 @@ from .request import (
     GenerationRequest,
     Logprob,
     Mode,
+    Prediction,
     Progress,
     PromptLogprobs,
     PromptSpan,
@@ -49,11 +52,13 @@ from .request import (
     Timings,
     TokenEvent,
 )
+from .shapes import SHAPES, ShapeWork, shape_work
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BLAS",
+    "SHAPES",
     "Account",
     "BlasStatus",
     "ChunkInfo",
@@ -79,7 +84,9 @@ __all__ = [
     "MemoryUse",
     "Mode",
     "ModelPair",
+    "PairCost",
     "PairMismatchError",
+    "Prediction",
     "Progress",
     "PromptLogprobs",
     "PromptSpan",
@@ -88,6 +95,7 @@ __all__ = [
     "SamplingParams",
     "ScoringConfig",
     "SelectionConfig",
+    "ShapeWork",
     "SparseUnsupportedError",
     "SpecPrefillError",
     "SpecPrefillOptions",
@@ -96,8 +104,12 @@ __all__ = [
     "Timings",
     "TokenEvent",
     "__version__",
+    "break_even",
+    "calibrate",
     "check_same_tokenizer",
     "keep_pct",
     "load_pair",
     "make_pair",
+    "shape_work",
+    "worthwhile",
 ]

@@ -11,6 +11,8 @@ from .errors import InvalidRequestError
 
 __all__ = ["EngineConfig", "ForcedRule", "KeepPct", "ScoringConfig", "SelectionConfig", "SpecPrefillPolicy", "keep_pct"]
 
+_LONG_PROMPT = 8192  # tokens
+
 ForcedRule = Literal["template", "last-token"]
 KeepPct = Fraction
 
@@ -70,10 +72,17 @@ class SpecPrefillPolicy:
     """What the server does when a request says nothing about `specprefill`."""
 
     enabled: bool = True
-    threshold: int = 8192  # sparse only when the uncached suffix is longer (tokens)
+    threshold: int | None = 8192  # sparse only when the uncached suffix is longer (tokens); None: by predicted saving
+    min_saving_share: Fraction = Fraction(1, 5)  # of the full prefill's time; sparse prefill is lossy: it must pay
+    min_saving_ms: float = 1000.0
     keep_pct: Fraction = Fraction(1, 5)
     extend_share: Fraction = Fraction(9, 10)  # of what a question asks for that an earlier sparse turn must hold
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
+
+    @property
+    def long_prompt(self) -> int:
+        """Tokens above which a prompt counts as long where nothing was measured."""
+        return _LONG_PROMPT if self.threshold is None else self.threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,7 @@ class EngineConfig:
     prefix_cache_bytes: int = 2 << 30  # memory for dense prefixes and sparse sessions; 0 turns both off
     prefix_cache_dir: Path | None = None  # where prefixes outlive the process
     prefix_disk_bytes: int = 20 << 30
+    calibration_file: Path | None = None  # where measured costs outlive the process
     kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)
     kv_group_size: int = 64
 

@@ -21,6 +21,7 @@ __all__ = [
     "GenerationRequest",
     "Logprob",
     "Mode",
+    "Prediction",
     "Progress",
     "PromptLogprobs",
     "PromptSpan",
@@ -136,6 +137,18 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    """Time to first token of both ways to prefill one prompt, milliseconds."""
+
+    full_ms: float
+    sparse_ms: float
+
+    @property
+    def saving_ms(self) -> float:
+        return self.full_ms - self.sparse_ms
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """What was done with the prompt, and why."""
 
@@ -147,6 +160,7 @@ class Account:
     keep_pct: float | None = None  # the share of prompt tokens really kept; None in full mode
     continuation: Literal["extend", "restart"] | None = None  # how it followed an earlier sparse turn of the session
     timings: Timings = field(default_factory=Timings)
+    predicted: Prediction | None = None  # before the work; None where nothing was measured
     kept_spans: tuple[tuple[int, int], ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,6 +179,9 @@ class Account:
                 for name in ("queue_ms", "draft_ms", "select_ms", "prefill_ms", "ttft_ms", "decode_ms")
             },
         }
+        if self.predicted is not None:
+            full, sparse = self.predicted.full_ms, self.predicted.sparse_ms
+            account["predicted"] = {"full_ms": round(full, 3), "sparse_ms": round(sparse, 3)}
         if self.kept_spans is not None:
             account["kept_spans"] = [list(span) for span in self.kept_spans]
         return account

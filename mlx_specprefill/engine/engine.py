@@ -37,6 +37,7 @@ from ..request import Constraint, Event, Failed, Finished, FinishReason, Generat
 from ..sampling import LogitsProcessor, check_sampling, held_back, logits_processors, make_sampler
 from .admission import Admission, Footprint
 from .caches import EngineCaches
+from .calibration import calibrated
 from .footprint import default_limit, measure_footprint, weight_bytes
 from .inspection import Inspection, inspect_prompt
 from .prefiller import Prefiller
@@ -331,6 +332,8 @@ class Engine:
         limit = self.config.memory_limit or default_limit()
         self._weights = (weight_bytes(self.pair.target), weight_bytes(self.pair.draft) if self.pair.draft else 0)
         try:
+            if self.config.policy.threshold is None:
+                self.prefiller.cost = calibrated(self.pair, self.config)
             self._target_cost = measure_footprint(self.pair.target, self.config.prefill_step)
             self._draft_cost = measure_footprint(self.pair.draft, self.config.scoring.prefill_step)
         except Exception:

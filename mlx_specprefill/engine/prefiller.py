@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,11 +17,12 @@ from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
+from ..prefill.cost import PairCost
 from ..prefill.plan import PrefillPlan, plan_prefill
 from ..prefill.scoring import Scores, score_prompt
 from ..prefill.selection import Selection, chunk_means, held_share, select_chunks
 from ..prefill.sparse import prefill
-from ..request import GenerationRequest, Progress, PromptLogprobs
+from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from .caches import EngineCaches, empty_cache
 from .sequence import Sequence
@@ -40,6 +42,7 @@ class Prefiller:
         slice_size: tokens for the next forward of "draft" or "prefill".
 
     Attributes:
+        cost: what target and draft take on this machine, once measured.
         fallbacks: how often each stage of a sparse prefill failed and the request went on with a full one.
     """
 
@@ -51,6 +54,7 @@ class Prefiller:
         self.caches = caches
         self.slice_size = slice_size
         self.fallbacks: Counter[str] = Counter()
+        self.cost: PairCost | None = None
 
     def plan(self, request: GenerationRequest, cached: int = 0) -> PrefillPlan:
         return plan_prefill(
@@ -59,7 +63,14 @@ class Prefiller:
             sparse_refusal=self.pair.sparse_refusal,
             draft_context=self.pair.draft_context,
             cached_tokens=cached,
+            predict=partial(self._predict, len(request.prompt), cached) if self.cost is not None else None,
         )
+
+    def _predict(self, tokens: int, cached: int, kept: int) -> Prediction:
+        """The draft's cache is taken to hold what the target's holds."""
+        assert self.cost is not None
+        steps = self.slice_size("prefill"), self.slice_size("draft")
+        return self.cost.predict(tokens, kept, cached, cached, *steps)
 
     def run(self, sequence: Sequence) -> Slices:
         """Yields between slices, returns the logits (1, V). Throw `RequestCancelled` into it to stop."""
@@ -176,7 +187,7 @@ class Prefiller:
     def _new_tokens(self, sequence: Sequence, wanted: Kept, start: int) -> Kept:
         """All of a short addition, the selected part of a long one."""
         M = len(sequence.request.prompt)
-        if M - start <= self.config.policy.threshold:
+        if M - start <= self.config.policy.long_prompt:
             return np.arange(start, M, dtype=np.int32)
         return wanted[wanted >= start]
 

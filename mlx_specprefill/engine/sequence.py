@@ -74,6 +74,7 @@ class Sequence:
             keep_pct=None if self.kept is None else round(kept / M, 6),
             continuation=self.continuation,
             timings=self._timings(),
+            predicted=None if self.plan is None else self.plan.predicted,
             kept_spans=spans if self.request.specprefill.return_spans else None,
         )
 

@@ -1,4 +1,4 @@
-"""The console command `mlx-specprefill`: serve, generate, inspect."""
+"""The console command `mlx-specprefill`: serve, generate, inspect, calibrate."""
 
 from __future__ import annotations
 
@@ -28,13 +28,18 @@ from mlx_specprefill import (
     SamplingParams,
     SpecPrefillError,
     SpecPrefillOptions,
+    SpecPrefillPolicy,
     TokenEvent,
+    break_even,
     keep_pct,
     load_pair,
 )
+from mlx_specprefill import (
+    calibrate as measure_pair,
+)
 
 from .app import serve as serve_forever
-from .console import StageBars, chunk_table, stage_bars, stage_summary, stage_table
+from .console import StageBars, chunk_table, cost_table, stage_bars, stage_summary, stage_table, work_table
 from .conversation import conversation
 from .heatmap import render_heatmap
 from .pairs import Pair, PairsError, find_pair
@@ -46,6 +51,7 @@ __all__ = ["app", "main"]
 USAGE_ERROR = 2  # the exit status of everything the user can put right
 FAILED = 1
 ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
+ONE_SHOT_THRESHOLD = 8192  # tokens; measuring takes longer than one request saves
 
 app = typer.Typer(
     name="mlx-specprefill",
@@ -91,6 +97,7 @@ ForcedOption = Annotated[Forced, typer.Option("--forced", help="Which tokens are
 PrefillStep = Annotated[int | None, typer.Option(help="Tokens per target forward.")]
 KvBits = Annotated[int | None, typer.Option(help="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8.")]
 PromptFile = Annotated[Path, typer.Option("--prompt-file", help="A text file; - reads standard input.")]
+InspectedFile = Annotated[Path | None, typer.Option("--prompt-file", help="A text file; - reads standard input.")]
 Question = Annotated[str | None, typer.Option(help="Put after the file's text, in the same user message.")]
 KeepPct = Annotated[str | None, typer.Option("--keep-pct", help="Share of chunks to keep, in (0, 1].")]
 Raw = Annotated[bool, typer.Option("--raw", help="No chat template: the text itself is the prompt.")]
@@ -107,7 +114,11 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Default 8000.")] = None,
     dtype: DtypeOption = Dtype.auto,
     specprefill_threshold: Annotated[
-        int | None, typer.Option(help="Prompts with more tokens than this are prefilled sparsely. Default 8192.")
+        int | None,
+        typer.Option(
+            help="Prompts with more uncached tokens than this are prefilled sparsely. Default: where it saves enough, "
+            "by times measured at the first start."
+        ),
     ] = None,
     specprefill_keep_pct: Annotated[str | None, typer.Option(help="Share of chunks to keep. Default 0.2.")] = None,
     no_specprefill: Annotated[bool, typer.Option("--no-specprefill", help="Sparse only when a request asks.")] = False,
@@ -189,7 +200,12 @@ def generate(
         options = _options(mode, keep)
         chosen = _choose(pair, pairs_file, target, draft)
         settings = _settings(
-            forced_rule=forced.value, prefill_step=prefill_step, kv_bits=kv_bits, defaults=chosen, **ONE_SHOT
+            forced_rule=forced.value,
+            prefill_step=prefill_step,
+            kv_bits=kv_bits,
+            defaults=chosen,
+            one_shot=True,
+            **ONE_SHOT,
         )
         with Engine(_load(chosen, dtype), settings.engine_config()) as engine:
             prompt = _prompt(engine.pair, text, question, raw)
@@ -206,10 +222,13 @@ def generate(
 
 @app.command()
 def inspect(
-    prompt_file: PromptFile,
+    prompt_file: InspectedFile = None,
     question: Question = None,
     keep: KeepPct = None,
     raw: Raw = False,
+    shape: Annotated[
+        str | None, typer.Option(help="Instead of a prompt: what a prefill computes in this model shape.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a heat map of the prompt to this file.")] = None,
     show_dropped: Annotated[bool, typer.Option("--all", help="List the dropped chunks too.")] = False,
     pair: PairName = "demo",
@@ -223,10 +242,15 @@ def inspect(
     """Show which chunks of a prompt the draft would keep, and why, without running the target on it."""
     _begin(log_level)
     with _one_line_errors():
+        if shape is not None:
+            Console().print(work_table(shape, keep_pct(keep or "0.2", "--keep-pct")))
+            return
+        if prompt_file is None:
+            raise PairsError("--prompt-file or --shape is needed")
         text = _read(prompt_file)
         options = _options(PrefillMode.auto, keep)
         chosen = _choose(pair, pairs_file, target, draft)
-        settings = _settings(forced_rule=forced.value, defaults=chosen, **ONE_SHOT)
+        settings = _settings(forced_rule=forced.value, defaults=chosen, one_shot=True, **ONE_SHOT)
         with Engine(_load(chosen, dtype), settings.engine_config()) as engine:
             prompt = _prompt(engine.pair, text, question, raw)
             inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))
@@ -235,6 +259,36 @@ def inspect(
             if html is not None:
                 html.write_text(render_heatmap(inspection, texts, _names(engine.pair)), encoding="utf-8")
                 _notes().print(f"Heat map written to {html}", markup=False)
+
+
+@app.command()
+def calibrate(
+    keep: KeepPct = None,
+    pair: PairName = "demo",
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    dtype: DtypeOption = Dtype.auto,
+    log_level: LogLevelOption = LogLevel.warning,
+) -> None:
+    """Measure target and draft on this machine, and show from which length on a sparse prefill pays."""
+    _begin(log_level)
+    with _one_line_errors():
+        chosen = _choose(pair, pairs_file, target, draft)
+        config = _settings(specprefill_keep_pct=keep, defaults=chosen).engine_config()
+        loaded = _load(chosen, dtype)
+        with _notes().status("Measuring"):
+            cost = measure_pair(loaded, config)
+        longest = min(loaded.context_length, loaded.draft_context or loaded.context_length)
+        Console().print(cost_table(cost, config.policy, longest))
+        typer.echo(_break_even_text(break_even(cost, config.policy, longest), config.policy))
+
+
+def _break_even_text(found: int | None, policy: SpecPrefillPolicy) -> str:
+    margins = f"saves {float(policy.min_saving_share):.0%} and {policy.min_saving_ms / 1e3:g} s"
+    if found is None:
+        return f"No prompt that fits the context {margins} at keep {float(policy.keep_pct):g}."
+    return f"At keep {float(policy.keep_pct):g} a sparse prefill {margins} from {found:,} uncached tokens on."
 
 
 def main() -> None:
@@ -279,12 +333,12 @@ def _choose(name: str, pairs_file: Path | None, target: str | None, draft: str |
     return find_pair(name, pairs_file)
 
 
-def _settings(*, defaults: Pair, **given: Any) -> Settings:
+def _settings(*, defaults: Pair, one_shot: bool = False, **given: Any) -> Settings:
     """Options first, then the environment, then the pair's own values, then the built-in defaults."""
     options = {name: value for name, value in given.items() if value is not None}
     known = Settings(**options).model_fields_set
     pair_says = {
-        "specprefill_threshold": defaults.threshold,
+        "specprefill_threshold": ONE_SHOT_THRESHOLD if one_shot and defaults.threshold is None else defaults.threshold,
         "specprefill_keep_pct": defaults.keep_pct,
         "model_alias": defaults.alias,
     }

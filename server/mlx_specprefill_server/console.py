@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -11,12 +12,13 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from mlx_specprefill import Account, ChunkInfo, Progress
+from mlx_specprefill import Account, ChunkInfo, PairCost, Progress, SpecPrefillPolicy, shape_work, worthwhile
 
 from .heatmap import chunk_state
 
-__all__ = ["StageBars", "chunk_table", "stage_bars", "stage_summary", "stage_table"]
+__all__ = ["StageBars", "chunk_table", "cost_table", "stage_bars", "stage_summary", "stage_table", "work_table"]
 
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens
 _PREVIEW = 60  # characters of a chunk's text in the table
 _LABELS = {"draft": "draft reads the prompt", "prefill": "target reads its share"}
 
@@ -104,4 +106,32 @@ def chunk_table(chunks: Sequence[ChunkInfo], texts: Sequence[str], *, dropped_to
     table.add_column("text", no_wrap=True, overflow="ellipsis")
     for *cells, (_, text) in zip(*columns.values(), shown, strict=True):
         table.add_row(*cells, Text(" ".join(text.split())[:_PREVIEW]))
+    return table
+
+
+def cost_table(cost: PairCost, policy: SpecPrefillPolicy, longest: int) -> Table:
+    """Predicted times of both ways to prefill, for uncached prompts up to `longest` tokens."""
+    table = _numbers("tokens", "full s", "sparse s", "speed-up", "sparse?")
+    for tokens in filter(lambda length: length <= longest, _LENGTHS):
+        predicted = cost.predict(tokens, max(1, round(float(policy.keep_pct) * tokens)))
+        full, sparse = predicted.full_ms / 1e3, predicted.sparse_ms / 1e3
+        pays = "yes" if worthwhile(predicted, policy) else "no"
+        table.add_row(f"{tokens:,}", f"{full:,.2f}", f"{sparse:,.2f}", f"{full / sparse:.2f}", pays)
+    return table
+
+
+def work_table(shape: str, keep: Fraction) -> Table:
+    """Multiply-accumulates of both ways to prefill in a shape, in units of 10^12."""
+    table = _numbers("tokens", "target", "draft", "target, kept", "r", "speed-up at most")
+    for tokens in (8192, 16384, 32768, 65536, 131072):
+        work = shape_work(shape, tokens, keep)
+        counts = (f"{count / 1e12:,.1f}" for count in (work.full, work.draft, work.kept))
+        table.add_row(f"{tokens:,}", *counts, f"{work.ratio:.3f}", f"{work.most_speedup:.2f}")
+    return table
+
+
+def _numbers(*columns: str) -> Table:
+    table = Table(show_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right")
     return table

@@ -57,7 +57,8 @@ class Settings(BaseSettings):
     shutdown_grace_s: int = Field(default=10, ge=0)  # time that open connections get to end after a signal
     temperature: float = Field(default=0.0, ge=0, le=2)  # when a request names none
     specprefill: bool = True  # False: sparse only when a request asks for it
-    specprefill_threshold: int = Field(default=8192, ge=0)
+    specprefill_threshold: int | None = Field(default=None, ge=0)  # tokens; None: measured, by predicted saving
+    calibration_file: Path | None = Field(default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json")
     specprefill_keep_pct: Annotated[Fraction, BeforeValidator(keep_pct)] = Fraction(1, 5)
     forced_rule: ForcedRule = "template"
     prefill_step: int = 2048
@@ -95,4 +96,5 @@ class Settings(BaseSettings):
             prefix_cache_dir=self.prefix_cache_dir,
             prefix_disk_bytes=self.prefix_disk_size,
             kv_bits=self.kv_bits,
+            calibration_file=self.calibration_file,
         )

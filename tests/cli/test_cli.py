@@ -10,6 +10,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from mlx_specprefill import PairCost
+from mlx_specprefill.prefill.cost import ModelCost
 from mlx_specprefill_server import cli
 from tests import tiny
 
@@ -232,3 +234,33 @@ def test_main_is_the_console_command(monkeypatch: pytest.MonkeyPatch, capsys: py
         cli.main()
     assert exit_info.value.code == 0
     assert {"serve", "generate", "inspect"} <= set(capsys.readouterr().out.split())
+
+
+class TestCalibrate:
+    def test_it_prints_the_curve_and_the_break_even_length(
+        self, models: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target, draft = ModelCost(0.0, 1.0, 0.0, 0.0, 0.0), ModelCost(0.0, 0.1, 0.0, 0.0, 0.0)
+        monkeypatch.setattr(cli, "measure_pair", lambda *_: PairCost(target, draft))
+        done = run("calibrate", *models)
+        assert done.exit_code == 0, done.output
+        assert "2,048" in done.stdout
+        assert "8,192" not in done.stdout  # the models' context ends before
+        # full M ms, sparse 0.3 M ms: a second is saved from 1429 tokens on
+        assert "from 1,43" in done.stdout or "from 1,42" in done.stdout
+
+    def test_it_needs_a_draft(self, models: list[str]) -> None:
+        done = run("calibrate", *models[:2])
+        assert done.exit_code == cli.USAGE_ERROR
+        assert "no draft model is loaded" in done.stderr
+
+
+class TestInspectShape:
+    def test_it_prints_the_work_of_a_shape(self) -> None:
+        done = run("inspect", "--shape", "llama-3.1-8b", "--keep-pct", "0.1")
+        assert done.exit_code == 0, done.output
+        assert "131,072" in done.stdout
+
+    def test_an_unknown_shape_and_nothing_at_all_are_refused(self) -> None:
+        assert "no shape 'x'" in run("inspect", "--shape", "x").stderr
+        assert "--prompt-file or --shape is needed" in run("inspect").stderr

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_specprefill import EngineConfig, GenerationRequest, PromptSpan, SpecPrefillOptions, SpecPrefillPolicy
 from mlx_specprefill.prefill.plan import plan_prefill
+from mlx_specprefill.request import Prediction
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=1000))
 
@@ -72,3 +73,40 @@ def test_mostly_forced_prompts_are_prefilled_fully():
     assert refused.mode == "full"
     assert "forced tokens are 7" in refused.reason
     assert "limit 60%" in refused.reason
+
+
+GATED = EngineConfig(policy=SpecPrefillPolicy(threshold=None, min_saving_ms=100.0))
+
+
+def test_with_measured_costs_the_predicted_saving_decides():
+    def predict(kept: int) -> Prediction:
+        return Prediction(full_ms=1000.0, sparse_ms=kept)
+
+    pays = plan(4000, config=GATED, predict=predict)
+    assert (pays.mode, pays.reason) == ("sparse", "predicted 0.80 s sparse, 1.00 s full")
+    refused = plan(4000, config=GATED, predict=predict, keep=Fraction(1, 4))
+    assert refused.mode == "full"
+    assert refused.reason == "predicted 1.00 s sparse, 1.00 s full: too little to gain"
+    assert refused.predicted == Prediction(1000.0, 1000.0)
+
+
+def test_without_measured_costs_the_length_decides():
+    assert plan(8192, config=GATED).mode == "full"
+    assert plan(8193, config=GATED).mode == "sparse"
+
+
+def test_a_threshold_overrides_measured_costs_and_a_request_overrides_both():
+    assert plan(4000, predict=lambda kept: Prediction(1.0, 2.0)).mode == "sparse"
+    forced = plan(400, enabled=True, config=GATED, predict=lambda kept: Prediction(1.0, 2.0))
+    assert (forced.mode, forced.reason) == ("sparse", "requested")
+
+
+def test_the_prediction_counts_the_kept_tokens_of_the_uncached_rest():
+    seen = []
+
+    def predict(kept: int) -> Prediction:
+        seen.append(kept)
+        return Prediction(1e4, 1.0)
+
+    plan(4000, config=GATED, predict=predict, cached_tokens=1000)
+    assert seen == [600]

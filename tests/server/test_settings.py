@@ -13,10 +13,13 @@ from mlx_specprefill import EngineConfig
 from mlx_specprefill_server.settings import Settings
 
 
-def test_the_defaults_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings()
+def test_the_defaults_are_the_librarys_but_for_the_measured_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(specprefill_threshold=8192, calibration_file=None)
     assert settings.host == "127.0.0.1"
     assert settings.engine_config() == EngineConfig()
+    default = Settings().engine_config()
+    assert default.policy.threshold is None
+    assert default.calibration_file == Path.home() / ".cache" / "mlx-specprefill" / "costs.json"
 
 
 def test_the_environment_fills_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,158 @@
+"""Measures what target and draft cost, once per pair and machine. MLX thread only."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Generator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..cache.fingerprint import model_identity
+from ..config import EngineConfig
+from ..errors import SparseUnsupportedError
+from ..loading import ModelPair
+from ..prefill.cost import ModelCost, PairCost, Sample, fit
+from ..prefill.scoring import score_prompt
+from ..prefill.sparse import prefill
+from ..request import Progress
+
+__all__ = ["calibrate", "calibrated"]
+
+log = logging.getLogger(__name__)
+
+_LADDER = ((256, 256), (1024, 256), (2048, 1024), (4096, 2048), (8192, 2048))  # (prompt tokens, tokens per forward)
+_FEWEST = 3  # rungs without which nothing can be told from launch costs
+_SECONDS = 10.0  # per model; a rung is left out when it would not fit
+
+Read = Callable[[list[int], int], Generator[Progress, None, Any]]
+
+
+def calibrated(pair: ModelPair, config: EngineConfig) -> PairCost | None:
+    """What an earlier start of this pair on this machine has measured, else a measurement that is kept for the next.
+
+    None without a draft, and when measuring fails: the gate then goes by length alone.
+    """
+    if pair.draft is None or pair.sparse_refusal is not None:
+        return None
+    try:
+        key = _key(pair, config)
+        known = _stored(config.calibration_file).get(key)
+        if known is not None:
+            return PairCost(ModelCost(**known["target"]), ModelCost(**known["draft"]))
+        log.info("measuring what target and draft cost on this machine, once")
+        return calibrate(pair, config)
+    except Exception:
+        log.exception("could not measure the pair: sparse prefill goes by the length of the prompt")
+        return None
+
+
+def calibrate(pair: ModelPair, config: EngineConfig) -> PairCost:
+    """Read prompts of growing length with both models and fit their costs; some ten seconds per model at most.
+
+    The result is kept in `config.calibration_file`, if there is one. Not for a pair that an engine is using.
+
+    Raises:
+        SparseUnsupportedError: there is no draft, or it can't score.
+    """
+    draft = pair.draft
+    if draft is None:
+        raise SparseUnsupportedError("no draft model is loaded")
+    longest = min(pair.context_length, pair.draft_context or pair.context_length)
+    rng = np.random.default_rng(0)
+    prompt = [int(token) for token in rng.integers(0, pair.vocab_size, min(longest, _LADDER[-1][0]))]
+
+    def read_target(tokens: list[int], step: int) -> Generator[Progress, None, Any]:
+        return prefill(pair.target, list(make_prompt_cache(pair.target)), tokens, None, step)
+
+    def read_draft(tokens: list[int], step: int) -> Generator[Progress, None, Any]:
+        cache = list(make_prompt_cache(draft))
+        return score_prompt(draft, tokens, config.scoring, frozenset(), cache, lambda: step)
+
+    cost = PairCost(_measure(read_target, prompt), _measure(read_draft, prompt))
+    _store(config.calibration_file, _key(pair, config), cost)
+    return cost
+
+
+@dataclass
+class _Samples:
+    forwards: list[Sample]
+    ends: list[Sample]
+    seconds: float = 0.0
+
+
+def _measure(read: Read, prompt: list[int]) -> ModelCost:
+    """Climb the ladder as far as the time allows. The first reading compiles and loads, and does not count."""
+    _read(read, prompt[: _LADDER[0][0]], _LADDER[0][1])
+    found = _Samples([], [])
+    last = 0.0
+    for rung, (length, step) in enumerate(_LADDER):
+        too_long = found.seconds + 3 * last > _SECONDS  # twice the tokens take up to four times as long
+        if length > len(prompt) or (rung >= _FEWEST and too_long):
+            break
+        sample = _read(read, prompt[:length], min(step, length))
+        found.forwards += sample.forwards
+        found.ends += sample.ends
+        found.seconds += sample.seconds
+        last = sample.seconds
+    mx.clear_cache()
+    return fit(found.forwards, found.ends)
+
+
+def _read(read: Read, tokens: list[int], step: int) -> _Samples:
+    """One prompt, slice by slice; whatever follows the last slice of many tokens is its end."""
+    found, start = _Samples([], []), 0
+    began = mark = time.perf_counter()
+    slices = read(tokens, step)
+    for progress in slices:
+        now = time.perf_counter()
+        if progress.done < len(tokens):
+            found.forwards.append(Sample(progress.done - start, start, 1e3 * (now - mark)))
+            start, mark = progress.done, now
+    now = time.perf_counter()
+    found.ends.append(Sample(1, len(tokens), 1e3 * (now - mark)))
+    found.seconds = now - began
+    return found
+
+
+def _key(pair: ModelPair, config: EngineConfig) -> str:
+    assert pair.draft is not None
+    models = (model_identity(pair.target, pair.target_config), model_identity(pair.draft, pair.draft_config or {}))
+    machine = mx.device_info().get("device_name") or platform.machine()
+    threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.cpu_count()
+    rows = (config.scoring.rows, config.scoring.pool_width)
+    return ":".join(map(str, (*models, mx.default_device(), machine, threads, version("mlx"), *rows)))
+
+
+def _stored(file: Path | None) -> dict[str, Any]:
+    """Measurements by pair and machine; a file that can't be read counts as empty."""
+    if file is None or not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        log.warning("%s can't be read: measuring again", file)
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _store(file: Path | None, key: str, cost: PairCost) -> None:
+    if file is None:
+        return
+    content = json.dumps(_stored(file) | {key: asdict(cost)}, indent=1)
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(content)
+        new.replace(file)
+    except OSError as error:
+        log.warning("the measurement could not be kept: %s", error)

@@ -1,0 +1,137 @@
+"""What a prefill will take, from what prefills took on this machine. Pure.
+
+One forward over n tokens behind s others takes `fixed + token * n + pair * n * (s + n / 2)`: the launch, everything
+that is linear in the tokens, and attention. A sparse request costs the draft over the whole prompt, its look-ahead, and
+the target over what is kept; a full one the target over everything. All of it is measured, never derived from
+parameter counts: the share of parameters that a token activates predicts times badly on mixtures of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from ..config import SpecPrefillPolicy
+from ..request import Prediction
+
+__all__ = ["ModelCost", "PairCost", "Sample", "break_even", "fit", "worthwhile"]
+
+_LONGEST = 1 << 20  # tokens; where the search for the break-even length gives up
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured forward: `tokens` behind `offset` others."""
+
+    tokens: int
+    offset: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """Milliseconds of forwards of one model.
+
+    Attributes:
+        fixed_ms, token_ms, pair_ms: of a forward over many tokens, see the module's docstring.
+        end_ms, end_token_ms: what follows the last slice, behind n tokens: `end_ms + end_token_ms * n`. For a target
+            that is the last prompt token with its logits, for a draft the look-ahead and the scores as well.
+    """
+
+    fixed_ms: float
+    token_ms: float
+    pair_ms: float
+    end_ms: float
+    end_token_ms: float
+
+    def prefill_ms(self, tokens: int, offset: int = 0, step: int = 2048) -> float:
+        """A prefill of `tokens` behind `offset`, in forwards of `step` tokens, with its end."""
+        read = max(tokens - 1, 0)
+        forwards = -(-read // step)
+        pairs = read * offset + read * read / 2
+        middle = self.fixed_ms * forwards + self.token_ms * read + self.pair_ms * pairs
+        return middle + self.end_ms + self.end_token_ms * (offset + tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PairCost:
+    """What target and draft cost on this machine."""
+
+    target: ModelCost
+    draft: ModelCost
+
+    def predict(
+        self, tokens: int, kept: int, cached: int = 0, draft_cached: int = 0, step: int = 2048, draft_step: int = 2048
+    ) -> Prediction:
+        """Both ways to continue a prompt.
+
+        Args:
+            tokens: M, the whole prompt.
+            kept: tokens of the uncached rest that the target would see.
+            cached, draft_cached: prompt tokens that the target's and the draft's prefix cache hold.
+            step, draft_step: tokens per forward.
+        """
+        full = self.target.prefill_ms(tokens - cached, cached, step)
+        draft = self.draft.prefill_ms(tokens - draft_cached, draft_cached, draft_step)
+        return Prediction(full, draft + self.target.prefill_ms(kept, cached, step))
+
+
+def worthwhile(prediction: Prediction, policy: SpecPrefillPolicy) -> bool:
+    """Whether the predicted saving clears both margins of the policy."""
+    enough = prediction.saving_ms >= policy.min_saving_ms
+    return enough and prediction.saving_ms >= float(policy.min_saving_share) * prediction.full_ms
+
+
+def break_even(cost: PairCost, policy: SpecPrefillPolicy, longest: int = _LONGEST) -> int | None:
+    """The shortest uncached prompt, in tokens, from which on sparse prefill is worthwhile; None up to `longest`."""
+    share = float(policy.keep_pct)
+
+    def pays(tokens: int) -> bool:
+        return worthwhile(cost.predict(tokens, max(1, round(share * tokens))), policy)
+
+    low, high = 1, longest
+    if not pays(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if pays(middle) else (middle + 1, high)
+    return low
+
+
+def fit(forwards: Iterable[Sample], ends: Iterable[Sample]) -> ModelCost:
+    """The non-negative coefficients that leave the smallest relative errors.
+
+    Args:
+        forwards: slices over many tokens.
+        ends: what followed a last slice; `offset` is the length of the prompt, `tokens` does not count.
+
+    Raises:
+        ValueError: without samples.
+    """
+    slices, last = list(forwards), list(ends)
+    if not slices or not last:
+        raise ValueError("nothing was measured")
+    rows = [(1.0, s.tokens, s.tokens * (s.offset + s.tokens / 2)) for s in slices]
+    fixed, token, pair = _non_negative(np.array(rows), np.array([s.ms for s in slices]))
+    end, end_token = _non_negative(np.array([(1.0, s.offset) for s in last]), np.array([s.ms for s in last]))
+    return ModelCost(fixed, token, pair, end, end_token)
+
+
+def _non_negative(columns: np.ndarray, ms: np.ndarray) -> list[float]:
+    """Least squares of relative errors over every subset of columns; the best one without a negative coefficient."""
+    count = columns.shape[1]
+    best, best_error = [0.0] * count, float("inf")
+    scaled, ones = columns / ms[:, None], np.ones(len(ms))
+    for size in range(1, count + 1):
+        for chosen in combinations(range(count), size):
+            part = scaled[:, chosen]
+            values = np.linalg.lstsq(part, ones, rcond=None)[0]
+            error = float(((part @ values - ones) ** 2).sum())
+            if (values >= 0).all() and error < best_error - 1e-12:
+                best, best_error = [0.0] * count, error
+                for index, value in zip(chosen, values, strict=True):
+                    best[index] = float(value)
+    return best

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Draws what scripts/bench_ttft.py printed: times over prompt length, and the share of the limit, for every keep share.
+
+scripts/bench_ttft.py | tee run.txt
+scripts/plot_ttft.py run.txt ttft.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot
+
+
+def plot(run: dict[str, Any], file: Path) -> None:
+    figure, (times, shares) = pyplot.subplots(1, 2, figsize=(10, 4))
+    rows = run["rows"]
+    keeps = sorted({row["keep"] for row in rows})
+    for keep in keeps:
+        part = [row for row in rows if row["keep"] == keep]
+        lengths = [row["tokens"] for row in part]
+        times.plot(lengths, [row["sparse_ttft_ms"] / 1e3 for row in part], marker="o", label=f"keep {keep:g}")
+        shares.plot(lengths, [row["share_of_limit"] for row in part], marker="o", label=f"keep {keep:g}")
+    full = [row for row in rows if row["keep"] == keeps[0]]
+    lengths = [row["tokens"] for row in full]
+    times.plot(lengths, [row["full_ttft_ms"] / 1e3 for row in full], color="black", marker="s", label="full")
+    title = f"{run['target']}, {run['device']}"
+    times.set(xlabel="prompt tokens", ylabel="seconds to first token", xscale="log", yscale="log", title=title)
+    shares.set(xlabel="prompt tokens", ylabel="share of the limit", xscale="log", ylim=(0, 1.1))
+    times.legend()
+    figure.tight_layout()
+    figure.savefig(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="the benchmark's output; its last line is what counts")
+    parser.add_argument("picture", type=Path)
+    options = parser.parse_args()
+    plot(json.loads(options.run.read_text().strip().splitlines()[-1]), options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Times predicted from measured times."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from mlx_specprefill import SpecPrefillPolicy
+from mlx_specprefill.prefill.cost import ModelCost, PairCost, Sample, break_even, fit, worthwhile
+from mlx_specprefill.request import Prediction
+
+TARGET = ModelCost(fixed_ms=5.0, token_ms=0.4, pair_ms=2e-5, end_ms=3.0, end_token_ms=1e-4)
+DRAFT = ModelCost(fixed_ms=2.0, token_ms=0.05, pair_ms=4e-6, end_ms=40.0, end_token_ms=1e-3)
+PAIR = PairCost(TARGET, DRAFT)
+POLICY = SpecPrefillPolicy(threshold=None, min_saving_share=Fraction(1, 5), min_saving_ms=0.0)
+
+
+def by_slices(cost: ModelCost, tokens: int, offset: int, step: int) -> float:
+    """Slice by slice, as the prefill runs."""
+    total, start = 0.0, 0
+    while start < tokens - 1:
+        n = min(step, tokens - 1 - start)
+        total += cost.fixed_ms + cost.token_ms * n + cost.pair_ms * n * (offset + start + n / 2)
+        start += n
+    return total + cost.end_ms + cost.end_token_ms * (offset + tokens)
+
+
+@pytest.mark.parametrize(("tokens", "offset", "step"), [(1, 0, 8), (9, 0, 8), (5000, 0, 512), (777, 3000, 256)])
+def test_a_prefill_is_the_sum_of_its_slices(tokens, offset, step):
+    assert TARGET.prefill_ms(tokens, offset, step) == pytest.approx(by_slices(TARGET, tokens, offset, step))
+
+
+def test_a_prediction_adds_the_draft_over_everything_and_the_target_over_what_is_kept():
+    predicted = PAIR.predict(8000, 1600, cached=2000, draft_cached=1000, step=512, draft_step=1024)
+    assert predicted.full_ms == pytest.approx(by_slices(TARGET, 6000, 2000, 512))
+    sparse = by_slices(DRAFT, 7000, 1000, 1024) + by_slices(TARGET, 1600, 2000, 512)
+    assert predicted.sparse_ms == pytest.approx(sparse)
+
+
+def test_fit_finds_the_law_behind_exact_samples():
+    slices = [(256, s) for s in range(0, 1024, 256)] + [(1024, 0), (1024, 1024), (2048, 0), (2048, 2048)]
+    samples = [
+        Sample(n, s, TARGET.fixed_ms + TARGET.token_ms * n + TARGET.pair_ms * n * (s + n / 2)) for n, s in slices
+    ]
+    ends = [Sample(1, n, TARGET.end_ms + TARGET.end_token_ms * n) for n in (256, 1024, 4096)]
+    found = fit(samples, ends)
+    for name in ("fixed_ms", "token_ms", "pair_ms", "end_ms", "end_token_ms"):
+        assert getattr(found, name) == pytest.approx(getattr(TARGET, name), rel=1e-6)
+
+
+def test_fit_never_gives_a_negative_coefficient_and_stays_close():
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        samples = [Sample(n, s, 0.1 * n * rng.uniform(0.8, 1.25)) for n, s in ((256, 0), (256, 256), (1024, 0))]
+        found = fit(samples, [Sample(1, 256, 3.0), Sample(1, 1024, 2.0)])
+        assert min(found.fixed_ms, found.token_ms, found.pair_ms, found.end_ms, found.end_token_ms) >= 0
+        assert found.prefill_ms(1024, 0, 1024) - found.end_ms == pytest.approx(0.1 * 1023, rel=0.4)
+
+
+def test_fit_refuses_nothing():
+    with pytest.raises(ValueError, match="nothing was measured"):
+        fit([], [])
+
+
+def test_both_margins_must_be_cleared():
+    assert worthwhile(Prediction(1000.0, 800.0), POLICY)
+    assert not worthwhile(Prediction(1000.0, 801.0), POLICY)
+    absolute = SpecPrefillPolicy(threshold=None, min_saving_share=Fraction(0), min_saving_ms=300.0)
+    assert worthwhile(Prediction(1000.0, 700.0), absolute)
+    assert not worthwhile(Prediction(1000.0, 701.0), absolute)
+
+
+def test_break_even_is_the_first_length_that_pays():
+    found = break_even(PAIR, POLICY)
+    assert found is not None
+
+    def pays(tokens: int) -> bool:
+        return worthwhile(PAIR.predict(tokens, max(1, round(0.2 * tokens))), POLICY)
+
+    assert pays(found)
+    assert not pays(found - 1)
+
+
+def test_a_draft_as_slow_as_its_target_never_pays():
+    assert break_even(PairCost(TARGET, TARGET), POLICY, longest=1 << 16) is None

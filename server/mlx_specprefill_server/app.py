@@ -9,10 +9,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from . import __version__, errors, health
+from .anthropic import messages
 from .auth import Gatekeeper
 from .deps import Service
 from .generation import EngineLike
-from .openai import chat, completions, models
+from .openai import chat, completions, models, responses
 from .settings import Settings
 
 __all__ = ["Server", "create_app", "serve"]
@@ -31,7 +32,7 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
     app.state.service = Service(engine, settings)
     errors.install(app)
     app.add_middleware(Gatekeeper, settings=settings)
-    for module in (health, chat, completions, models):
+    for module in (health, chat, completions, responses, messages, models):
         app.include_router(module.router)
     return app
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from .generation import Generation
 
-__all__ = ["DONE", "KEEP_ALIVE", "EventStream", "data"]
+__all__ = ["DONE", "KEEP_ALIVE", "EventStream", "data", "named"]
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -20,6 +20,12 @@ KEEP_ALIVE = b": keep-alive\n\n"
 def data(payload: Any) -> bytes:
     """One event; JSON has no raw line breaks, so one `data:` line is enough."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def named(payload: dict[str, Any]) -> bytes:
+    """One event under the name of its type, without which some clients skip it."""
+    name: str = payload["type"]
+    return b"event: " + name.encode() + b"\n" + data(payload)
 
 
 class EventStream(StreamingResponse):

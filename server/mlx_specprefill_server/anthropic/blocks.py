@@ -1,0 +1,182 @@
+"""Anthropic's content blocks and tools in the form of OpenAI's messages, from which prompts are made.
+
+Refusals name the place in the request. What only the provider's own servers can have made or can read is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mlx_specprefill import InvalidRequestError
+
+from ..conversation import Message
+
+__all__ = ["chat_messages", "function_tools"]
+
+# Claude Code's first system block. It changes from request to request, and with it all that follows in the cache.
+BILLING_HEADER = "x-anthropic-billing-header:"
+LEFT_OUT = {"redacted_thinking", "server_tool_use", "container_upload", "tool_reference", "browser_state"}
+
+
+def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
+    """The conversation as OpenAI's messages.
+
+    Raises:
+        InvalidRequestError: `field` is the path of the value at fault, like `messages[0].content[1].type`.
+    """
+    out: list[Message] = []
+    if (text := _joined(system, "system")) != "":
+        out.append({"role": "system", "content": text})
+    for i, message in enumerate(messages):
+        out += _message(message, f"messages[{i}]")
+    return out
+
+
+def function_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """The caller's own tools as OpenAI's functions; those that run on the provider's servers are left out."""
+    out = []
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        _require(isinstance(tool, dict), where, "must be an object")
+        if tool.get("type") not in (None, "custom"):
+            continue
+        _require(isinstance(tool.get("name"), str) and tool["name"] != "", f"{where}.name", "must be a string")
+        schema = tool.get("input_schema")
+        _require(schema is None or isinstance(schema, dict), f"{where}.input_schema", "must be an object")
+        description = tool.get("description")
+        _require(description is None or isinstance(description, str), f"{where}.description", "must be a string")
+        function = {"name": tool["name"], "description": description or "", "parameters": schema or {"type": "object"}}
+        out.append({"type": "function", "function": function})
+    return out
+
+
+def _message(message: Any, where: str) -> Iterator[Message]:
+    _require(isinstance(message, dict), where, "must be an object")
+    role = message.get("role")
+    content = message.get("content")
+    match role:
+        case "user":
+            yield from _user(_blocks(content, f"{where}.content"))
+        case "assistant":
+            yield _assistant(_blocks(content, f"{where}.content"))
+        case "system":
+            yield {"role": "system", "content": _joined(content, f"{where}.content")}
+        case _:
+            _require(False, f"{where}.role", "must be user, assistant or system")
+
+
+Blocks = list[tuple[str, dict[str, Any]]]  # each with its path
+
+
+def _blocks(content: Any, where: str) -> Blocks:
+    """A string is one text block."""
+    if isinstance(content, str):
+        return [(where, {"type": "text", "text": content})]
+    if content is None:
+        return []
+    _require(isinstance(content, list), where, "must be a string or an array of blocks")
+    out: Blocks = []
+    for i, block in enumerate(content):
+        path = f"{where}[{i}]"
+        _require(isinstance(block, dict), path, "must be an object")
+        _require(isinstance(block.get("type"), str), f"{path}.type", "must be a string")
+        out.append((path, block))
+    return out
+
+
+def _user(blocks: Blocks) -> Iterator[Message]:
+    """Text and tool results in their order; a result is a message of its own."""
+    texts: list[str] = []
+    for where, block in blocks:
+        if block["type"] != "tool_result":
+            texts += _texts(block, where)
+            continue
+        if texts:
+            yield {"role": "user", "content": "\n".join(texts)}
+            texts = []
+        yield _tool_result(block, where)
+    if texts or not blocks:
+        yield {"role": "user", "content": "\n".join(texts)}
+
+
+def _tool_result(block: dict[str, Any], where: str) -> Message:
+    call = block.get("tool_use_id")
+    _require(isinstance(call, str), f"{where}.tool_use_id", "must be a string")
+    text = _joined(block.get("content"), f"{where}.content")
+    if block.get("is_error") is True and "error" not in text[:80].lower():  # templates have no other place for it
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": call, "content": text}
+
+
+def _assistant(blocks: Blocks) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for where, block in blocks:
+        match block["type"]:
+            case "thinking":
+                _require(isinstance(block.get("thinking"), str), f"{where}.thinking", "must be a string")
+                thoughts.append(block["thinking"])
+            case "tool_use":
+                calls.append(_tool_use(block, where))
+            case _:
+                texts += _texts(block, where)
+    message: Message = {"role": "assistant", "content": "\n".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "\n".join(filter(None, thoughts))
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _tool_use(block: dict[str, Any], where: str) -> dict[str, Any]:
+    for name in ("id", "name"):
+        _require(isinstance(block.get(name), str), f"{where}.{name}", "must be a string")
+    arguments = block.get("input") or {}
+    _require(isinstance(arguments, dict), f"{where}.input", "must be an object")
+    return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
+
+
+def _joined(content: Any, where: str) -> str:
+    return "\n".join(text for path, block in _blocks(content, where) for text in _texts(block, path))
+
+
+def _texts(block: dict[str, Any], where: str) -> list[str]:
+    """What a template can show of a block.
+
+    Raises:
+        InvalidRequestError: it is not text, and leaving it out would change what the conversation means.
+    """
+    match block["type"]:
+        case "text":
+            _require(isinstance(block.get("text"), str), f"{where}.text", "must be a string")
+            return [] if block["text"].startswith(BILLING_HEADER) else [block["text"]]
+        case "document":
+            return _document(block, where)
+        case "search_result":
+            head = [text for name in ("title", "source") if isinstance(text := block.get(name), str)]
+            return ["\n".join([*head, _joined(block.get("content"), f"{where}.content")])]
+        case kind if kind in LEFT_OUT or kind.endswith("_tool_result"):
+            return []
+        case kind:
+            message = f"{where}.type: only text can be read by this model, got {kind!r:.80}"
+            raise InvalidRequestError(message, field=f"{where}.type")
+
+
+def _document(block: dict[str, Any], where: str) -> list[str]:
+    source: Any = block.get("source")
+    _require(isinstance(source, dict), f"{where}.source", "must be an object")
+    match source.get("type"):
+        case "text":
+            _require(isinstance(source.get("data"), str), f"{where}.source.data", "must be a string")
+            text = source["data"]
+        case "content":
+            text = _joined(source.get("content"), f"{where}.source.content")
+        case kind:
+            message = f"{where}.source.type: only documents of text can be read by this model, got {kind!r:.80}"
+            raise InvalidRequestError(message, field=f"{where}.source.type")
+    return [part for part in (block.get("title"), block.get("context"), text) if isinstance(part, str) and part]
+
+
+def _require(condition: bool, field: str, rule: str) -> None:
+    if not condition:
+        raise InvalidRequestError(f"{field}: {rule}", field=field)

@@ -1,0 +1,141 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from time import monotonic
+from typing import Annotated, Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from ..answers import AnswerDone, AnswerPiece, Idle
+from ..asking import Ask, Asked, ask
+from ..conversation import Conversation, conversation
+from ..deps import Service, ServiceDep, body_of, unless_client_leaves
+from ..errors import JsonResponse, anthropic_body
+from ..report import Report
+from ..sse import EventStream, named
+from .blocks import chat_messages, function_tools
+from .schemas import CountRequest, MessagesRequest, refuse
+from .wire import BlockWriter, stop_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+PING = named({"type": "ping"})
+PING_AFTER_S = 10.0
+# Claude Code gives up after 300 s in which it saw neither content nor, in older versions, anything but pings.
+STIR_AFTER_S = 120.0
+
+
+@router.post("/v1/messages")
+async def create(
+    request: Request,
+    service: ServiceDep,
+    body: Annotated[MessagesRequest, Depends(body_of(MessagesRequest, refuse))],
+) -> Response:
+    """Answers a conversation."""
+    asked = await ask(service, _ask(service, body))
+    answer = MessageAnswer(service, body, asked)
+    if body.stream:
+        return EventStream(answer.stream(), asked.generation)
+    return JsonResponse(await unless_client_leaves(request, asked.generation, answer.collect()))
+
+
+@router.post("/v1/messages/count_tokens")
+async def count(service: ServiceDep, body: Annotated[CountRequest, Depends(body_of(CountRequest, refuse))]) -> Response:
+    """How many tokens the prompt has."""
+    prompt = await service.prompts.chat(_conversation(body))
+    return JsonResponse({"input_tokens": len(prompt.tokens)})
+
+
+def _conversation(body: CountRequest) -> Conversation:
+    return conversation(chat_messages(body.system, body.messages), function_tools(body.tools), body.template_kwargs())
+
+
+def _ask(service: Service, body: MessagesRequest) -> Ask:
+    return Ask(
+        conversation=_conversation(body),
+        sampling=body.sampling(service.settings.temperature, service.vocabulary.size),
+        specprefill=body.options(),
+        max_tokens=body.max_tokens,
+        stops=tuple(body.stop_sequences),
+        tool_choice=body.choice(),
+        parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
+    )
+
+
+class MessageAnswer:
+    """Writes one answer to the wire."""
+
+    def __init__(self, service: Service, body: MessagesRequest, asked: Asked) -> None:
+        self._asked = asked
+        self._ping_after = min(service.settings.keep_alive_s, PING_AFTER_S)
+        self._thinks: bool = service.engine.pair.tokenizer.has_thinking
+        self._writer = BlockWriter()
+        self._report = Report(asked.prompt_tokens)
+        self._head = {
+            "id": f"msg_{uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": body.model or service.model_id,
+        }
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole message.
+
+        Raises:
+            SpecPrefillError: the engine failed or was stopped.
+        """
+        stop: dict[str, Any] = {}
+        async for piece in self._asked.stream(self._ping_after):
+            for _ in self._written(piece):
+                pass
+            if isinstance(piece, AnswerDone):
+                stop = stop_of(piece)
+        self._report.raise_error()
+        return {**self._head, "content": self._writer.blocks, **stop, "usage": self._usage(), **self._account()}
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """The message as it is made. The first events go out before the engine has done anything."""
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        yield named({"type": "message_start", "message": {**self._head, **empty}})
+        yield PING
+        content_at = monotonic()
+        async for piece in self._asked.stream(self._ping_after):
+            events = list(self._written(piece))
+            if isinstance(piece, Idle):
+                yield PING
+                if monotonic() - content_at >= STIR_AFTER_S:
+                    events = list(self._writer.stir(self._thinks))
+            if events:
+                content_at = monotonic()
+            for payload in events:
+                yield named(payload)
+
+    def _written(self, piece: AnswerPiece) -> Iterator[dict[str, Any]]:
+        if not isinstance(piece, AnswerDone):
+            yield from self._writer.write(piece)
+            return
+        self._report.add(piece)
+        yield from self._writer.close()
+        failure = {} if self._report.error is None else {"engine_error": anthropic_body(self._report.error)["error"]}
+        end = {"delta": stop_of(piece), "usage": self._usage(), **self._account(), **failure}
+        yield {"type": "message_delta", **end}
+        yield {"type": "message_stop"}
+
+    def _usage(self) -> dict[str, Any]:
+        """As Anthropic counts: what came from the cache is not part of `input_tokens`."""
+        cached = self._report.cached_tokens
+        return {
+            "input_tokens": self._report.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._report.completion_tokens,
+        }
+
+    def _account(self) -> dict[str, Any]:
+        return {"specprefill": self._report.account()}

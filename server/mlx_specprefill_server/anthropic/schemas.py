@@ -1,0 +1,109 @@
+"""Request bodies of Anthropic's dialect. Blocks and tools are checked where they are translated, in `blocks`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, field_validator
+
+from mlx_specprefill import InvalidRequestError, SamplingParams
+
+from ..asking import NamedTool, ToolChoice
+from ..fields import Body, Number, SpecPrefillFields, Whole
+
+__all__ = ["CountRequest", "MessagesRequest", "refuse"]
+
+MAX_STOPS = 64
+THINKING = {"enabled": True, "adaptive": True, "disabled": False}
+
+
+def _stops(stops: list[str]) -> list[str]:
+    if not all(stops):
+        raise ValueError("must not contain empty strings")
+    return stops
+
+
+class Choice(Body):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class OutputConfig(Body):
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+    @field_validator("format")
+    @classmethod
+    def _none(cls, value: dict[str, Any] | None) -> None:
+        if value is not None:
+            raise ValueError("not supported")
+
+
+class Thinking(Body):
+    type: str = ""
+
+
+class CountRequest(Body):
+    """POST /v1/messages/count_tokens: what the prompt is made of."""
+
+    model: str | None = None
+    messages: list[Any]
+    system: Any = None
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: Choice = Choice()
+    thinking: Thinking = Thinking()
+    output_config: OutputConfig = OutputConfig()
+
+    def choice(self) -> ToolChoice:
+        """In the neutral words."""
+        match self.tool_choice.type:
+            case "any":
+                return "required"
+            case "tool":
+                return NamedTool(self.tool_choice.name)
+            case "none":
+                return "none"
+        return "auto"
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """How templates call thinking and effort. An unknown kind of thinking leaves the template its default."""
+        kwargs: dict[str, Any] = {}
+        if self.thinking.type in THINKING:
+            kwargs["enable_thinking"] = THINKING[self.thinking.type]
+        if self.output_config.effort is not None:
+            kwargs["reasoning_effort"] = self.output_config.effort
+        return kwargs
+
+
+class MessagesRequest(CountRequest, SpecPrefillFields):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[Whole, Field(ge=1)]
+    stream: bool = False
+    temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    top_k: Annotated[Whole, Field(ge=0)] = 0
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS), AfterValidator(_stops)] = Field(
+        default_factory=list
+    )
+
+    def sampling(self, default_temperature: float, vocabulary_size: int) -> SamplingParams:
+        """As the engine wants it. `top_p` 0 is the likeliest token alone."""
+        temperature = default_temperature if self.temperature is None else self.temperature
+        greedy = self.top_p == 0
+        return SamplingParams(
+            temperature=0.0 if greedy else temperature,
+            top_p=1.0 if greedy else self.top_p,
+            top_k=min(self.top_k, vocabulary_size),
+        )
+
+
+def refuse(body: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError on what this dialect has and no local model can do."""
+    for name in ("mcp_servers", "container"):
+        if body.get(name):
+            raise InvalidRequestError(f"{name}: not supported", field=name)

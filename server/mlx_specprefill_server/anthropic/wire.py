@@ -1,0 +1,115 @@
+"""An answer as Anthropic's content blocks, and as the events that announce them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from ..answers import AnswerDone, AnswerPiece, CallBroken, CallDelta, CallEnd, CallStart, ReasoningDelta, TextDelta
+
+__all__ = ["BlockWriter", "stop_of"]
+
+Event = dict[str, Any]
+
+# Real signatures prove who thought. Clients send them back unread, and some drop a thinking block that has none.
+SIGNATURE = "mlx-specprefill"
+START: dict[str, dict[str, Any]] = {
+    "text": {"type": "text", "text": ""},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def stop_of(end: AnswerDone) -> dict[str, Any]:
+    """Why the answer ended."""
+    if end.finish_reason == "stop" and end.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_string}
+    return {"stop_reason": STOP_REASONS[end.finish_reason], "stop_sequence": None}
+
+
+class BlockWriter:
+    """Writes one answer. At any time at most one block is open: text, thinking or a tool call."""
+
+    def __init__(self) -> None:
+        self.blocks: list[dict[str, Any]] = []  # those that are closed, as they stand in a whole message
+        self._index = 0  # of the open block, or of the next one
+        self._open: dict[str, Any] | None = None
+        self._text: list[str] = []  # of the open block
+
+    def write(self, piece: AnswerPiece) -> Iterator[Event]:
+        """The events that one piece of the answer makes."""
+        match piece:
+            case TextDelta() if piece.text:
+                yield from self._ensure("text")
+                yield self._delta(piece.text)
+            case ReasoningDelta() if piece.text:
+                yield from self._ensure("thinking")
+                yield self._delta(piece.text)
+            case CallStart():
+                yield from self.close()
+                yield self._start({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+            case CallDelta():
+                yield self._delta(piece.text)
+            case CallEnd():
+                yield from self.close()
+            case CallBroken():
+                yield from self.close()
+                self.blocks.pop()
+
+    def stir(self, thinks: bool) -> Iterator[Event]:
+        """A sign of life that clients count as content: an empty delta, in a new block if none is open."""
+        if self._open is None:
+            yield self._start(START["thinking" if thinks else "text"])
+        yield self._delta("")
+
+    def close(self) -> Iterator[Event]:
+        """Ends the open block, if there is one."""
+        if self._open is None:
+            return
+        block, text = self._open, "".join(self._text)
+        if block["type"] == "thinking":
+            block["signature"] = SIGNATURE
+            yield self._changed({"type": "signature_delta", "signature": SIGNATURE})
+        if block["type"] == "tool_use":
+            block["input"] = _arguments(text)
+        else:
+            block[block["type"]] = text
+        yield {"type": "content_block_stop", "index": self._index}
+        self.blocks.append(block)
+        self._index += 1
+        self._open, self._text = None, []
+
+    def _ensure(self, kind: str) -> Iterator[Event]:
+        if self._open is not None and self._open["type"] == kind:
+            return
+        yield from self.close()
+        yield self._start(START[kind])
+
+    def _start(self, block: dict[str, Any]) -> Event:
+        self._open = dict(block)
+        return {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _delta(self, text: str) -> Event:
+        assert self._open is not None
+        self._text.append(text)
+        kind, name = DELTAS[self._open["type"]]
+        return self._changed({"type": kind, name: text})
+
+    def _changed(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Whole arguments are an object; those of a call that was cut short are no JSON, and can't be passed on."""
+    try:
+        arguments = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}

@@ -1,0 +1,209 @@
+"""POST /v1/responses and /v1/responses/input_tokens. Nothing is kept between requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import count as numbers
+from typing import Annotated, Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from mlx_specprefill import ContextLengthError, TokenEvent
+
+from ..answers import AnswerDone, AnswerPiece, Idle, Working
+from ..asking import Ask, Asked, ask
+from ..conversation import Conversation, conversation
+from ..deps import Service, ServiceDep, body_of, unless_client_leaves
+from ..errors import JsonResponse, api_error
+from ..report import Report
+from ..sse import EventStream, named
+from .chat import _scored as scored
+from .responses_input import Tools, chat_messages, function_tools
+from .responses_schema import ResponsesRequest, refuse
+from .responses_wire import ItemWriter
+from .wire import progress
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+KEEP_ALIVE_S = 10.0  # at most: Codex counts only data events as life
+
+BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))]
+
+
+@router.post("/v1/responses")
+async def create(request: Request, service: ServiceDep, body: BodyDep) -> Response:
+    """Answers a conversation."""
+    tools = function_tools(body.tools)
+    asked = await ask(service, _ask(service, body, tools))
+    answer = ResponsesAnswer(service, body, tools, asked)
+    if body.stream:
+        return EventStream(answer.stream(), asked.generation)
+    return JsonResponse(await unless_client_leaves(request, asked.generation, answer.collect()))
+
+
+@router.post("/v1/responses/input_tokens")
+async def count(service: ServiceDep, body: BodyDep) -> Response:
+    """How many tokens the prompt has."""
+    prompt = await service.prompts.chat(_conversation(body, function_tools(body.tools)))
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+
+def _conversation(body: ResponsesRequest, tools: Tools) -> Conversation:
+    return conversation(chat_messages(body.instructions, body.input), tools.functions, body.template_kwargs())
+
+
+def _ask(service: Service, body: ResponsesRequest, tools: Tools) -> Ask:
+    return Ask(
+        conversation=_conversation(body, tools),
+        sampling=body.sampling(service.settings.temperature, service.vocabulary.size),
+        specprefill=body.options(),
+        max_tokens=body.max_output_tokens,
+        stops=body.stop,
+        tool_choice=body.choice(),
+        parallel_tool_calls=body.parallel_tool_calls,
+        logprobs=body.logprobs_wanted(),
+        ignore_eos=body.ignore_eos,
+        field="input",
+    )
+
+
+class ResponsesAnswer:
+    """Writes one answer to the wire."""
+
+    def __init__(self, service: Service, body: ResponsesRequest, tools: Tools, asked: Asked) -> None:
+        self._asked = asked
+        self._body = body
+        self._keep_alive = min(service.settings.keep_alive_s, KEEP_ALIVE_S)
+        self._vocabulary = service.vocabulary
+        self._writer = ItemWriter(self._scored, tools.namespaces)
+        self._report = Report(asked.prompt_tokens)
+        self._numbers = numbers()
+        self._response = _fields(service, body, tools)
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole response.
+
+        Raises:
+            SpecPrefillError: the engine failed or was stopped.
+        """
+        async for piece in self._asked.stream(self._keep_alive):
+            for _ in self._written(piece):
+                pass
+        self._report.raise_error()
+        return self._response
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """The response as it is made. The first events go out before the engine has done anything."""
+        started = time.monotonic()
+        yield self._event({"type": "response.created", "response": self._response})
+        yield self._in_progress()
+        if self._body.return_progress:
+            yield self._in_progress(progress(Working(0, "queued", 0, self._asked.prompt_tokens), started))
+        async for piece in self._asked.stream(self._keep_alive):
+            match piece:
+                case Idle():
+                    yield self._in_progress()
+                case Working() if self._body.return_progress:
+                    yield self._in_progress(progress(piece, started))
+                case _:
+                    for event in self._written(piece):
+                        yield self._event(event)
+
+    def _written(self, piece: AnswerPiece) -> Iterator[dict[str, Any]]:
+        if not isinstance(piece, AnswerDone):
+            yield from self._writer.write(piece)
+            return
+        self._report.add(piece)
+        status = _status(piece)
+        yield from self._writer.close("completed" if status == "completed" else "incomplete")
+        self._response |= self._end(piece, status)
+        yield {"type": f"response.{status}", "response": self._response}
+
+    def _end(self, end: AnswerDone, status: str) -> dict[str, Any]:
+        fields: dict[str, Any] = {"status": status, "output": self._writer.items, "usage": self._usage()}
+        if status == "completed":
+            fields["completed_at"] = int(time.time())
+        elif status == "incomplete":
+            fields["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            fields["error"] = _failure(self._report.error)
+        return fields | {"specprefill": self._report.account(), "timings": self._report.timings()}
+
+    def _usage(self) -> dict[str, Any]:
+        report = self._report
+        return {
+            "input_tokens": report.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": report.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": report.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": report.reasoning_tokens},
+            "total_tokens": report.prompt_tokens + report.completion_tokens,
+        }
+
+    def _in_progress(self, prompt_progress: dict[str, Any] | None = None) -> bytes:
+        more = {} if prompt_progress is None else {"prompt_progress": prompt_progress}
+        return self._event({"type": "response.in_progress", "response": self._response, **more})
+
+    def _event(self, payload: dict[str, Any]) -> bytes:
+        return named(payload | {"sequence_number": next(self._numbers)})
+
+    def _scored(self, tokens: Sequence[TokenEvent]) -> list[dict[str, Any]]:
+        return [scored(self._vocabulary, token) for token in tokens]
+
+
+def _status(end: AnswerDone) -> str:
+    if end.error is not None:
+        return "failed"
+    return "incomplete" if end.finish_reason == "length" else "completed"
+
+
+def _failure(error: Exception | None) -> dict[str, Any]:
+    """Agents repeat the whole prompt on every code but those that mean that it can't succeed."""
+    if isinstance(error, ContextLengthError):
+        code = "context_length_exceeded"
+    else:
+        code = "server_error" if error is None or api_error(error).status == 503 else "invalid_prompt"
+    return {"code": code, "message": str(error)}
+
+
+def _fields(service: Service, body: ResponsesRequest, tools: Tools) -> dict[str, Any]:
+    """The response object before anything has been made: what was asked for, as it is understood."""
+    return {
+        "id": f"resp_{uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata,
+        "model": body.model or service.model_id,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": service.settings.temperature if body.temperature is None else body.temperature,
+        "text": {"format": body.text.format},
+        "tool_choice": body.tool_choice,
+        "tools": [_tool(tool["function"]) for tool in tools.functions],
+        "top_logprobs": body.top_logprobs,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _tool(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "strict": False, **function}

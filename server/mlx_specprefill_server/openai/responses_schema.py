@@ -1,0 +1,95 @@
+"""The request body of /v1/responses. Items and tools are checked where they are translated, in `responses_input`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator, field_validator
+
+from mlx_specprefill import InvalidRequestError
+
+from ..asking import NamedTool, ToolChoice
+from ..fields import Body, Whole
+from .schemas import GenerationFields
+
+__all__ = ["ResponsesRequest", "refuse"]
+
+LOGPROBS = "message.output_text.logprobs"
+STATELESS = "this server keeps no responses or conversations; send the whole conversation as input"
+
+
+def _input(value: Any) -> str | list[Any]:
+    if not isinstance(value, str | list) or not value:
+        raise ValueError("must be a non-empty string or array of items")
+    return value
+
+
+class Text(Body):
+    format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
+
+    @field_validator("format")
+    @classmethod
+    def _plain(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if value.get("type") != "text":
+            raise ValueError("only {'type': 'text'} is supported")
+        return value
+
+
+class Reasoning(Body):
+    effort: str | None = None
+
+
+class ResponsesRequest(GenerationFields):
+    """POST /v1/responses, and /v1/responses/input_tokens."""
+
+    input: Annotated[str | list[Any], PlainValidator(_input)]
+    instructions: str | None = None
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    text: Text = Text()
+    reasoning: Reasoning = Reasoning()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
+    include: list[Any] = Field(default_factory=list)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
+    def logprobs_wanted(self) -> int | None:
+        """Alternatives beside each token; None: no logprobs at all."""
+        return self.top_logprobs if self.top_logprobs or LOGPROBS in self.include else None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """How templates call effort; "none" turns thinking off."""
+        effort = self.reasoning.effort
+        if effort is None:
+            return self.chat_template_kwargs
+        kwargs = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+        return kwargs | self.chat_template_kwargs
+
+    def choice(self) -> ToolChoice:
+        """In the neutral words.
+
+        Raises:
+            InvalidRequestError: a choice among tools that only the provider has.
+        """
+        match self.tool_choice:
+            case "auto" | "none" | "required":
+                return self.tool_choice
+            case {"type": "function", "name": str(name)}:
+                return NamedTool(name)
+        rule = "must be auto, none, required or {'type': 'function', 'name': …}"
+        raise InvalidRequestError(f"tool_choice: {rule}", field="tool_choice")
+
+
+def refuse(body: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError on what needs a memory between requests, or work after the answer."""
+    for name in ("previous_response_id", "conversation"):
+        if body.get(name):
+            raise InvalidRequestError(f"{name}: {STATELESS}", field=name)
+    for name in ("background", "prompt"):
+        if body.get(name):
+            raise InvalidRequestError(f"{name}: not supported", field=name)

@@ -1,0 +1,77 @@
+"""Hand-made answers: pieces as the parsers make them, without an engine or a model behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from mlx_specprefill import Account, Timings
+from mlx_specprefill_server.answers import (
+    AnswerDone,
+    AnswerPiece,
+    CallDelta,
+    CallEnd,
+    CallStart,
+    ReasoningDelta,
+    TextDelta,
+)
+
+ACCOUNT = Account(
+    mode="sparse",
+    reason="asked for",
+    prompt_tokens=100,
+    kept_tokens=40,
+    cached_tokens=30,
+    keep_pct=0.4,
+    timings=Timings(draft_ms=1, select_ms=2, prefill_ms=3, ttft_ms=7, decode_ms=4),
+)
+
+
+class Given:
+    """Stands in for what `ask` returns."""
+
+    prompt_tokens = ACCOUNT.prompt_tokens
+
+    def __init__(self, pieces: Sequence[AnswerPiece]) -> None:
+        self._pieces = pieces
+
+    async def stream(self, idle_after: float) -> AsyncIterator[AnswerPiece]:
+        for piece in self._pieces:
+            yield piece
+
+
+def call(number: int, name: str, *parts: str) -> list[AnswerPiece]:
+    """A tool call whose arguments come in parts."""
+    deltas = [CallDelta(0, number, part) for part in parts]
+    return [CallStart(0, number, f"call_{number}", name), *deltas, CallEnd(0, number, "".join(parts))]
+
+
+def done(reason: Any = "stop", **fields: Any) -> AnswerDone:
+    return AnswerDone(0, reason, completion_tokens=9, reasoning_tokens=2, account=ACCOUNT, **fields)
+
+
+THOUGHT = [ReasoningDelta(0, "Let me "), ReasoningDelta(0, "see.")]
+TEXT = [TextDelta(0, "Good "), TextDelta(0, "day")]
+TWO_CALLS = [*call(0, "read", '{"path": "a', '.txt"}'), *call(1, "list", "{}")]
+EVERYTHING: list[AnswerPiece] = [*THOUGHT, *TEXT, *TWO_CALLS, done("tool_calls")]
+
+
+def streamed(stream: AsyncIterator[bytes]) -> list[dict[str, Any]]:
+    """The events of a stream; each is named by its type."""
+
+    async def read() -> bytes:
+        return b"".join([chunk async for chunk in stream])
+
+    return named_events(asyncio.run(read()).decode())
+
+
+def named_events(text: str) -> list[dict[str, Any]]:
+    out = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, _, data = block.partition("\n")
+        payload = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {payload['type']}"
+        out.append(payload)
+    return out

@@ -34,6 +34,7 @@ from .loading import DtypeName, ModelPair, check_same_tokenizer, load_pair, make
 from .prefill.cost import PairCost, break_even, worthwhile
 from .request import (
     Account,
+    Constraint,
     Event,
     Failed,
     Finished,
@@ -61,6 +62,7 @@ __all__ = [
     "Account",
     "BlasStatus",
     "ChunkInfo",
+    "Constraint",
     "ContextLengthError",
     "DtypeName",
     "Engine",

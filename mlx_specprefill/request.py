@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 __all__ = [
     "Account",
+    "Constraint",
     "Event",
     "Failed",
     "FinishReason",
@@ -81,6 +82,22 @@ class SpecPrefillOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """A grammar that the answer must follow.
+
+    Attributes:
+        grammar: llguidance's: a Lark text, or its JSON form ("{...").
+        field: what errors name.
+        starts_after: the generated tokens that the grammar's text follows, such as the end of reasoning; until they
+            have come, nothing is masked. Empty: from the first token on.
+    """
+
+    grammar: str
+    field: str = "response_format"
+    starts_after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt to continue.
 
@@ -91,6 +108,8 @@ class GenerationRequest:
         logprobs: None, or how many alternatives per generated token (0..20) to report.
         prompt_logprobs: None, or as `logprobs` for the prompt's own tokens (echo); forces a full prefill.
         spans: the rendered messages in prompt order, empty for a raw completion.
+        constraint: None, or what the generated text must look like.
+        min_tokens: stop ids are not generated before so many tokens, unless the constraint leaves nothing else.
     """
 
     prompt: tuple[int, ...]
@@ -101,6 +120,8 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

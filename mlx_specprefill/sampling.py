@@ -18,6 +18,7 @@ __all__ = [
     "Sampler",
     "check_sampling",
     "greedy",
+    "held_back",
     "logits_processors",
     "make_sampler",
     "top_logprobs",
@@ -109,6 +110,18 @@ def logits_processors(params: SamplingParams) -> list[LogitsProcessor]:
         frequency_context_size=whole,
     )
     return processors
+
+
+def held_back(tokens: frozenset[int], until: int) -> LogitsProcessor:
+    """Forbids `tokens` (stop ids) before `until` tokens have been generated."""
+    ids = mx.array(sorted(tokens), dtype=mx.int32)
+
+    def process(history: mx.array, logits: mx.array) -> mx.array:
+        if history.size < until and ids.size:
+            logits[:, ids] = -mx.inf
+        return logits
+
+    return process
 
 
 def top_logprobs(logprobs: mx.array, tokens: Sequence[int], count: int) -> list[tuple[Logprob, tuple[Logprob, ...]]]:

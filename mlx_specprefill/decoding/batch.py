@@ -2,7 +2,8 @@
 
 A row's answer is the one that it gets alone from `autoregressive.decode`. The next forward is queued before the tokens
 of this step are read, so after every step a row's cache holds its prompt and exactly the tokens that were returned,
-the last one included: nothing is ever rolled back, which recurrent states could not be.
+the last one included: nothing is ever rolled back, which recurrent states could not be. A row with a grammar needs its
+token on the host before the next can be chosen: it is read, and the mask made, while the forward runs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy as np
 from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rope import adjusted_offsets
 from ..cache.batched import batch_key, extend_batch, extract_row, filter_batch, merge_rows
+from ..constraints import Guide, Mask
+from ..errors import InvalidRequestError
 from ..request import TokenEvent
 from ..sampling import LogitsProcessor, Sampler, greedy
 from .choice import choose, token_event
@@ -36,6 +39,7 @@ class DecodeRow:
         processors: functions of (generated tokens so far, logits (1, V)).
         logprobs: None, or how many alternatives to report per token.
         shift: positions minus slots for caches that can't carry it; 0 for positioned ones.
+        guide: masks what the row's grammar forbids; the batch tells it of every token.
     """
 
     uid: int
@@ -45,6 +49,7 @@ class DecodeRow:
     processors: Sequence[LogitsProcessor] = ()
     logprobs: int | None = None
     shift: int = 0
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,20 @@ class _Row:
     def greedy(self) -> bool:
         return self.spec.sampler is greedy and not self.spec.processors
 
-    def choose(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        return choose(logits, self.history, self.spec.sampler, self.spec.processors)
+    def choose(self, logits: mx.array, allowed: mx.array | None) -> tuple[mx.array, mx.array]:
+        return choose(logits, self.history, self.spec.sampler, self.spec.processors, allowed)
+
+    def follow(self, token: int, size: int) -> Mask | None:
+        """What its grammar allows after `token`; None: everything."""
+        guide = self.spec.guide
+        if guide is None or self.failure is not None:
+            return None
+        try:
+            guide.accept(token)
+            return guide.allowed(size)
+        except InvalidRequestError as error:
+            self.failure = error
+            return None
 
 
 class _Choice(NamedTuple):
@@ -101,7 +118,8 @@ class _Group:
         self.key = key
         self.rows = [_Row(spec)]
         self.cache = spec.cache
-        self.next = _Choice(spec.logits, *self.rows[0].choose(spec.logits))
+        first = None if spec.guide is None else spec.guide.allowed(spec.logits.shape[-1])
+        self.next = _Choice(spec.logits, *self.rows[0].choose(spec.logits, _together([first])))
         self._queue()
 
     def advance(self) -> _Choice:
@@ -109,7 +127,7 @@ class _Group:
         fed = self.next
         with adjusted_offsets([row.spec.shift for row in self.rows]):
             logits = self.model(fed.tokens[:, None], cache=self.cache)[:, -1, :]
-        self.next = self._choose(logits, fed.tokens)
+        self.next = self._choose(logits, fed.tokens, self._allowed(logits, fed.tokens))
         self._queue()
         return fed
 
@@ -148,18 +166,32 @@ class _Group:
         mx.async_eval([part.state for part in (*cache, *self.cache)], logits, self.next.tokens)  # type: ignore[no-untyped-call]
         return Removed(cache, tuple(row.tokens), logits)
 
-    def _choose(self, logits: mx.array, fed: mx.array) -> _Choice:
+    def _allowed(self, logits: mx.array, fed: mx.array) -> mx.array | None:
+        """What the rows' grammars allow after the fed tokens, (B, V); made while the forward runs."""
+        if all(row.spec.guide is None for row in self.rows):
+            return None
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        tokens = np.array(fed).tolist()
+        return _together([row.follow(token, logits.shape[-1]) for row, token in zip(self.rows, tokens, strict=True)])
+
+    def _choose(self, logits: mx.array, fed: mx.array, allowed: mx.array | None) -> _Choice:
         if all(row.greedy for row in self.rows):
-            return _Choice(logits, *choose(logits, None, greedy, ()))
-        chosen = [self._choose_one(i, logits[i : i + 1], fed[i : i + 1]) for i in range(len(self.rows))]
+            return _Choice(logits, *choose(logits, None, greedy, (), allowed))
+        one = [slice(i, i + 1) for i in range(len(self.rows))]
+        chosen = [
+            self._choose_one(i, logits[at], fed[at], None if allowed is None else allowed[at])
+            for i, at in enumerate(one)
+        ]
         return _Choice(logits, *(mx.concatenate(list(part)) for part in zip(*chosen, strict=True)))
 
-    def _choose_one(self, index: int, logits: mx.array, fed: mx.array) -> tuple[mx.array, mx.array]:
+    def _choose_one(
+        self, index: int, logits: mx.array, fed: mx.array, allowed: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
         row = self.rows[index]
         if row.spec.processors:
             row.history = fed if row.history is None else mx.concatenate([row.history, fed])
         try:
-            return row.choose(logits)
+            return row.choose(logits, allowed)
         except Exception as error:  # noqa: BLE001 - one row's processor must not end the others
             row.failure = error
             return choose(logits, None, greedy, ())
@@ -167,6 +199,14 @@ class _Group:
     def _queue(self) -> None:
         reported = any(row.spec.logprobs is not None for row in self.rows)
         mx.async_eval(self.next.tokens, *([self.next.scores] if reported else []))  # type: ignore[no-untyped-call]
+
+
+def _together(masks: Sequence[Mask | None]) -> mx.array | None:
+    """One mask for all rows, (B, V); None if no row has one."""
+    sizes = [mask.size for mask in masks if mask is not None]
+    if not sizes:
+        return None
+    return mx.array(np.stack([np.ones(sizes[0], np.bool_) if mask is None else mask for mask in masks]))
 
 
 class DecodeBatch:

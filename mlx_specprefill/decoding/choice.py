@@ -13,17 +13,22 @@ __all__ = ["choose", "token_event"]
 
 
 def choose(
-    logits: mx.array, history: mx.array | None, sampler: Sampler, processors: Sequence[LogitsProcessor]
+    logits: mx.array,
+    history: mx.array | None,
+    sampler: Sampler,
+    processors: Sequence[LogitsProcessor],
+    allowed: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The next tokens (B,), and the log-probabilities (B, V) of the model itself, before penalties and temperature.
 
     Args:
         logits: (B, V); one row if there are processors.
         history: the row's generated tokens so far, or None.
+        allowed: (B, V) bool, or None for all tokens; applied before anything else.
     """
     raw = logits.astype(mx.float32)
     scores = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
-    adjusted = mx.array(raw)  # mlx-lm's processors write in place
+    adjusted = mx.array(raw) if allowed is None else mx.where(allowed, raw, -mx.inf)  # processors write in place
     for process in processors:
         adjusted = process(mx.array([], dtype=mx.int32) if history is None else history, adjusted)
     return sampler(adjusted), scores

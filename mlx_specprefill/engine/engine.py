@@ -23,6 +23,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..cache.positioned import quantize_kv
 from ..config import EngineConfig
+from ..constraints import Grammars, Guide
 from ..decoding.batch import DecodeBatch, DecodeRow, RowFailed
 from ..errors import (
     ContextLengthError,
@@ -32,8 +33,8 @@ from ..errors import (
     SparseUnsupportedError,
 )
 from ..loading import ModelPair
-from ..request import Event, Failed, Finished, FinishReason, GenerationRequest, Progress, TokenEvent
-from ..sampling import check_sampling, logits_processors, make_sampler
+from ..request import Constraint, Event, Failed, Finished, FinishReason, GenerationRequest, Progress, TokenEvent
+from ..sampling import LogitsProcessor, check_sampling, held_back, logits_processors, make_sampler
 from .admission import Admission, Footprint
 from .caches import EngineCaches
 from .calibration import calibrated
@@ -105,6 +106,7 @@ class Engine:
             self.config.prefill_step, min(64, self.config.prefill_step), self.config.slice_target_ms
         )
         self._batch = DecodeBatch(pair.target)
+        self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
         self._jobs: dict[int, _Job] = {}
         self._admission = Admission(None, 0)
         self._target_cost = self._draft_cost = Footprint(0, 0, 0)
@@ -223,12 +225,24 @@ class Engine:
             raise ContextLengthError(M, request.max_tokens, self.pair.context_length)
         if not all(0 <= token < self.pair.vocab_size for token in request.prompt):
             raise InvalidRequestError("the prompt has token ids outside the vocabulary", field="prompt")
+        if not 0 <= request.min_tokens <= request.max_tokens:
+            raise InvalidRequestError("min_tokens must be between 0 and max_tokens", field="min_tokens")
         check_sampling(request.sampling, self.pair.vocab_size)
+        if request.constraint is not None:
+            self._grammars.check(request.constraint)
         need = self._need(request)
         if not self._admission.can_ever(need):
             raise InvalidRequestError(
                 f"the request needs {need >> 20} MiB of memory, more than the limit leaves", field="messages"
             )
+
+    def compile(self, constraint: Constraint) -> None:
+        """Compile a grammar ahead of `submit`, which then takes no time; blocks, up to some hundred milliseconds.
+
+        Raises:
+            InvalidRequestError: what is wrong with the grammar.
+        """
+        self._grammars.check(constraint)
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> RequestHandle:
         """Queue a request. `on_event` is called on the MLX thread; it must be quick and must not raise.
@@ -239,7 +253,7 @@ class Engine:
         """
         self.check(request)
         handle = RequestHandle()
-        sequence = Sequence(self._next_uid(), request, time.perf_counter())
+        sequence = Sequence(self._next_uid(), request, time.perf_counter(), self._guide(request))
         self._post(_Job(sequence.uid, on_event, handle, self.prefiller.run(sequence), sequence))
         return handle
 
@@ -276,6 +290,11 @@ class Engine:
         if isinstance(result, Exception):
             raise result
         return result
+
+    def _guide(self, request: GenerationRequest) -> Guide | None:
+        if request.constraint is None:
+            return None
+        return self._grammars.guide(request.constraint, request.stop_token_ids, request.min_tokens)
 
     def _next_uid(self) -> int:
         with self._lock:
@@ -439,9 +458,10 @@ class Engine:
                 cache=sequence.cache,
                 logits=result,
                 sampler=make_sampler(request.sampling, self.pair.vocab_size),
-                processors=logits_processors(request.sampling),
+                processors=_processors(request),
                 logprobs=request.logprobs,
                 shift=sequence.shift,
+                guide=sequence.guide,
             )
         )
         sequence.cache = []  # the batch owns it now
@@ -568,3 +588,11 @@ class Engine:
             if job.uid in self._jobs:
                 job.handle.cancel()
                 job.on_event = lambda _: None
+
+
+def _processors(request: GenerationRequest) -> list[LogitsProcessor]:
+    """Penalties and biases; a constraint keeps `min_tokens` itself."""
+    processors = logits_processors(request.sampling)
+    if request.min_tokens and request.constraint is None:
+        processors.append(held_back(request.stop_token_ids, request.min_tokens))
+    return processors

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..constraints import Guide
 from ..prefill.plan import PrefillPlan
 from ..prefill.selection import kept_spans
 from ..request import Account, GenerationRequest, Stage, Timings
@@ -29,11 +30,13 @@ class Sequence:
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
         stage: what the current slice works on.
         tokens: generated so far.
+        guide: the request's grammar on its way through the answer.
     """
 
     uid: int
     request: GenerationRequest
     submitted: float
+    guide: Guide | None = None
     started: float = 0.0
     plan: PrefillPlan | None = None
     cached: int = 0

@@ -1,0 +1,163 @@
+"""Grammars that an answer must follow: compiled once, then one mask over the vocabulary per token.
+
+llguidance keeps the grammar's state on the CPU and says which tokens may come next; the mask is applied to the logits
+by whoever chooses the token. Nothing here touches an array of MLX or needs a particular device.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .errors import InvalidRequestError
+from .request import Constraint
+
+__all__ = ["Grammars", "Guide", "Mask"]
+
+Mask = npt.NDArray[np.bool_]
+
+_LARGEST = 1 << 20  # characters of a grammar
+_COMPILED = 64  # grammars kept
+# A step stays within some 100 ms whatever the grammar; llguidance's own limits allow seconds.
+_LIMITS = LLParserLimits(max_items_in_row=1000, step_max_items=20_000, step_lexer_fuel=100_000)
+# Without this, text that the grammar forces is split as the tokenizer would split it, special tokens included, which
+# the parser then refuses; and the model could not choose between two ways of writing it.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+_LONGEST_MESSAGE = 400
+
+
+class Guide:
+    """One answer's way through its grammar: `accept` each token, ask `allowed` before the next.
+
+    Args:
+        stops: ids that end the answer; the grammar allows them where its text may end.
+        eos: ids that the grammar itself takes for the end.
+        min_tokens: stop ids stay forbidden until so many tokens were accepted, unless nothing else may follow.
+    """
+
+    def __init__(
+        self, constraint: Constraint, matcher: LLMatcher, stops: frozenset[int], eos: frozenset[int], min_tokens: int
+    ) -> None:
+        self._matcher = matcher
+        self._field = constraint.field
+        self._trigger = constraint.starts_after  # () once it has been seen
+        self._recent: tuple[int, ...] = ()
+        self._stops = sorted(stops or eos)
+        self._foreign = sorted(eos - stops) if stops else []
+        self._min_tokens = min_tokens
+        self._count = 0
+        self._over = False
+
+    def accept(self, token: int) -> None:
+        """Go on past a generated token.
+
+        Raises:
+            InvalidRequestError: the grammar has become too complex to follow.
+        """
+        self._count += 1
+        if self._trigger:
+            self._recent = (*self._recent, token)[-len(self._trigger) :]
+            if self._recent == self._trigger:
+                self._trigger = ()
+        elif not self._over:
+            self._over = token in self._stops and self._matcher.is_accepting()
+            if not self._over and not self._matcher.consume_token(token):
+                raise self._failed(_message(self._matcher))
+
+    def allowed(self, size: int) -> Mask | None:
+        """Which of `size` token ids may come next, (size,) bool; None: all of them.
+
+        Raises:
+            InvalidRequestError: the grammar has become too complex to follow.
+        """
+        if self._trigger:
+            return None
+        mask = self._by_grammar(size)
+        stops = [stop for stop in self._stops if stop < size]
+        mask[stops] |= self._over or self._matcher.is_accepting()
+        if self._count < self._min_tokens and np.delete(mask, stops).any():
+            mask[stops] = False
+        if not mask.any():
+            raise self._failed("no token continues the text")
+        return mask
+
+    def _by_grammar(self, size: int) -> Mask:
+        """What may continue the text; its end is told by the request's stop ids alone, if it has any."""
+        mask = np.zeros(size, np.bool_)
+        if not self._over:
+            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")[:size]
+            if self._matcher.is_error():
+                raise self._failed(_message(self._matcher))
+            mask[: bits.size] = bits
+            mask[[token for token in self._foreign if token < size]] = False
+        return mask
+
+    def _failed(self, why: str) -> InvalidRequestError:
+        return InvalidRequestError(f"{self._field}: the grammar can't be followed: {why}", self._field)
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. Thread-safe.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        eos: ids that end an answer.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, eos: frozenset[int]) -> None:
+        self._wrapped = tokenizer._tokenizer
+        self._eos = eos
+        self._compiled = lru_cache(_COMPILED)(self._compile)
+
+    def check(self, constraint: Constraint) -> None:
+        """Compile, or remember that it was.
+
+        Raises:
+            InvalidRequestError: names the field and what is wrong with the grammar.
+        """
+        self._matcher(constraint)
+
+    def guide(self, constraint: Constraint, stops: frozenset[int], min_tokens: int = 0) -> Guide:
+        """For one answer.
+
+        Raises:
+            InvalidRequestError: as `check`.
+        """
+        matcher = self._matcher(constraint).deep_copy()
+        return Guide(constraint, matcher, stops, self._eos, min_tokens)
+
+    def _matcher(self, constraint: Constraint) -> LLMatcher:
+        try:
+            return self._compiled(constraint.grammar)
+        except ValueError as error:
+            raise InvalidRequestError(f"{constraint.field}: {error}", constraint.field) from error
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        if len(grammar) > _LARGEST:
+            raise ValueError(f"the grammar has {len(grammar)} characters, more than {_LARGEST}")
+        text = grammar if grammar.lstrip().startswith("{") else grammar + _NO_FORCING
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+        matcher.compute_bitmask()  # what is too complex mostly shows at the first token
+        if matcher.is_error():
+            raise ValueError(_message(matcher))
+        return matcher
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        try:
+            return from_tokenizer(self._wrapped, eos_token=sorted(self._eos) or None)
+        except ValueError as error:
+            raise ValueError(f"this model's tokenizer can't be guided by a grammar ({error})") from error
+
+
+def _message(matcher: LLMatcher) -> str:
+    """The first lines of llguidance's message, without its dump of the parser."""
+    text = matcher.get_error().split("\n<", 1)[0].strip()
+    if text == "NoExtensionBias":
+        return "no text satisfies the grammar"
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."

@@ -107,11 +107,20 @@ def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Call
             raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
         if not isinstance(body, dict):
             raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+        _refuse_depths(body)
         given = {name: value for name, value in body.items() if value is not None}  # null means default
         check(given)
         return _validated(model, given)
 
     return parse
+
+
+def _refuse_depths(body: dict[str, Any]) -> None:
+    """What comes in may have to go out again, a little deeper, and orjson writes a quarter of the levels it reads."""
+    try:
+        orjson.dumps([[[[body]]]])
+    except TypeError as error:
+        raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from error
 
 
 async def _read(request: Request, limit: int) -> bytes:

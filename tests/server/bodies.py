@@ -61,3 +61,94 @@ CHAT = st.fixed_dictionaries(
     },
 )
 COMPLETION = st.fixed_dictionaries({"prompt": JSON | st.text(max_size=5)}, optional={**COMMON, "echo": JSON})
+BLOCK = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "document", "search_result"]) | JSON},
+    optional={
+        "text": SCALARS,
+        "thinking": SCALARS,
+        "id": SCALARS,
+        "name": SCALARS,
+        "input": JSON,
+        "tool_use_id": SCALARS,
+        "is_error": JSON,
+        "content": CONTENT,
+        "source": st.fixed_dictionaries({"type": st.sampled_from(["text", "content"]), "data": JSON}) | JSON,
+    },
+)
+EXTRAS = {name: COMMON[name] for name in ("model", "stream", "temperature", "top_p", "top_k", "specprefill")}
+MESSAGES = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 9) | JSON,
+        "messages": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "role": st.sampled_from(["user", "assistant", "system"]) | JSON,
+                    "content": st.lists(BLOCK, max_size=3) | CONTENT,
+                }
+            ),
+            max_size=3,
+        )
+        | JSON,
+    },
+    optional={
+        **EXTRAS,
+        "system": st.lists(BLOCK, max_size=2) | CONTENT,
+        "tools": st.lists(
+            st.fixed_dictionaries(
+                {"name": SCALARS}, optional={"type": JSON, "input_schema": JSON, "description": JSON}
+            ),
+            max_size=2,
+        )
+        | JSON,
+        "tool_choice": st.fixed_dictionaries(
+            {"type": st.sampled_from(["auto", "any", "tool", "none"]), "name": SCALARS}
+        )
+        | JSON,
+        "thinking": st.fixed_dictionaries({"type": st.sampled_from(["enabled", "disabled", "adaptive"])}) | JSON,
+        "output_config": st.fixed_dictionaries({"effort": JSON}, optional={"format": JSON}) | JSON,
+        "stop_sequences": st.lists(st.text(max_size=3), max_size=3) | JSON,
+        "metadata": JSON,
+    },
+)
+ITEM = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(
+            ["message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "item_reference"]
+        )
+        | JSON
+    },
+    optional={
+        "role": st.sampled_from(["user", "assistant", "developer"]) | JSON,
+        "content": CONTENT,
+        "summary": CONTENT,
+        "call_id": SCALARS,
+        "name": SCALARS,
+        "arguments": JSON,
+        "input": JSON,
+        "output": CONTENT,
+    },
+)
+FUNCTION = st.fixed_dictionaries(
+    {"type": st.sampled_from(["function", "namespace", "custom"]) | JSON, "name": SCALARS},
+    optional={"parameters": JSON, "description": JSON, "strict": JSON, "tools": JSON},
+)
+NAMESPACE = st.fixed_dictionaries(
+    {"type": st.just("namespace"), "name": SCALARS, "tools": st.lists(FUNCTION, max_size=2)}
+)
+RESPONSES = st.fixed_dictionaries(
+    {"input": st.lists(ITEM, max_size=4) | JSON},
+    optional={
+        **EXTRAS,
+        "instructions": SCALARS,
+        "max_output_tokens": st.integers(1, 9) | JSON,
+        "tools": st.lists(NAMESPACE | FUNCTION, max_size=2) | JSON,
+        "tool_choice": st.sampled_from(["auto", "required"]) | JSON,
+        "text": st.fixed_dictionaries({"format": JSON}) | JSON,
+        "reasoning": st.fixed_dictionaries({"effort": JSON}) | JSON,
+        "top_logprobs": st.integers(0, 20) | JSON,
+        "include": JSON,
+        "metadata": JSON,
+        "previous_response_id": JSON,
+        "return_progress": JSON,
+    },
+)

@@ -81,6 +81,7 @@ class FakeEngine:
         self.pair = pair or FakePair()
         self.script: Script = lambda request: self.tokens("Hello")
         self.requests: list[GenerationRequest] = []
+        self.handles: list[FakeHandle] = []  # one for each request
         self.reasons: list[str] = []  # of the ends, in order
         self.alive = True
         self.heartbeat_age_s = 0.0
@@ -103,6 +104,7 @@ class FakeEngine:
             raise EngineClosedError("2 requests are waiting already")
         handle = FakeHandle()
         self.requests.append(request)
+        self.handles.append(handle)
         self._waiting += 1
         self._jobs.put((request, on_event, handle))
         return handle

@@ -54,7 +54,7 @@ class ResponsesRequest(GenerationFields):
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
     include: list[Any] = Field(default_factory=list)
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: dict[str, str] = Field(default_factory=dict)
     prompt_cache_key: str | None = None
     user: str | None = None
 

@@ -1,0 +1,201 @@
+"""The Responses and Messages dialects on a real server: SDKs, silence, clients that leave, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from mlx_specprefill import Progress
+
+from .answered import named_events
+from .fakes import FakeEngine
+from .test_live import hang, running, wait_for
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+RESPONSES: tuple[str, dict[str, Any]] = ("/v1/responses", {"input": "Hi"})
+MESSAGES: tuple[str, dict[str, Any]] = ("/v1/messages", {"messages": HI, "max_tokens": 50})
+BOTH = pytest.mark.parametrize("endpoint", [RESPONSES, MESSAGES], ids=["responses", "messages"])
+Endpoint = tuple[str, dict[str, Any]]
+
+
+def streaming(base: str, endpoint: Endpoint) -> Any:
+    return httpx.stream("POST", base + endpoint[0], json=endpoint[1] | {"stream": True}, timeout=30)
+
+
+def test_the_openai_sdk(live: Any, engine: FakeEngine) -> None:
+    base, _ = live(api_keys=("k",))
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="k", max_retries=0) as client:
+        whole = client.responses.create(model="m", input="Hi", extra_body={"specprefill": True})
+        assert whole.output_text == "Hello"
+        assert whole.model_extra is not None
+        assert whole.model_extra["specprefill"]["mode"] == "sparse"
+        with client.responses.stream(model="m", input="Hi", instructions="Be brief.") as stream:
+            deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+            final = stream.get_final_response()
+        assert "".join(deltas) == final.output_text == "Hello"
+        assert final.usage is not None
+        assert final.usage.output_tokens == 6
+        assert client.responses.input_tokens.count(model="m", input="Hi").input_tokens == whole.usage.input_tokens  # type: ignore[union-attr]
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="m", input="Hi", previous_response_id="resp_1")
+        assert caught.value.param == "previous_response_id"
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="m", input="x" * 5000)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").responses.create(model="m", input="Hi")
+
+
+def test_the_anthropic_sdk(live: Any, engine: FakeEngine) -> None:
+    base, _ = live(api_keys=("k",))
+    with anthropic.Anthropic(base_url=base, api_key="k", max_retries=0) as client:
+        whole = client.messages.create(model="m", max_tokens=50, messages=HI, extra_body={"specprefill": True})
+        assert whole.content[0].text == "Hello"  # type: ignore[union-attr]
+        assert whole.model_extra is not None
+        assert whole.model_extra["specprefill"]["mode"] == "sparse"
+        with client.messages.stream(model="m", max_tokens=50, messages=HI, system="Be brief.") as stream:
+            assert "".join(stream.text_stream) == "Hello"
+            final = stream.get_final_message()
+        assert (final.stop_reason, final.usage.output_tokens) == ("end_turn", 6)
+        events = list(client.messages.create(model="m", max_tokens=50, messages=HI, stream=True))
+        (delta,) = [event for event in events if event.type == "message_delta"]
+        assert delta.model_extra is not None
+        assert delta.model_extra["specprefill"]["mode"] == "full"
+        with client.beta.messages.stream(model="m", max_tokens=50, messages=HI) as beta:
+            assert "".join(beta.text_stream) == "Hello"
+        counted = client.messages.count_tokens(model="m", messages=HI).input_tokens
+        assert counted == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 4096 maximum"):
+            client.messages.create(model="m", max_tokens=50, messages=[{"role": "user", "content": "x" * 5000}])
+        with pytest.raises(anthropic.AuthenticationError):
+            client.with_options(api_key="wrong").messages.create(model="m", max_tokens=50, messages=HI)
+    with anthropic.Anthropic(base_url=base, auth_token="k", max_retries=0) as client:
+        assert client.messages.create(model="m", max_tokens=50, messages=HI).stop_reason == "end_turn"
+
+
+@BOTH
+def test_the_first_events_precede_all_work(live: Any, engine: FakeEngine, endpoint: Endpoint) -> None:
+    release = hang(engine)
+    base, _ = live()
+    with streaming(base, endpoint) as answer:
+        lines = answer.iter_lines()
+        first = [next(lines) for _ in range(4)]
+        assert first[3] in ("event: response.in_progress", "event: ping")
+        release.set()
+        list(lines)
+
+
+@BOTH
+def test_silence_is_filled_while_queued_and_while_working(live: Any, engine: FakeEngine, endpoint: Endpoint) -> None:
+    release = threading.Event()
+
+    def script(request: Any) -> Any:
+        for done in range(100):
+            if release.is_set():
+                break
+            time.sleep(0.02)
+            yield Progress("prefill", done, 100)
+        yield from engine.tokens("end")
+
+    engine.script = script
+    base, _ = live(keep_alive_s=0.1)
+    alive = 0
+    with streaming(base, endpoint), streaming(base, endpoint) as queued:
+        lines = []
+        for line in queued.iter_lines():
+            lines.append(line)
+            alive += line in ("event: response.in_progress", "event: ping")
+            if alive == 6:
+                release.set()
+    payloads = named_events("\n".join(lines) + "\n")
+    assert alive >= 6
+    assert payloads[-1]["type"] in ("response.completed", "message_stop")
+
+
+@BOTH
+def test_a_failed_stream_ends_at_once(live: Any, engine: FakeEngine, endpoint: Endpoint) -> None:
+    engine.script = lambda request: [RuntimeError("boom")]
+    base, _ = live()
+    started = time.monotonic()
+    with streaming(base, endpoint) as answer:
+        payloads = named_events("\n".join(answer.iter_lines()) + "\n")
+    assert payloads[-1]["type"] in ("response.failed", "message_stop")
+    assert time.monotonic() - started < 5
+
+
+@BOTH
+@pytest.mark.parametrize("streamed", [True, False])
+def test_running_work_stops_when_its_client_leaves(
+    live: Any, engine: FakeEngine, endpoint: Endpoint, streamed: bool
+) -> None:
+    hang(engine, "a")
+    base, _ = live()
+
+    async def leave() -> None:
+        async with httpx.AsyncClient() as client:
+            call = client.post(base + endpoint[0], json=endpoint[1] | {"stream": streamed})
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(call, 0.5)
+
+    asyncio.run(leave())
+    wait_for(lambda: running(base) == (0, 0))
+    assert engine.reasons == ["cancelled"]
+
+
+@BOTH
+def test_prefill_stops_when_its_client_leaves(live: Any, engine: FakeEngine, endpoint: Endpoint) -> None:
+    def script(request: Any) -> Any:
+        for done in range(10_000):
+            time.sleep(0.01)
+            yield Progress("prefill", done, 10_000)
+
+    engine.script = script
+    base, _ = live()
+    with streaming(base, endpoint) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        wait_for(lambda: running(base) == (1, 0))
+    wait_for(lambda: running(base) == (0, 0))
+    assert engine.reasons == ["cancelled"]
+
+
+@BOTH
+def test_queued_work_is_not_run_when_its_client_leaves(live: Any, engine: FakeEngine, endpoint: Endpoint) -> None:
+    release = hang(engine, "a")
+    base, _ = live()
+    with streaming(base, endpoint) as first:
+        lines = first.iter_lines()
+        next(lines)
+        for streamed in (True, False):
+            with httpx.Client(timeout=0.3) as impatient, pytest.raises(httpx.ReadTimeout):
+                impatient.post(base + endpoint[0], json=endpoint[1] | {"stream": streamed})
+        wait_for(lambda: [handle.cancelled.is_set() for handle in engine.handles] == [False, True, True])
+        release.set()
+        list(lines)
+    wait_for(lambda: running(base) == (0, 0))
+    assert engine.reasons == ["stop", "cancelled", "cancelled"]
+
+
+@BOTH
+def test_shutdown_ends_streams_properly(live: Any, engine: FakeEngine, endpoint: Endpoint) -> None:
+    hang(engine, "a")
+    base, server = live()
+    with streaming(base, endpoint) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        wait_for(lambda: running(base) == (1, 0))
+        server.should_exit = True
+        payloads = named_events("\n".join([first, *lines]) + "\n")
+    if endpoint is RESPONSES:
+        assert payloads[-1]["type"] == "response.failed"
+        assert payloads[-1]["response"]["error"]["code"] == "server_error"
+    else:
+        assert payloads[-1]["type"] == "message_stop"
+        assert payloads[-2]["engine_error"]["type"] == "overloaded_error"

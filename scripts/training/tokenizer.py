@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mlx_specprefill_server.evals import haystack
+
 from . import tasks
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -31,7 +33,7 @@ def corpus(seed: int, samples: int) -> Iterator[str]:
     for _ in range(samples):
         sample = tasks.training_sample(rng, rng.choice((500, 2000)), mixture, count=lambda text: len(text) // 3)
         yield "\n".join(message["role"] + "\n" + message["content"] for message in sample.messages())
-    yield "\n".join(tasks.python_lines())
+    yield "\n".join(haystack.python_lines())
 
 
 def _numbers(width: int) -> list[str]:

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from training import tasks, vocabulary
+from training import tasks
+
+from mlx_specprefill_server.evals import haystack, words
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 MIXTURE = tasks.Mixture(dict.fromkeys(tasks.FACTS, 1.0), turns=(1, 6))
@@ -39,7 +41,7 @@ def test_samples_do_not_depend_on_the_hash_seed() -> None:
     texts = {
         subprocess.run(
             [sys.executable, "-c", program],
-            env={"PYTHONPATH": str(SCRIPTS), "PYTHONHASHSEED": seed},
+            env={"PYTHONPATH": f"{SCRIPTS}:{SCRIPTS.parent / 'server'}", "PYTHONHASHSEED": seed},
             capture_output=True,
             check=True,
         ).stdout
@@ -95,24 +97,24 @@ def test_question_may_come_first() -> None:
 
 def test_training_and_evaluation_share_no_name_frame_or_module() -> None:
     rng = random.Random(0)
-    training = {word for _ in range(2000) for word in vocabulary.person(rng).split()}
-    held_out = {word for _ in range(2000) for word in vocabulary.person(rng, held_out=True).split()}
+    training = {word for _ in range(2000) for word in words.person(rng).split()}
+    held_out = {word for _ in range(2000) for word in words.person(rng, held_out=True).split()}
     assert not training & held_out
-    assert not set(vocabulary.FRAMES) & set(vocabulary.HELD_OUT_FRAMES)
-    assert not set(tasks.PYTHON_MODULES) & set(tasks.HELD_OUT_MODULES)
+    assert not set(words.FRAMES) & set(words.HELD_OUT_FRAMES)
+    assert not set(haystack.PYTHON_MODULES) & set(haystack.HELD_OUT_MODULES)
 
 
 def test_invented_words_keep_to_their_side_of_the_split() -> None:
     rng = random.Random(0)
     for side in (True, False):
-        assert all(vocabulary.is_held_out(vocabulary.invented_word(rng, side)) == side for _ in range(200))
+        assert all(words.is_held_out(words.invented_word(rng, side)) == side for _ in range(200))
 
 
-@pytest.mark.parametrize("kind", sorted(tasks.FILLERS))
+@pytest.mark.parametrize("kind", sorted(haystack.FILLERS))
 @pytest.mark.parametrize("held_out", [False, True])
 def test_filler_leaves_no_slot_open(kind: str, held_out: bool) -> None:
     rng = random.Random(0)
-    pieces = [tasks.FILLERS[kind](rng, held_out) for _ in range(100)]
+    pieces = [haystack.FILLERS[kind](rng, held_out) for _ in range(100)]
     assert all(piece.strip() for piece in pieces)
     assert kind == "code" or not any("{" in piece for piece in pieces)
 

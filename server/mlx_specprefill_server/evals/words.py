@@ -53,6 +53,7 @@ ITEMS = tuple(
     needle oven pencil piano picture pillow plate radio ring rope rug saddle scarf shelf shoe soap spoon stamp stove
     string sword tent ticket towel tower train tray truck umbrella vase violin wagon wallet wheel whistle""".split()
 )
+FIRM_KINDS = "Works Bakery Press Motors Labs Trading Foods Books".split()
 COLOURS = "red blue green yellow white black brown grey purple orange silver golden pink dark pale".split()
 PLACES = tuple(
     """market station harbour library museum kitchen office school village valley forest bakery hospital airport
@@ -174,6 +175,11 @@ def person(rng: random.Random, held_out: bool = False) -> str:
     if draw < 0.85:
         return invented
     return f"{rng.choice(given)} {invented}"
+
+
+def firm(rng: random.Random, held_out: bool = False) -> str:
+    """The name of a company."""
+    return f"{invented_word(rng, held_out, 2).capitalize()} {rng.choice(FIRM_KINDS)}"
 
 
 def fill(rng: random.Random, frame: str, held_out: bool = False) -> str:

@@ -1,0 +1,213 @@
+"""Facts that are put into documents and asked for: one wording for training, evaluation and real models.
+
+Every answer restates what the document says ("The secret code for Alice is 471128."), in the order in which it is
+found: a small model answers by finding a passage and continuing it, a large one has no reason to say it differently.
+Scoring looks only for `values`, so other wordings of a right answer count as well. All builders take the side of the
+held-out split: evaluation's names, words and sentences never occur in training.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, timedelta
+
+from . import words
+
+__all__ = ["FACTS", "Fact", "Turn", "needle", "order", "record", "six_digits", "tool", "uuid"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and the answer that restates the fact."""
+
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Pieces that go into the document, in order, the turn that asks for them, and what a right answer contains."""
+
+    pieces: tuple[str, ...]
+    turn: Turn
+    values: tuple[str, ...] = ()
+
+
+ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
+TRANSLATIONS = {
+    "Chinese": "{name} 的密码是 {value}。",
+    "Spanish": "El código secreto de {name} es {value}.",
+    "Russian": "Секретный код для {name}: {value}.",
+    "Arabic": "الرمز السري لـ {name} هو {value}.",
+}
+DEPARTMENTS = "sales research finance legal support marketing production security".split()
+
+
+def six_digits(rng: random.Random) -> str:
+    return str(rng.randrange(100_000, 1_000_000))
+
+
+def uuid(rng: random.Random) -> str:
+    """Version 4, from the given source of randomness."""
+    raw = f"{rng.getrandbits(128):032x}"
+    return f"{raw[:8]}-{raw[8:12]}-4{raw[13:16]}-{'89ab'[rng.randrange(4)]}{raw[17:20]}-{raw[20:]}"
+
+
+def needle(name: str, value: str) -> Fact:
+    """The fact of the acceptance test."""
+    sentence = f"The secret code for {name} is {value}."
+    return Fact((sentence,), Turn(f"What is the secret code for {name}?", sentence), (value,))
+
+
+def number_needle(rng: random.Random, held_out: bool = False) -> Fact:
+    return needle(words.person(rng, held_out), six_digits(rng))
+
+
+def uuid_needle(rng: random.Random, held_out: bool = False) -> Fact:
+    name, value = words.person(rng, held_out), uuid(rng)
+    sentence = f"The vault access code for {name} is {value}."
+    return Fact((sentence,), Turn(f"What is the vault access code for {name}?", sentence), (value,))
+
+
+def uuid_key(rng: random.Random, held_out: bool = False) -> Fact:
+    """A key that looks like its value: nothing but the exact key tells which line it is."""
+    del held_out  # random keys never repeat
+    return needle(uuid(rng), uuid(rng))
+
+
+def several_values(rng: random.Random, held_out: bool = False) -> Fact:
+    """One key with four values."""
+    name, codes = words.person(rng, held_out), [six_digits(rng) for _ in range(4)]
+    pieces = tuple(f"The {nth} secret code for {name} is {code}." for nth, code in zip(ORDINALS, codes, strict=False))
+    question = f"What are all four secret codes for {name}?"
+    return Fact(pieces, Turn(question, " ".join(pieces)), tuple(codes))
+
+
+def several_questions(rng: random.Random, held_out: bool = False) -> Fact:
+    """Four keys with one value each, asked for in one question."""
+    facts = [number_needle(rng, held_out) for _ in range(4)]
+    a, b, c, d = (fact.turn.question.removeprefix("What is the secret code for ")[:-1] for fact in facts)
+    pieces = tuple(fact.pieces[0] for fact in facts)
+    answer = Turn(f"What are the secret codes for {a}, {b}, {c} and {d}?", " ".join(pieces))
+    return Fact(pieces, answer, tuple(fact.values[0] for fact in facts))
+
+
+def variable_chain(rng: random.Random, held_out: bool = False, hops: int = 4) -> Fact:
+    """A value handed on `hops` times; the answer walks the chain back to the value."""
+    names = [words.invented_word(rng, held_out, syllables=2).upper() for _ in range(hops + 1)]
+    value = str(rng.randrange(10_000, 100_000))
+    pieces = [f"VAR {names[0]} = {value}."]
+    pieces += [f"VAR {names[i + 1]} = VAR {names[i]}." for i in range(hops)]
+    question = f"Trace VAR {names[-1]} back to its value: name every variable on the way and the value."
+    return Fact(tuple(pieces), Turn(question, " ".join(reversed(pieces))), (*names, value))
+
+
+def one_hop(rng: random.Random, held_out: bool = False) -> Fact:
+    person, firm = words.person(rng, held_out), words.firm(rng, held_out)
+    sentence = f"{person} works at {firm}."
+    return Fact((sentence,), Turn(f"Where does {person} work?", sentence), (firm,))
+
+
+def two_hops(rng: random.Random, held_out: bool = False) -> Fact:
+    person, firm = words.person(rng, held_out), words.firm(rng, held_out)
+    city = words.invented_word(rng, held_out, syllables=2).capitalize()
+    pieces = (f"{person} works at {firm}.", f"{firm} is in {city}.")
+    return Fact(pieces, Turn(f"In which city does {person} work?", " ".join(pieces)), (city,))
+
+
+def record(rng: random.Random, held_out: bool = False) -> Fact:
+    """One JSON record and a question about one of its fields; the answer reads the record out."""
+    person = words.person(rng, held_out)
+    city = words.invented_word(rng, held_out, syllables=2).capitalize()
+    number = rng.randrange(1000, 100_000)
+    start = date(2000, 1, 1) + timedelta(days=rng.randrange(9000))
+    fields = {
+        "id": number,
+        "name": person,
+        "dept": rng.choice(DEPARTMENTS),
+        "salary": rng.randrange(1000, 10_000),
+        "city": city,
+        "start_date": start.isoformat(),
+        "email": f"{person.lower().replace(' ', '.')}@{city.lower()}.org",
+    }
+    asked = rng.choice(("name", "salary", "city", "start_date", "email"))
+    text = json.dumps(fields)
+    return Fact((text,), Turn(f"What is the {asked} in the record with id {number}?", text), (str(fields[asked]),))
+
+
+def order(rng: random.Random, held_out: bool = False) -> Fact:
+    """One XML order of 2-3 items; the answer reads it out up to the item that is asked for."""
+    number, customer = rng.randrange(1000, 100_000), words.person(rng, held_out)
+    items = [(sku, rng.randrange(1, 100)) for sku in rng.sample(range(100, 1000), rng.choice((2, 3)))]
+    lines = [f'<order id="{number}"><customer name="{customer}"/>']
+    lines += [f'<item sku="{sku}" qty="{quantity}"/>' for sku, quantity in items]
+    asked = rng.randrange(len(items))
+    sku, quantity = items[asked]
+    question = f"What is the qty of the item with sku {sku} in the order with id {number}?"
+    answer = Turn(question, "".join(lines[: asked + 2]))
+    return Fact(("".join(lines) + "</order>",), answer, (str(quantity),))
+
+
+def rule_and_exception(rng: random.Random, held_out: bool = False) -> Fact:
+    """A rule early in the document and an exception later; the answer needs both."""
+    name, code, word = words.person(rng, held_out), six_digits(rng), rng.choice(words.COLOURS)
+    pieces = (
+        f"Rule for {name}: answer with the code {code}.",
+        f"Exception for {name}: add the word {word}.",
+    )
+    question = f"What must be answered for {name}, by the rule and the exception?"
+    return Fact(pieces, Turn(question, " ".join(pieces)), (code, word))
+
+
+def foreign_needle(rng: random.Random, held_out: bool = False) -> Fact:
+    """The fact stands in another language than the text and the question."""
+    name, value = words.person(rng, held_out), six_digits(rng)
+    sentence = rng.choice(tuple(TRANSLATIONS.values())).format(name=name, value=value)
+    return Fact((sentence,), Turn(f"What is the secret code for {name}?", sentence), (value,))
+
+
+def tagged_list(rng: random.Random, held_out: bool = False, number: int = 12) -> Fact:
+    """Facts with a common tag, all asked for."""
+    tag = words.invented_word(rng, held_out, syllables=2)
+    things = rng.sample(words.ITEMS, number)
+    pieces = tuple(f"Entry {i} of {tag}: the {thing}." for i, thing in enumerate(things, 1))
+    return Fact(pieces, Turn(f"List all entries of {tag}.", " ".join(pieces)), tuple(things))
+
+
+def latest_value(rng: random.Random, held_out: bool = False, updates: int = 0) -> Fact:
+    """A value that is updated 1-20 times; the last one counts."""
+    name = words.person(rng, held_out)
+    values = rng.sample(range(100, 1000), (updates or rng.randint(1, 20)) + 1)
+    pieces = tuple(f"The balance of {name} is now {value}." for value in values)
+    return Fact(pieces, Turn(f"What is the latest balance of {name}?", pieces[-1]), (str(values[-1]),))
+
+
+def tool(rng: random.Random, held_out: bool = False) -> Fact:
+    """One tool's definition; the question describes what is wanted in the definition's words."""
+    thing, place = rng.choice(words.ITEMS), rng.choice(words.PLACES)
+    verb = words.invented_word(rng, held_out, syllables=2)
+    name = f"{verb}_{words.invented_word(rng, held_out, syllables=2)}"
+    text = json.dumps({"description": f"{verb} the {thing} of the {place}", "name": name})
+    return Fact((text,), Turn(f"Which tool can {verb} the {thing} of the {place}?", text), (name,))
+
+
+FACTS: dict[str, Callable[[random.Random, bool], Fact]] = {
+    "number_needle": number_needle,
+    "uuid_needle": uuid_needle,
+    "uuid_key": uuid_key,
+    "several_values": several_values,
+    "several_questions": several_questions,
+    "variable_chain": variable_chain,
+    "one_hop": one_hop,
+    "two_hops": two_hops,
+    "record": record,
+    "order": order,
+    "rule_and_exception": rule_and_exception,
+    "foreign_needle": foreign_needle,
+    "tagged_list": tagged_list,
+    "latest_value": latest_value,
+    "tool": tool,
+}

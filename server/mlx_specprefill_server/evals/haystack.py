@@ -1,0 +1,129 @@
+"""Text around the facts: filler of several kinds, and documents of any length made of it.
+
+Training and evaluation share it; `held_out` draws from the part that training never sees.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from . import words
+
+__all__ = ["FILLERS", "Count", "document", "python_lines"]
+
+Count = Callable[[str], int]
+
+PYTHON_MODULES = (
+    "argparse ast bdb calendar cmd codecs collections/__init__ configparser contextlib copy csv datetime dataclasses "
+    "difflib dis doctest enum fileinput fnmatch fractions ftplib functools getopt gettext glob gzip hashlib heapq hmac "
+    "html/parser imaplib inspect ipaddress json/decoder json/encoder locale logging/__init__ lzma mailbox mimetypes "
+    "ntpath numbers operator optparse os pathlib pdb pickle pickletools platform plistlib poplib posixpath pprint "
+    "profile pstats queue quopri random reprlib sched selectors shelve shlex shutil site smtplib socket socketserver "
+    "ssl statistics string stringprep subprocess symtable sysconfig tabnanny tarfile tempfile textwrap threading "
+    "timeit token tokenize trace traceback types typing urllib/parse urllib/request uuid warnings wave weakref zipfile"
+).split()
+HELD_OUT_MODULES = "bisect base64 chunk colorsys compileall filecmp linecache netrc nntplib sre_parse turtle".split()
+
+
+def prose(rng: random.Random, held_out: bool = False) -> str:
+    """One sentence of templated prose, with a leading space."""
+    frames = words.HELD_OUT_FRAMES if held_out else words.FRAMES
+    return " " + words.fill(rng, rng.choice(frames), held_out)
+
+
+def salad(rng: random.Random, held_out: bool = False) -> str:
+    """One sentence of invented words."""
+    return " " + " ".join(words.invented_word(rng, held_out) for _ in range(rng.randrange(4, 14))).capitalize() + "."
+
+
+def listing(rng: random.Random, held_out: bool = False) -> str:
+    """A line of a log or list."""
+    word, other = (words.invented_word(rng, held_out) for _ in range(2))
+    number = rng.randrange(10 ** rng.randrange(1, 6))
+    return rng.choice((
+        f"\n{rng.randrange(10, 24)}:{rng.randrange(10, 60)} {word} {other} {number}",
+        f"\n- {word}: {number}",
+        f"\n{rng.randrange(1, 300)}. {word} {other}",
+        f"\n[{word}] {other} = {number}",
+    ))  # fmt: skip
+
+
+@lru_cache(maxsize=2)
+def python_lines(held_out: bool = False) -> tuple[str, ...]:
+    """Lines of the standard library of the running Python (modules absent from this version are left out)."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    lines: list[str] = []
+    for name in HELD_OUT_MODULES if held_out else PYTHON_MODULES:
+        path = root / f"{name}.py"
+        if path.is_file():
+            lines += [line for line in path.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+    return tuple(lines)
+
+
+def code(rng: random.Random, held_out: bool = False) -> str:
+    """A few consecutive lines of Python source."""
+    lines = python_lines(held_out)
+    start = rng.randrange(len(lines) - 8)
+    return "\n" + "\n".join(line[:160] for line in lines[start : start + rng.randrange(2, 7)])
+
+
+FILLERS: dict[str, Callable[[random.Random, bool], str]] = {
+    "prose": prose,
+    "salad": salad,
+    "code": code,
+    "listing": listing,
+}
+
+
+def document(
+    rng: random.Random,
+    facts: Sequence[str],
+    filler: Sequence[str],
+    budget: int,
+    count: Count,
+    *,
+    depths: Sequence[float] | None = None,
+    held_out: bool = False,
+    variety: int = 0,
+) -> str:
+    """A text of at most `budget` tokens: pieces of the named fillers with `facts` among them.
+
+    `depths` gives the place of each fact as a share of the text; without it the places are random. `facts` keep
+    their order. With a `variety` the filler repeats that many pieces over and over, in order: the haystack that
+    people type by hand, and a trap for a model that copies what followed last time.
+    """
+    pool = [FILLERS[rng.choice(filler)](rng, held_out) for _ in range(variety)]
+    left = budget - sum(count(" " + fact) for fact in facts)
+    pieces: list[str] = []
+    sizes: list[int] = []
+    misses = 0
+    while misses < 4:
+        piece = pool[len(pieces) % variety] if variety else FILLERS[rng.choice(filler)](rng, held_out)
+        size = count(piece)
+        if size > left:
+            misses += 1
+            continue
+        pieces.append(piece)
+        sizes.append(size)
+        left -= size
+    places = list(depths) if depths is not None else sorted(rng.random() for _ in facts)
+    return _insert(pieces, sizes, facts, places).strip()
+
+
+def _insert(pieces: list[str], sizes: list[int], facts: Sequence[str], places: Sequence[float]) -> str:
+    total, seen, out, waiting = sum(sizes), 0, [], list(zip(places, facts, strict=True))
+    for piece, size in zip(pieces, sizes, strict=True):
+        while waiting and seen >= waiting[0][0] * total:
+            out.append(_join(piece, waiting.pop(0)[1]))
+        out.append(piece)
+        seen += size
+    return "".join(out) + "".join(" " + fact for _, fact in waiting)
+
+
+def _join(following: str, fact: str) -> str:
+    """A fact among lines stands on its own line, a fact among sentences follows a space."""
+    return f"\n{fact}" if following.startswith("\n") else f" {fact}"

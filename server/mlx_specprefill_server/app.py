@@ -7,14 +7,20 @@ import socket
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.telemetry import TelemetryConfig
+from starlette.middleware.cors import CORSMiddleware
 
-from . import __version__, errors, health
+from . import __version__, about, errors, health, tokens
+from .access_log import AccessLog
 from .anthropic import messages
 from .auth import Gatekeeper
 from .deps import Service
 from .generation import EngineLike
 from .openai import chat, completions, models, responses
 from .settings import Settings
+
+ON: TelemetryConfig = {"auto_configure": True, "logs": False}  # records of exceptions might quote prompts
+OFF: TelemetryConfig = {"auto_configure": False, "tracing": False, "metrics": False, "logs": False}
 
 __all__ = ["Server", "create_app", "serve"]
 
@@ -28,11 +34,17 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        telemetry=ON if settings.otel else OFF,
     )
     app.state.service = Service(engine, settings)
     errors.install(app)
     app.add_middleware(Gatekeeper, settings=settings)
-    for module in (health, chat, completions, responses, messages, models):
+    if settings.cors_origins:  # outside of the gate, which asks for a key that no preflight has
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(AccessLog)
+    for module in (health, about, tokens, chat, completions, responses, messages, models):
         app.include_router(module.router)
     return app
 
@@ -59,5 +71,7 @@ def serve(engine: EngineLike, settings: Settings) -> None:
         port=settings.port,
         timeout_graceful_shutdown=settings.shutdown_grace_s,
         server_header=False,
+        log_config=None,  # its records go to our handler
+        access_log=False,  # AccessLog writes the lines
     )
     Server(config, app.state.service).run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from .app import serve as serve_forever
 from .console import StageBars, chunk_table, cost_table, stage_bars, stage_summary, stage_table, work_table
 from .conversation import conversation
 from .heatmap import render_heatmap
+from .logs import set_up as set_up_logs
 from .pairs import Pair, PairsError, find_pair
 from .prompt import Prompt, PromptBuilder
 from .settings import Settings
@@ -86,6 +86,11 @@ class LogLevel(StrEnum):
     info = "info"
     warning = "warning"
     error = "error"
+
+
+class LogFormat(StrEnum):
+    text = "text"
+    json = "json"
 
 
 PairName = Annotated[str, typer.Option("--pair", help="A pair named in models/pairs.toml.")]
@@ -144,10 +149,23 @@ def serve(
     kv_bits: KvBits = None,
     api_key: Annotated[list[str] | None, typer.Option(help="Require this key; repeat for more.")] = None,
     model_alias: Annotated[str | None, typer.Option(help="The model id that clients see.")] = None,
-    log_level: LogLevelOption = LogLevel.info,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="Answer to this Host name too; repeat for more, *: any.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Let pages of this origin call the server; repeat for more, *: any.")
+    ] = None,
+    strict_model: Annotated[
+        bool, typer.Option("--strict-model", help="404 for requests that name another model. Default: any name.")
+    ] = False,
+    log_level: Annotated[LogLevel | None, typer.Option("--log-level", help="Default info.")] = None,
+    log_format: Annotated[LogFormat | None, typer.Option("--log-format", help="Default text.")] = None,
+    otel: Annotated[
+        bool, typer.Option("--otel", help="OpenTelemetry traces and metrics, to where the OTEL_* variables say.")
+    ] = False,
 ) -> None:
     """Start the OpenAI-compatible server. Every setting also has an environment variable, MLX_SPECPREFILL_*."""
-    _begin(log_level)
+    _note_blas()
     with _one_line_errors():
         chosen = _choose(pair, pairs_file, target, draft)
         settings = _settings(
@@ -168,8 +186,15 @@ def serve(
             kv_bits=kv_bits,
             api_keys=tuple(api_key) if api_key else None,
             model_alias=model_alias,
+            allowed_hosts=tuple(allowed_host) if allowed_host else None,
+            cors_origins=tuple(cors_origin) if cors_origin else None,
+            strict_model=strict_model or None,
+            log_level=log_level and log_level.value,
+            log_format=log_format and log_format.value,
+            otel=otel or None,
             defaults=chosen,
         )
+        set_up_logs(settings.log_level, settings.log_format)
         with Engine(_load(chosen, dtype), settings.engine_config()) as engine:
             serve_forever(engine, settings)
 
@@ -315,7 +340,11 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _begin(level: LogLevel) -> None:
-    logging.basicConfig(level=level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs(level.value)
+    _note_blas()
+
+
+def _note_blas() -> None:
     if BLAS.notice:
         typer.echo(f"note: {BLAS.notice}", err=True)
 

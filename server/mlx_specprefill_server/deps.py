@@ -17,8 +17,10 @@ from starlette.requests import ClientDisconnect
 
 from mlx_specprefill import EngineClosedError, InvalidRequestError
 
+from .access_log import current_exchange
 from .errors import ApiError
-from .generation import EngineLike, Generation, Job
+from .generation import Ended, EngineLike, Generation, Job
+from .metrics import Metrics
 from .prompt import PromptBuilder
 from .settings import Settings
 from .vocabulary import Vocabulary
@@ -39,6 +41,7 @@ class Service:
         self.settings = settings
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
         self.prompts = PromptBuilder(engine.pair.tokenizer)
+        self.metrics = Metrics(engine, self.model_id)
         self.started = int(time.time())
         self._live: WeakSet[Generation] = WeakSet()
         self._stopping = False
@@ -66,9 +69,22 @@ class Service:
         """
         if self._stopping:
             raise EngineClosedError("the server is shutting down")
-        generation = Generation(self.engine, self.vocabulary, jobs)
+        generation = Generation(self.engine, self.vocabulary, jobs, self._counted(len(jobs)))
         self._live.add(generation)
         return generation
+
+    def _counted(self, answers: int) -> Callable[[Ended], None]:
+        """Tells the metrics and the request's line in the log how answers ended."""
+        exchange = current_exchange()
+        if exchange is None:
+            return self.metrics.ended
+        exchange.running += answers
+
+        def ended(end: Ended) -> None:
+            self.metrics.ended(end)
+            exchange.ended(end)
+
+        return ended
 
     def stop(self) -> None:
         """Ends every answer in work, so that each stream can close properly, and takes no new ones."""
@@ -109,6 +125,7 @@ def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Call
             raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
         _refuse_depths(body)
         given = {name: value for name, value in body.items() if value is not None}  # null means default
+        _check_model(service, given.get("model"))
         check(given)
         return _validated(model, given)
 
@@ -121,6 +138,13 @@ def _refuse_depths(body: dict[str, Any]) -> None:
         orjson.dumps([[[[body]]]])
     except TypeError as error:
         raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from error
+
+
+def _check_model(service: Service, name: Any) -> None:
+    """Any name will do, unless the settings say otherwise: clients call the one model what they like."""
+    if service.settings.strict_model and name is not None and name != service.model_id:
+        message = f"The model {name!r:.100} is not loaded; {service.model_id!r} is."
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -129,7 +129,9 @@ async def _known(request: Request, exc: Exception) -> Response:
 
 async def _unexpected(request: Request, exc: Exception) -> Response:
     # the outer ring raises it again after answering, so the log has the traceback
-    return error_response(exc, request.url.path)
+    response = error_response(exc, request.url.path)
+    response.headers["x-request-id"] = request.scope["exchange"].id  # its middleware is already left
+    return response
 
 
 def install(app: FastAPI) -> None:

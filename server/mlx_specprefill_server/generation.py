@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from mlx_specprefill import (
     Account,
     EngineClosedError,
+    EngineStats,
     Event,
     Failed,
     Finished,
@@ -30,7 +31,7 @@ from mlx_specprefill import (
 from .deltas import AnswerText, Delta
 from .vocabulary import Vocabulary
 
-__all__ = ["Done", "EngineLike", "Generation", "Idle", "Job", "Piece", "PromptScores", "Working"]
+__all__ = ["Done", "Ended", "EngineLike", "Generation", "Idle", "Job", "Piece", "PromptScores", "Working"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class EngineLike(Protocol):
     def pair(self) -> Any: ...
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Handle: ...
     def health(self) -> Health: ...
+    def stats(self) -> EngineStats: ...
     def close(self) -> None: ...
 
 
@@ -102,20 +104,42 @@ class Done:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What became of one answer in the engine, told to those who count, whoever still reads the answer."""
+
+    request: GenerationRequest
+    event: Finished | Failed
+    stopped: bool  # by a stop string, which the engine sees as a cancellation
+
+    @property
+    def reason(self) -> Literal["stop", "length", "abort", "error"]:
+        if isinstance(self.event, Failed):
+            return "error"
+        if self.stopped:
+            return "stop"
+        return "abort" if self.event.reason == "cancelled" else self.event.reason
+
+
+OnEnd = Callable[[Ended], None]
+
 Piece = Delta | PromptScores | Working | Idle | Done
 
 
 class Generation:
     """The answers to one HTTP request. Whoever holds it must `close` it, whatever happens."""
 
-    def __init__(self, engine: EngineLike, vocabulary: Vocabulary, jobs: Sequence[Job]) -> None:
-        """Submits all jobs, or none.
+    def __init__(
+        self, engine: EngineLike, vocabulary: Vocabulary, jobs: Sequence[Job], on_end: OnEnd = lambda _: None
+    ) -> None:
+        """Submits all jobs, or none. `on_end` hears of every answer's end before its reader does.
 
         Raises:
             InvalidRequestError, EngineClosedError: as `Engine.submit`.
         """
         self._engine = engine
         self._jobs = jobs
+        self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._handles: list[Handle] = []
@@ -154,7 +178,13 @@ class Generation:
     def _deliver(self, index: int, event: Event) -> None:
         """Called on the MLX thread. A closed loop has nobody left to tell."""
         with contextlib.suppress(RuntimeError):
+            if isinstance(event, Finished | Failed):
+                self._loop.call_soon_threadsafe(self._tell, index, event)
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    def _tell(self, index: int, event: Finished | Failed) -> None:
+        answer = self._answers.get(index)
+        self._on_end(Ended(self._jobs[index].request, event, answer is not None and answer.stopped))
 
     async def _next(self, until: float) -> tuple[int, Event] | None:
         try:

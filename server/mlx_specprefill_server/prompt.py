@@ -51,13 +51,23 @@ class PromptBuilder:
         Raises:
             InvalidRequestError: the model has no chat template, or its template refuses the conversation.
         """
-        return await self._work(partial(self._chat, conversation))
+        return await self.run(partial(self._chat, conversation))
 
     async def raw(self, text: str) -> Prompt:
         """A prompt as it stands, with the special tokens that the tokenizer adds by itself."""
-        return await self._work(partial(self._raw, text))
+        return await self.run(partial(self._raw, text))
 
-    async def _work(self, call: Callable[[], T]) -> T:
+    async def text(self, conversation: Conversation) -> str:
+        """The rendered conversation as text; raises as `chat`."""
+        self._needs_template()
+        return await self.run(partial(self._render, conversation, conversation.messages))
+
+    async def tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """The ids of a text; `special` adds what the tokenizer puts around prompts by itself."""
+        return await self.run(lambda: tuple(self._tokenizer.encode(text, add_special_tokens=special)))
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Anything long that uses the tokenizer, on the worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, call)
 
     def _raw(self, text: str) -> Prompt:
@@ -66,8 +76,7 @@ class PromptBuilder:
         return Prompt(tuple(self._tokenizer.encode(text, add_special_tokens=not has_start)))
 
     def _chat(self, conversation: Conversation) -> Prompt:
-        if not self._tokenizer.has_chat_template:
-            raise InvalidRequestError("This model has no chat template; use /v1/completions.", field="messages")
+        self._needs_template()
         render = partial(self._render, conversation)
         text = render(conversation.messages)
         tokens, offsets = self._tokenize(text)
@@ -75,6 +84,10 @@ class PromptBuilder:
             return Prompt(tokens)
         found = locate(conversation.messages, text, render, self._ends, bool(conversation.tools))
         return Prompt(tokens, to_tokens(found, offsets))
+
+    def _needs_template(self) -> None:
+        if not self._tokenizer.has_chat_template:
+            raise InvalidRequestError("This model has no chat template; use /v1/completions.", field="messages")
 
     def _render(self, conversation: Conversation, messages: Sequence[Message]) -> str:
         try:

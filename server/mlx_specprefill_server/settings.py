@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from mlx_specprefill import EngineConfig, ForcedRule, SelectionConfig, SpecPrefillPolicy, keep_pct
 
-__all__ = ["Settings"]
+__all__ = ["LogFormat", "LogLevel", "Settings"]
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 
 def _listed(value: Any) -> Any:
@@ -51,10 +54,15 @@ class Settings(BaseSettings):
     model_alias: str | None = None  # the id that /v1/models shows; default: the last part of the target's name
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
+    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()  # pages that may call, *: any
+    strict_model: bool = False  # True: 404 for requests that name another model
     body_limit: int = Field(default=32 * 2**20, gt=0)  # bytes of one request body
     keep_alive_s: float = Field(default=5.0, gt=0)  # silence in a stream before a comment is sent
     stale_after_s: float = Field(default=600.0, gt=0)  # heartbeat age at which /health turns to 503
     shutdown_grace_s: int = Field(default=10, ge=0)  # time that open connections get to end after a signal
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+    otel: bool = False  # OpenTelemetry traces and metrics, to where the OTEL_* variables say
     temperature: float = Field(default=0.0, ge=0, le=2)  # when a request names none
     specprefill: bool = True  # False: sparse only when a request asks for it
     specprefill_threshold: int | None = Field(default=None, ge=0)  # tokens; None: measured, by predicted saving

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
-from ..scripted import SCRIPTS, TEXT, Flavour, written
-from ..serving import Server
+from ..scripted import SCRIPTS, TEXT, Flavour, save_scripted, written
+from ..serving import Server, start
 
 WHOLE = [name for name, script in SCRIPTS.items() if not script.endless]
 
@@ -48,3 +50,21 @@ def test_a_script_with_calls_needs_tools(scripted: Callable[[Flavour], Server]) 
     body = {"messages": [{"role": "user", "content": "A title for: script:loop"}]}
     answer = httpx.post(f"{scripted('hermes').base}/v1/chat/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["message"]["content"] == TEXT
+
+
+def test_logs_and_metrics_of_the_process(tmp_path: Path) -> None:
+    """uvicorn's own records go the same way as ours, at the same level."""
+    model = save_scripted(tmp_path / "model")
+    log = tmp_path / "log"
+    with start(log, model, model, "--log-format", "json", "--strict-model", "--model-alias", "me") as server:
+        complete(server, "<|words:0|>", model="me")
+        refused = httpx.post(f"{server.base}/v1/completions", json={"prompt": "x", "model": "you"})
+        scraped = httpx.get(f"{server.base}/metrics").text
+    assert refused.status_code == 404
+    assert refused.json()["error"]["code"] == "model_not_found"
+    assert 'vllm:request_success_total{finished_reason="stop",model_name="me"} 1.0' in scraped
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {"uvicorn.error", "mlx_specprefill_server.access_log"} <= {record["logger"] for record in records}
+    answered = next(record for record in records if record.get("path") == "/v1/completions")
+    assert (answered["completion_tokens"], answered["finish"], answered["mode"]) == (10, "stop", "full")
+    assert answered["ttft_ms"] > 0

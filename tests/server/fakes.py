@@ -17,11 +17,13 @@ from mlx_specprefill import (
     Account,
     EngineClosedError,
     EngineHealth,
+    EngineStats,
     Event,
     Failed,
     Finished,
     GenerationRequest,
     Logprob,
+    MemoryUse,
     Progress,
     PromptLogprobs,
     Timings,
@@ -111,6 +113,36 @@ class FakeEngine:
 
     def health(self) -> EngineHealth:
         return EngineHealth(self.alive, self.heartbeat_age_s, self._running, self._waiting)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            waiting=self._waiting,
+            prefilling=0,
+            decoding=self._running,
+            max_rows=4,
+            max_queue=8,
+            fallbacks={"draft": 1},
+            densified=2,
+            densified_tokens=300,
+            prefix_hits=3,
+            prefix_misses=4,
+            prefix_tokens=500,
+            sessions=5,
+            evictions=6,
+            disk_evictions=7,
+            memory=MemoryUse(
+                target_weights=1000,
+                draft_weights=100,
+                requests=60,
+                reserved=70,
+                prefix_cache=20,
+                sessions=10,
+                prefix_disk=5,
+                active=1200,
+                spare=300,
+                limit=2500,
+            ),
+        )
 
     def close(self) -> None:
         self._jobs.put(None)

@@ -96,3 +96,24 @@ def test_web_pages_cannot_post_without_a_preflight(engine: FakeEngine) -> None:
     assert answer.status_code == 200
     assert not any(name.startswith("access-control") for name in (*preflight.headers, *answer.headers))
     assert len(engine.requests) == 1
+
+
+def test_pages_of_a_named_origin_may_call(engine: FakeEngine) -> None:
+    client = client_of(engine, cors_origins=("https://page.example",), api_keys=("right",))
+    asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    preflight = client.options("/v1/chat/completions", headers=asked)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+    answer = client.get("/v1/models", headers={"origin": "https://page.example", "authorization": "Bearer right"})
+    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    refused = client.get("/v1/models", headers={"origin": "https://page.example"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://page.example"  # or the page can't read why
+
+
+def test_pages_of_other_origins_may_not(engine: FakeEngine) -> None:
+    for client in (client_of(engine), client_of(engine, cors_origins=("https://page.example",))):
+        asked = {"origin": "https://other.example", "access-control-request-method": "POST"}
+        preflight = client.options("/v1/chat/completions", headers=asked)
+        assert preflight.status_code >= 400
+        assert "access-control-allow-origin" not in preflight.headers

@@ -53,3 +53,17 @@ def test_an_alias_replaces_the_id(engine: FakeEngine) -> None:
     assert client.get("/v1/models/house/model").status_code == 200
     answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
     assert answer.json()["model"] == "house/model"
+
+
+def test_any_name_will_do_unless_names_are_strict(engine: FakeEngine) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    for name in ("demo/target", "gpt-4o-mini", None):
+        assert client_of(engine).post("/v1/chat/completions", json={**body, "model": name}).status_code == 200
+    strict = client_of(engine, strict_model=True)
+    assert strict.post("/v1/chat/completions", json={**body, "model": "demo/target"}).status_code == 200
+    assert strict.post("/v1/chat/completions", json=body).status_code == 200
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
+        answer = strict.post(path, json={**body, "model": "gpt-4o-mini"})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+        assert answer.json()["error"]["param"] == "model"

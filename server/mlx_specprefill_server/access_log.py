@@ -1,0 +1,143 @@
+"""One line per request: who asked for what, and what it cost. Never what was said.
+
+The line of a generating request waits for its answers' accounts, also when the client has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+from urllib.parse import quote
+from uuid import uuid4
+
+from opentelemetry import trace
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_specprefill import Finished
+
+from .generation import Ended
+
+__all__ = ["REQUEST_ID", "AccessLog", "Exchange", "current_exchange"]
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+SANE_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+LONGEST_PATH = 200
+PATIENCE_S = 5.0  # how long a line waits for answers that the engine has not ended
+QUIET = ("/health", "/metrics")  # asked all the time: logged at level debug when all is well
+
+
+class Exchange:
+    """One request and its response. Lives on the event loop."""
+
+    def __init__(self, scope: Scope) -> None:
+        asked = Headers(scope=scope).get(REQUEST_ID, "")
+        self.id = asked if SANE_ID.fullmatch(asked) else f"req_{uuid4().hex}"
+        self.method = scope["method"]
+        self.path = quote(scope["path"], safe="/:@,+=~")[:LONGEST_PATH]  # what a client sends must not break the line
+        self.status = 0
+        self.answers: list[Ended] = []
+        self.running = 0
+        self._begun = time.perf_counter()
+        self._ms: float | None = None  # None: the response is not over
+        self._logged = False
+
+    def ended(self, end: Ended) -> None:
+        """An answer is over."""
+        self.answers.append(end)
+        self.running -= 1
+        self._log_when_complete()
+
+    def over(self) -> None:
+        """The response is over, whole or not."""
+        self._ms = 1e3 * (time.perf_counter() - self._begun)
+        self._log_when_complete()
+        if not self._logged:
+            asyncio.get_running_loop().call_later(PATIENCE_S, self._log)
+
+    def _log_when_complete(self) -> None:
+        if self._ms is not None and self.running <= 0:
+            self._log()
+
+    def _log(self) -> None:
+        if self._logged:
+            return
+        self._logged = True
+        fields = self.fields()
+        level = logging.DEBUG if self.path in QUIET and self.status < 400 else logging.INFO
+        logger.log(level, "%s %s %s", self.method, self.path, self.status, extra={"fields": fields})
+
+    def fields(self) -> dict[str, Any]:
+        """What the line says, in this order."""
+        head = {"request_id": self.id, "method": self.method, "path": self.path, "status": self.status}
+        return {**head, "ms": round(self._ms or 0.0, 1), **_spent(self.answers)}
+
+
+def _spent(answers: Sequence[Ended]) -> dict[str, Any]:
+    """The first answer's account stands for the prompt; what is generated is summed."""
+    accounts = [end.event.account for end in answers if end.event.account is not None]
+    if not accounts:
+        return {}
+    first = accounts[0]
+    return {
+        "queue_ms": round(first.timings.queue_ms, 1),
+        "ttft_ms": round(first.timings.queue_ms + first.timings.ttft_ms, 1),
+        "prompt_tokens": first.prompt_tokens,
+        "cached_tokens": first.cached_tokens,
+        "kept_tokens": first.kept_tokens,
+        "completion_tokens": sum(end.event.completion_tokens for end in answers if isinstance(end.event, Finished)),
+        "mode": first.mode,
+        "reason": first.reason,
+        "finish": ",".join(dict.fromkeys(end.reason for end in answers)),
+    }
+
+
+_exchange: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
+
+
+def current_exchange() -> Exchange | None:
+    """The request that is being answered, or None outside of one."""
+    return _exchange.get()
+
+
+class AccessLog:
+    """ASGI middleware around everything: gives the request its id, and writes its line."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = scope["exchange"] = Exchange(scope)
+        token = _exchange.set(exchange)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = exchange.id
+            elif not message.get("more_body", False):  # a trace's span ends with this message
+                trace.get_current_span().set_attributes(_attributes(exchange))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            exchange.status = exchange.status or 500
+            raise
+        finally:
+            _exchange.reset(token)
+            exchange.over()
+
+
+def _attributes(exchange: Exchange) -> dict[str, Any]:
+    spent = {"request_id": exchange.id, **_spent(exchange.answers)}
+    return {f"specprefill.{name}": value for name, value in spent.items()}

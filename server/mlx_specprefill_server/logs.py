@@ -1,0 +1,64 @@
+"""How the process logs: text for people or JSON for machines, one record per line, uvicorn's own included."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+__all__ = ["set_up"]
+
+CHATTY = ("httpx", "httpcore", "asyncio", "filelock", "urllib3")  # libraries that log their own business at info
+
+
+def set_up(level: str, form: str = "text") -> None:
+    """Everything from this level on goes to standard error, as "text" or "json"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What a record says in fields of its own, given as `extra={"fields": {...}}`."""
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields
+
+
+class TextFormatter(logging.Formatter):
+    """The usual line; fields come instead of the message, as `name=value`."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
+        line = super().formatMessage(record)
+        said = [f"{name}={_shown(value)}" for name, value in _fields(record).items() if name not in _IN_MESSAGE]
+        return " ".join([line, *said])
+
+
+_IN_MESSAGE = ("method", "path", "status")
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if " " in text or not text.isprintable() else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        return json.dumps(said, ensure_ascii=True, default=str)

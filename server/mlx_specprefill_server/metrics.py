@@ -1,0 +1,144 @@
+"""What the answers cost, as Prometheus metrics under the names that dashboards for vLLM know, and under our own."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mlx_specprefill import Account, Finished, Timings
+
+from .engine_metrics import EngineCollector, Totals
+from .generation import Ended, EngineLike
+
+__all__ = ["Metrics", "reason_label"]
+
+MODEL = "model_name"  # a label that vLLM's metrics have
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+STAGES = ("queue", "draft", "select", "prefill", "decode")
+
+# What an account's reason begins with; free text would make a new series for every prompt length.
+REASONS = {
+    "requested": r"requested",
+    "threshold": r"\d+ uncached prompt tokens, threshold",
+    "request": r"turned off by the request",
+    "policy": r"off by server policy",
+    "fallback": r"fallback:",
+    "no-draft": r"no draft model",
+    "draft-context": r"the prompt has \d+ tokens, the draft's context",
+    "prompt-logprobs": r"prompt log-probabilities",
+    "keep-all": r"keep is 100",
+    "forced": r"forced tokens are",
+    "not-started": r"not started",
+}
+
+
+def reason_label(reason: str) -> str:
+    """A word from a short list for an account's reason."""
+    return next((label for label, start in REASONS.items() if re.match(start, reason)), "other")
+
+
+class Metrics:
+    """Counts of one application, in a registry of its own. Used on the event loop."""
+
+    def __init__(self, engine: EngineLike, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._prompt = self._tokens("vllm:prompt_tokens", "Prompt tokens, cached and dropped ones included.")
+        self._generated = self._tokens("vllm:generation_tokens", "Generated tokens.")
+        self._queried = self._tokens("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hit = self._tokens("vllm:prefix_cache_hits", "Prompt tokens found there.")
+        self._success = self._counter("vllm:request_success", "Answers by how they ended.", MODEL, "finished_reason")
+        first = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", MODEL)
+        whole = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", MODEL)
+        self._first, self._whole = first.labels(model), whole.labels(model)
+        self._gaps = TokenGaps(model)
+        self._requests = self._counter("specprefill_requests", "Prompts by prefill and why.", "mode", "reason")
+        self._kept = self._histogram("specprefill_kept_ratio", "Share that the target saw of sparse prompts.")
+        self._skipped = self._counter("specprefill_skipped_tokens", "Prompt tokens that the target never saw.")
+        self._stages = self._histogram("specprefill_stage_seconds", "Time of a request's stages.", "stage")
+        self._continued = self._counter("specprefill_sessions", "Sparse turns after an earlier one.", "continuation")
+        self._totals = Totals()
+        self.registry.register(self._gaps)
+        self.registry.register(EngineCollector(engine, model, self._totals))
+
+    def _tokens(self, name: str, text: str) -> Counter:
+        return self._counter(name, text, MODEL).labels(self._model)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        buckets = SHARES if name.endswith("_ratio") else SECONDS
+        return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
+
+    def ended(self, end: Ended) -> None:
+        """Counts one answer."""
+        self._success.labels(self._model, end.reason).inc()
+        account = end.event.account
+        if account is None:
+            return
+        tokens = end.event.completion_tokens if isinstance(end.event, Finished) else 0
+        self._count_tokens(account, tokens)
+        self._count_prefill(account)
+        if tokens:
+            self._time(account.timings, tokens)
+
+    def _count_tokens(self, account: Account, tokens: int) -> None:
+        self._prompt.inc(account.prompt_tokens)
+        self._generated.inc(tokens)
+        self._queried.inc(account.prompt_tokens)
+        self._hit.inc(account.cached_tokens)
+        self._totals.add(account, tokens)
+
+    def _count_prefill(self, account: Account) -> None:
+        self._requests.labels(account.mode, reason_label(account.reason)).inc()
+        self._skipped.inc(account.prompt_tokens - account.kept_tokens)
+        if account.mode == "sparse":
+            self._kept.observe(account.kept_tokens / account.prompt_tokens)
+        if account.continuation is not None:
+            self._continued.labels(account.continuation).inc()
+
+    def _time(self, times: Timings, tokens: int) -> None:
+        first = (times.queue_ms + times.ttft_ms) / 1e3
+        self._first.observe(first)
+        self._whole.observe(first + times.decode_ms / 1e3)
+        self._gaps.observe(times.decode_ms / 1e3, tokens - 1)
+        for stage in STAGES:
+            self._stages.labels(stage).observe(getattr(times, f"{stage}_ms") / 1e3)
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class TokenGaps(Collector):
+    """A histogram with one entry per generated token after the first; an answer's tokens count with their mean."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._counts = [0] * (len(GAPS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, gaps: int) -> None:
+        """`gaps` tokens took so long together."""
+        if gaps > 0:
+            self._counts[bisect_left(GAPS, seconds / gaps)] += gaps
+            self._sum += seconds
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Time between tokens; every token with its answer's mean.",
+            labels=[MODEL],
+        )  # fmt: skip
+        bounds = [*map(str, map(float, GAPS)), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric([self._model], buckets, self._sum)
+        yield family

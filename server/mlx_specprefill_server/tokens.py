@@ -1,0 +1,124 @@
+"""Text to tokens and back: /tokenize, /detokenize and /apply-template, in llama.cpp's shapes and vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import Field
+from starlette.responses import Response
+
+from mlx_specprefill import InvalidRequestError
+
+from .conversation import Conversation, conversation
+from .deps import Service, ServiceDep, body_of
+from .errors import JsonResponse
+from .fields import Body, Whole
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+ONE_OF = ("content", "prompt", "messages")
+
+
+class Rendered(Body):
+    """A conversation to be rendered."""
+
+    model: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def conversation(self) -> Conversation:
+        """Straightened as for an answer."""
+        return conversation(self.messages or [], self.tools, self.chat_template_kwargs)
+
+
+class TokenizeRequest(Rendered):
+    """`content` (llama.cpp), `prompt` (vLLM) or `messages` (both)."""
+
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool = False  # the tokenizer's own start token, for content
+    add_special_tokens: bool = True  # the same for a prompt
+    with_pieces: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[Whole]
+
+
+def _one_prompt(body: Mapping[str, Any]) -> None:
+    given = [name for name in ONE_OF if name in body]
+    if len(given) != 1:
+        raise InvalidRequestError(f"exactly one of {', '.join(ONE_OF)} is needed", field=given[1] if given else None)
+    _open_turn(body)
+    if body.get("parse_special", True) is not True:
+        raise InvalidRequestError("parse_special: only true is supported", field="parse_special")
+
+
+def _open_turn(body: Mapping[str, Any]) -> None:
+    if body.get("add_generation_prompt", True) is not True:
+        raise InvalidRequestError("add_generation_prompt: only true is supported", field="add_generation_prompt")
+
+
+def _nothing(body: Mapping[str, Any]) -> None:
+    """No field is refused by name."""
+
+
+@router.post("/tokenize")
+async def tokenize(
+    service: ServiceDep, body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest, _one_prompt))]
+) -> Response:
+    """The ids of a text or of a rendered conversation."""
+    tokens = await _tokens(service, body)
+    answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length}
+    if body.with_pieces:
+        answer["tokens"] = [{"id": token, "piece": _piece(service, token)} for token in tokens]
+    if body.return_token_strs:
+        answer["token_strs"] = [service.vocabulary.token_text(token) for token in tokens]
+    return JsonResponse(answer)
+
+
+async def _tokens(service: Service, body: TokenizeRequest) -> Sequence[int]:
+    if body.messages is not None:
+        return (await service.prompts.chat(body.conversation())).tokens
+    if body.content is not None:
+        return await service.prompts.tokens(body.content, special=body.add_special)
+    return await service.prompts.tokens(body.prompt or "", special=body.add_special_tokens)
+
+
+def _piece(service: Service, token: int) -> str | list[int]:
+    """Text, or bytes where they are only a part of a character."""
+    data = bytes(service.vocabulary.token_bytes(token))
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+@router.post("/detokenize")
+async def detokenize(
+    service: ServiceDep, body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest, _nothing))]
+) -> Response:
+    """The text of token ids."""
+    size = service.vocabulary.size
+    if not all(0 <= token < size for token in body.tokens):
+        raise InvalidRequestError(f"tokens: ids must be from 0 to {size - 1}", field="tokens")
+    text = await service.prompts.run(partial(service.vocabulary.decode, body.tokens))
+    return JsonResponse({"content": text, "prompt": text})
+
+
+@router.post("/apply-template")
+async def apply_template(
+    service: ServiceDep, body: Annotated[Rendered, Depends(body_of(Rendered, _open_turn))]
+) -> Response:
+    """The text that a conversation becomes, ready for the assistant's answer."""
+    return JsonResponse({"prompt": await service.prompts.text(body.conversation())})

@@ -1,0 +1,211 @@
+"""One line per request, with what it cost and nothing of what was said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from starlette.testclient import TestClient
+
+from mlx_specprefill_server import app as application
+from mlx_specprefill_server.app import create_app
+from mlx_specprefill_server.logs import set_up
+from mlx_specprefill_server.settings import Settings
+
+from .conftest import client_of
+from .fakes import FakeEngine
+
+SECRET = "a-very-secret-prompt"
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": SECRET}], "specprefill": True}
+
+
+@pytest.fixture(autouse=True)
+def _log_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+
+@pytest.fixture
+def root_logger() -> Iterator[None]:
+    """Puts the process's own logging back."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [record.fields for record in caplog.records if record.name.endswith("access_log")]  # type: ignore[attr-defined]
+
+
+def written(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Without the lines of the client, which runs in this process too."""
+    return [line for line in capsys.readouterr().err.splitlines() if "httpx" not in line]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_one_line(client: TestClient, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    answer = client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+    (line,) = lines(caplog)
+    assert line.pop("ms") > 0
+    prompt = line.pop("prompt_tokens")
+    assert line == {
+        "request_id": answer.headers["x-request-id"],
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "status": 200,
+        "queue_ms": 0.0,
+        "ttft_ms": 7.0,
+        "cached_tokens": 1,
+        "kept_tokens": prompt // 2,
+        "completion_tokens": 6,
+        "mode": "sparse",
+        "reason": "asked for",
+        "finish": "stop",
+    }
+
+
+def test_answers_of_one_request_are_summed(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    client.post("/v1/completions", json={"prompt": ["a", "bc"]})
+    (line,) = lines(caplog)
+    assert line["completion_tokens"] == 12
+
+
+def test_a_refused_request_has_its_line(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    client.post("/v1/chat/completions", json={"messages": 1})
+    client.get("/nowhere")
+    assert [(line["status"], line["path"]) for line in lines(caplog)] == [
+        (400, "/v1/chat/completions"),
+        (404, "/nowhere"),
+    ]
+
+
+def test_a_refusal_at_the_gate_has_its_line(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    answer = client_of(engine, api_keys=("right",)).get("/v1/models")
+    assert lines(caplog)[0]["status"] == 401
+    assert answer.headers["x-request-id"] == lines(caplog)[0]["request_id"]
+
+
+def test_the_line_of_a_client_that_left_knows_the_cost(
+    engine: FakeEngine, live: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    base, _ = live()
+    engine.script = lambda request: [*engine.tokens("Hello", end=False), threading.Event()]
+    with httpx.stream("POST", f"{base}/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+        next(answer.iter_lines())
+    assert engine.idle()
+    httpx.get(f"{base}/version")  # the loop has seen the end by then
+    line = lines(caplog)[0]
+    assert (line["finish"], line["completion_tokens"], line["mode"]) == ("abort", 5, "sparse")
+
+
+def test_health_checks_are_quiet(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    client.get("/health")
+    client.get("/metrics")
+    assert {record.levelname for record in caplog.records if record.name.endswith("access_log")} == {"DEBUG"}
+
+
+def test_prompts_and_answers_are_never_logged(
+    engine: FakeEngine, client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.says("the-secret-answer")
+    client.post("/v1/chat/completions", json=CHAT)
+    client.post("/v1/chat/completions", json={**CHAT, "temperature": SECRET})
+    client.post("/v1/completions", json={"prompt": SECRET, "stop": [SECRET]})
+    client.post("/tokenize", json={"content": SECRET})
+    client.post(f"/v1/chat/completions?q={SECRET}", json=CHAT)
+    own = [record for record in caplog.records if not record.name.startswith("httpx")]  # the client of this test logs
+    assert own
+    assert not any("secret" in str(vars(record)) for record in own)
+
+
+def test_the_request_id_comes_back(client: TestClient) -> None:
+    assert client.get("/version", headers={"x-request-id": "abc-1.2:3"}).headers["x-request-id"] == "abc-1.2:3"
+
+
+@pytest.mark.parametrize("given", ["", "x" * 129, "with space", 'quote"', "ümlaut".encode()])
+def test_an_odd_request_id_is_replaced(client: TestClient, given: Any) -> None:
+    assert client.get("/version", headers={"x-request-id": given}).headers["x-request-id"].startswith("req_")
+
+
+def test_a_failure_of_the_server_has_id_and_line(
+    engine: FakeEngine, client: TestClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "stats", lambda: 1 / 0)
+    answer = client.get("/slots")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert lines(caplog)[0] | {"ms": 0} == {
+        "request_id": answer.headers["x-request-id"],
+        "method": "GET",
+        "path": "/slots",
+        "status": 500,
+        "ms": 0,
+    }
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_json_lines(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info", "json")
+    client.get("/a%0Ab%22c")
+    try:
+        raise ValueError("x")
+    except ValueError:
+        logging.getLogger("somewhere").exception("it broke")
+    access, broken = (json.loads(line) for line in written(capsys))
+    assert access["path"] == "/a%0Ab%22c"
+    assert access["status"] == 404
+    assert access["level"] == "info"
+    assert access["time"].endswith("+00:00")
+    assert broken["message"] == "it broke"
+    assert broken["exception"].endswith("ValueError: x")
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_text_lines(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info")
+    client.post("/v1/chat/completions", json=CHAT)
+    client.get("/x%0Ay")
+    chat, unknown = written(capsys)
+    assert "POST /v1/chat/completions 200 request_id=req_" in chat
+    assert ' mode=sparse reason="asked for" finish=stop' in chat
+    assert "GET /x%0Ay 404 " in unknown
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_the_level_is_kept(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("warning")
+    client.get("/version")
+    logging.getLogger("library").info("quiet")
+    logging.getLogger("library").warning("loud")
+    assert [line.split(": ")[1] for line in written(capsys)] == ["loud"]
+
+
+def test_a_span_carries_the_account(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    on = {**application.ON, "tracer_provider": provider, "auto_configure": False, "operation_spans": False}
+    monkeypatch.setattr(application, "ON", on)
+    client = TestClient(create_app(engine, Settings(otel=True)), base_url="http://localhost")
+    client.post("/v1/chat/completions", json=CHAT)
+    (span,) = spans.get_finished_spans()
+    assert span.name == "POST /v1/chat/completions"
+    assert span.attributes is not None
+    assert span.attributes["specprefill.mode"] == "sparse"
+    assert SECRET not in span.to_json()
+
+
+def test_no_spans_without_the_setting(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    monkeypatch.setattr(application, "OFF", {**application.OFF, "tracer_provider": provider})
+    client_of(engine).post("/v1/chat/completions", json=CHAT)
+    assert spans.get_finished_spans() == ()

@@ -1,0 +1,184 @@
+"""Every number of /metrics, held against answers whose accounts are known."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from mlx_specprefill import Account, EngineConfig, Failed, Finished, GenerationRequest, SpecPrefillOptions, Timings
+from mlx_specprefill.config import SpecPrefillPolicy
+from mlx_specprefill.prefill.plan import plan_prefill
+from mlx_specprefill_server.generation import Ended
+from mlx_specprefill_server.metrics import Metrics, reason_label
+
+from .fakes import FakeEngine
+
+MODEL = 'model_name="demo/target"'
+SPARSE = Account(
+    "sparse", "requested", 1000, 200, 100, 0.2, "extend", Timings(10, 400, 5, 600, 1005, 900), kept_spans=None
+)
+FULL = Account("full", "turned off by the request", 50, 50, 0, None, None, Timings(0, 0, 0, 40, 40, 0))
+
+
+def samples(text: str) -> dict[str, float]:
+    """`name{label="value",…}` to value."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def counted(engine: FakeEngine, *ends: Ended) -> dict[str, float]:
+    metrics = Metrics(engine, "demo/target")
+    for end in ends:
+        metrics.ended(end)
+    return samples(metrics.text().decode())
+
+
+def ended(account: Account, tokens: int, reason: Any = "stop", stopped: bool = False) -> Ended:
+    return Ended(GenerationRequest((1,), 1), Finished(reason, tokens, account), stopped)
+
+
+def test_tokens_are_summed(engine: FakeEngine) -> None:
+    found = counted(engine, ended(SPARSE, 10), ended(FULL, 1, "length"))
+    assert found[f"vllm:prompt_tokens_total{{{MODEL}}}"] == 1050
+    assert found[f"vllm:generation_tokens_total{{{MODEL}}}"] == 11
+    assert found[f"vllm:prefix_cache_queries_total{{{MODEL}}}"] == 1050
+    assert found[f"vllm:prefix_cache_hits_total{{{MODEL}}}"] == 100
+    assert found["specprefill_skipped_tokens_total"] == 800
+    assert found["llamacpp:prompt_tokens_total"] == 950
+    assert found["llamacpp:prompt_seconds_total"] == pytest.approx(1.045)
+    assert found["llamacpp:prompt_tokens_seconds"] == pytest.approx(950 / 1.045)
+    assert found["llamacpp:tokens_predicted_total"] == 11
+    assert found["llamacpp:predicted_tokens_seconds"] == pytest.approx(11 / 0.9)
+
+
+def test_answers_are_counted_by_how_they_ended(engine: FakeEngine) -> None:
+    failed = Ended(GenerationRequest((1,), 1), Failed(ValueError("x")), False)
+    found = counted(
+        engine,
+        ended(SPARSE, 10),
+        ended(FULL, 1, "length"),
+        ended(FULL, 3, "cancelled", stopped=True),
+        ended(FULL, 0, "cancelled"),
+        failed,
+    )
+    for reason, count in (("stop", 2), ("length", 1), ("abort", 1), ("error", 1)):
+        assert found[f'vllm:request_success_total{{finished_reason="{reason}",{MODEL}}}'] == count
+
+
+def test_prefills_are_counted_by_mode_and_reason(engine: FakeEngine) -> None:
+    found = counted(engine, ended(SPARSE, 10), ended(FULL, 1), ended(FULL, 1))
+    assert found['specprefill_requests_total{mode="sparse",reason="requested"}'] == 1
+    assert found['specprefill_requests_total{mode="full",reason="request"}'] == 2
+    assert found['specprefill_sessions_total{continuation="extend"}'] == 1
+    assert found["specprefill_kept_ratio_count"] == 1
+    assert found["specprefill_kept_ratio_sum"] == pytest.approx(0.2)
+
+
+def test_times_are_in_seconds(engine: FakeEngine) -> None:
+    found = counted(engine, ended(SPARSE, 10))
+    assert found[f"vllm:time_to_first_token_seconds_sum{{{MODEL}}}"] == pytest.approx(1.015)
+    assert found[f"vllm:e2e_request_latency_seconds_sum{{{MODEL}}}"] == pytest.approx(1.915)
+    for stage, seconds in (("queue", 0.01), ("draft", 0.4), ("select", 0.005), ("prefill", 0.6), ("decode", 0.9)):
+        assert found[f'specprefill_stage_seconds_sum{{stage="{stage}"}}'] == pytest.approx(seconds)
+
+
+def test_every_token_after_the_first_is_a_gap(engine: FakeEngine) -> None:
+    found = counted(engine, ended(SPARSE, 10), ended(FULL, 1))
+    name = "vllm:inter_token_latency_seconds"
+    assert found[f"{name}_count{{{MODEL}}}"] == 9
+    assert found[f"{name}_sum{{{MODEL}}}"] == pytest.approx(0.9)
+    assert found[f'{name}_bucket{{le="0.1",{MODEL}}}'] == 9  # 100 ms each
+    assert found[f'{name}_bucket{{le="0.075",{MODEL}}}'] == 0
+    assert found[f'{name}_bucket{{le="+Inf",{MODEL}}}'] == 9
+
+
+def test_an_answer_without_tokens_has_no_times(engine: FakeEngine) -> None:
+    found = counted(engine, ended(FULL, 0, "cancelled"))
+    assert found[f"vllm:time_to_first_token_seconds_count{{{MODEL}}}"] == 0
+    assert not math.isnan(found["llamacpp:predicted_tokens_seconds"])
+
+
+def test_the_engine_is_asked_at_the_scrape(engine: FakeEngine) -> None:
+    metrics = Metrics(engine, "demo/target")
+    engine._running, engine._waiting = 2, 3
+    found = samples(metrics.text().decode())
+    assert found[f"vllm:num_requests_running{{{MODEL}}}"] == 2 == found["llamacpp:requests_processing"]
+    assert found[f"vllm:num_requests_waiting{{{MODEL}}}"] == 3 == found["llamacpp:requests_deferred"]
+    assert found[f"vllm:kv_cache_usage_perc{{{MODEL}}}"] == pytest.approx(70 / 1400)
+    assert found['specprefill_fallbacks_total{stage="draft"}'] == 1
+    assert found["specprefill_densified_requests_total"] == 2
+    assert found["specprefill_densified_tokens_total"] == 300
+    assert found["specprefill_prefix_hits_total"] == 3
+    assert found["specprefill_prefix_misses_total"] == 4
+    assert found["specprefill_sessions_held"] == 5
+    assert found['specprefill_evictions_total{tier="memory"}'] == 6
+    assert found['specprefill_evictions_total{tier="disk"}'] == 7
+    assert found['specprefill_cache_bytes{kind="prefix"}'] == 20
+    assert found['specprefill_cache_bytes{kind="session"}'] == 10
+    assert found['specprefill_cache_bytes{kind="disk"}'] == 5
+    for consumer, count in (("target_weights", 1000), ("draft_weights", 100), ("requests", 60), ("limit", 2500)):
+        assert found[f'specprefill_memory_bytes{{consumer="{consumer}"}}'] == count
+    assert found["specprefill_engine_up"] == 1
+    engine.alive = False
+    assert samples(metrics.text().decode())["specprefill_engine_up"] == 0
+
+
+def test_two_applications_count_apart(engine: FakeEngine) -> None:
+    first, second = Metrics(engine, "a"), Metrics(engine, "a")
+    first.ended(ended(FULL, 1))
+    assert 'vllm:generation_tokens_total{model_name="a"} 1.0' in first.text().decode()
+    assert 'vllm:generation_tokens_total{model_name="a"} 0.0' in second.text().decode()
+
+
+def test_the_endpoint(client: TestClient) -> None:
+    client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], "specprefill": True})
+    answer = client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    assert samples(answer.text)['specprefill_requests_total{mode="sparse",reason="other"}'] == 1
+
+
+def test_an_answer_that_nobody_waited_for_is_counted(engine: FakeEngine, live: Callable[..., Any]) -> None:
+    base, _ = live()
+    engine.script = lambda request: [*engine.tokens("Hello", end=False), threading.Event()]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    with httpx.stream("POST", f"{base}/v1/chat/completions", json=body) as answer:
+        next(answer.iter_lines())
+    assert engine.idle()
+    found = samples(httpx.get(f"{base}/metrics").text)
+    assert found[f'vllm:request_success_total{{finished_reason="abort",{MODEL}}}'] == 1
+    assert found[f"vllm:generation_tokens_total{{{MODEL}}}"] == 5
+
+
+@pytest.mark.parametrize(
+    ("label", "options", "config", "more"),
+    [
+        ("requested", SpecPrefillOptions(True), {}, {}),
+        ("request", SpecPrefillOptions(False), {}, {}),
+        ("threshold", SpecPrefillOptions(), {"threshold": 10}, {}),
+        ("threshold", SpecPrefillOptions(), {"threshold": 8192}, {}),
+        ("policy", SpecPrefillOptions(), {"enabled": False}, {}),
+        ("keep-all", SpecPrefillOptions(True, Fraction(1)), {}, {}),
+        ("no-draft", SpecPrefillOptions(True), {}, {"sparse_refusal": "no draft model is loaded"}),
+        ("draft-context", SpecPrefillOptions(True), {}, {"draft_context": 100}),
+    ],
+)
+def test_what_the_planner_says_has_a_word(label: str, options: Any, config: Any, more: dict[str, Any]) -> None:
+    request = GenerationRequest(tuple(range(600)), 1, specprefill=options)
+    engine_config = EngineConfig(policy=SpecPrefillPolicy(**config))
+    plan = plan_prefill(request, engine_config, **{"sparse_refusal": None, **more})
+    assert reason_label(plan.reason) == label
+    assert reason_label(plan.as_full("fallback: draft failed: ValueError: x").reason) == "fallback"
+    assert reason_label("something new about 1234 tokens") == "other"

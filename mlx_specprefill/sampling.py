@@ -17,6 +17,7 @@ __all__ = [
     "LogitsProcessor",
     "Sampler",
     "check_sampling",
+    "filtered_logits",
     "greedy",
     "held_back",
     "logits_processors",
@@ -70,18 +71,31 @@ def make_sampler(params: SamplingParams, vocab_size: int) -> Sampler:
         return greedy
     seed = secrets.randbits(63) if params.seed is None else params.seed % 2**63
     key = mx.random.key(seed)
-    filters = _filters(params, vocab_size)
+    filtered = filtered_logits(params, vocab_size)
 
     def sample(logits: mx.array) -> mx.array:
         nonlocal key
         key, now = mx.random.split(key)
+        return mx.random.categorical(filtered(logits), axis=-1, key=now)
+
+    return sample
+
+
+def filtered_logits(params: SamplingParams, vocab_size: int) -> Sampler:
+    """The law that `make_sampler` draws from, for temperatures above 0.
+
+    A function from logits (B, V) to unnormalised log-probabilities (B, V) float32; -inf where a filter cuts.
+    """
+    filters = _filters(params, vocab_size)
+
+    def filtered(logits: mx.array) -> mx.array:
         scaled = logits.astype(mx.float32) * (1.0 / max(params.temperature, 1e-3))
         scaled = scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
         for keep_best in filters:
             scaled = keep_best(scaled)
-        return mx.random.categorical(scaled, axis=-1, key=now)
+        return scaled
 
-    return sample
+    return filtered
 
 
 def _filters(params: SamplingParams, vocab_size: int) -> list[Sampler]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_specprefill.adapters.rope import install_rope
-from mlx_specprefill.cache.positioned import leaves
+from mlx_specprefill.cache.positioned import Runs, leaves
 from mlx_specprefill.decoding.autoregressive import decode
 from mlx_specprefill.decoding.batch import DecodeBatch, DecodeRow, Removed
 from mlx_specprefill.engine.caches import empty_cache
@@ -113,7 +113,9 @@ def contents(cache: Sequence[Any]) -> list[Any]:
     held: list[Any] = []
     for leaf in leaves(cache):
         if hasattr(leaf, "runs"):
-            held.append((leaf.next, leaf.slots, leaf.runs.pairs()))
+            runs = Runs(leaf.runs.pairs())
+            runs.keep_last(getattr(leaf, "max_size", runs.size))  # a ring that was fed several rows holds more
+            held.append((leaf.next, leaf.slots, runs.pairs()))
             leaf = leaf.inner
         if hasattr(leaf, "cache"):
             held += [None if array is None else np.array(array.astype(mx.float32)) for array in leaf.cache]

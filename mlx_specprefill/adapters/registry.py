@@ -23,6 +23,7 @@ __all__ = [
     "BATCH_REFUSALS",
     "DRAFT_REFUSALS",
     "SPARSE_REFUSALS",
+    "SPECULATION_REFUSALS",
     "Adapter",
     "adapter_for",
     "architecture_of",
@@ -83,6 +84,12 @@ BATCH_REFUSALS: Mapping[str, str] = {
     "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
 }
 
+# Why several tokens in one forward are not what they are one by one, so that a proposal can't be verified there.
+SPECULATION_REFUSALS: Mapping[str, str] = {
+    "phi3small": "its block-sparse attention of several tokens differs from that of single tokens",
+    "plamo3": "its window is one token wider when it is fed several tokens than when it is fed one",
+}
+
 _FAMILIES: Mapping[str, str] = {
     "gpt_oss": "gpt_oss",
     "ministral3": "ministral3",
@@ -113,6 +120,7 @@ class Adapter:
         sparse_refusal: why it can't be prefilled sparsely; None if it can.
         draft_refusal: why it can't score a prompt; None if it can.
         batch_refusal: why it can't decode several sequences in one forward; None if it can.
+        speculation_refusal: why it can't verify several tokens in one forward; None if it can.
         absolute: it depends on absolute positions by design, so moving a whole sequence changes its logits.
     """
 
@@ -121,6 +129,7 @@ class Adapter:
     sparse_refusal: str | None = None
     draft_refusal: str | None = None
     batch_refusal: str | None = None
+    speculation_refusal: str | None = None
     absolute: bool = False
 
 
@@ -137,7 +146,13 @@ def adapter_for(model_type: str) -> Adapter:
     row = verified().get(architecture)
     if row is None:
         reason = f"architecture {model_type!r} was not verified for sparse prefill"
-        return Adapter(family="unknown", sparse_refusal=reason, draft_refusal=reason, batch_refusal=reason)
+        return Adapter(
+            family="unknown",
+            sparse_refusal=reason,
+            draft_refusal=reason,
+            batch_refusal=reason,
+            speculation_refusal=reason,
+        )
     family = _FAMILIES.get(architecture, "standard")
     return Adapter(
         family=family,
@@ -145,6 +160,7 @@ def adapter_for(model_type: str) -> Adapter:
         sparse_refusal=None if row["sparse"] else str(row["reason"]),
         draft_refusal=None if row["capture"] else DRAFT_REFUSALS[architecture],
         batch_refusal=BATCH_REFUSALS.get(architecture),
+        speculation_refusal=SPECULATION_REFUSALS.get(architecture),
         absolute=architecture in _ABSOLUTE,
     )
 

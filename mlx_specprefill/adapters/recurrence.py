@@ -1,0 +1,103 @@
+"""Replay of recurrent layers: their state after the first rows of a forward, without running the model again.
+
+A recurrent state can't be trimmed. But what such a layer makes of a row depends on the state before the forward and on
+its own inputs alone, and inputs of early rows don't depend on later ones. So the inputs are kept during a forward, and
+the layer's own recurrence is run again over as many rows as stay. mlx-lm's recurrent modules share no base class;
+they are known by name, and a model whose states and modules don't match is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
+
+from ..cache.positioned import leaves
+
+__all__ = ["RecurrentCall", "install_replay", "recorded_recurrence", "replay_refusal"]
+
+RECURRENT = frozenset(
+    {
+        "BailingKDA",
+        "ConvKVGatedMixer",
+        "FalconH1Mixer",
+        "GatedDeltaNet",
+        "GraniteMoeHybridMamba2Mixer",
+        "JambaMambaMixer",
+        "KimiDeltaAttention",
+        "KimiK3DeltaAttention",
+        "LinearAttention",
+        "Mamba",
+        "NemotronHMamba2Mixer",
+        "Qwen3NextGatedDeltaNet",
+        "RecurrentBlock",
+        "ShortConv",
+    }
+)
+_INPUTS = ("x", "inputs", "hidden_states", "input_states")
+_active = threading.local()
+
+
+@dataclass(frozen=True)
+class RecurrentCall:
+    """One call of a recurrent module: its unwrapped function, arguments, and the state that it wrote to."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    cache: ArraysCache
+
+    def replay(self, rows: int) -> None:
+        """Run it again on its first `rows` inputs; the state must be what it was before the call."""
+        kwargs = {name: _first(value, rows) if name in _INPUTS else value for name, value in self.kwargs.items()}
+        self.call(*(_first(value, rows) if isinstance(value, mx.array) else value for value in self.args), **kwargs)
+
+
+def _first(rows_of: mx.array, rows: int) -> mx.array:
+    return rows_of[:, :rows]
+
+
+def install_replay(model: nn.Module) -> None:
+    """Let the model's recurrent modules be recorded: once per class, and inert unless a recording is active."""
+    for kind in {type(module) for module in model.modules() if type(module).__name__ in RECURRENT}:
+        if not hasattr(kind.__call__, "__wrapped__"):
+            kind.__call__ = _recordable(kind.__call__)
+
+
+def _recordable(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls: list[RecurrentCall] | None = getattr(_active, "calls", None)
+        if calls is not None:
+            state = next((v for v in (*args, *kwargs.values()) if isinstance(v, ArraysCache)), None)
+            if state is not None:
+                calls.append(RecurrentCall(call, (module, *args), kwargs, state))
+        return call(module, *args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def recorded_recurrence() -> Iterator[list[RecurrentCall]]:
+    """Collects the calls of recurrent modules on this thread."""
+    _active.calls = calls = []
+    try:
+        yield calls
+    finally:
+        _active.calls = None
+
+
+def replay_refusal(model: nn.Module, cache: Sequence[Any]) -> str | None:
+    """Why this model's recurrent states can't be replayed; None when they can, or when there are none."""
+    states = sum(isinstance(part, ArraysCache) for part in leaves(cache))
+    modules = sum(type(module).__name__ in RECURRENT for module in model.modules())
+    if states in (0, modules):
+        return None
+    return f"{states} of its layers keep a state, and {modules} of them can be replayed"

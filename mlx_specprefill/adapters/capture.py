@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-__all__ = ["QueryCapture", "install_capture", "pool", "prompt_attention"]
+__all__ = ["AttentionRecord", "QueryCapture", "install_capture", "pool", "prompt_attention", "recorded_attention"]
 
 _active = threading.local()
 
@@ -111,6 +111,39 @@ class QueryCapture:
         self._count += 1
 
 
+class AttentionRecord:
+    """The queries of every attention call, in order, and the shape of the keys that they met.
+
+    Attributes:
+        queries: (1, H, L, D) each.
+        keys: the shapes (1, H_kv, S, D) of the keys.
+        handwritten: attention that no queries can be read from.
+    """
+
+    def __init__(self) -> None:
+        self.queries: list[mx.array] = []
+        self.keys: list[tuple[int, ...]] = []
+        self.handwritten = False
+
+    def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
+        self.queries.append(queries)
+        self.keys.append(tuple(keys.shape))
+
+    def observe_logits(self, logits: mx.array) -> None:
+        self.handwritten = self.handwritten or logits.ndim >= 4
+
+
+@contextmanager
+def recorded_attention() -> Iterator[AttentionRecord]:
+    """Collects what attention is asked for on this thread."""
+    record = AttentionRecord()
+    _active.capture = record
+    try:
+        yield record
+    finally:
+        _active.capture = None
+
+
 class _CapturingAttention:
     """`mx.fast.scaled_dot_product_attention` that shows its inputs to the active capture."""
 
@@ -118,7 +151,7 @@ class _CapturingAttention:
         self.attention = attention
 
     def __call__(self, q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
-        capture: QueryCapture | None = getattr(_active, "capture", None)
+        capture: QueryCapture | AttentionRecord | None = getattr(_active, "capture", None)
         if capture is not None:
             capture.observe(q, k, kwargs["scale"], kwargs.get("mask"), kwargs.get("sinks"))
         return self.attention(q, k, v, **kwargs)
@@ -131,7 +164,7 @@ class _CapturingSoftmax:
         self.softmax = softmax
 
     def __call__(self, a: mx.array, /, *args: Any, **kwargs: Any) -> mx.array:
-        capture: QueryCapture | None = getattr(_active, "capture", None)
+        capture: QueryCapture | AttentionRecord | None = getattr(_active, "capture", None)
         if capture is not None:
             capture.observe_logits(a)
         return self.softmax(a, *args, **kwargs)

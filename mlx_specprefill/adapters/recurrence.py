@@ -87,7 +87,8 @@ def _recordable(call: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def recorded_recurrence() -> Iterator[list[RecurrentCall]]:
     """Collects the calls of recurrent modules on this thread."""
-    _active.calls = calls = []
+    calls: list[RecurrentCall] = []
+    _active.calls = calls
     try:
         yield calls
     finally:

@@ -15,13 +15,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-__all__ = ["OffsetAdjustedRoPE", "PositionMappedRoPE", "adjusted_offsets", "install_rope"]
+__all__ = [
+    "OffsetAdjustedRoPE",
+    "PositionMappedRoPE",
+    "Rotation",
+    "adjusted_offsets",
+    "install_rope",
+    "observed_rotations",
+]
 
 RopeFn = Callable[..., mx.array]
+_observed = threading.local()
 
 
 class PositionMappedRoPE:
@@ -41,6 +50,9 @@ class PositionMappedRoPE:
         Raises:
             ValueError: fewer positions than tokens.
         """
+        seen: list[Rotation] | None = getattr(_observed, "rotations", None)
+        if seen is not None:
+            seen.append(Rotation(self, dims, args, kwargs))
         if not (isinstance(offset, mx.array) and offset.ndim == 2):
             return self.rope(x, dims, *args, offset=offset, **kwargs)
         B, L = x.shape[0], x.shape[-2]
@@ -53,6 +65,21 @@ class PositionMappedRoPE:
         folded = mx.expand_dims(rows.reshape(B * L, *rows.shape[2:]), -2)
         rotated = self.rope(folded, dims, *args, offset=positions, **kwargs).squeeze(-2)
         return mx.moveaxis(rotated.reshape(rows.shape), 1, -2)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """One rotation as a model asked for it, without the offset: the same frequencies for other tokens."""
+
+    rope: RopeFn
+    dims: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, x: mx.array, by: int) -> mx.array:
+        """Every token of x (1, H, L, D), already rotated or not, turned further by the same number of positions."""
+        positions = mx.full((1, x.shape[-2]), by, dtype=mx.int32)
+        return self.rope(x, self.dims, *self.args, offset=positions, **self.kwargs)
 
 
 class OffsetAdjustedRoPE:
@@ -90,6 +117,17 @@ def install_rope() -> PositionMappedRoPE:
     mapped = PositionMappedRoPE(OffsetAdjustedRoPE(installed))
     mx.fast.rope = mapped  # type: ignore[assignment]
     return mapped
+
+
+@contextmanager
+def observed_rotations() -> Iterator[list[Rotation]]:
+    """Collects the rotations that models ask for on this thread."""
+    rotations: list[Rotation] = []
+    _observed.rotations = rotations
+    try:
+        yield rotations
+    finally:
+        _observed.rotations = None
 
 
 @contextmanager

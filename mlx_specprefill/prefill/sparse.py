@@ -25,6 +25,7 @@ def prefill(
     step: int | Callable[[], int],
     offset: int = 0,
     cuts: Sequence[int] = (),
+    last_forward: Callable[[mx.array, list[Any]], mx.array] | None = None,
 ) -> Generator[Progress, None, mx.array]:
     """Feed the prompt, or the kept part of it at its original positions; yields between forwards.
 
@@ -37,6 +38,8 @@ def prefill(
         step: tokens per forward, or a function asked before each. The last token goes alone, so only its row meets
             the output projection.
         cuts: counts of fed tokens at which a forward must end, ascending.
+        last_forward: feeds the last token (1, 1) to the cache in place of the model, and more that may follow it;
+            returns the token's logits (1, V).
 
     Returns:
         Logits of the last prompt token, (1, V), in the model's dtype.
@@ -65,7 +68,9 @@ def prefill(
         start = end
     if kept is not None:
         place(cache, kept[-1:] + offset)
-    logits: mx.array = model(tokens[:, -1:], cache=cache)[:, -1, :]
+    logits = (
+        model(tokens[:, -1:], cache=cache)[:, -1, :] if last_forward is None else last_forward(tokens[:, -1:], cache)
+    )
     mx.eval(logits, [part.state for part in cache])
     yield Progress("prefill", total, total)
     return logits

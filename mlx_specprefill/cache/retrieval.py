@@ -1,0 +1,166 @@
+"""A small part of a KV cache in which the model that filled it can draft for itself (TriForce, section 4.1).
+
+The cache is cut into chunks, and each KV head keeps those whose mean key the last accepted token's queries look at
+most. Always in: the first chunk, which holds the attention sink, and a ring with exact copies of the most recent
+tokens. Keys keep their rotation, so what is dropped leaves a gap and nothing else moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
+
+from ..errors import SparseUnsupportedError
+from .positioned import PositionedKVCache
+
+__all__ = ["RetrievalKVCache", "best_chunks"]
+
+_MAX_RING = 512
+
+
+def best_chunks(queries: mx.array, means: mx.array, count: int) -> mx.array:
+    """The chunks that each KV head keeps, ascending, (H_kv, count); chunk 0 is always among them.
+
+    Args:
+        queries: of one token, (H, D), rotated.
+        means: of each chunk's keys, (H_kv, C, D), C >= count.
+
+    A head's score is its attention to the mean keys, softmax(q k / sqrt(D)); query heads that share keys and values
+    are joined by their maximum, so that one head that retrieves is not outvoted (the paper has no such heads).
+    """
+    heads, D = means.shape[0], means.shape[-1]
+    grouped = queries.reshape(heads, -1, D).astype(mx.float32)
+    logits = grouped @ means.astype(mx.float32).swapaxes(-1, -2) * D**-0.5
+    scores = mx.softmax(logits, axis=-1).max(axis=1)
+    scores[:, 0] = mx.inf
+    chosen = mx.argpartition(-scores, min(count, scores.shape[1] - 1), axis=-1)[:, :count]
+    return mx.sort(chosen, axis=-1)
+
+
+class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
+    """Chosen chunks, then a ring of exact recent tokens, then what is being drafted; (1, H_kv, S, D).
+
+    Args:
+        source: the cache that it is a part of; only committed tokens may be in it in `rebuild` and `follow`.
+        budget: tokens of chosen chunks and ring together.
+        chunk: tokens per chunk.
+    """
+
+    def __init__(self, source: PositionedKVCache | KVCache, budget: int, chunk: int) -> None:
+        self.source = source
+        self.chunk = chunk
+        self.ring = max(2 * chunk, min(budget // 4, _MAX_RING))
+        self.chunks = max(1, (budget - self.ring) // chunk)
+        self.chosen: mx.array | None = None
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._means: mx.array | None = None
+        self._start = 0  # slot of the source where the ring begins
+        self._size = 0
+        self.offset: Any = source.offset
+
+    @property
+    def full(self) -> bool:
+        """The ring has no room for what has been generated since the last `rebuild`."""
+        return self.keys is None or _slots(self.source) - self._start > self.ring
+
+    def rebuild(self, queries: mx.array) -> None:
+        """Choose chunks anew. queries (H, D): of the last token in the source."""
+        slots, chunk = _slots(self.source), self.chunk
+        candidates = max(0, slots - self.ring // 2) // chunk
+        self._start = candidates * chunk
+        self._extend_means(candidates)
+        keys, values = self.source.keys, self.source.values
+        if candidates and self._means is not None:
+            self.chosen = best_chunks(queries, self._means, min(self.chunks, candidates))
+            picked = [self._gathered(array) for array in (keys, values)]
+        else:
+            self.chosen, picked = None, [array[..., :0, :] for array in (keys, values)]
+        # Room for a full ring and a proposal, so that following and drafting write in place.
+        room = self.ring + 2 * chunk
+        self.keys, self.values = (mx.pad(array, [(0, 0), (0, 0), (0, room), (0, 0)]) for array in picked)
+        self.follow()
+
+    def follow(self) -> None:
+        """Forget what was drafted, and copy the ring from the source."""
+        assert self.keys is not None
+        assert self.values is not None
+        begin, slots = self._picked, _slots(self.source)
+        end = begin + slots - self._start
+        self._reserve(end)
+        self.keys[..., begin:end, :] = self.source.keys[..., self._start : slots, :]
+        self.values[..., begin:end, :] = self.source.values[..., self._start : slots, :]
+        self._size = end
+        self.offset = self.source.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        begin, end = self._size, self._size + keys.shape[2]
+        self._reserve(end)
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[..., begin:end, :] = keys
+        self.values[..., begin:end, :] = values
+        self._size = end
+        self.offset += keys.shape[2]
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def trim(self, n: int) -> int:
+        self._size -= n
+        self.offset -= n
+        return n
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        if window_size is not None:
+            raise SparseUnsupportedError("a window over a full cache can't be kept when chunks are left out")
+        return create_attention_mask(N, self._size, return_array, None)
+
+    @property
+    def _picked(self) -> int:
+        return 0 if self.chosen is None else int(self.chosen.shape[1]) * self.chunk
+
+    def _extend_means(self, count: int) -> None:
+        """Chunks never change once they are complete, so each mean is computed once."""
+        done = 0 if self._means is None else int(self._means.shape[1])
+        if count <= done:
+            return
+        keys = self.source.keys[0, :, done * self.chunk : count * self.chunk, :]
+        fresh = keys.reshape(keys.shape[0], -1, self.chunk, keys.shape[-1]).mean(axis=2)
+        self._means = fresh if self._means is None else mx.concatenate([self._means, fresh], axis=1)
+
+    def _gathered(self, array: mx.array) -> mx.array:
+        assert self.chosen is not None
+        heads, D = array.shape[1], array.shape[-1]
+        blocks = array[0, :, : self._start, :].reshape(heads, -1, self.chunk, D)
+        return mx.take_along_axis(blocks, self.chosen[..., None, None], axis=1).reshape(1, heads, -1, D)
+
+    def _reserve(self, end: int) -> None:
+        assert self.keys is not None
+        assert self.values is not None
+        missing = end - self.keys.shape[2]
+        if missing > 0:
+            grow = [(0, 0), (0, 0), (0, missing + self.chunk), (0, 0)]
+            self.keys, self.values = mx.pad(self.keys, grow), mx.pad(self.values, grow)
+
+    @property
+    def state(self) -> Sequence[mx.array | None]:
+        return self.keys, self.values
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        return self._size
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
+
+
+def _slots(source: PositionedKVCache | KVCache) -> int:
+    return source.slots if isinstance(source, PositionedKVCache) else int(source.offset)

@@ -30,13 +30,13 @@ class StreamingKVCache(_BaseCache):  # type: ignore[misc]
             take theirs from it; without one the layer doesn't rotate.
     """
 
-    def __init__(self, sinks: int, window: int, seen: list[Turn]) -> None:
+    def __init__(self, sinks: int, window: int, seen: list[Any]) -> None:
         self.sinks = sinks
         self.window = window
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.offset = 0
-        self._seen: list[Turn] | None = seen
+        self._seen: list[Any] | None = seen
         self._turn: Turn | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

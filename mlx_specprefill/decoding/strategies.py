@@ -146,7 +146,7 @@ def _retrieval_refusal(target: nn.Module) -> str | None:
         return refused.reason
     except (ValueError, TypeError, AttributeError, IndexError) as error_of_model:
         return f"retrieval: {type(error_of_model).__name__}: {error_of_model}"
-    return None if error.item() < _TOLERANCE else "attention to a part of its cache is not what it should be"
+    return None if float(np.array(error)) < _TOLERANCE else "attention to a part of its cache is not what it should be"
 
 
 _TOLERANCE = 0.02  # relative to the largest logit, in half precision

@@ -74,6 +74,10 @@ def test_the_anthropic_sdk(live: Any, engine: FakeEngine) -> None:
         assert counted == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
         with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 4096 maximum"):
             client.messages.create(model="m", max_tokens=50, messages=[{"role": "user", "content": "x" * 5000}])
+        engine.script = lambda request: [*engine.tokens("He", end=False), RuntimeError("boom")]
+        with pytest.raises(anthropic.APIStatusError, match="boom"):
+            list(client.messages.create(model="m", max_tokens=50, messages=HI, stream=True))
+        engine.says("Hello")
         with pytest.raises(anthropic.AuthenticationError):
             client.with_options(api_key="wrong").messages.create(model="m", max_tokens=50, messages=HI)
     with anthropic.Anthropic(base_url=base, auth_token="k", max_retries=0) as client:
@@ -126,7 +130,7 @@ def test_a_failed_stream_ends_at_once(live: Any, engine: FakeEngine, endpoint: E
     started = time.monotonic()
     with streaming(base, endpoint) as answer:
         payloads = named_events("\n".join(answer.iter_lines()) + "\n")
-    assert payloads[-1]["type"] in ("response.failed", "message_stop")
+    assert payloads[-1]["type"] in ("response.failed", "error")
     assert time.monotonic() - started < 5
 
 
@@ -197,5 +201,4 @@ def test_shutdown_ends_streams_properly(live: Any, engine: FakeEngine, endpoint:
         assert payloads[-1]["type"] == "response.failed"
         assert payloads[-1]["response"]["error"]["code"] == "server_error"
     else:
-        assert payloads[-1]["type"] == "message_stop"
-        assert payloads[-2]["engine_error"]["type"] == "overloaded_error"
+        assert payloads[-1]["error"]["type"] == "overloaded_error"

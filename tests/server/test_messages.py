@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import ErrorResponse, Message, MessageTokensCount, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
@@ -229,15 +229,17 @@ def test_stirring_suits_the_open_block(
     assert accumulated(payloads).content[-1].text == "Good day"  # type: ignore[union-attr]
 
 
-def test_a_failure_in_a_stream_ends_it_as_one_cut_short(client: TestClient, engine: FakeEngine) -> None:
+def test_a_failure_in_a_stream_is_its_last_event(client: TestClient, engine: FakeEngine) -> None:
     engine.script = lambda request: [*engine.tokens("He", end=False), RuntimeError("boom")]
     answer = client.post(URL, json={"max_tokens": 9, "messages": HI, "stream": True})
     payloads = named_events(answer.text)
-    assert "error" not in [payload["type"] for payload in payloads]
-    assert payloads[-2]["delta"]["stop_reason"] == "max_tokens"
-    assert payloads[-2]["engine_error"]["type"] == "api_error"
-    assert "boom" in payloads[-2]["engine_error"]["message"]
-    assert accumulated(payloads).content[0].text == "He"  # type: ignore[union-attr]
+    assert [payload["type"] for payload in payloads[-2:]] == ["content_block_stop", "error"]
+    last = payloads[-1]
+    ErrorResponse.model_validate(last, strict=True)
+    assert last["error"]["type"] == "api_error"
+    assert "boom" in last["error"]["message"]
+    assert last["specprefill"]["reason"].startswith("failed: ")
+    assert accumulated(payloads[:-1]).content[0].text == "He"  # type: ignore[union-attr]
 
 
 def test_a_failure_of_a_whole_message_has_a_status(client: TestClient, engine: FakeEngine) -> None:

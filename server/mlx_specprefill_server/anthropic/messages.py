@@ -122,9 +122,10 @@ class MessageAnswer:
             return
         self._report.add(piece)
         yield from self._writer.close()
-        failure = {} if self._report.error is None else {"engine_error": anthropic_body(self._report.error)["error"]}
-        end = {"delta": stop_of(piece), "usage": self._usage(), **self._account(), **failure}
-        yield {"type": "message_delta", **end}
+        if self._report.error is not None:
+            yield {**anthropic_body(self._report.error), **self._account()}
+            return
+        yield {"type": "message_delta", "delta": stop_of(piece), "usage": self._usage(), **self._account()}
         yield {"type": "message_stop"}
 
     def _usage(self) -> dict[str, Any]:

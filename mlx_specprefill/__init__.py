@@ -14,10 +14,11 @@ from ._blas import BlasStatus, preload
 
 BLAS = preload()
 
-from .config import EngineConfig, ForcedRule, ScoringConfig, SelectionConfig, SpecPrefillPolicy, keep_pct
+from .config import EngineConfig, ForcedRule, HeadRule, ScoringConfig, SelectionConfig, SpecPrefillPolicy, keep_pct
 from .engine.calibration import calibrate
 from .engine.engine import Engine, EngineHealth, RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
+from .engine.replay import Replay
 from .engine.stats import EngineStats, MemoryUse
 from .errors import (
     ContextLengthError,
@@ -77,6 +78,7 @@ __all__ = [
     "Finished",
     "ForcedRule",
     "GenerationRequest",
+    "HeadRule",
     "Inspection",
     "InvalidRequestError",
     "LoadError",
@@ -90,6 +92,7 @@ __all__ = [
     "Progress",
     "PromptLogprobs",
     "PromptSpan",
+    "Replay",
     "RequestCancelled",
     "RequestHandle",
     "SamplingParams",

@@ -13,6 +13,7 @@ __all__ = [
     "SPECULATION_NAMES",
     "EngineConfig",
     "ForcedRule",
+    "HeadRule",
     "KeepPct",
     "ScoringConfig",
     "SelectionConfig",
@@ -27,6 +28,7 @@ _LONG_PROMPT = 8192  # tokens
 SpeculationName = Literal["auto", "off", "draft", "retrieval", "triforce"]
 SPECULATION_NAMES: tuple[SpeculationName, ...] = get_args(SpeculationName)
 ForcedRule = Literal["template", "last-token"]
+HeadRule = Literal["max", "mean"]
 KeepPct = Fraction
 
 
@@ -54,6 +56,7 @@ class ScoringConfig:
 
     rows: int = 8  # N: query rows whose attention is averaged
     include_last_prompt_query: bool = True  # row 0 is the last prompt token; False: all N rows are generated tokens
+    heads: HeadRule = "max"  # how the layers' and heads' rows become one; "max" is the paper's rule
     pool_width: int = 13  # taps of the zero-padded mean over neighbouring tokens; odd
     prefill_step: int = 2048  # tokens per draft forward
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 __all__ = [
     "Account",
     "Constraint",
@@ -74,11 +77,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpecPrefillOptions:
-    """The request's own word on sparse prefill. `enabled`: True forces it, False turns it off, None: server policy."""
+    """The request's own word on sparse prefill.
+
+    Attributes:
+        enabled: True forces it, False turns it off, None: server policy.
+        keep_pct: share of chunks to keep; None: server policy.
+        return_spans: report which prompt indices the target saw.
+        importance: the caller's own scores, float32 (M,), finite, used instead of asking the draft.
+    """
 
     enabled: bool | None = None
     keep_pct: Fraction | None = None
     return_spans: bool = False
+    importance: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..config import HeadRule
+
 __all__ = ["AttentionRecord", "QueryCapture", "install_capture", "pool", "prompt_attention", "recorded_attention"]
 
 _active = threading.local()
@@ -53,9 +55,9 @@ def prompt_attention(logits: mx.array, prompt_len: int, sinks: mx.array | None) 
 
 
 class QueryCapture:
-    """Turns the attention of single-token forwards into pooled rows, max over layers and heads.
+    """Turns the attention of single-token forwards into pooled rows, the maximum or the mean over layers and heads.
 
-    Only the running maximum is kept, never the rows of all layers (max is associative, so the result is the same).
+    Only the running maximum or sum is kept, never the rows of all layers (both are associative).
     A layer counts when its key set spans the prompt and all tokens after it; what a rotating window or a gathered
     key set returns is shorter and is skipped.
 
@@ -65,26 +67,27 @@ class QueryCapture:
         layers: attention calls that counted, per row.
     """
 
-    def __init__(self, prompt_len: int, pool_width: int) -> None:
+    def __init__(self, prompt_len: int, pool_width: int, heads: HeadRule = "max") -> None:
         self.prompt_len = prompt_len
         self.pool_width = pool_width
+        self.heads = heads
         self.rows: list[mx.array] = []
         self.layers: list[int] = []
         self._span = 0
-        self._best: mx.array | None = None
-        self._count = 0
+        self._joined: mx.array | None = None
+        self._count = self._summed = 0
 
     @contextmanager
     def row(self, span: int) -> Iterator[None]:
         """Capture one single-token forward after which a full-length cache holds `span` tokens."""
-        self._span, self._best, self._count = span, None, 0
+        self._span, self._joined, self._count, self._summed = span, None, 0, 0
         _active.capture = self
         try:
             yield
         finally:
             _active.capture = None
-        if self._best is not None:
-            self.rows.append(self._best)
+        if self._joined is not None:
+            self.rows.append(self._joined if self.heads == "max" else self._joined * (1.0 / self._summed))
             self.layers.append(self._count)
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
@@ -106,8 +109,9 @@ class QueryCapture:
 
     def _add(self, logits: mx.array, sinks: mx.array | None) -> None:
         rows = pool(prompt_attention(logits, self.prompt_len, sinks), self.pool_width)
-        best = rows.max(axis=0)
-        self._best = best if self._best is None else mx.maximum(self._best, best)
+        join, row = (mx.maximum, rows.max(axis=0)) if self.heads == "max" else (mx.add, rows.sum(axis=0))
+        self._joined = row if self._joined is None else join(self._joined, row)
+        self._summed += rows.shape[0]
         self._count += 1
 
 

@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..cache.positioned import quantize_kv
@@ -41,6 +43,7 @@ from .calibration import calibrated
 from .footprint import default_limit, measure_footprint, weight_bytes
 from .inspection import Inspection, inspect_prompt
 from .prefiller import Prefiller
+from .replay import Replay, replay_continuation
 from .scheduler import Scheduler, SliceSizer
 from .sequence import Sequence
 from .stats import EngineStats, MemoryUse
@@ -48,6 +51,7 @@ from .stats import EngineStats, MemoryUse
 __all__ = ["Engine", "EngineHealth", "RequestHandle"]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 OnEvent = Callable[[Event], None]
 _IDLE_BEAT_S = 0.5
 _THREAD_EXIT_S = 0.1
@@ -227,6 +231,7 @@ class Engine:
             raise InvalidRequestError("the prompt has token ids outside the vocabulary", field="prompt")
         if not 0 <= request.min_tokens <= request.max_tokens:
             raise InvalidRequestError("min_tokens must be between 0 and max_tokens", field="min_tokens")
+        _check_importance(request)
         check_sampling(request.sampling, self.pair.vocab_size)
         if request.constraint is not None:
             self._grammars.check(request.constraint)
@@ -278,14 +283,30 @@ class Engine:
             InvalidRequestError: as for `submit`.
         """
         self.check(request)
-        done: queue.SimpleQueue[Inspection | Exception] = queue.SimpleQueue()
 
         def report(event: Event) -> None:
             if on_progress is not None and isinstance(event, Progress):
                 on_progress(event)
 
-        slices = inspect_prompt(self.prefiller, request)
-        self._post(_Job(self._next_uid(), report, RequestHandle(), slices, on_end=done.put))
+        return self._wait_for(inspect_prompt(self.prefiller, request), report)
+
+    def replay(self, request: GenerationRequest, continuation: Tokens[int], attention: bool = False) -> Replay:
+        """Prefill as the request says, then feed a given continuation instead of generating one; blocks.
+
+        Args:
+            attention: also report where the target looks while it reads the continuation.
+
+        Raises:
+            InvalidRequestError: as for `submit`, the continuation counting as the answer.
+        """
+        self.check(replace(request, max_tokens=len(continuation)))
+        slices = replay_continuation(self.prefiller, request, tuple(continuation), attention)
+        return self._wait_for(slices, lambda _: None)
+
+    def _wait_for(self, slices: Generator[Any, None, T], on_event: OnEvent) -> T:
+        """Run a job without answer on the MLX thread; its result."""
+        done: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+        self._post(_Job(self._next_uid(), on_event, RequestHandle(), slices, on_end=done.put))
         result = done.get()
         if isinstance(result, Exception):
             raise result
@@ -596,3 +617,11 @@ def _processors(request: GenerationRequest) -> list[LogitsProcessor]:
     if request.min_tokens and request.constraint is None:
         processors.append(held_back(request.stop_token_ids, request.min_tokens))
     return processors
+
+
+def _check_importance(request: GenerationRequest) -> None:
+    importance = request.specprefill.importance
+    if importance is None:
+        return
+    if importance.shape != (len(request.prompt),) or not np.isfinite(importance).all():
+        raise InvalidRequestError("importance must be one finite number per prompt token", field="importance")

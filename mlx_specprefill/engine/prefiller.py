@@ -132,11 +132,13 @@ class Prefiller:
         return logits
 
     def scores(self, request: GenerationRequest) -> Generator[Progress, None, Scores]:
-        """The draft's scores; its own dense prefix cache saves it from reading what it has read before.
+        """The request's own scores, else the draft's; its dense prefix cache saves it from reading things twice.
 
         Raises:
             SparseUnsupportedError: there is no draft, or it can't score.
         """
+        if request.specprefill.importance is not None:
+            return Scores(request.specprefill.importance, (), 0, 0)
         if self.pair.draft is None:
             raise SparseUnsupportedError("no draft model is loaded")
         prompt, done = request.prompt, 0

@@ -1,7 +1,7 @@
 """Importance of every prompt token, from the draft's attention (SpecPrefill, section 3.2; algorithms in docs).
 
 The draft reads the prompt, then a few tokens ahead. Each captured query row gives one pooled attention row per layer
-and head; the importance is the mean over rows of the maximum over layers and heads.
+and head; the importance is the mean over rows of the maximum (the paper's rule) or mean over layers and heads.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _look_ahead(
 
     All steps are queued without waiting for a token's value: the end of the answer is looked for afterwards.
     """
-    capture = QueryCapture(M, config.pool_width)
+    capture = QueryCapture(M, config.pool_width, config.heads)
     if config.include_last_prompt_query:
         with capture.row(M):
             logits = draft(last, cache=cache)

@@ -1,0 +1,72 @@
+"""What the target makes of a given continuation after a prefill of either kind: the ground of quality measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ..adapters.capture import QueryCapture
+from ..adapters.rope import adjusted_offsets
+from ..request import Account, GenerationRequest, Progress
+from .prefiller import Prefiller
+from .sequence import Sequence
+
+__all__ = ["Replay", "replay_continuation"]
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A continuation of T tokens under teacher forcing.
+
+    Attributes:
+        logprobs: float32 (T, V), natural logarithm; row t is the law from which token t would have been drawn.
+        account: how the prompt was prefilled; with its kept spans.
+        attention: float32 (M,) over the prompt's tokens, the mean over all query rows but the first, layers that see
+            the whole prompt and heads; None unless asked for, or where no layer sees all of it.
+    """
+
+    logprobs: Floats
+    account: Account
+    attention: Floats | None
+
+
+def replay_continuation(
+    prefiller: Prefiller, request: GenerationRequest, continuation: tuple[int, ...], attention: bool
+) -> Generator[Progress, None, Replay]:
+    """Prefill, then one target forward per token, as in decoding; yields between slices of the prefill.
+
+    Attention can only be read after a full prefill: the target's cache must hold the whole prompt.
+    """
+    sequence = Sequence(-1, request, 0.0)
+    logits = yield from _prefilled(prefiller, sequence)
+    M = len(request.prompt)
+    capture = QueryCapture(M, 1, "mean") if attention and sequence.kept is None else None
+    rows = [logits]
+    for number, token in enumerate(continuation[:-1], 1):
+        with adjusted_offsets([sequence.shift]), nullcontext() if capture is None else capture.row(M + number):
+            logits = prefiller.pair.target(mx.array([[token]]), cache=sequence.cache)[:, -1, :]
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        rows.append(logits)
+    raw = mx.concatenate(rows).astype(mx.float32)
+    logprobs = np.array(raw - mx.logsumexp(raw, axis=-1, keepdims=True))
+    looked = np.array(mx.stack(capture.rows).mean(axis=0)) if capture is not None and capture.rows else None
+    return Replay(logprobs, sequence.account(), looked)
+
+
+def _prefilled(prefiller: Prefiller, sequence: Sequence) -> Generator[Progress, None, mx.array]:
+    slices = prefiller.run(sequence)
+    while True:
+        try:
+            progress = next(slices)
+        except StopIteration as finished:
+            logits: mx.array = finished.value
+            return logits
+        assert isinstance(progress, Progress)
+        yield progress

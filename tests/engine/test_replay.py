@@ -1,0 +1,105 @@
+"""Teacher forcing: the same laws that decoding draws from, after both kinds of prefill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    GenerationRequest,
+    InvalidRequestError,
+    ScoringConfig,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+)
+from tests.tiny import FAMILIES, generated, random_prompt, tiny_pair
+
+M, T = 300, 12
+CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100), prefill_step=64)
+SPARSE, FULL = SpecPrefillOptions(True, Fraction(1, 5), return_spans=True), SpecPrefillOptions(False)
+
+
+def request(options, **more):
+    return GenerationRequest(random_prompt(M), T, specprefill=options, **more)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [SPARSE, FULL], ids=["sparse", "full"])
+def test_replaying_an_answer_gives_its_own_log_probabilities(family, options):
+    with Engine(tiny_pair(family), CONFIG) as engine:
+        events = [e for e in engine.generate(request(options, logprobs=0)) if hasattr(e, "token")]
+        answer = [event.token for event in events]
+        replay = engine.replay(request(options), answer)
+    assert replay.logprobs.shape == (len(answer), engine.pair.vocab_size)
+    assert replay.logprobs.argmax(axis=1).tolist() == answer
+    told = [event.logprob for event in events]
+    np.testing.assert_allclose(replay.logprobs[np.arange(len(answer)), answer], told, atol=1e-4)
+    assert replay.account.mode == ("sparse" if options is SPARSE else "full")
+
+
+def test_attention_is_a_mean_of_probabilities_over_the_prompt():
+    """Checked by hand on layer-free ground: rows of a softmax over prompt and continuation sum to at most one."""
+    with Engine(tiny_pair("llama"), CONFIG) as engine:
+        attention = engine.replay(request(FULL), list(range(2, 10)), attention=True).attention
+        assert engine.replay(request(SPARSE), list(range(2, 10)), attention=True).attention is None
+        assert engine.replay(request(FULL), [5], attention=True).attention is None
+    assert attention.shape == (M,)
+    assert (attention >= 0).all()
+    assert attention.sum() == pytest.approx(1, abs=1e-5)  # the rows are softmaxes over the prompt's keys
+
+
+def test_the_callers_own_importance_decides_what_is_kept():
+    importance = np.zeros(M, dtype=np.float32)
+    importance[96:128] = 1  # one whole chunk
+    options = replace(SPARSE, keep_pct=Fraction(1, 10), importance=importance)
+    with Engine(tiny_pair(), CONFIG) as engine:
+        _, last = generated(engine.generate(request(options)))
+        assert last.account.mode == "sparse"
+        assert any(start <= 96 and end >= 128 for start, end in last.account.kept_spans)
+        for bad in (importance[:-1], np.full(M, np.nan, dtype=np.float32)):
+            with pytest.raises(InvalidRequestError, match="one finite number per prompt token"):
+                engine.submit(request(replace(SPARSE, importance=bad)), print)
+
+
+def test_the_drafts_importance_given_back_selects_the_same():
+    with Engine(tiny_pair(), CONFIG) as engine:
+        scored = engine.inspect(request(SPARSE)).importance
+        asked = [generated(engine.generate(request(o))) for o in (SPARSE, replace(SPARSE, importance=scored))]
+    assert asked[0][0] == asked[1][0]
+    assert asked[0][1].account.kept_spans == asked[1][1].account.kept_spans
+
+
+@pytest.mark.parametrize("heads", ["max", "mean"])
+def test_scoring_by_either_head_rule_equals_brute_force(heads):
+    """One query row (the last prompt token) and no pooling: the importance is the attention row itself, joined."""
+    pair = tiny_pair("llama")
+    config = EngineConfig(scoring=ScoringConfig(rows=1, pool_width=1, heads=heads), prefill_step=64)
+    with Engine(pair, config) as engine:
+        importance = engine.inspect(request(SPARSE)).importance
+    rows = attention_rows(pair.draft, random_prompt(M))
+    np.testing.assert_allclose(importance, rows.max(axis=0) if heads == "max" else rows.mean(axis=0), atol=1e-5)
+
+
+def attention_rows(model, prompt):
+    """(layers * heads, M) attention of the last token, from the modules' own projections in one dense forward."""
+    seen = []
+    inner = mx.fast.scaled_dot_product_attention
+
+    def spy(q, k, v, **kwargs):
+        repeated = mx.repeat(k, q.shape[1] // k.shape[1], axis=1)
+        logits = (q[:, :, -1:] * kwargs["scale"]) @ repeated.swapaxes(-1, -2)
+        seen.append(np.array(mx.softmax(logits.astype(mx.float32), axis=-1))[0, :, 0])
+        return inner(q, k, v, **kwargs)
+
+    mx.fast.scaled_dot_product_attention = spy
+    try:
+        mx.eval(model(mx.array([list(prompt)])))
+    finally:
+        mx.fast.scaled_dot_product_attention = inner
+    return np.concatenate(seen)

@@ -6,6 +6,7 @@ by whoever chooses the token. Nothing here touches an array of MLX or needs a pa
 
 from __future__ import annotations
 
+import re
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -28,6 +29,7 @@ _LIMITS = LLParserLimits(max_items_in_row=1000, step_max_items=20_000, step_lexe
 # Without this, text that the grammar forces is split as the tokenizer would split it, special tokens included, which
 # the parser then refuses; and the model could not choose between two ways of writing it.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+_DETAILS = re.compile(r"\n<|\n +\d+ \|")
 _LONGEST_MESSAGE = 400
 
 
@@ -156,8 +158,8 @@ class Grammars:
 
 
 def _message(matcher: LLMatcher) -> str:
-    """The first lines of llguidance's message, without its dump of the parser."""
-    text = matcher.get_error().split("\n<", 1)[0].strip()
+    """llguidance's message without its dump of the parser and its excerpts of the grammar."""
+    text = _DETAILS.split(matcher.get_error(), maxsplit=1)[0].strip()
     if text == "NoExtensionBias":
         return "no text satisfies the grammar"
     return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."

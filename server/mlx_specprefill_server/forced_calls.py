@@ -1,0 +1,274 @@
+"""Grammars of tool calls: each model family's own notation around arguments that meet the tool's schema."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from mlx_specprefill import InvalidRequestError
+
+from .lark import Lark
+
+__all__ = ["NamedTool", "ToolChoice", "calls_rule", "forced_tools"]
+
+Tool = Mapping[str, Any]
+Schema = Mapping[str, Any]
+
+_SCALARS = {"number", "integer", "boolean", "null"}
+_TYPED = {"type", "anyOf", "oneOf", "allOf", "$ref", "const", "enum"}  # a schema without these says nothing of the type
+_NAME = re.compile(r"[\w.:/-]{1,256}")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """The one tool that has to be called."""
+
+    name: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
+def forced_tools(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
+    """The tools of which one has to be called; empty: none has to.
+
+    Raises:
+        InvalidRequestError: there is no such tool.
+    """
+    if choice in ("auto", "none"):
+        return ()
+    chosen = [tool for tool in tools if not isinstance(choice, NamedTool) or _name(tool) == choice.name]
+    if not chosen:
+        missing = f"no tool is called {choice.name!r}" if isinstance(choice, NamedTool) else "needs tools"
+        raise InvalidRequestError(f"tool_choice: {missing}", field="tool_choice")
+    return chosen
+
+
+def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, parallel: bool) -> str:
+    """One call of one of the tools, or several calls, in the notation of `tool_format`.
+
+    Raises:
+        InvalidRequestError: the model has no notation for calls, or a tool can't be written in it.
+    """
+    if tool_format not in _NOTATIONS:
+        raise InvalidRequestError("tool_choice: this model's template does not provide for tool calls", "tool_choice")
+    for tool in tools:
+        _check(tool)
+    return _NOTATIONS[tool_format](lark, tools, parallel)
+
+
+def _check(tool: Tool) -> None:
+    name = _name(tool)
+    if not _NAME.fullmatch(name):
+        raise InvalidRequestError(f"tools: {name!r:.40} can't be forced: letters, digits and _-.:/ only", "tools")
+    try:
+        orjson.dumps(tool)
+    except TypeError as error:
+        raise InvalidRequestError(f"tools: the parameters of {name} can't be read: {error}", "tools") from error
+
+
+def _name(tool: Tool) -> str:
+    return str(tool["function"]["name"])
+
+
+def _parameters(tool: Tool) -> Schema:
+    return _mapping(tool["function"].get("parameters"))
+
+
+def _arguments(lark: Lark, tool: Tool) -> str:
+    """As JSON: an object, whatever else the schema says."""
+    return _json(lark, {"type": "object", **_parameters(tool)}, tool)
+
+
+def _json(lark: Lark, schema: Schema, tool: Tool) -> str:
+    return lark.json(schema, strict=tool["function"].get("strict") is True, field="tools")
+
+
+def _several(lark: Lark, calls: Sequence[str], parallel: bool, between: str = "") -> str:
+    call = lark.rule("call", " | ".join(calls))
+    separator = lark.literal(between) if between else ""
+    return lark.rule("calls", f"{call} ({separator} {call})*" if parallel else call)
+
+
+# --- notations whose arguments are JSON ------------------------------------------------------------------------------
+
+
+def _hermes(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    r"""<tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>"""
+    end = lark.literal("}\n</tool_call>")
+    calls = []
+    for tool in tools:
+        begin = lark.literal(f'<tool_call>\n{{"name": "{_name(tool)}", "arguments": ')
+        calls.append(f"{begin} {_arguments(lark, tool)} {end}")
+    return _several(lark, calls, parallel, "\n")
+
+
+def _mistral(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    """[TOOL_CALLS]f[ARGS]{...} with newer tokenizers, else [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]."""
+    if "[ARGS]" in lark.special:
+        heads = [lark.literal(f"[TOOL_CALLS]{_name(tool)}[ARGS]") for tool in tools]
+        calls = [f"{head} {_arguments(lark, tool)}" for head, tool in zip(heads, tools, strict=True)]
+        return _several(lark, calls, parallel)
+    heads = [lark.literal(f'{{"name": "{_name(tool)}", "arguments": ') for tool in tools]
+    calls = [f'{head} {_arguments(lark, tool)} "}}"' for head, tool in zip(heads, tools, strict=True)]
+    inner = _several(lark, calls, parallel, ", ")
+    return lark.rule("mistral", f'{lark.literal("[TOOL_CALLS]")} " "? "[" {inner} "]"')
+
+
+def _harmony(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    """<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}; a message holds one call."""
+    calls = []
+    for tool in tools:
+        begin = lark.literal(f"<|channel|>commentary to=functions.{_name(tool)} <|constrain|>json<|message|>")
+        calls.append(f"{begin} {_arguments(lark, tool)}")
+    return lark.rule("harmony", f"{lark.analysis()} {_several(lark, calls, parallel=False)}")
+
+
+# --- notations with one field per argument ---------------------------------------------------------------------------
+
+
+def _mapping(value: Any) -> Schema:
+    return value if isinstance(value, dict) else {}
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _fields(schema: Schema) -> list[tuple[str, Schema, bool]]:
+    """Name, schema and whether it is required, of each member of an object; references still resolve in each."""
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    properties = _mapping(schema.get("properties"))
+    required = [name for name in _items(schema.get("required")) if isinstance(name, str)]
+    names = dict.fromkeys([*properties, *required])
+    return [(name, {**shared, **_mapping(properties.get(name))}, name in required) for name in names]
+
+
+def _types(schema: Schema) -> set[str]:
+    """The JSON types that a schema names; empty: any."""
+    kind = schema.get("type")
+    named = {one for one in [kind, *_items(kind)] if isinstance(one, str)}
+    branches = [*_items(schema.get("anyOf")), *_items(schema.get("oneOf"))]
+    return named.union(*(_types(_mapping(branch)) for branch in branches))
+
+
+def _texts(schema: Schema) -> list[str] | None:
+    """The texts of an enumeration of texts; None: it is none."""
+    values = _items([schema["const"]] if "const" in schema else schema.get("enum"))
+    return values if values and all(isinstance(value, str) for value in values) else None
+
+
+def _value(lark: Lark, schema: Schema, end: str, tool: Tool) -> str:
+    """Text as it is, everything else as JSON, and the literal `end`.
+
+    A text is free up to `end` unless it is one of an enumeration: these notations have neither quotes nor escapes.
+    """
+    if (texts := _texts(schema)) is not None:
+        return f"{lark.any_of(texts)} {lark.literal(end)}"
+    if "string" in _types(schema) or _TYPED.isdisjoint(schema):
+        return lark.free_text(end)
+    return f"{_json(lark, schema, tool)} {lark.literal(end)}"
+
+
+def _tagged(lark: Lark, tool: Tool, begin: Callable[[str], str], end: str) -> str:
+    """All arguments in the order of the schema, the optional ones maybe."""
+    rules = []
+    for name, schema, required in _fields(_parameters(tool)):
+        value = _value(lark, schema, end, tool)
+        rules.append(f"({begin(name)} {value}){'' if required else '?'}")
+    return " ".join(rules)
+
+
+def _xml(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    r"""<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"""
+    end = lark.literal("</function>\n</tool_call>")
+    calls = []
+    for tool in tools:
+        begin = lark.literal(f"<tool_call>\n<function={_name(tool)}>\n")
+        fields = _tagged(lark, tool, lambda name: lark.literal(f"<parameter={name}>\n"), "\n</parameter>\n")
+        calls.append(f"{begin} {fields} {end}")
+    return _several(lark, calls, parallel, "\n")
+
+
+def _glm(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks between."""
+    newline = lark.rule("newline", r'"\n"?')
+
+    def begin(name: str) -> str:
+        return f"{newline} {lark.literal(f'<arg_key>{name}</arg_key>')} {newline} {lark.literal('<arg_value>')}"
+
+    calls = []
+    for tool in tools:
+        head = lark.literal(f"<tool_call>{_name(tool)}")
+        fields = _tagged(lark, tool, begin, "</arg_value>")
+        calls.append(f"{head} {fields} {newline} {lark.literal('</tool_call>')}")
+    return _several(lark, calls, parallel, "\n")
+
+
+# --- Gemma -----------------------------------------------------------------------------------------------------------
+
+
+def _gemma(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    """<|tool_call>call:f{x:1,y:<|"|>text<|"|>}<tool_call|>; FunctionGemma's tokenizer has other markers."""
+    if "<start_function_call>" in lark.special:
+        begin, end, quote = "<start_function_call>", "<end_function_call>", "<escape>"
+    else:
+        begin, end, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
+    calls = []
+    for tool in tools:
+        fields = _gemma_object(lark, _parameters(tool), quote)
+        calls.append(f"{lark.literal(f'{begin}call:{_name(tool)}')} {fields} {lark.literal(end)}")
+    return _several(lark, calls, parallel)
+
+
+def _gemma_object(lark: Lark, schema: Schema, quote: str) -> str:
+    """{x:1,y:2}: the required members, then maybe the others, in the order of the schema."""
+    pairs: dict[bool, list[str]] = {True: [], False: []}
+    for name, inner, required in _fields(schema):
+        pairs[required].append(lark.rule("pair", f"{lark.literal(f'{name}:')} {_gemma_value(lark, inner, quote)}"))
+    more = [f'("," {pair})?' for pair in pairs[False]]
+    if pairs[True]:
+        body = " ".join([' "," '.join(pairs[True]), *more])
+    else:
+        first = [" ".join([pair, *more[i + 1 :]]) for i, pair in enumerate(pairs[False])]
+        body = f"({' | '.join(first)})?" if first else ""
+    return lark.rule("object", f'"{{" {body} "}}"')
+
+
+def _gemma_value(lark: Lark, schema: Schema, quote: str) -> str:
+    """By type if it has exactly one; other values only keep the notation."""
+    types = _types(schema)
+    if (texts := _texts(schema)) is not None:
+        return f"{lark.literal(quote)} {lark.any_of(texts)} {lark.literal(quote)}"
+    if types == {"string"}:
+        return f"{lark.literal(quote)} {lark.free_text(quote)}"
+    if types == {"object"} and _fields(schema):
+        return _gemma_object(lark, schema, quote)
+    if types == {"array"} and _mapping(schema.get("items")):
+        item = _gemma_value(lark, schema["items"], quote)
+        return lark.rule("array", f'"[" ({item} ("," {item})*)? "]"')
+    if (types and types <= _SCALARS) or "$ref" in schema:
+        return lark.json(schema, strict=False, field="tools")
+    return _gemma_anything(lark, quote)
+
+
+def _gemma_anything(lark: Lark, quote: str) -> str:
+    text = f"{lark.literal(quote)} {lark.free_text(quote)}"
+    scalar = lark.json({"type": sorted(_SCALARS)})
+    key = lark.define("KEY", r"/[\w-]+/")
+    array, pairs = '"[" (any ("," any)*)? "]"', f'"{{" ({key} ":" any ("," {key} ":" any)*)? "}}"'
+    return lark.define("any", f"{text} | {scalar} | {array} | {pairs}")
+
+
+_NOTATIONS: Mapping[str | None, Callable[[Lark, Sequence[Tool], bool], str]] = {
+    "hermes": _hermes,
+    "xml": _xml,
+    "harmony": _harmony,
+    "mistral": _mistral,
+    "gemma": _gemma,
+    "glm": _glm,
+}

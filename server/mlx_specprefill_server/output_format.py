@@ -1,0 +1,227 @@
+"""What the text of an answer must look like, in every spelling that clients use, and the grammar that says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from mlx_specprefill import Constraint, InvalidRequestError
+
+from .forced_calls import ToolChoice, calls_rule, forced_tools
+from .lark import Lark
+
+__all__ = ["OUTPUT_FIELDS", "OutputFormat", "constraint_of", "parse_response_format"]
+
+Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
+
+OUTPUT_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "json_schema",
+    "grammar",
+)
+_MOST_CHOICES = 10_000
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """What an answer's text must be.
+
+    Attributes:
+        value: a schema (dict), a regular expression, a Lark grammar, or texts to choose from; for "json_object" unused.
+        strict: parts of a schema that can't be enforced are refused, not ignored.
+        field: what errors name.
+    """
+
+    kind: Kind
+    value: Any = None
+    strict: bool = True
+    field: str = "response_format"
+
+
+def parse_response_format(body: Mapping[str, Any]) -> OutputFormat | None:
+    """What a body asks for in one of OUTPUT_FIELDS; None: free text. null and empty values ask for nothing.
+
+    Raises:
+        InvalidRequestError: names the field; also when two fields ask for something.
+    """
+    asked = {
+        name: _READERS[name](body[name], name) for name in OUTPUT_FIELDS if body.get(name) not in (None, "", {}, [])
+    }
+    formats = {name: output for name, output in asked.items() if output is not None}
+    if len(formats) > 1:
+        raise _refusal(list(formats)[1], f"can't be combined with {next(iter(formats))}")
+    return next(iter(formats.values()), None)
+
+
+def constraint_of(
+    output: OutputFormat | None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: ToolChoice = "auto",
+    tool_format: str | None = None,
+    parallel: bool = True,
+    reasoning_end: tuple[int, ...] = (),
+    special: Mapping[str, int] | None = None,
+) -> Constraint | None:
+    """The grammar of the whole answer after its reasoning; None: nothing is asked for.
+
+    Forced calls leave no room for other text. When calls are merely possible, the answer is either calls or what
+    `output` says; a grammar of the client's own is the whole answer.
+
+    Args:
+        tools: OpenAI's function tools.
+        tool_format: how the model writes calls (the name of a parser); None: it knows none.
+        parallel: more than one call is possible.
+        reasoning_end: the tokens that end the reasoning, if the answer begins with some.
+        special: the tokenizer's added tokens and their ids; markers among them are tokens, not text.
+
+    Raises:
+        InvalidRequestError: the named tool is not there, or calls are forced that the model can't make.
+    """
+    forced = forced_tools(tools, tool_choice)
+    if output is None and not forced:
+        return None
+    if output is not None and output.kind == "grammar" and not forced:
+        return _own_grammar(output, tool_format, reasoning_end)
+    lark = Lark(special or {})
+    possible = forced or (tools if tool_choice == "auto" and tool_format is not None else ())
+    rules = [calls_rule(lark, possible, tool_format, parallel and isinstance(tool_choice, str))] if possible else []
+    if output is not None and not forced:
+        rules.append(_body(lark, output, tool_format))
+    lines = "NL? " if reasoning_end and (output is None or output.kind.startswith("json")) else ""
+    if lines:
+        lark.define("NL", r"/\n{1,2}/")
+    lark.define("start", f"{lines}({' | '.join(rules)})")
+    field = "tools" if output is None or forced else output.field
+    return Constraint(lark.text(), field, reasoning_end)
+
+
+def _own_grammar(output: OutputFormat, tool_format: str | None, reasoning_end: tuple[int, ...]) -> Constraint:
+    if tool_format == "harmony":
+        raise _refusal(output.field, "this model answers in channels; use a JSON schema, a regex or a choice")
+    return Constraint(output.value, output.field, reasoning_end)
+
+
+def _body(lark: Lark, output: OutputFormat, tool_format: str | None) -> str:
+    """The rule of the answer's text; harmony's models write it into a channel of its own."""
+    body = {
+        "json_object": lambda: lark.json({"type": "object"}),
+        "json_schema": lambda: lark.json(output.value, output.strict, output.field),
+        "regex": lambda: lark.regex(output.value),
+        "choice": lambda: lark.any_of(output.value),
+    }[output.kind]()
+    if tool_format != "harmony":
+        return body
+    return lark.rule("final", f"{lark.analysis()} {lark.literal('<|channel|>final<|message|>')} {body}")
+
+
+# --- reading requests ------------------------------------------------------------------------------------------------
+
+
+def _refusal(field: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {why}", field=field)
+
+
+def _response_format(value: Any, field: str) -> OutputFormat | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    match kind:
+        case "text":
+            return None
+        case "json_object":  # llama.cpp puts a schema beside it
+            schema = value.get("schema")
+            return OutputFormat("json_object", field=field) if schema is None else _json(schema, f"{field}.schema")
+        case "json_schema":
+            return _json_schema(value, field)
+    raise _refusal(field, "must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', ...}")
+
+
+def _json_schema(value: dict[str, Any], field: str) -> OutputFormat:
+    """OpenAI's form; some clients leave out the level in between."""
+    inner = value.get("json_schema", value)
+    field = f"{field}.json_schema" if inner is not value else field
+    if not isinstance(inner, dict) or inner.get("schema") is None:
+        raise _refusal(f"{field}.schema", "is missing")
+    strict = inner.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise _refusal(f"{field}.strict", "must be true or false")
+    return _json(inner["schema"], f"{field}.schema", strict is not False)
+
+
+def _json(value: Any, field: str, strict: bool = True) -> OutputFormat:
+    if not isinstance(value, dict):
+        raise _refusal(field, "must be a JSON schema (an object)")
+    return OutputFormat("json_schema", value, strict, field)
+
+
+def _json_or_text(value: Any, field: str) -> OutputFormat:
+    """vLLM takes the schema as text too."""
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise _refusal(field, f"is not JSON: {error}") from error
+    return _json(value, field)
+
+
+def _regex(value: Any, field: str) -> OutputFormat:
+    if not isinstance(value, str):
+        raise _refusal(field, "must be a regular expression (a string)")
+    return OutputFormat("regex", value, field=field)
+
+
+def _choice(value: Any, field: str) -> OutputFormat:
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        raise _refusal(field, "must be a non-empty array of strings")
+    if len(value) > _MOST_CHOICES:
+        raise _refusal(field, f"at most {_MOST_CHOICES} choices are supported")
+    return OutputFormat("choice", tuple(value), field=field)
+
+
+def _grammar(value: Any, field: str) -> OutputFormat:
+    if not isinstance(value, str):
+        raise _refusal(field, "must be a Lark grammar (a string)")
+    if _GBNF.search(value):
+        raise _refusal(field, "GBNF ('name ::= ...') is not supported; write the grammar in Lark ('start: ...')")
+    return OutputFormat("grammar", value, field=field)
+
+
+def _structured_outputs(value: Any, field: str) -> OutputFormat | None:
+    """vLLM's object with one of several keys."""
+    if not isinstance(value, dict):
+        raise _refusal(field, "must be an object with one of json, json_object, regex, choice, grammar")
+    given = {name: one for name, one in value.items() if one not in (None, False)}
+    if len(given) != 1:
+        raise _refusal(field, "must have exactly one of json, json_object, regex, choice, grammar")
+    ((name, one),) = given.items()
+    if name not in _STRUCTURED:
+        raise _refusal(f"{field}.{name}", "not supported; use json, json_object, regex, choice or grammar")
+    return _STRUCTURED[name](one, f"{field}.{name}")
+
+
+_Reader = Callable[[Any, str], OutputFormat | None]
+_STRUCTURED: Mapping[str, _Reader] = {
+    "json": _json_or_text,
+    "json_object": lambda _, field: OutputFormat("json_object", field=field),
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}
+_READERS: Mapping[str, _Reader] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _json_or_text,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "json_schema": _json_or_text,
+    "grammar": _grammar,
+}

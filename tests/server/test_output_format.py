@@ -1,0 +1,356 @@
+"""What clients ask an answer to look like, as grammars; forced calls in every notation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mlx_specprefill import Constraint, InvalidRequestError
+from mlx_specprefill.constraints import Grammars
+from mlx_specprefill_server.forced_calls import NamedTool, ToolChoice
+from mlx_specprefill_server.output_format import OUTPUT_FIELDS, OutputFormat, constraint_of, parse_response_format
+
+from .fakes import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+GRAMMARS = Grammars(TOKENIZER, frozenset(TOKENIZER.eos_token_ids))
+SPECIAL = TOKENIZER.get_added_vocab()
+(STOP,) = TOKENIZER.eos_token_ids
+
+
+def verdict(constraint: Constraint | None, text: str) -> str:
+    """ "whole", "beginning", or where it goes wrong."""
+    assert constraint is not None
+    way = GRAMMARS.guide(constraint, frozenset({STOP}))
+    for place, token in enumerate(TOKENIZER.encode(text, add_special_tokens=False)):
+        mask = way.allowed(len(TOKENIZER))
+        assert mask is not None
+        if not mask[token]:
+            return f"wrong at {place}"
+        way.accept(token)
+    mask = way.allowed(len(TOKENIZER))
+    assert mask is not None
+    return "whole" if mask[STOP] else "beginning"
+
+
+def accepts(constraint: Constraint | None, text: str) -> bool:
+    return verdict(constraint, text) == "whole"
+
+
+# --- fields of a request ---------------------------------------------------------------------------------------------
+
+
+def openai_form(json_schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": json_schema}}
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema"),
+        (openai_form({"name": "x", "schema": SCHEMA}), "json_schema"),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json_schema"),
+        ({"guided_json": SCHEMA}, "json_schema"),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema"),
+        ({"json_schema": SCHEMA}, "json_schema"),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema"),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, "json_object"),
+        ({"guided_regex": "a+"}, "regex"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex"),
+        ({"guided_choice": ["yes", "no"]}, "choice"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "choice"),
+        ({"guided_grammar": 'start: "a"'}, "grammar"),
+        ({"grammar": 'start: "a"'}, "grammar"),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar"),
+    ],
+)
+def test_every_spelling(body: dict[str, Any], kind: str) -> None:
+    output = parse_response_format(body)
+    assert output is not None
+    assert output.kind == kind
+    text = {"regex": "aaa", "choice": "no", "grammar": "a"}.get(kind, '{"a": 12}')
+    constraint = constraint_of(output)
+    assert accepts(constraint, text)
+    assert not accepts(constraint, text + "x")
+    assert not accepts(constraint, text[:-1] + "?")
+
+
+@pytest.mark.parametrize("body", [{}, {"response_format": {"type": "text"}}, dict.fromkeys(OUTPUT_FIELDS),
+                                  {"grammar": "", "json_schema": {}, "guided_choice": []}])  # fmt: skip
+def test_nothing_asked(body: dict[str, Any]) -> None:
+    assert parse_response_format(body) is None
+    assert constraint_of(None) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
+        (openai_form({"name": "x"}), "response_format.json_schema.schema"),
+        (openai_form({"schema": []}), "response_format.json_schema.schema"),
+        (openai_form({"schema": {}, "strict": 1}), "response_format.json_schema.strict"),
+        (openai_form(1), "response_format.json_schema.schema"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_regex": 1}, "guided_regex"),
+        ({"guided_choice": "ab"}, "guided_choice"),
+        ({"guided_choice": ["a", 1]}, "guided_choice"),
+        ({"guided_choice": ["a"] * 10_001}, "guided_choice"),
+        ({"grammar": 'root ::= "a"'}, "grammar"),
+        ({"grammar": 5}, "grammar"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": 1}, "structured_outputs"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_named(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_response_format(body)
+    assert refused.value.field == field
+    assert str(refused.value).startswith(f"{field}: ")
+
+
+# --- grammars of texts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["a", 'quo"te', "back\\slash", "line\nbreak", "<think>", "😀é", "\x01", ""])
+def test_choices_are_spelled_exactly(text: str) -> None:
+    constraint = constraint_of(OutputFormat("choice", (text, "other")), special=SPECIAL)
+    assert constraint is not None
+    way = GRAMMARS.guide(constraint, frozenset({STOP}))
+    for token in (token for char in text for token in TOKENIZER.encode(char, add_special_tokens=False)):
+        mask = way.allowed(len(TOKENIZER))
+        assert mask is not None
+        assert mask[token]
+        way.accept(token)
+    mask = way.allowed(len(TOKENIZER))
+    assert mask is not None
+    assert mask[STOP]
+
+
+@pytest.mark.parametrize(
+    ("regex", "good", "bad"),
+    [(r"\d{2}/\d{2}", "12/34", "12-34"), ("^a|b$", "b", "ab"), (r"a\/b", "a/b", "ab"), ("a\nb", "a\nb", "anb")],
+)
+def test_regexes_match_the_whole_answer(regex: str, good: str, bad: str) -> None:
+    constraint = constraint_of(OutputFormat("regex", regex))
+    assert accepts(constraint, good)
+    assert not accepts(constraint, bad)
+
+
+def test_whitespace_ends() -> None:
+    constraint = constraint_of(OutputFormat("json_object"))
+    assert accepts(constraint, '{\n    "a": [\n        1\n    ]\n}')
+    assert verdict(constraint, "{" + " " * 64) == "beginning"
+    assert verdict(constraint, "{" + " " * 65) == "wrong at 65"
+
+
+def test_only_a_lenient_schema_may_hold_what_can_not_be_enforced() -> None:
+    schema = {**SCHEMA, "not": {"required": ["b"]}, "x-guidance": {"lenient": True}}
+    strict = constraint_of(OutputFormat("json_schema", schema, field="response_format.json_schema.schema"))
+    assert strict is not None
+    with pytest.raises(InvalidRequestError, match='Unimplemented keys: \\["not"\\]') as refused:
+        GRAMMARS.check(strict)
+    assert refused.value.field == "response_format.json_schema.schema"
+    assert "start" not in str(refused.value)
+    lenient = constraint_of(OutputFormat("json_schema", schema, strict=False))
+    assert accepts(lenient, '{"a": 1}')
+    assert not accepts(lenient, '{"b": 1}')
+
+
+def test_a_schema_nested_without_end() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(900):
+        schema = {"items": schema}
+    with pytest.raises(InvalidRequestError, match="can't be read"):
+        constraint_of(OutputFormat("json_schema", schema))
+
+
+def test_after_reasoning_json_may_begin_with_a_line_break_and_other_text_may_not() -> None:
+    end = (SPECIAL["</think>"],)
+    json_text = constraint_of(OutputFormat("json_object"), reasoning_end=end)
+    assert json_text is not None
+    assert json_text.starts_after == end
+    free = Constraint(json_text.grammar)
+    assert accepts(free, "\n\n{}")
+    choice = constraint_of(OutputFormat("choice", ("a", "b")), reasoning_end=end)
+    assert choice is not None
+    assert not accepts(Constraint(choice.grammar), "\na")
+
+
+# --- forced calls ----------------------------------------------------------------------------------------------------
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"$ref": "#/$defs/days"},
+                "unit": {"enum": ["C", "F"]},
+                "tags": {"type": "array", "items": {"type": "string"}},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+            "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        },
+    },
+}  # fmt: skip
+TIME = {"type": "function", "function": {"name": "weather_time"}}
+TOOLS = [WEATHER, TIME]
+
+# (format, a good call of each tool, bad ones)
+NOTATIONS = [
+    (
+        "hermes",
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather_time", "arguments": {}}\n</tool_call>',
+        ['{"name": "weather", "arguments": {}}', '<tool_call>\n{"name": "weather", "arguments": {"city": 1',
+         '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 10'],
+        "\n",
+    ),
+    (
+        "xml",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nRome <b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "<parameter=unit>\nC\n</parameter>\n<parameter=tags>\n[\"x\"]\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=weather_time>\n</function>\n</tool_call>",
+        ["<tool_call>\n<function=weather>\n</function>",
+         "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\nmany",
+         "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+         "<parameter=unit>\nK"],
+        "\n",
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome", "days": 3}',
+        "<|channel|>commentary to=functions.weather_time <|constrain|>json<|message|>{}",
+        ["<|channel|>final<|message|>Hello", "<|channel|>commentary to=functions.other",
+         '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}'],
+        None,
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome", "days": 3}}]',
+        '[TOOL_CALLS][{"name": "weather_time", "arguments": {}}]',
+        ['[{"name": "weather"', '[TOOL_CALLS][{"name": "weather", "arguments": {"days"'],
+        None,
+    ),
+    (
+        "gemma",
+        '<|tool_call>call:weather{city:<|"|>Rome {1}<|"|>,days:3,tags:[<|"|>a<|"|>,<|"|>b<|"|>]}<tool_call|>',
+        "<|tool_call>call:weather_time{}<tool_call|>",
+        ["<|tool_call>call:weather{}", "<|tool_call>call:weather{city:1", "call:weather",
+         '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:3,unit:<|"|>K'],
+        "",
+    ),
+    (
+        "glm",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>",
+        "<tool_call>weather_time</tool_call>",
+        ["<tool_call>weather</tool_call>", "<tool_call>weather<arg_key>days",
+         "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_key><arg_value>x"],
+        "\n",
+    ),
+]  # fmt: skip
+
+
+def forced(tool_format: str | None, choice: ToolChoice = "required", parallel: bool = True, **more: Any) -> Constraint:
+    constraint = constraint_of(None, TOOLS, choice, tool_format, parallel, special=SPECIAL, **more)
+    assert constraint is not None
+    return constraint
+
+
+@pytest.mark.parametrize(("tool_format", "call", "other", "bad", "between"), NOTATIONS)
+def test_forced_calls(tool_format: str, call: str, other: str, bad: list[str], between: str | None) -> None:
+    required = forced(tool_format)
+    for good in (call, other):
+        assert accepts(required, good)
+    assert verdict(required, "Let me see.").startswith("wrong")
+    for wrong in bad:
+        assert verdict(required, wrong).startswith("wrong"), wrong
+    named = forced(tool_format, NamedTool("weather_time"))
+    assert accepts(named, other)
+    assert not accepts(named, call)
+    if between is not None:
+        assert accepts(required, call + between + other)
+        assert not accepts(forced(tool_format, parallel=False), call + between + other)
+        assert not accepts(named, other + between + other)
+
+
+def test_mistral_with_argument_markers() -> None:
+    special = {**SPECIAL, "[ARGS]": SPECIAL["[INST]"]}
+    required = constraint_of(None, TOOLS, "required", "mistral", special=special)
+    good = '[TOOL_CALLS]weather[INST]{"city": "Rome", "days": 3}'
+    assert accepts(required, good)
+    assert accepts(required, good + "[TOOL_CALLS]weather_time[INST]{}")
+
+
+def test_markers_are_tokens_where_the_tokenizer_has_them() -> None:
+    """Their spelling would be text to the model."""
+    special = {**SPECIAL, "<tool_call>": SPECIAL["<s>"], "</tool_call>": SPECIAL["</s>"]}
+    required = constraint_of(None, TOOLS, NamedTool("weather_time"), "hermes", special=special)
+    assert accepts(required, '<s>\n{"name": "weather_time", "arguments": {}}\n</s>')
+    assert verdict(required, "<tool_call>") == "wrong at 0"
+
+
+def test_calls_or_the_asked_output() -> None:
+    output = OutputFormat("json_object")
+    either = constraint_of(output, TOOLS, "auto", "hermes", special=SPECIAL)
+    assert accepts(either, '{"answer": 1}')
+    assert accepts(either, NOTATIONS[0][2])
+    assert not accepts(either, "No.")
+    none = constraint_of(output, TOOLS, "none", "hermes", special=SPECIAL)
+    assert not accepts(none, NOTATIONS[0][2])
+    assert constraint_of(None, TOOLS, "auto", "hermes") is None
+
+
+def test_harmony_answers_in_its_final_channel() -> None:
+    output = constraint_of(OutputFormat("json_object"), (), "auto", "harmony", special=SPECIAL)
+    assert accepts(output, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>{}")
+    assert accepts(output, "<|channel|>final<|message|>{}")
+    with pytest.raises(InvalidRequestError, match="channels"):
+        constraint_of(OutputFormat("grammar", 'start: "a"'), (), "auto", "harmony")
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "tool_format", "said"),
+    [
+        (TOOLS, NamedTool("other"), "hermes", "no tool is called 'other'"),
+        ([], "required", "hermes", "needs tools"),
+        (TOOLS, "required", None, "does not provide for tool calls"),
+        ([{"function": {"name": 'a"b'}}], "required", "hermes", "can't be forced"),
+    ],
+)
+def test_calls_that_can_not_be_forced(tools: Any, choice: ToolChoice, tool_format: str | None, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        constraint_of(None, tools, choice, tool_format)
+
+
+@pytest.mark.parametrize("tool_format", [name for name, *_ in NOTATIONS])
+@pytest.mark.parametrize(
+    "parameters",
+    [1, [], {"properties": 1}, {"properties": {"a": 1}, "required": 5}, {"required": ["x", 1]}, {"type": 5},
+     {"properties": {"a": {"anyOf": 3, "enum": 1, "items": 7, "type": ["string", 4]}}},
+     {"properties": {"a": {"type": {}}}}],
+)  # fmt: skip
+def test_strange_schemas_are_refused_or_followed(tool_format: str, parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    try:
+        constraint = constraint_of(None, tools, "required", tool_format, special=SPECIAL)
+        assert constraint is not None
+        GRAMMARS.check(constraint)
+    except InvalidRequestError:
+        pass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 from mlx_specprefill import (
+    Constraint,
     ContextLengthError,
     GenerationRequest,
     InvalidRequestError,
@@ -18,20 +18,12 @@ from .answers import AnswerDone, AnswerPiece, TextDelta
 from .conversation import Conversation
 from .deltas import Delta
 from .deps import Service
+from .forced_calls import NamedTool, ToolChoice
 from .generation import Done, Generation, Job, PromptScores
+from .output_format import OutputFormat, constraint_of
 from .prompt import Prompt
 
-__all__ = ["Ask", "Asked", "NamedTool", "ToolChoice", "ask", "room"]
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTool:
-    """The one tool that has to be called."""
-
-    name: str
-
-
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
+__all__ = ["Ask", "Asked", "NamedTool", "ToolChoice", "ask", "copies", "room", "stop_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +47,7 @@ class Ask:
     stops: tuple[str, ...] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    output: Any | None = None
+    output: OutputFormat | None = None
     n: int = 1
     logprobs: int | None = None
     ignore_eos: bool = False
@@ -98,7 +90,15 @@ async def ask(service: Service, ask: Ask) -> Asked:
         EngineClosedError: the engine takes nothing more.
     """
     prompt = await service.prompts.chat(ask.conversation)
-    return Asked(len(prompt.tokens), service.submit(_jobs(service, ask, prompt)))
+    constraint = constraint_of(
+        ask.output,
+        ask.conversation.tools,
+        ask.tool_choice,
+        parallel=ask.parallel_tool_calls,
+        special=service.vocabulary.special,
+    )
+    await service.compile(constraint)
+    return Asked(len(prompt.tokens), service.submit(_jobs(service, ask, prompt, constraint)))
 
 
 def room(prompt_tokens: int, asked: int | None, context_length: int, field: str) -> int:
@@ -116,21 +116,38 @@ def room(prompt_tokens: int, asked: int | None, context_length: int, field: str)
     return left if asked is None else min(asked, left)
 
 
-def _jobs(service: Service, ask: Ask, prompt: Prompt) -> Sequence[Job]:
+def _jobs(service: Service, ask: Ask, prompt: Prompt, constraint: Constraint | None) -> Sequence[Job]:
     if not prompt.tokens:
         raise InvalidRequestError(f"{ask.field}: the prompt has no tokens", field=ask.field)
+    max_tokens = room(len(prompt.tokens), ask.max_tokens, service.context_length, ask.field)
     request = GenerationRequest(
         prompt=prompt.tokens,
-        max_tokens=room(len(prompt.tokens), ask.max_tokens, service.context_length, ask.field),
+        max_tokens=max_tokens,
         sampling=ask.sampling,
         specprefill=ask.specprefill,
         spans=prompt.spans,
-        stop_token_ids=frozenset() if ask.ignore_eos else service.vocabulary.stop_ids,
+        stop_token_ids=stop_ids(service, ask.ignore_eos, constraint),
         logprobs=ask.logprobs,
+        constraint=constraint,
+        min_tokens=min(ask.min_tokens, max_tokens),
     )
-    return [Job(replace(request, sampling=_seeded(ask.sampling, i)), ask.stops) for i in range(ask.n)]
+    return copies(Job(request, ask.stops), ask.n)
 
 
-def _seeded(sampling: SamplingParams, answer: int) -> SamplingParams:
+def stop_ids(service: Service, ignore_eos: bool, constraint: Constraint | None) -> frozenset[int]:
+    """What ends an answer. A grammar ends by itself, so there is nothing to ignore."""
+    return frozenset() if ignore_eos and constraint is None else service.vocabulary.stop_ids
+
+
+def copies(job: Job, n: int, first: int = 0) -> list[Job]:
+    """The `n` answers to one prompt; the prompt is read once. `first` is the number of the first among all jobs."""
+    others = [replace(job, request=_seeded(job.request, i), follows=first) for i in range(1, n)]
+    return [job, *others]
+
+
+def _seeded(request: GenerationRequest, answer: int) -> GenerationRequest:
     """Answers of one request differ, and each is the same again for the same seed."""
-    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + answer)
+    sampling = request.sampling
+    return (
+        request if sampling.seed is None else replace(request, sampling=replace(sampling, seed=sampling.seed + answer))
+    )

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Annotated, Any, TypeVar
 from weakref import WeakSet
@@ -15,7 +16,7 @@ from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from mlx_specprefill import EngineClosedError, InvalidRequestError
+from mlx_specprefill import Constraint, EngineClosedError, InvalidRequestError
 
 from .access_log import current_exchange
 from .errors import ApiError
@@ -60,6 +61,15 @@ class Service:
     def draft_id(self) -> str | None:
         """None: no draft is loaded."""
         return _short(self.engine.pair.draft_id)
+
+    async def compile(self, constraint: Constraint | None) -> None:
+        """Compile a grammar before `submit` needs it, on the worker that has the tokenizer to itself.
+
+        Raises:
+            InvalidRequestError: what is wrong with the grammar.
+        """
+        if constraint is not None:
+            await self.prompts.run(partial(self.engine.compile, constraint))
 
     def submit(self, jobs: Sequence[Job]) -> Generation:
         """Starts all jobs.

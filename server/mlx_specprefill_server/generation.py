@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from mlx_specprefill import (
     Account,
+    Constraint,
     EngineClosedError,
     EngineStats,
     Event,
@@ -24,6 +25,7 @@ from mlx_specprefill import (
     Logprob,
     Progress,
     PromptLogprobs,
+    SpecPrefillError,
     Stage,
     TokenEvent,
 )
@@ -56,6 +58,7 @@ class EngineLike(Protocol):
 
     @property
     def pair(self) -> Any: ...
+    def compile(self, constraint: Constraint) -> None: ...
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Handle: ...
     def health(self) -> Health: ...
     def stats(self) -> EngineStats: ...
@@ -64,10 +67,18 @@ class EngineLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One answer to be made: the engine's request, and what happens to its text."""
+    """One answer to be made: the engine's request, and what happens to its text.
+
+    Attributes:
+        with_tokens: the tokens are wanted beside their text, also without logprobs.
+        follows: None, or the number of an earlier job with the same prompt: this one starts when that one's prompt
+            has been read, and finds it in the engine's cache.
+    """
 
     request: GenerationRequest
     stops: tuple[str, ...] = ()
+    with_tokens: bool = False
+    follows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +153,25 @@ class Generation:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._handles: list[Handle] = []
+        self._handles: dict[int, Handle] = {}
+        self._later = {i: job.follows for i, job in enumerate(jobs) if job.follows is not None}
         self._answers = {i: _answer(i, job, vocabulary) for i, job in enumerate(jobs)}
         try:
-            for i, job in enumerate(jobs):
-                self._handles.append(engine.submit(job.request, partial(self._deliver, i)))
+            for i in range(len(jobs)):
+                if i not in self._later:
+                    self._start(i)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Stops whatever is still being made, within one step of the engine."""
-        for index, handle in enumerate(self._handles):
+        for index, handle in self._handles.items():
             if index in self._answers:
                 handle.cancel()
+        for index in self._later:
+            self._events.put_nowait((index, Failed(EngineClosedError("the request was given up"))))
+        self._later.clear()
 
     def stop(self, patience: float) -> None:
         """Closes on the server's side: every answer ends now, or after `patience` if the engine is in a long step."""
@@ -174,6 +190,19 @@ class Generation:
             pieces = self._silence() if item is None else self._guarded(*item)
             for piece in pieces:
                 yield piece
+
+    def _start(self, index: int) -> None:
+        self._handles[index] = self._engine.submit(self._jobs[index].request, partial(self._deliver, index))
+
+    def _start_followers(self, leader: int) -> Iterator[Piece]:
+        """The prompt of `leader` has been read, or will not be."""
+        followers = [index for index, follows in self._later.items() if follows == leader]
+        for index in followers:
+            del self._later[index]
+            try:
+                self._start(index)
+            except SpecPrefillError as error:
+                yield self._lost(index, error)
 
     def _deliver(self, index: int, event: Event) -> None:
         """Called on the MLX thread. A closed loop has nobody left to tell."""
@@ -208,6 +237,8 @@ class Generation:
             return [self._lost(index, error)]
 
     def _pieces(self, index: int, event: Event) -> Iterator[Piece]:
+        if self._later and isinstance(event, TokenEvent | Finished | Failed):
+            yield from self._start_followers(index)
         match event:
             case Progress():
                 yield Working(index, event.stage, event.done, event.total)
@@ -247,7 +278,8 @@ class Generation:
 
     def _lost(self, index: int, error: Exception, account: Account | None = None) -> Done:
         answer = self._answers.pop(index)
-        self._handles[index].cancel()
+        if index in self._handles:
+            self._handles[index].cancel()
         failed = f"failed: {error}"
         if account is None:
             account = Account("full", failed, prompt_tokens=len(self._jobs[index].request.prompt), kept_tokens=0)
@@ -264,5 +296,5 @@ def _answer(index: int, job: Job, vocabulary: Vocabulary) -> AnswerText:
         request.prompt,
         job.stops,
         request.stop_token_ids,
-        with_tokens=request.logprobs is not None,
+        with_tokens=job.with_tokens or request.logprobs is not None,
     )

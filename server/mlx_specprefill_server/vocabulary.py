@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,12 @@ class Vocabulary:
     def size(self) -> int:
         """Ids are 0..size-1."""
         return len(self._tokenizer)
+
+    @cached_property
+    def special(self) -> Mapping[str, int]:
+        """Added tokens: markers that stand for themselves, never for their spelling."""
+        added: Mapping[str, int] = self._tokenizer.get_added_vocab()
+        return added
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import (
     Account,
+    Constraint,
     EngineClosedError,
     EngineHealth,
     EngineStats,
@@ -22,6 +23,7 @@ from mlx_specprefill import (
     Failed,
     Finished,
     GenerationRequest,
+    InvalidRequestError,
     Logprob,
     MemoryUse,
     Progress,
@@ -100,6 +102,11 @@ class FakeEngine:
 
     def says(self, text: str, end: bool = True) -> None:
         self.script = lambda request: self.tokens(text, end)
+
+    def compile(self, constraint: Constraint) -> None:
+        """Refuses what contains "?!"."""
+        if "?!" in constraint.grammar:
+            raise InvalidRequestError(f"{constraint.field}: no such grammar", constraint.field)
 
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> FakeHandle:
         if self.full:

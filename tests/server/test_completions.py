@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill import Account, Finished, Timings
 
-from .conftest import events
-from .fakes import FakeEngine
+from .conftest import client_of, events
+from .fakes import FakeEngine, FakePair
 
 URL = "/v1/completions"
 
@@ -109,8 +110,16 @@ def test_bad_prompts_are_refused_by_name(client: TestClient, engine: FakeEngine,
         ("max_tokens", 0),
         ("max_tokens", -2),
         ("suffix", "end"),
+        ("suffix", 1),
         ("best_of", 3),
-        ("n", 2),
+        ("n", 0),
+        ("n", 33),
+        ("n", "2"),
+        ("min_tokens", -1),
+        ("return_token_ids", 1),
+        ("guided_regex", 5),
+        ("grammar", "root ::= x"),
+        ("guided_grammar", "start: ?!"),
         ("echo", "yes"),
         ("specprefill_keep_pct", 2),
     ],
@@ -248,3 +257,104 @@ def test_all_prompts_are_taken_or_none(client: TestClient, engine: FakeEngine) -
 def test_a_leading_space_of_the_answer_survives(client: TestClient, engine: FakeEngine) -> None:
     engine.says(" Paris")
     assert texts(ask(client, "The capital is")) == [" Paris"]
+
+
+def test_n_answers_to_each_prompt(client: TestClient, engine: FakeEngine) -> None:
+    """In the order of prompts, each with a seed of its own; usage counts each prompt once."""
+    engine.script = lambda request: engine.tokens(f"{len(request.prompt)}/{request.sampling.seed}")
+    body = ask(client, ["ab", "c"], n=3, best_of=3, seed=7, temperature=1)
+    assert texts(body) == ["2/7", "2/8", "2/9", "1/7", "1/8", "1/9"]
+    assert [choice["index"] for choice in body["choices"]] == list(range(6))
+    assert body["usage"]["prompt_tokens"] == 3
+    shown = [""] * 6
+    for chunk in stream(client, ["ab", "c"], n=3, seed=7, temperature=1)[:-1]:
+        for choice in chunk["choices"]:
+            shown[choice["index"]] += choice["text"]
+    assert shown == texts(body)
+
+
+def test_the_prompt_of_n_answers_is_read_once(client: TestClient, engine: FakeEngine) -> None:
+    """The others start when the first has its first token: then the engine has the prompt in its cache."""
+    reading, begun = threading.Event(), []
+
+    def script(request: Any) -> list[Any]:
+        begun.append(len(engine.requests))
+        return [reading, *engine.tokens("x")]
+
+    engine.script = script
+    threading.Timer(0.2, reading.set).start()
+    assert texts(ask(client, "ab", n=3)) == ["x"] * 3
+    assert begun[0] == 1
+
+
+def test_an_answer_that_fails_does_not_keep_the_others_from_starting(client: TestClient, engine: FakeEngine) -> None:
+    scripts: Iterator[Any] = iter([[RuntimeError("bad")], engine.tokens("ok"), engine.tokens("ok")])
+    engine.script = lambda request: next(scripts)
+    assert reasons(stream(client, "ab", n=3)) == {0: "length", 1: "stop", 2: "stop"}
+
+
+def test_an_answer_that_can_not_start_ends_alone(client: TestClient, engine: FakeEngine) -> None:
+    def script(request: Any) -> list[Any]:
+        engine.full = True
+        return engine.tokens("ok")
+
+    engine.script = script
+    chunks = stream(client, "ab", n=2)
+    assert reasons(chunks) == {0: "stop", 1: "length"}
+    assert "waiting already" in chunks[-2]["engine_error"]["message"]
+
+
+def reasons(chunks: list[Any]) -> dict[int, str]:
+    choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"]]
+    return {choice["index"]: choice["finish_reason"] for choice in choices if choice["finish_reason"]}
+
+
+def test_answers_are_limited_over_all_prompts(client: TestClient, engine: FakeEngine) -> None:
+    assert refusal(client, ["a"] * 100, n=2)["param"] == "n"
+    assert engine.requests == []
+
+
+def test_token_ids(client: TestClient, engine: FakeEngine) -> None:
+    (choice,) = ask(client, "ab", return_token_ids=True)["choices"]
+    hello = engine.pair.tokenizer.encode("Hello")
+    assert (choice["token_ids"], choice["prompt_token_ids"], choice["logprobs"]) == (hello, [64, 65], None)
+    choices = [c for chunk in stream(client, "ab", return_token_ids=True)[:-1] for c in chunk["choices"]]
+    assert [token for c in choices for token in c["token_ids"]] == hello
+    assert [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c] == [[64, 65]]
+    assert "token_ids" not in ask(client, "ab")["choices"][0]
+
+
+def test_constraints_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:
+    ask(client, "ab", guided_choice=["yes", "no"], ignore_eos=True, min_tokens=3, max_tokens=9)
+    (request,) = engine.requests
+    assert request.constraint is not None
+    assert request.constraint.field == "guided_choice"
+    assert request.stop_token_ids  # the grammar says where the answer ends
+    assert request.min_tokens == 3
+    ask(client, "ab", response_format={"type": "text"}, ignore_eos=True)
+    assert engine.requests[1].constraint is None
+    assert not engine.requests[1].stop_token_ids
+
+
+def test_min_tokens_fits_into_what_is_left(client: TestClient, engine: FakeEngine) -> None:
+    ask(client, "x" * 4090, min_tokens=50)
+    assert (engine.requests[0].max_tokens, engine.requests[0].min_tokens) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("markers", "rendered"),
+    [
+        (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), "<|fim_prefix|>ab<|fim_suffix|>cd<|fim_middle|>"),
+        (("[SUFFIX]", "[PREFIX]"), "[SUFFIX]cd[PREFIX]ab"),
+    ],
+)
+def test_filling_in_the_middle(markers: tuple[str, ...], rendered: str) -> None:
+    pair = FakePair()
+    pair.tokenizer._tokenizer.add_special_tokens({"additional_special_tokens": list(markers)})
+    engine = FakeEngine(pair)
+    client = client_of(engine)
+    body = ask(client, "ab", suffix="cd", echo=True)
+    assert texts(body) == ["abHello"]
+    assert engine.pair.tokenizer.decode(engine.requests[0].prompt) == rendered
+    assert refusal(client, [64, 65], suffix="cd")["param"] == "suffix"
+    engine.close()

@@ -17,6 +17,7 @@ from ..deltas import Delta
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse
 from ..generation import Done, Generation, Idle, Job, Working
+from ..output_format import constraint_of
 from ..report import Report
 from ..sse import DONE, KEEP_ALIVE, EventStream, data
 from ..vocabulary import Vocabulary
@@ -45,7 +46,9 @@ async def _job(service: Service, body: ChatRequest) -> Job:
     tools = [] if body.tool_choice == "none" else body.tools
     prompt = await service.prompts.chat(conversation(body.messages, tools, body.template_kwargs()))
     logprobs = body.top_logprobs if body.logprobs else None
-    return make_job(service, body, prompt, body.limit(), "messages", logprobs)
+    constraint = constraint_of(body.output(), special=service.vocabulary.special)
+    await service.compile(constraint)
+    return make_job(service, body, prompt, body.limit(), "messages", logprobs, constraint=constraint)
 
 
 class ChatAnswer:

@@ -10,23 +10,36 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from mlx_specprefill import InvalidRequestError, Logprob, TokenEvent
+from mlx_specprefill import Constraint, InvalidRequestError, Logprob, TokenEvent
 
+from ..asking import copies
 from ..deltas import Delta
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse
 from ..generation import Done, Generation, Idle, Job, Piece, PromptScores, Working
+from ..output_format import constraint_of
 from ..prompt import Prompt
 from ..report import Report
 from ..sse import DONE, KEEP_ALIVE, EventStream, data
 from ..vocabulary import Vocabulary
-from .schemas import CompletionRequest, refuse_completion
+from .schemas import MAX_PROMPTS, CompletionRequest, refuse_completion
 from .wire import LOWEST_LOGPROB, Envelope, make_job, progress
 
 __all__ = ["router"]
 
 router = APIRouter()
 
+# (markers, where they go): Qwen and others, StarCoder, DeepSeek, GLM; Codestral puts the end first
+_ORDER = "{0}{prompt}{1}{suffix}{2}"
+FILL_IN_THE_MIDDLE = (
+    (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), _ORDER),
+    (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), _ORDER),
+    (("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), _ORDER),
+    (("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"), _ORDER),
+    (("[SUFFIX]", "[PREFIX]"), "{0}{suffix}{1}{prompt}"),
+)
+
+Logprobs = dict[str, list[Any]]
 Scores = tuple[tuple[Logprob, tuple[Logprob, ...]], ...]
 
 
@@ -37,7 +50,14 @@ async def create(
     body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest, refuse_completion))],
 ) -> Response:
     """Continues one or several prompts."""
-    jobs = [_job(service, body, await _prompt(service, prompt)) for prompt in body.prompt]
+    if len(body.prompt) * body.n > MAX_PROMPTS:
+        raise InvalidRequestError(f"n: at most {MAX_PROMPTS} answers are supported in one request", field="n")
+    constraint = constraint_of(body.output(), special=service.vocabulary.special)
+    await service.compile(constraint)
+    prompts = [await _prompt(service, prompt, body.suffix) for prompt in body.prompt]
+    jobs: list[Job] = []
+    for prompt in prompts:
+        jobs += copies(_job(service, body, prompt, constraint), body.n, first=len(jobs))
     generation = service.submit(jobs)
     answer = CompletionAnswer(service, body, jobs)
     if body.stream:
@@ -45,18 +65,32 @@ async def create(
     return JsonResponse(await unless_client_leaves(request, generation, answer.collect(generation)))
 
 
-async def _prompt(service: Service, prompt: str | tuple[int, ...]) -> Prompt:
+async def _prompt(service: Service, prompt: str | tuple[int, ...], suffix: str) -> Prompt:
     if isinstance(prompt, str):
-        return await service.prompts.raw(prompt)
+        return await service.prompts.raw(fill_in_the_middle(service.vocabulary, prompt, suffix) if suffix else prompt)
+    if suffix:
+        raise InvalidRequestError("suffix: needs a prompt of text", field="suffix")
     size = service.vocabulary.size
     if not all(0 <= token < size for token in prompt):
         raise InvalidRequestError(f"prompt: token ids must be from 0 to {size - 1}", field="prompt")
     return Prompt(prompt)
 
 
-def _job(service: Service, body: CompletionRequest, prompt: Prompt) -> Job:
+def _job(service: Service, body: CompletionRequest, prompt: Prompt, constraint: Constraint | None) -> Job:
     prompt_logprobs = body.logprobs if body.echo else None
-    return make_job(service, body, prompt, body.limit(), "prompt", body.logprobs, prompt_logprobs)
+    return make_job(service, body, prompt, body.limit(), "prompt", body.logprobs, prompt_logprobs, constraint)
+
+
+def fill_in_the_middle(vocabulary: Vocabulary, prompt: str, suffix: str) -> str:
+    """What comes between `prompt` and `suffix`, in the notation of the model's own markers.
+
+    Raises:
+        InvalidRequestError: it has none.
+    """
+    for markers, template in FILL_IN_THE_MIDDLE:
+        if all(marker in vocabulary.special for marker in markers):
+            return template.format(*markers, prompt=prompt, suffix=suffix)
+    raise InvalidRequestError("suffix: this model has no tokens for filling in the middle", field="suffix")
 
 
 @dataclass(slots=True)
@@ -68,8 +102,12 @@ class _Choice:
     prompt: tuple[int, ...]
     text: str = ""
     length: int = 0  # characters of all token texts, for text_offset
-    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    logprobs: Logprobs = field(default_factory=dict)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+
+
+Written = tuple[_Choice, str, Logprobs | None, tuple[int, ...]]  # new text, its logprobs, its token ids
 
 
 class CompletionAnswer:
@@ -79,14 +117,12 @@ class CompletionAnswer:
         self._vocabulary = service.vocabulary
         self._keep_alive = service.settings.keep_alive_s
         self._body = body
-        prompts = [job.request.prompt for job in jobs]
         texts = [text if isinstance(text, str) else self._vocabulary.decode(text) for text in body.prompt]
         self._choices = [
-            _Choice(i, text if body.echo else None, prompt)
-            for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+            _Choice(i, texts[i // body.n] if body.echo else None, job.request.prompt) for i, job in enumerate(jobs)
         ]
-        self._prompt_tokens = sum(map(len, prompts))
-        self._report = Report(self._prompt_tokens, len(jobs))
+        self._prompt_tokens = sum(len(job.request.prompt) for job in jobs[:: body.n])
+        self._report = Report(self._prompt_tokens, len(jobs), body.n)
         self._envelope = Envelope.new("cmpl", "text_completion", body.model or service.model_id)
 
     async def collect(self, generation: Generation) -> dict[str, Any]:
@@ -96,15 +132,19 @@ class CompletionAnswer:
             SpecPrefillError: the engine failed on one of them or was stopped.
         """
         async for piece in generation.pieces(self._keep_alive):
-            for choice, text, logprobs in self._written(piece):
+            for choice, text, logprobs, tokens in self._written(piece):
                 choice.text += text
+                choice.token_ids += tokens
                 for name, values in (logprobs or {}).items():
                     choice.logprobs.setdefault(name, []).extend(values)
             if isinstance(piece, Done):
                 self._choices[piece.index].finish_reason = piece.finish_reason
                 self._report.add(piece)
         self._report.raise_error()
-        choices = [self._choice(c, c.text, self._all_logprobs(c), c.finish_reason) for c in self._choices]
+        choices = [
+            self._choice(c, c.text, self._all_logprobs(c), c.finish_reason, c.token_ids, c.prompt)
+            for c in self._choices
+        ]
         return self._envelope.body(choices, usage=self._report.usage(), **self._report.extras())
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
@@ -112,12 +152,12 @@ class CompletionAnswer:
         started = time.monotonic()
         self._envelope = replace(self._envelope, null_usage=self._body.stream_options.include_usage)
         for choice in self._choices:
-            yield self._chunk(choice, "")
+            yield self._chunk(choice, "", None, (), choice.prompt)
         if self._body.return_progress:
             yield self._progress(Working(0, "queued", 0, self._prompt_tokens), started)
         async for piece in generation.pieces(self._keep_alive):
-            for choice, text, logprobs in self._written(piece):
-                yield self._chunk(choice, text, logprobs)
+            for written in self._written(piece):
+                yield self._chunk(*written)
             match piece:
                 case Idle():
                     yield KEEP_ALIVE
@@ -128,18 +168,19 @@ class CompletionAnswer:
                         yield last
         yield DONE
 
-    def _written(self, piece: Piece) -> list[tuple[_Choice, str, dict[str, list[Any]] | None]]:
+    def _written(self, piece: Piece) -> list[Written]:
         """What a piece adds to an answer: the echoed prompt before anything else, then new text."""
         if isinstance(piece, Idle | Working):
             return []
         choice = self._choices[piece.index]
-        out = []
+        out: list[Written] = []
         if choice.echo is not None:
             scores = piece.entries if isinstance(piece, PromptScores) else ()
-            out.append((choice, choice.echo, self._prompt_logprobs(choice, scores)))
+            out.append((choice, choice.echo, self._prompt_logprobs(choice, scores), ()))
             choice.echo = None
         if isinstance(piece, Delta):
-            out.append((choice, piece.text, self._logprobs(choice, piece.tokens)))
+            ids = tuple(event.token for event in piece.tokens)
+            out.append((choice, piece.text, self._logprobs(choice, piece.tokens), ids))
         return out
 
     def _ending(self, end: Done) -> list[bytes]:
@@ -153,30 +194,48 @@ class CompletionAnswer:
         usage = self._envelope.body([], **{"usage": self._report.usage()}, **self._report.extras())
         return [data(self._envelope.body(finish)), data(usage)]
 
-    def _chunk(self, choice: _Choice, text: str, logprobs: dict[str, list[Any]] | None = None) -> bytes:
-        return data(self._envelope.body([self._choice(choice, text, logprobs, None)]))
+    def _chunk(
+        self,
+        choice: _Choice,
+        text: str,
+        logprobs: Logprobs | None,
+        token_ids: Sequence[int],
+        prompt: Sequence[int] | None = None,
+    ) -> bytes:
+        return data(self._envelope.body([self._choice(choice, text, logprobs, None, token_ids, prompt)]))
 
     def _choice(
-        self, choice: _Choice, text: str, logprobs: dict[str, list[Any]] | None, finish_reason: str | None
+        self,
+        choice: _Choice,
+        text: str,
+        logprobs: Logprobs | None,
+        finish_reason: str | None,
+        token_ids: Sequence[int] = (),
+        prompt: Sequence[int] | None = None,
     ) -> dict[str, Any]:
-        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        """As OpenAI writes it; vLLM's `token_ids` and, once, `prompt_token_ids` if the request asks for them."""
+        head = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        if not self._body.return_token_ids:
+            return head
+        ids = {"token_ids": list(token_ids)}
+        return head | ids | ({} if prompt is None else {"prompt_token_ids": list(prompt)})
 
     def _progress(self, piece: Working, started: float) -> bytes:
         return data(self._envelope.body([], prompt_progress=progress(piece, started)))
 
-    def _all_logprobs(self, choice: _Choice) -> dict[str, list[Any]] | None:
+    def _all_logprobs(self, choice: _Choice) -> Logprobs | None:
         if self._body.logprobs is None:
             return None
         return choice.logprobs or self._logprobs(choice, ())
 
-    def _prompt_logprobs(self, choice: _Choice, scores: Scores) -> dict[str, list[Any]] | None:
+    def _prompt_logprobs(self, choice: _Choice, scores: Scores) -> Logprobs | None:
         """The first prompt token has no logprob: nothing precedes it."""
         if self._body.logprobs is None:
             return None
         first = TokenEvent(choice.prompt[0])
         return self._logprobs(choice, [first, *(TokenEvent(own.token, own.logprob, top) for own, top in scores)])
 
-    def _logprobs(self, choice: _Choice, tokens: Sequence[TokenEvent]) -> dict[str, list[Any]] | None:
+    def _logprobs(self, choice: _Choice, tokens: Sequence[TokenEvent]) -> Logprobs | None:
         if self._body.logprobs is None:
             return None
         texts = [self._vocabulary.token_text(event.token) for event in tokens]

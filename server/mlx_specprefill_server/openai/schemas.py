@@ -10,11 +10,13 @@ from pydantic import BeforeValidator, Field
 from mlx_specprefill import InvalidRequestError, SamplingParams
 
 from ..fields import Body, Number, SpecPrefillFields, Whole
+from ..output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat", "refuse_completion"]
 
 MAX_STOPS = 4
 MAX_PROMPTS = 128
+MAX_ANSWERS = 32
 UNLIMITED = -1  # max_tokens as llama.cpp's clients write "no limit"
 
 
@@ -83,8 +85,27 @@ class GenerationFields(SpecPrefillFields):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = Field(default_factory=dict)
     seed: Whole | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS)] = 1
+    min_tokens: Annotated[Whole, Field(ge=0)] = 0
+    return_token_ids: bool = False
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    grammar: Any = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     ignore_eos: bool = False
+
+    def output(self) -> OutputFormat | None:
+        """What the text must look like; None: free text.
+
+        Raises:
+            InvalidRequestError: not understood, or asked for twice.
+        """
+        return parse_response_format({name: getattr(self, name) for name in OUTPUT_FIELDS})
 
     def sampling(self, default_temperature: float, vocabulary_size: int) -> SamplingParams:
         """As the engine wants it.
@@ -137,6 +158,7 @@ class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    suffix: str = ""
     echo: bool = False
     logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
 
@@ -149,35 +171,20 @@ def _is(*allowed: Any) -> Callable[[Any], bool]:
     return lambda value: any(type(value) is type(one) and value == one for one in allowed)
 
 
-def _plain_text(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 # field: (is this value harmless?, why others are refused)
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "n": (_is(1, 1.0), "only n=1 is supported"),
-    "best_of": (_is(1, 1.0), "only best_of=1 is supported"),
-    "response_format": (_plain_text, "only {'type': 'text'} is supported"),
-    "min_tokens": (_is(0, 0.0), "not supported"),
-    "structured_outputs": (_is({}), "not supported"),
-    "guided_json": (_is({}), "not supported"),
-    "guided_regex": (_is(""), "not supported"),
-    "guided_choice": (_is([]), "not supported"),
-    "guided_grammar": (_is(""), "not supported"),
-    "json_schema": (_is({}), "not supported"),
-    "grammar": (_is(""), "not supported"),
     "continue_final_message": (_is(False), "not supported"),
     "add_generation_prompt": (_is(True), "not supported"),
 }
 REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "tool_choice": (_is("auto", "none"), "only 'auto' and 'none' are supported"),
+    "n": (_is(1, 1.0), "only n=1 is supported"),
     "functions": (_is([]), "not supported; use tools"),
     "function_call": (_is("auto", "none"), "not supported; use tools"),
     "modalities": (_is(["text"]), "only ['text'] is supported"),
     "audio": (_is({}), "not supported"),
     "web_search_options": (_is(), "not supported"),
 }
-REFUSED_IN_COMPLETION: Mapping[str, tuple[Callable[[Any], bool], str]] = {"suffix": (_is(""), "not supported")}
 
 
 def refuse_chat(body: Mapping[str, Any]) -> None:
@@ -192,12 +199,15 @@ def refuse_chat(body: Mapping[str, Any]) -> None:
 
 def refuse_completion(body: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError on what completions don't do."""
-    _refuse(body, {**REFUSED, **REFUSED_IN_COMPLETION})
+    _refuse(body, REFUSED)
     if body.get("max_tokens") == 0 and not body.get("echo"):
         raise InvalidRequestError("max_tokens: 0 is only possible with echo", field="max_tokens")
 
 
 def _refuse(body: Mapping[str, Any], refused: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
+    n = body.get("n", 1)
+    if body.get("best_of", n) != n:
+        raise InvalidRequestError("best_of: only the value of n is supported", field="best_of")
     for name, (harmless, why) in refused.items():
         if name in body and not harmless(body[name]):
             raise InvalidRequestError(f"{name}: {why}", field=name)

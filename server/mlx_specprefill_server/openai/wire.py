@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from mlx_specprefill import GenerationRequest, InvalidRequestError
+from mlx_specprefill import Constraint, GenerationRequest, InvalidRequestError
 
 from .. import __version__
-from ..asking import room
+from ..asking import room, stop_ids
 from ..deps import Service
 from ..generation import Job, Working
 from ..prompt import Prompt
@@ -50,6 +50,7 @@ def make_job(
     field: str,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    constraint: Constraint | None = None,
 ) -> Job:
     """One answer to `prompt`, as long as was asked for and fits.
 
@@ -60,18 +61,20 @@ def make_job(
         prompt_logprobs = 0  # an echo without an answer: the engine runs no request that asks for nothing
     if not prompt.tokens:
         raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
-    vocabulary = service.vocabulary
+    max_tokens = room(len(prompt.tokens), asked, service.context_length, field)
     request = GenerationRequest(
         prompt=prompt.tokens,
-        max_tokens=room(len(prompt.tokens), asked, service.context_length, field),
-        sampling=body.sampling(service.settings.temperature, vocabulary.size),
+        max_tokens=max_tokens,
+        sampling=body.sampling(service.settings.temperature, service.vocabulary.size),
         specprefill=body.options(),
         spans=prompt.spans,
-        stop_token_ids=frozenset() if body.ignore_eos else vocabulary.stop_ids,
+        stop_token_ids=stop_ids(service, body.ignore_eos, constraint),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        constraint=constraint,
+        min_tokens=min(body.min_tokens, max_tokens),
     )
-    return Job(request, body.stop)
+    return Job(request, body.stop, with_tokens=body.return_token_ids)
 
 
 def progress(piece: Working, started: float) -> dict[str, Any]:

@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 OnEvent = Callable[[Event], None]
 _IDLE_BEAT_S = 0.5
+_QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
+_TICK_SHARE = 0.25  # of `slice_target_ms`: short slices share a tick until that much time is spent
 _THREAD_EXIT_S = 0.1
 _ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
 
@@ -115,6 +117,7 @@ class Engine:
         self._admission = Admission(None, 0)
         self._target_cost = self._draft_cost = Footprint(0, 0, 0)
         self._densify: list[tuple[int, ...]] = []
+        self._last_end = 0.0  # of a request, by the monotonic clock
         self._in_background = False  # the current slice must not keep a new request waiting
         self.densified = self.densified_tokens = 0  # sparse turns whose prompt was made dense afterwards
         self._weights = (0, 0)  # bytes of target and draft
@@ -365,7 +368,8 @@ class Engine:
     def _read_inbox(self) -> None:
         while True:
             try:
-                job = self._inbox.get(timeout=_IDLE_BEAT_S) if self._idle else self._inbox.get_nowait()
+                rest = self._rest_s
+                job = self._inbox.get(timeout=rest) if rest > 0 else self._inbox.get_nowait()
             except queue.Empty:
                 return
             if job is None:
@@ -376,8 +380,12 @@ class Engine:
                 self._unread -= 1
 
     @property
-    def _idle(self) -> bool:
-        return self._open and self._scheduler.idle and not self._densify
+    def _rest_s(self) -> float:
+        """How long nothing is to be done unless a request comes."""
+        if not self._open or not self._scheduler.idle:
+            return 0.0
+        quiet = time.monotonic() - self._last_end
+        return min(_IDLE_BEAT_S, _QUIET_S - quiet) if self._densify else _IDLE_BEAT_S
 
     def _guarded_tick(self) -> None:
         """What no step could blame on one request ends those that run, never the loop."""
@@ -420,13 +428,17 @@ class Engine:
         return need + (self._draft_cost.of(len(request.prompt)) if wants_draft else 0)
 
     def _slice_size(self, kind: str) -> int:
-        return self._sizer.size(kind, contended=self._in_background or bool(self._scheduler.decoding))
+        return self._sizer.size(kind, bool(self._scheduler.decoding), self._in_background)
 
     def _prefill(self) -> None:
-        """One slice of one prefill."""
-        uid = self._scheduler.pick()
-        if uid is None:
-            return
+        """One slice of one prefill; more of them if they are so short that several prompts can join the next step."""
+        end = time.perf_counter() + _TICK_SHARE * self.config.slice_target_ms / 1e3
+        while (uid := self._scheduler.pick()) is not None:
+            self._slice(uid)
+            if time.perf_counter() >= end or any(job.handle.cancelled for job in self._jobs.values()):
+                return
+
+    def _slice(self, uid: int) -> None:
         job, begun = self._jobs[uid], time.perf_counter()
         self._in_background = job.background
         try:
@@ -551,7 +563,7 @@ class Engine:
 
     def _background(self) -> None:
         """With nothing else to do, make the newest sparse turn's prompt dense in the exact cache."""
-        if not self._scheduler.idle or not self._densify:
+        if not self._scheduler.idle or not self._densify or self._rest_s > 0:
             return
         tokens = self._densify.pop()
         slices = self.prefiller.dense(tokens)
@@ -591,6 +603,7 @@ class Engine:
             job.on_end(error)
 
     def _end(self, job: _Job, event: Event) -> None:
+        self._last_end = time.monotonic()
         self._forget(job)
         self._emit(job, event)
 

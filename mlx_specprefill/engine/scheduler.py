@@ -14,7 +14,11 @@ from dataclasses import dataclass
 
 __all__ = ["Scheduler", "SliceSizer"]
 
-_ALONE, _ALONE_FLOOR = 2, 4  # with nothing decoding: times `target_ms`, and tokens in multiples of `smallest`
+_START = 4  # times `smallest`: tokens of the first slice, whose speed is not known yet
+# With nothing decoding only a newcomer waits for a slice: it may take this times `target_ms`, and is not cut below this
+# times `smallest`, because short slices cost large models more per token.
+_ALONE, _ALONE_FLOOR = 2, 2
+_BACKGROUND = 0.25  # times `target_ms`: whoever comes while nobody was there should hardly notice
 
 
 @dataclass
@@ -120,8 +124,7 @@ class Scheduler:
 class SliceSizer:
     """Tokens per prefill slice, so that a slice fits between two tokens of the running answers.
 
-    The speed of each kind of slice is tracked as a moving average. With nothing decoding, only a newcomer waits for a
-    slice: then it may take `_ALONE` times as long, and is never cut below a length that large models are efficient at.
+    The speed of each kind of slice is tracked as a moving average.
 
     Args:
         largest: tokens per slice at most.
@@ -146,13 +149,20 @@ class SliceSizer:
         self._ms_per_token[kind] = 0.7 * before + 0.3 * now
         self._latest[kind] = tokens
 
-    def size(self, kind: str, contended: bool) -> int:
-        """Tokens for the next slice of this kind: a power of two or `largest`, at most twice the slice before."""
-        start = min(self.largest, _ALONE_FLOOR * self.smallest)
-        floor = self.smallest if contended else start
+    def size(self, kind: str, contended: bool, background: bool = False) -> int:
+        """Tokens for the next slice of this kind: a power of two or `largest`, at most twice the slice before.
+
+        Args:
+            contended: answers are running that wait for the slice.
+            background: nobody wants the slice now.
+        """
+        start = min(self.largest, _START * self.smallest)
+        alone = not (contended or background)
+        floor = min(self.largest, _ALONE_FLOOR * self.smallest) if alone else self.smallest
         if kind not in self._ms_per_token:
             return start
-        fits = int(self.target_ms * (1 if contended else _ALONE) / max(self._ms_per_token[kind], 1e-6))
+        share = _BACKGROUND if background else _ALONE if alone else 1
+        fits = int(self.target_ms * share / max(self._ms_per_token[kind], 1e-6))
         fits = min(fits, max(start, 2 * self._latest[kind]))
         if fits >= self.largest:
             return self.largest

@@ -16,6 +16,10 @@ from ..request import Progress
 
 __all__ = ["prefill"]
 
+# Tokens of the last forward. One alone would cost a whole pass over the weights; so few rows cost the output projection
+# little, which sees all of them.
+_TAIL = 32
+
 
 def prefill(
     model: nn.Module,
@@ -35,8 +39,8 @@ def prefill(
         cache: positioned for a sparse prefill; any mlx-lm cache for a full one. Holds `offset` tokens already.
         prompt: M token ids that follow what the cache holds.
         kept: ascending prompt indices (N,) that end in M - 1; None feeds everything.
-        step: tokens per forward, or a function asked before each. The last token goes alone, so only its row meets
-            the output projection.
+        step: tokens per forward, or a function asked before each. The last forward is short, because all of its rows
+            meet the output projection.
         cuts: counts of fed tokens at which a forward must end, ascending.
         last_forward: feeds the last token (1, 1) to the cache in place of the model, and more that may follow it;
             returns the token's logits (1, V).
@@ -56,9 +60,9 @@ def prefill(
     fed = np.asarray(prompt, dtype=np.int32) if kept is None else np.asarray(prompt, dtype=np.int32)[kept]
     total = fed.size
     tokens = mx.array(fed)[None]
-    start = 0
-    while start < total - 1:
-        end = min(start + (step if isinstance(step, int) else step()), total - 1)
+    start, last = 0, max([total - (_TAIL if last_forward is None else 1), *(cut for cut in cuts if cut < total)])
+    while start < last:
+        end = min(start + (step if isinstance(step, int) else step()), last)
         end = next((cut for cut in cuts if start < cut < end), end)
         if kept is not None:
             place(cache, kept[start:end] + offset)
@@ -67,10 +71,9 @@ def prefill(
         yield Progress("prefill", end, total)
         start = end
     if kept is not None:
-        place(cache, kept[-1:] + offset)
-    logits = (
-        model(tokens[:, -1:], cache=cache)[:, -1, :] if last_forward is None else last_forward(tokens[:, -1:], cache)
-    )
+        place(cache, kept[start:] + offset)
+    rest = tokens[:, start:]
+    logits: mx.array = model(rest, cache=cache)[:, -1, :] if last_forward is None else last_forward(rest, cache)
     mx.eval(logits, [part.state for part in cache])
     yield Progress("prefill", total, total)
     return logits

@@ -262,9 +262,10 @@ def test_a_cancelled_draft_prefill_goes_on_where_it_stopped():
 
 
 def test_answers_run_while_a_long_prompt_is_read():
-    """A running answer gets a token between any two slices of somebody else's prefill."""
+    """A running answer gets a token between any two slices of somebody else's prefill that take their time."""
     order, done = [], threading.Event()
-    with Engine(tiny_pair(), dataclasses.replace(CONFIG, prefix_cache_bytes=0)) as engine:
+    impatient = dataclasses.replace(CONFIG, prefix_cache_bytes=0, slice_target_ms=1e-3)
+    with Engine(tiny_pair(), impatient) as engine:
         started = threading.Event()
 
         def short(event):
@@ -285,6 +286,27 @@ def test_answers_run_while_a_long_prompt_is_read():
     text = " ".join(order)
     assert "slice slice" not in text
     assert order.count("slice") >= 8
+
+
+def test_slices_that_take_next_to_nothing_share_a_tick():
+    """Several short prompts are read between two steps of a running answer, so that they join the batch together."""
+    order, ended = [], threading.Semaphore(0)
+    patient = dataclasses.replace(CONFIG, prefix_cache_bytes=0, slice_target_ms=1e6)
+
+    def on_event(event):
+        order.append(type(event).__name__)
+        if isinstance(event, Finished):
+            ended.release()
+
+    with Engine(tiny_pair(), patient) as engine:
+        ask(engine, random_prompt(20, 99), options=OFF)
+        for seed in range(4):
+            engine.submit(GenerationRequest(random_prompt(20, seed), 6, specprefill=OFF), on_event)
+        for _ in range(4):
+            assert ended.acquire(timeout=20)
+    first_token = order.index("TokenEvent")
+    read_before = order[:first_token].count("Progress")
+    assert read_before > order.count("Progress") / 2
 
 
 def test_a_short_request_overtakes_a_long_prefill():

@@ -165,9 +165,10 @@ def test_a_newcomer_does_not_wait_for_a_slice_of_full_size():
     sizer = SliceSizer(2048, smallest=64, target_ms=200)
     sizer.observe("target", 2048, 2048 * 0.5)
     assert sizer.size("target", contended=False) == 512
+    assert sizer.size("target", contended=False, background=True) == 64
     for _ in range(50):
         sizer.observe("target", 64, 64 * 50.0)
-    assert sizer.size("target", contended=False) == 256
+    assert sizer.size("target", contended=False) == 128
     assert SliceSizer(128, smallest=64).size("target", contended=False) == 128
 
 

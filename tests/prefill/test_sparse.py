@@ -71,7 +71,7 @@ def test_a_fully_kept_prefix_is_dense_exact(family):
     model, prompt, p = tiny_model(family), random_prompt(M), 20
     dense, sparse = make_prompt_cache(model), make_positioned_cache(model)
     model(mx.array(prompt[:p])[None], cache=dense)
-    generator = prefill(model, sparse, prompt, KEPT, p)
+    generator = prefill(model, sparse, prompt, KEPT, p, cuts=(p,))
     next(generator)
     for ours, theirs in zip(arrays(sparse), arrays(dense), strict=True):
         assert (ours == theirs).all()

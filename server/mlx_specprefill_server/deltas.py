@@ -13,6 +13,7 @@ from .vocabulary import REPLACEMENT
 __all__ = ["AnswerText", "Delta", "IncrementalText", "StopMatcher"]
 
 CONTEXT_TOKENS = 5  # of the prompt: how the first token reads (a leading space) depends on what precedes it
+MOST_CONTEXT = 24  # tokens; cutting the context back costs a decode, so it is not done for every token
 MOST_UNDECIDED = 8  # tokens; more that don't decode are garbage, or the replacement character itself
 UNFINISHED_BYTES = 3  # at most, of one character
 
@@ -34,32 +35,35 @@ class IncrementalText:
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens = list(prompt[-CONTEXT_TOKENS:])
-        self._read = len(self._tokens)  # tokens whose text has been given out
+        self._given = len(self._tokens)  # tokens whose text has been given out
+        self._given_text = decode(self._tokens)
 
     def push(self, token: int) -> str:
         self._tokens.append(token)
-        if not self._decode(self._tokens).endswith(REPLACEMENT):
-            return self._take(len(self._tokens))
-        if len(self._tokens) - self._read < MOST_UNDECIDED:
+        text = self._decode(self._tokens)
+        if not text.endswith(REPLACEMENT):
+            return self._take(len(self._tokens), text)
+        if len(self._tokens) - self._given < MOST_UNDECIDED:
             return ""
-        return self._take(len(self._tokens) - self._unfinished())
+        count = len(self._tokens) - self._unfinished(text)
+        return self._take(count, self._decode(self._tokens[:count]))
 
     def finish(self) -> str:
-        return self._take(len(self._tokens))
+        return self._take(len(self._tokens), self._decode(self._tokens))
 
-    def _take(self, count: int) -> str:
-        """The new text of the first `count` tokens; the newest of them stay as context."""
-        before = self._decode(self._tokens[: self._read])
-        after = self._decode(self._tokens[:count])
-        del self._tokens[: self._read]
-        self._read = count - self._read
-        return after[len(before) :]
+    def _take(self, count: int, text: str) -> str:
+        """The new part of `text`, which is that of the first `count` tokens; the newest of them stay as context."""
+        new = text[len(self._given_text) :]
+        self._given, self._given_text = count, text
+        if count > MOST_CONTEXT:
+            del self._tokens[: count - CONTEXT_TOKENS]
+            self._given, self._given_text = CONTEXT_TOKENS, self._decode(self._tokens[:CONTEXT_TOKENS])
+        return new
 
-    def _unfinished(self) -> int:
+    def _unfinished(self, text: str) -> int:
         """How many last tokens may still become a character: cutting there changes nothing of the text."""
-        whole = self._decode(self._tokens)
         cuts = range(UNFINISHED_BYTES, 0, -1)
-        return next((n for n in cuts if self._decode(self._tokens[:-n]) + self._decode(self._tokens[-n:]) == whole), 0)
+        return next((n for n in cuts if self._decode(self._tokens[:-n]) + self._decode(self._tokens[-n:]) == text), 0)
 
 
 class StopMatcher:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import PurePath
 from typing import Annotated, Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import orjson
 from fastapi import Depends, Request
@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from mlx_specprefill import Constraint, EngineClosedError, InvalidRequestError
 
 from .access_log import current_exchange
+from .deliveries import Deliveries
 from .errors import ApiError
 from .generation import Ended, EngineLike, Generation, Job
 from .metrics import Metrics
@@ -45,6 +46,7 @@ class Service:
         self.metrics = Metrics(engine, self.model_id)
         self.started = int(time.time())
         self._live: WeakSet[Generation] = WeakSet()
+        self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, Deliveries] = WeakKeyDictionary()
         self._stopping = False
 
     @property
@@ -79,7 +81,9 @@ class Service:
         """
         if self._stopping:
             raise EngineClosedError("the server is shutting down")
-        generation = Generation(self.engine, self.vocabulary, jobs, self._counted(len(jobs)))
+        loop = asyncio.get_running_loop()
+        deliveries = self._deliveries.setdefault(loop, Deliveries(loop))
+        generation = Generation(self.engine, self.vocabulary, jobs, deliveries, self._counted(len(jobs)))
         self._live.add(generation)
         return generation
 

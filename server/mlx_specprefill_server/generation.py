@@ -1,12 +1,11 @@
 """The bridge between the MLX thread and the event loop: requests go in, pieces of answers come out.
 
-Events arrive through `call_soon_threadsafe`; everything else here runs on the event loop.
+Events arrive through `Deliveries`; everything else here runs on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from mlx_specprefill import (
     TokenEvent,
 )
 
+from .deliveries import Deliveries
 from .deltas import AnswerText, Delta
 from .vocabulary import Vocabulary
 
@@ -141,9 +141,17 @@ class Generation:
     """The answers to one HTTP request. Whoever holds it must `close` it, whatever happens."""
 
     def __init__(
-        self, engine: EngineLike, vocabulary: Vocabulary, jobs: Sequence[Job], on_end: OnEnd = lambda _: None
+        self,
+        engine: EngineLike,
+        vocabulary: Vocabulary,
+        jobs: Sequence[Job],
+        deliveries: Deliveries,
+        on_end: OnEnd = lambda _: None,
     ) -> None:
         """Submits all jobs, or none. `on_end` hears of every answer's end before its reader does.
+
+        Args:
+            deliveries: to the running loop.
 
         Raises:
             InvalidRequestError, EngineClosedError: as `Engine.submit`.
@@ -151,8 +159,9 @@ class Generation:
         self._engine = engine
         self._jobs = jobs
         self._on_end = on_end
+        self._deliveries = deliveries
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()  # None: nothing came for a while
         self._handles: dict[int, Handle] = {}
         self._later = {i: job.follows for i, job in enumerate(jobs) if job.follows is not None}
         self._answers = {i: _answer(i, job, vocabulary) for i, job in enumerate(jobs)}
@@ -182,14 +191,16 @@ class Generation:
 
     async def pieces(self, idle_after: float) -> AsyncIterator[Piece]:
         """Every answer's pieces as they come; each answer ends with exactly one Done, also when the engine dies."""
-        quiet_until = self._loop.time() + idle_after
-        while self._answers:
-            item = await self._next(quiet_until)
-            if item is None or not isinstance(item[1], Progress):
-                quiet_until = self._loop.time() + idle_after
-            pieces = self._silence() if item is None else self._guarded(*item)
-            for piece in pieces:
-                yield piece
+        alarm = _Alarm(self._loop, idle_after, self._nothing_came)
+        try:
+            while self._answers:
+                item = await self._events.get()
+                if item is None or not isinstance(item[1], Progress):
+                    alarm.postpone()
+                for piece in self._silence() if item is None else self._guarded(*item):
+                    yield piece
+        finally:
+            alarm.cancel()
 
     def _start(self, index: int) -> None:
         self._handles[index] = self._engine.submit(self._jobs[index].request, partial(self._deliver, index))
@@ -205,22 +216,18 @@ class Generation:
                 yield self._lost(index, error)
 
     def _deliver(self, index: int, event: Event) -> None:
-        """Called on the MLX thread. A closed loop has nobody left to tell."""
-        with contextlib.suppress(RuntimeError):
-            if isinstance(event, Finished | Failed):
-                self._loop.call_soon_threadsafe(self._tell, index, event)
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+        """Called on the MLX thread."""
+        if isinstance(event, Finished | Failed):
+            self._deliveries.post(partial(self._tell, index), event)
+        self._deliveries.post(self._events.put_nowait, (index, event))
 
     def _tell(self, index: int, event: Finished | Failed) -> None:
         answer = self._answers.get(index)
         self._on_end(Ended(self._jobs[index].request, event, answer is not None and answer.stopped))
 
-    async def _next(self, until: float) -> tuple[int, Event] | None:
-        try:
-            async with asyncio.timeout_at(until):
-                return await self._events.get()
-        except TimeoutError:
-            return None
+    def _nothing_came(self) -> None:
+        if self._events.empty():  # else the client is slow to take what came
+            self._events.put_nowait(None)
 
     def _silence(self) -> Iterator[Piece]:
         yield Idle()
@@ -286,6 +293,27 @@ class Generation:
         else:
             account = replace(account, reason=f"{account.reason}; {failed}")
         return Done(index, "length", answer.completion_tokens, account, error)
+
+
+class _Alarm:
+    """Rings once nothing has postponed it for `after` seconds, and then again. Postponing costs no timer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, after: float, ring: Callable[[], None]) -> None:
+        self._loop, self._after, self._ring = loop, after, ring
+        self.postpone()
+        self._timer = loop.call_at(self._due, self._check)
+
+    def postpone(self) -> None:
+        self._due = self._loop.time() + self._after
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        if self._loop.time() >= self._due:
+            self.postpone()
+            self._ring()
+        self._timer = self._loop.call_at(self._due, self._check)
 
 
 def _answer(index: int, job: Job, vocabulary: Vocabulary) -> AnswerText:

@@ -26,6 +26,8 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._bytes = _byte_of_char()
+        # Of a fast tokenizer: what its own `decode` ends in, called once per generated token.
+        self._backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
 
     @cached_property
     def size(self) -> int:
@@ -45,6 +47,8 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text as it is: special tokens shown, spaces untouched."""
+        if self._backend is not None:
+            return str(self._backend.decode(ids, skip_special_tokens=False))
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 

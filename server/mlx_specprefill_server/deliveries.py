@@ -1,0 +1,39 @@
+"""From the MLX thread to an event loop, with one wake-up for all that comes together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Deliveries"]
+
+
+class Deliveries:
+    """Calls made on one event loop, in the order in which any thread posted them.
+
+    A step of the engine makes one event per running answer. Waking the loop for each of them costs the MLX thread a
+    system call, at which it gives the interpreter away while it has work for the device.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[Callable[[Any], object], Any]] = deque()
+        self._awake = False
+
+    def post(self, call: Callable[[Any], object], item: Any) -> None:
+        """From any thread: `call(item)` on the loop, soon. A closed loop has nobody left to tell."""
+        self._waiting.append((call, item))
+        if self._awake:
+            return
+        self._awake = True
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._awake = False  # first: what is posted from here on wakes the loop again
+        while self._waiting:
+            call, item = self._waiting.popleft()
+            call(item)

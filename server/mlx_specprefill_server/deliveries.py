@@ -35,5 +35,4 @@ class Deliveries:
     def _deliver(self) -> None:
         self._awake = False  # first: what is posted from here on wakes the loop again
         while self._waiting:
-            call, item = self._waiting.popleft()
-            call(item)
+            self._loop.call_soon(*self._waiting.popleft())  # each on its own: one that raises takes no other along

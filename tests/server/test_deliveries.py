@@ -20,6 +20,9 @@ class CountedLoop:
             raise RuntimeError("Event loop is closed")
         self.woken.append(call)
 
+    def call_soon(self, call: Callable[[Any], Any], item: Any) -> None:
+        call(item)
+
 
 def deliveries(loop: Any) -> Deliveries:
     return Deliveries(loop)

@@ -35,4 +35,5 @@ class Deliveries:
     def _deliver(self) -> None:
         self._awake = False  # first: what is posted from here on wakes the loop again
         while self._waiting:
-            self._loop.call_soon(*self._waiting.popleft())  # each on its own: one that raises takes no other along
+            call, item = self._waiting.popleft()
+            self._loop.call_soon(call, item)  # each on its own: one that raises takes no other along

@@ -286,8 +286,8 @@ def test_the_prompt(client: TestClient, engine: FakeEngine) -> None:
     ]  # fmt: skip
     ask(client, system=system, messages=messages)
     assert prompt(engine) == (
-        "<|im_start|>system\nYou are terse.\n\nBe kind.<|im_end|>\n"
-        "<|im_start|>user\nRead it.<|im_end|>\n"
+        "<|im_start|>system\nYou are terse.<|im_end|>\n"
+        "<|im_start|>user\n<system-reminder>\nBe kind.\n</system-reminder>\n\nRead it.<|im_end|>\n"
         "<|im_start|>assistant\nReading.<|im_end|>\n"
         "<|im_start|>tool\nError: gone<|im_end|>\n"
         "<|im_start|>user\nAnd now?<|im_end|>\n"

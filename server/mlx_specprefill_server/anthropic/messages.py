@@ -15,6 +15,7 @@ from ..asking import Ask, Asked, ask
 from ..conversation import Conversation, conversation
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse, anthropic_body
+from ..reminders import in_place
 from ..report import Report
 from ..sse import EventStream, named
 from .blocks import chat_messages, function_tools
@@ -53,7 +54,9 @@ async def count(service: ServiceDep, body: Annotated[CountRequest, Depends(body_
 
 
 def _conversation(body: CountRequest) -> Conversation:
-    return conversation(chat_messages(body.system, body.messages), function_tools(body.tools), body.template_kwargs())
+    return conversation(
+        in_place(chat_messages(body.system, body.messages)), function_tools(body.tools), body.template_kwargs()
+    )
 
 
 def _ask(service: Service, body: MessagesRequest) -> Ask:

@@ -18,6 +18,7 @@ from ..asking import Ask, Asked, ask
 from ..conversation import Conversation, conversation
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse, api_error
+from ..reminders import in_place
 from ..report import Report
 from ..sse import EventStream, named
 from .chat import _scored as scored
@@ -54,7 +55,8 @@ async def count(service: ServiceDep, body: BodyDep) -> Response:
 
 
 def _conversation(body: ResponsesRequest, tools: Tools) -> Conversation:
-    return conversation(chat_messages(body.instructions, body.input), tools.functions, body.template_kwargs())
+    messages = in_place(chat_messages(body.instructions, body.input))
+    return conversation(messages, tools.functions, body.template_kwargs())
 
 
 def _ask(service: Service, body: ResponsesRequest, tools: Tools) -> Ask:

@@ -1,0 +1,45 @@
+"""System messages in the middle of a conversation stay where they are.
+
+Templates want their only system message in front, but moving a later one there would change the prompt from its
+beginning on, and nothing of it could come from the cache. Agents add such messages when something changes (a mode, the
+set of tools). They go into the user message beside them, in the tag that Claude Code itself uses for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from .conversation import Message
+
+__all__ = ["in_place"]
+
+
+def in_place(messages: Sequence[Message]) -> list[Message]:
+    """The messages, whose contents are texts, with system and developer messages at the beginning only."""
+    out: list[Message] = []
+    reminder: str | None = None  # of the group before this one, if that could not join a user message
+    for is_system, group in groupby(messages, key=lambda message: message["role"] in ("system", "developer")):
+        run = list(group)
+        if not is_system or not out:
+            out += _reminded(reminder, run)
+            reminder = None
+        elif out[-1]["role"] == "user":
+            out += _reminded(_reminder(run), [out.pop()])
+        else:
+            reminder = _reminder(run)
+    return out + _reminded(reminder, [])
+
+
+def _reminder(system: Sequence[Message]) -> str:
+    text = "\n\n".join(message["content"] for message in system)
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+def _reminded(reminder: str | None, run: list[Message]) -> list[Message]:
+    """The reminder goes in front, so that what the user says is last, where a sparse prefill keeps it."""
+    if reminder is None:
+        return run
+    if run and run[0]["role"] == "user":
+        return [run[0] | {"content": f"{reminder}\n\n{run[0]['content']}"}, *run[1:]]
+    return [{"role": "user", "content": reminder}, *run]

@@ -21,7 +21,8 @@ from mlx_specprefill_server.settings import Settings
 
 from .answered import ACCOUNT, EVERYTHING, TEXT, THOUGHT, TWO_CALLS, Given, call, done, named_events, streamed
 from .conftest import client_of
-from .fakes import FakeEngine
+from .fakes import FakeEngine, FakePair, byte_tokenizer
+from .templates import QWEN_3
 
 URL = "/v1/messages"
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -309,6 +310,24 @@ def test_the_fields_reach_the_engine(client: TestClient, engine: FakeEngine) -> 
     assert body["content"] == [{"type": "text", "text": "He"}]
 
 
+def test_an_output_format_constrains_the_answer(client: TestClient, engine: FakeEngine) -> None:
+    ask(client, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
+    constraint = engine.requests[0].constraint
+    assert constraint is not None
+    assert constraint.field == "output_config.format.schema"
+
+
+def test_tools_that_must_not_be_called_are_not_shown(engine: FakeEngine) -> None:
+    engine.pair = FakePair(byte_tokenizer(QWEN_3))
+    client = client_of(engine)
+    tools = {"tools": [{"name": "read", "input_schema": {"type": "object"}}]}
+    bare, shown, hidden = (
+        client.post(f"{URL}/count_tokens", json={"messages": HI, **fields}).json()["input_tokens"]
+        for fields in ({}, tools, tools | {"tool_choice": {"type": "none"}})
+    )
+    assert bare == hidden < shown
+
+
 def test_top_p_zero_is_greedy(client: TestClient, engine: FakeEngine) -> None:
     ask(client, top_p=0, temperature=1)
     assert engine.requests[0].sampling.temperature == 0
@@ -385,7 +404,8 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
         ({"thinking": "on"}, "thinking"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"specprefill": 1}, "specprefill"),

@@ -331,6 +331,26 @@ def test_the_fields_reach_the_engine(client: TestClient, engine: FakeEngine) -> 
     assert (body["store"], body["prompt_cache_key"], body["user"]) == (False, "k", "u")
 
 
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}},
+            "text.format.schema",
+        ),
+        ({"guided_regex": "a+"}, "guided_regex"),
+    ],
+)
+def test_a_format_constrains_the_answer(
+    client: TestClient, engine: FakeEngine, fields: dict[str, Any], field: str
+) -> None:
+    assert ask(client, **fields)["text"] == fields.get("text", {"format": {"type": "text"}})
+    constraint = engine.requests[0].constraint
+    assert constraint is not None
+    assert constraint.field == field
+
+
 def test_tools_are_echoed_as_they_are_understood(client: TestClient) -> None:
     tools = [
         {"type": "web_search"},
@@ -421,7 +441,9 @@ def said(*parts: Any, role: str = "user") -> dict[str, Any]:
         ({"include": "x"}, "include"),
         ({"reasoning": "high"}, "reasoning"),
         ({"reasoning": {"effort": 1}}, "reasoning.effort"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
         ({"metadata": []}, "metadata"),
         ({"specprefill_keep_pct": 2}, "specprefill_keep_pct"),
     ],

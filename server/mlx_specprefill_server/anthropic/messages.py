@@ -54,9 +54,9 @@ async def count(service: ServiceDep, body: Annotated[CountRequest, Depends(body_
 
 
 def _conversation(body: CountRequest) -> Conversation:
-    return conversation(
-        in_place(chat_messages(body.system, body.messages)), function_tools(body.tools), body.template_kwargs()
-    )
+    messages = in_place(chat_messages(body.system, body.messages))
+    tools = function_tools(body.tools)
+    return conversation(messages, [] if body.choice() == "none" else tools, body.template_kwargs())
 
 
 def _ask(service: Service, body: MessagesRequest) -> Ask:
@@ -68,6 +68,7 @@ def _ask(service: Service, body: MessagesRequest) -> Ask:
         stops=tuple(body.stop_sequences),
         tool_choice=body.choice(),
         parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
+        output=body.output(),
     )
 
 

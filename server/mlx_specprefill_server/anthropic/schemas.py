@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
 from mlx_specprefill import InvalidRequestError, SamplingParams
 
 from ..asking import NamedTool, ToolChoice
 from ..fields import Body, Number, SpecPrefillFields, Whole
+from ..output_format import OutputFormat
 
 __all__ = ["CountRequest", "MessagesRequest", "refuse"]
 
@@ -35,12 +36,6 @@ class Choice(Body):
 class OutputConfig(Body):
     effort: str | None = None
     format: dict[str, Any] | None = None
-
-    @field_validator("format")
-    @classmethod
-    def _none(cls, value: dict[str, Any] | None) -> None:
-        if value is not None:
-            raise ValueError("not supported")
 
 
 class Thinking(Body):
@@ -77,6 +72,17 @@ class CountRequest(Body):
         if self.output_config.effort is not None:
             kwargs["reasoning_effort"] = self.output_config.effort
         return kwargs
+
+    def output(self) -> OutputFormat | None:
+        """The JSON schema that the answer has to follow, if there is one."""
+        given, field = self.output_config.format, "output_config.format"
+        if given is None:
+            return None
+        if given.get("type") != "json_schema":
+            raise InvalidRequestError(f"{field}.type: must be 'json_schema'", field=f"{field}.type")
+        if not isinstance(given.get("schema"), dict):
+            raise InvalidRequestError(f"{field}.schema: must be an object", field=f"{field}.schema")
+        return OutputFormat("json_schema", given["schema"], field=f"{field}.schema")
 
 
 class MessagesRequest(CountRequest, SpecPrefillFields):

@@ -56,7 +56,8 @@ async def count(service: ServiceDep, body: BodyDep) -> Response:
 
 def _conversation(body: ResponsesRequest, tools: Tools) -> Conversation:
     messages = in_place(chat_messages(body.instructions, body.input))
-    return conversation(messages, tools.functions, body.template_kwargs())
+    functions = () if body.choice() == "none" else tools.functions
+    return conversation(messages, functions, body.template_kwargs())
 
 
 def _ask(service: Service, body: ResponsesRequest, tools: Tools) -> Ask:
@@ -68,8 +69,10 @@ def _ask(service: Service, body: ResponsesRequest, tools: Tools) -> Ask:
         stops=body.stop,
         tool_choice=body.choice(),
         parallel_tool_calls=body.parallel_tool_calls,
+        output=body.output(),
         logprobs=body.logprobs_wanted(),
         ignore_eos=body.ignore_eos,
+        min_tokens=body.min_tokens,
         field="input",
     )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator, field_validator
+from pydantic import Field, PlainValidator
 
 from mlx_specprefill import InvalidRequestError
 
 from ..asking import NamedTool, ToolChoice
 from ..fields import Body, Whole
+from ..output_format import OutputFormat
 from .schemas import GenerationFields
 
 __all__ = ["ResponsesRequest", "refuse"]
@@ -27,13 +28,6 @@ def _input(value: Any) -> str | list[Any]:
 
 class Text(Body):
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
-
-    @field_validator("format")
-    @classmethod
-    def _plain(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if value.get("type") != "text":
-            raise ValueError("only {'type': 'text'} is supported")
-        return value
 
 
 class Reasoning(Body):
@@ -83,6 +77,27 @@ class ResponsesRequest(GenerationFields):
                 return NamedTool(name)
         rule = "must be auto, none, required or {'type': 'function', 'name': …}"
         raise InvalidRequestError(f"tool_choice: {rule}", field="tool_choice")
+
+    def output(self) -> OutputFormat | None:
+        """What the text must look like: `text.format`, or one of the fields that other endpoints have for it."""
+        own, other = self._format(), super().output()
+        if own is not None and other is not None:
+            raise InvalidRequestError(f"{other.field}: can't be combined with text.format", field=other.field)
+        return own or other
+
+    def _format(self) -> OutputFormat | None:
+        given, field = self.text.format, "text.format"
+        match given.get("type"):
+            case "text":
+                return None
+            case "json_object":
+                return OutputFormat("json_object", field=field)
+            case "json_schema" if isinstance(given.get("schema"), dict):
+                return OutputFormat("json_schema", given["schema"], given.get("strict") is not False, f"{field}.schema")
+            case "json_schema":
+                raise InvalidRequestError(f"{field}.schema: must be an object", field=f"{field}.schema")
+        rule = "must be 'text', 'json_object' or 'json_schema'"
+        raise InvalidRequestError(f"{field}.type: {rule}", field=f"{field}.type")
 
 
 def refuse(body: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ def test_the_answer_restates_the_pieces_and_holds_every_value(kind: str) -> None
         fact = FACTS[kind](rng, held_out)
         assert fact.values
         assert all(value in fact.turn.answer for value in fact.values)
-        restated = fact.turn.answer.replace("/>", "/>. ").split(". ")
+        restated = fact.turn.answer.replace("/>", "/>. ").replace("} {", "}. {").split(". ")
         assert all(any(part.strip(". ") in piece for piece in fact.pieces) for part in restated)
         assert not any(value in fact.turn.question for value in fact.values if value.isdigit() and len(value) > 3)
 

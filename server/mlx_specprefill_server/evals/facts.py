@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 
@@ -60,6 +60,13 @@ def needle(name: str, value: str) -> Fact:
     """The fact of the acceptance test."""
     sentence = f"The secret code for {name} is {value}."
     return Fact((sentence,), Turn(f"What is the secret code for {name}?", sentence), (value,))
+
+
+def joined(facts: Sequence[Fact]) -> Fact:
+    """Several facts as one: their questions one after another, and their answers."""
+    turn = Turn(" ".join(fact.turn.question for fact in facts), " ".join(fact.turn.answer for fact in facts))
+    pieces = tuple(piece for fact in facts for piece in fact.pieces)
+    return Fact(pieces, turn, tuple(value for fact in facts for value in fact.values))
 
 
 def number_needle(rng: random.Random, held_out: bool = False) -> Fact:
@@ -138,6 +145,11 @@ def record(rng: random.Random, held_out: bool = False) -> Fact:
     return Fact((text,), Turn(f"What is the {asked} in the record with id {number}?", text), (str(fields[asked]),))
 
 
+def three_records(rng: random.Random, held_out: bool = False) -> Fact:
+    """Fields of three records, asked for in one question."""
+    return joined([record(rng, held_out) for _ in range(3)])
+
+
 def order(rng: random.Random, held_out: bool = False) -> Fact:
     """One XML order of 2-3 items; the answer reads it out up to the item that is asked for."""
     number, customer = rng.randrange(1000, 100_000), words.person(rng, held_out)
@@ -204,6 +216,7 @@ FACTS: dict[str, Callable[[random.Random, bool], Fact]] = {
     "one_hop": one_hop,
     "two_hops": two_hops,
     "record": record,
+    "three_records": three_records,
     "order": order,
     "rule_and_exception": rule_and_exception,
     "foreign_needle": foreign_needle,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import cycle
 from pathlib import Path
 
 from . import words
 
-__all__ = ["FILLERS", "Count", "document", "python_lines"]
+__all__ = ["FILLERS", "NOISE", "Count", "around", "document", "python_lines"]
 
 Count = Callable[[str], int]
 
@@ -26,6 +27,9 @@ PYTHON_MODULES = (
     "ssl statistics string stringprep subprocess symtable sysconfig tabnanny tarfile tempfile textwrap threading "
     "timeit token tokenize trace traceback types typing urllib/parse urllib/request uuid warnings wave weakref zipfile"
 ).split()
+# The noise of the published retrieval tasks: the same five sentences over and over.
+NOISE = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
 HELD_OUT_MODULES = "bisect base64 chunk colorsys compileall filecmp linecache netrc nntplib sre_parse turtle".split()
 
 
@@ -97,12 +101,25 @@ def document(
     people type by hand, and a trap for a model that copies what followed last time.
     """
     pool = [FILLERS[rng.choice(filler)](rng, held_out) for _ in range(variety)]
+    more = cycle(pool) if variety else iter(lambda: FILLERS[rng.choice(filler)](rng, held_out), None)
+    return around(rng, facts, more, budget, count, depths)
+
+
+def around(
+    rng: random.Random,
+    facts: Sequence[str],
+    filler: Iterator[str],
+    budget: int,
+    count: Count,
+    depths: Sequence[float] | None = None,
+) -> str:
+    """`document` with filler from an endless iterator; each piece brings its own leading space or line break."""
     left = budget - sum(count(" " + fact) for fact in facts)
     pieces: list[str] = []
     sizes: list[int] = []
     misses = 0
     while misses < 4:
-        piece = pool[len(pieces) % variety] if variety else FILLERS[rng.choice(filler)](rng, held_out)
+        piece = next(filler)
         size = count(piece)
         if size > left:
             misses += 1

@@ -1,0 +1,39 @@
+"""Rules by which answers are scored, each as its task was published; all return a number in [0, 1]."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from . import words
+
+__all__ = ["all_values", "any_value", "every_value", "last_number", "list_f1"]
+
+
+def all_values(prediction: str, values: Sequence[str]) -> float:
+    """Share of the values that occur, whatever their case (RULER: string_match_all)."""
+    text = prediction.lower()
+    return sum(value.lower() in text for value in values) / len(values)
+
+
+def any_value(prediction: str, values: Sequence[str]) -> float:
+    """Whether one of the values occurs (RULER: string_match_part, for questions)."""
+    return float(all_values(prediction, values) > 0)
+
+
+def every_value(prediction: str, values: Sequence[str]) -> float:
+    """Whether all values occur: for answers that are wrong when a part is missing."""
+    return float(all_values(prediction, values) == 1)
+
+
+def last_number(prediction: str, values: Sequence[str]) -> float:
+    """Whether the last number of the answer is the value: what comes before may restate the text."""
+    numbers = re.findall(r"\d+", prediction)
+    return float(bool(numbers) and numbers[-1] == values[0])
+
+
+def list_f1(prediction: str, values: Sequence[str]) -> float:
+    """Harmonic mean of precision and recall over the things named, out of all things that could be listed."""
+    named = set(re.findall(r"[a-z]+", prediction.lower())) & set(words.ITEMS)
+    right = len(named & set(values))
+    return 2 * right / (len(named) + len(values)) if right else 0.0

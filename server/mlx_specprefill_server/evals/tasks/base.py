@@ -1,0 +1,106 @@
+"""What a task is: a way to make items, and the published rule by which an answer is scored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .. import haystack
+from ..aggregates import Whole
+from ..facts import Fact, Turn
+from ..haystack import Count
+
+__all__ = ["Item", "Space", "Task", "asked_about", "make_item", "within", "within_prose"]
+
+OVERHEAD = 24  # tokens that a chat template and the line between document and question take
+
+
+@dataclass(frozen=True)
+class Item:
+    """One conversation to have with a model.
+
+    Attributes:
+        turns: questions in order; the first one comes with the document. The last answer is the one that is scored.
+        values: what scoring looks for.
+        gold: passages of the document that the last answer needs; none where it needs the document as a whole.
+    """
+
+    turns: tuple[Turn, ...]
+    values: tuple[str, ...]
+    gold: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Space:
+    """The room for a document: prompt tokens at most, how to count them, and the place of the needle if it is fixed."""
+
+    length: int
+    count: Count
+    depth: float | None = None
+
+    def without(self, *texts: str) -> int:
+        """Tokens left beside these texts and the template."""
+        return self.length - OVERHEAD - sum(self.count(text) for text in texts)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row of the table.
+
+    Attributes:
+        make: an item from a source of randomness and the room for it.
+        score: answer and values to a number in [0, 1].
+        answer_tokens: longest answer.
+        has_depth: whether `Space.depth` places what is asked for.
+    """
+
+    make: Callable[[random.Random, Space], Item]
+    score: Callable[[str, Sequence[str]], float]
+    answer_tokens: int = 64
+    has_depth: bool = False
+
+
+def make_item(task: Task, name: str, seed: int, space: Space) -> Item:
+    """The item of that number; the same one on every machine with the same tokenizer."""
+    return task.make(random.Random(f"{name}/{seed}/{space.length}/{space.depth}"), space)
+
+
+def asked_about(document: str, fact: Fact | Whole) -> Item:
+    """The document, and after it the question."""
+    gold = fact.pieces if isinstance(fact, Fact) else fact.passages
+    turn = Turn(f"{document}\n\n{fact.turn.question}", fact.turn.answer)
+    return Item((turn,), fact.values, gold)
+
+
+def within(
+    rng: random.Random,
+    space: Space,
+    fact: Fact,
+    filler: Iterator[str],
+    depths: Sequence[float] | None = None,
+    others: Sequence[str] = (),
+) -> Item:
+    """A fact in filler, at the given depths, with other facts at random places."""
+    places = depths if depths is not None else _places(rng, space, len(fact.pieces))
+    mixed = sorted([*zip(places, fact.pieces, strict=True), *((rng.random(), other) for other in others)])
+    budget = space.without(fact.turn.question)
+    at, pieces = [place for place, _ in mixed], [piece for _, piece in mixed]
+    return asked_about(haystack.around(rng, pieces, filler, budget, space.count, at), fact)
+
+
+def within_prose(
+    rng: random.Random,
+    space: Space,
+    fact: Fact,
+    depths: Sequence[float] | None = None,
+    others: Sequence[str] = (),
+) -> Item:
+    """The same in templated prose that training leaves out."""
+    return within(rng, space, fact, iter(lambda: haystack.prose(rng, True), ""), depths, others)
+
+
+def _places(rng: random.Random, space: Space, number: int) -> list[float]:
+    if space.depth is not None and number == 1:
+        return [space.depth]
+    return sorted(rng.random() for _ in range(number))

@@ -2,9 +2,9 @@
 """What a grammar costs while decoding: the same rows with and without one, in one run.
 
 Both arms continue copies of one prompt greedily and take turns in blocks of steps, so that whatever else the machine
-does meets both. The guided rows write an endless JSON array of objects. The overhead is the median over pairs of blocks;
-`mask` is the host's own time per row and token for following the grammar and making the mask, most of which passes
-while the forward runs.
+does meets both. The guided rows write an endless JSON array of objects. The overhead is the median over pairs of
+blocks; `mask` is the host's own time per row and token for following the grammar and making the mask, most of which
+passes while the forward runs.
 
 The last line of the output is one JSON object.
 """
@@ -41,8 +41,8 @@ SCHEMA = {
     "minItems": 100_000,
     "items": {
         "type": "object",
-        "properties": {"name": {"type": "string"}, "count": {"type": "integer"}, "tags": {"items": {"enum": ["a", "b"]}}},
-        "required": ["name", "count", "tags"],
+        "properties": {"name": {"type": "string"}, "n": {"type": "integer"}, "tags": {"items": {"enum": ["a", "b"]}}},
+        "required": ["name", "n", "tags"],
         "additionalProperties": False,
     },
 }  # fmt: skip

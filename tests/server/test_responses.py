@@ -11,8 +11,8 @@ from openai.types.responses.input_token_count_response import InputTokenCountRes
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
-from mlx_specprefill import ContextLengthError, EngineClosedError, Failed, InvalidRequestError, Progress
-from mlx_specprefill_server.answers import AnswerPiece, CallBroken, Idle, Working
+from mlx_specprefill import ContextLengthError, EngineClosedError, Failed, InvalidRequestError, Progress, TokenEvent
+from mlx_specprefill_server.answers import AnswerPiece, CallBroken, Idle, TextDelta, Working
 from mlx_specprefill_server.deps import Service
 from mlx_specprefill_server.openai.responses import ResponsesAnswer
 from mlx_specprefill_server.openai.responses_input import function_tools
@@ -192,6 +192,15 @@ def test_text_and_thought_may_alternate(engine: FakeEngine) -> None:
     payloads = checked(streamed(answer_of(engine, pieces).stream()))
     kinds = [item["type"] for item in payloads[-1]["response"]["output"]]
     assert kinds == ["reasoning", "message", "reasoning", "function_call", "message"]
+
+
+def test_tokens_without_text_make_no_message(engine: FakeEngine) -> None:
+    tag = TextDelta(0, "", (TokenEvent(65, -0.5),))
+    pieces = [tag, *call(0, "a", "{}"), tag, *call(1, "a", "{}"), *TEXT, tag, done("tool_calls")]
+    payloads = checked(streamed(answer_of(engine, pieces, top_logprobs=1).stream()))
+    output = payloads[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["function_call", "function_call", "message"]
+    assert [entry["token"] for entry in output[-1]["content"][0]["logprobs"]] == [engine.pair.tokenizer.decode([65])]
 
 
 def test_nothing_said_is_a_response_without_items(engine: FakeEngine) -> None:

@@ -38,7 +38,7 @@ class ItemWriter:
     def write(self, piece: AnswerPiece) -> Iterator[Event]:
         """The events that one piece of the answer makes."""
         match piece:
-            case TextDelta() if piece.text or piece.tokens:
+            case TextDelta() if piece.text or self._is_open("message"):  # tokens of tags alone make no message
                 yield from self._ensure("message", {"role": "assistant", "content": []})
                 yield self._delta(piece.text, self._scored(piece.tokens))
             case ReasoningDelta() if piece.text:
@@ -77,8 +77,11 @@ class ItemWriter:
         self._index += 1
         self._open, self._text, self._logprobs = None, [], []
 
+    def _is_open(self, kind: str) -> bool:
+        return self._open is not None and self._open["type"] == kind
+
     def _ensure(self, kind: str, fields: dict[str, Any]) -> Iterator[Event]:
-        if self._open is not None and self._open["type"] == kind:
+        if self._is_open(kind):
             return
         yield from self.close()
         yield from self._start(kind, fields)

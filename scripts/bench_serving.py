@@ -48,6 +48,7 @@ STREAMS = 8
 UNRELATED = 12
 SHORT = 600  # tokens of the request that arrives late: what coding agents ask for a title with
 SPARSE, DENSE = {"specprefill": True}, {"specprefill": False}
+NAMES = "Anna Peter Maria Thomas Laura Daniel Sophie".split()
 WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
 village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
 
@@ -155,6 +156,11 @@ class Text:
     def of(self, tokens: int) -> str:
         count = max(1, int(tokens * self._per_token))
         return " ".join(self._rng.choice(WORDS) for _ in range(count)) + "."
+
+    def fact(self, name: str) -> tuple[str, str]:
+        """A sentence that the pair was trained to look up, and what is to be found."""
+        code = str(self._rng.randrange(100_000, 1_000_000))
+        return f"The secret code for {name} is {code}.", code
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -365,21 +371,40 @@ def resume(server: Server, text: Text, length: int) -> dict[str, Any]:
 
 
 def session(server: Server, text: Text, length: int) -> list[dict[str, Any]]:
-    """An agent's seven turns, each sent as soon as the last is answered."""
+    """An agent's seven turns, each sent as soon as the last is answered: a document, then tool results. Every turn
+    brings a fact and asks for it."""
     rows = []
     for arm, options in (("sparse", {}), ("dense", DENSE)):
-        messages, held = agent("You are an agent. Tools: " + text.of(200), text.of(length)), 0
-        for turn in range(1, 8):
-            reply = server.ask(messages, 8, **options)
+        messages, held = [{"role": "system", "content": "You are an agent. Tools: " + text.of(200)}], 0
+        for turn, name in enumerate(NAMES, 1):
+            fact, code = text.fact(name)
+            filler = (text.of(length // 2), text.of(length // 2)) if turn == 1 else (text.of(30), text.of(30))
+            asked = f"{filler[0]} {fact} {filler[1]}\n\nWhat is the secret code for {name}?"
+            messages.append({"role": "user", "content": asked})
+            reply = server.ask(messages, 16, **options)
             report = reply.report
             extended = report["continuation"] == "extend"
             fed = report["kept_tokens"] - (held if extended else reply.cached_tokens)
             held = report["kept_tokens"] + reply.completion_tokens
             names = ("mode", "continuation", "prompt_tokens", "cached_tokens", "kept_tokens")
             row = {"arm": arm, "turn": turn, "ttft_ms": 1e3 * reply.first_s, "fed_tokens": fed}
-            rows.append(row | {name: report[name] for name in names})
-            messages = following(messages, reply, "The tool says: " + text.of(60))
+            rows.append(row | {name: report[name] for name in names} | {"right": code in reply.text})
+            messages.append({"role": "assistant", "content": reply.text})
     return rows
+
+
+def session_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Later turns of the sparse arm over the same turns of the dense arm, and the share of right answers."""
+    first_s = {(row["arm"], row["turn"]): row["ttft_ms"] for row in rows}
+    ratios = [first_s["sparse", turn] / first_s["dense", turn] for turn in range(2, len(NAMES) + 1)]
+    right = {arm: statistics.mean(row["right"] for row in rows if row["arm"] == arm) for arm in ("sparse", "dense")}
+    return {
+        "session_ratio": statistics.median(ratios),
+        "session_worst_ratio": max(ratios),
+        "session_extended": sum(row["continuation"] == "extend" for row in rows),
+        "session_right_sparse": right["sparse"],
+        "session_right_dense": right["dense"],
+    }
 
 
 # --- the whole -------------------------------------------------------------------------------------------------------
@@ -418,7 +443,7 @@ def measure_ours(options: argparse.Namespace, stack: ExitStack, copies: tuple[Pa
         "densified": lambda: densified(server, text, length, repeats + 1),
         "prefix": lambda: prefix(server, text, length // 2, length, repeats),
         "resume": lambda: resume(server, text, 2 * length),
-        "session": lambda: session(server, text, length),
+        "session": lambda: session(server, text, 4000),
     }
     return {name: timed(name, step) for name, step in steps.items()}
 
@@ -468,6 +493,7 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "second_turn_cached_share": ours["turns"]["share"],
         "densified_ratio": ours["densified"]["ratio"],
         "resume_share": ours["resume"]["share"],
+        **session_figures(ours["session"]),
         "rows": results,
     }
 

@@ -208,11 +208,16 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Work done inside a stage, in tokens (`done` of `total`)."""
+    """Work done inside a stage, in tokens (`done` of `total`).
+
+    Attributes:
+        cached: prompt tokens that the target need not read, besides those `total`; None while that is not known.
+    """
 
     stage: Stage
     done: int
     total: int
+    cached: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -458,6 +458,8 @@ class Engine:
         except StopIteration as finished:
             self._prefilled(job, finished.value)
             return None
+        if isinstance(event, Progress) and event.stage != "queued" and job.sequence is not None:
+            return replace(event, cached=job.sequence.cached)
         return event
 
     def _account_slice(self, job: _Job, event: Event, ms: float) -> None:

@@ -80,6 +80,7 @@ class Prefiller:
         if sequence.plan.mode == "sparse":
             return (yield from self._sparse_or_full(sequence))
         self._from_prefix(sequence)
+        yield Progress("prefill", 0, len(request.prompt) - sequence.cached)
         return (yield from self._full(sequence))
 
     def _from_prefix(self, sequence: Sequence, again: bool = False) -> None:
@@ -96,6 +97,7 @@ class Prefiller:
             self._from_prefix(sequence)
             sequence.plan = self.plan(sequence.request, sequence.cached)
             if sequence.plan.mode == "sparse":
+                yield Progress("draft", 0, len(sequence.request.prompt))
                 return (yield from self._sparse(sequence))
         except RequestCancelled:
             raise

@@ -16,11 +16,15 @@ __all__ = [
     "CallDelta",
     "CallEnd",
     "CallStart",
+    "FinishReason",
     "Idle",
     "ReasoningDelta",
     "TextDelta",
     "Working",
 ]
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class AnswerDone:
     """
 
     index: int
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: FinishReason
     completion_tokens: int
     reasoning_tokens: int
     account: Account

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,16 +15,19 @@ from mlx_specprefill import (
     SpecPrefillOptions,
 )
 
-from .answers import AnswerDone, AnswerPiece, TextDelta
+from .answers import AnswerPiece
 from .conversation import Conversation
 from .deltas import Delta
 from .deps import Service
 from .forced_calls import NamedTool, ToolChoice
-from .generation import Done, Generation, Job, PromptScores
+from .generation import Done, Generation, Idle, Job, Working
 from .output_format import OutputFormat, constraint_of
 from .prompt import Prompt
+from .reading import AnswerReader
 
 __all__ = ["Ask", "Asked", "NamedTool", "ToolChoice", "ask", "copies", "room", "stop_ids"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +62,16 @@ class Ask:
 class Asked:
     """Answers being made. Whoever holds it must close its `generation`, whatever happens."""
 
-    def __init__(self, prompt_tokens: int, generation: Generation) -> None:
+    def __init__(self, prompt_tokens: int, generation: Generation, readers: Sequence[AnswerReader]) -> None:
         self.prompt_tokens = prompt_tokens
         self.generation = generation
+        self._readers = readers
+        self._written = [0] * len(readers)
+
+    @property
+    def written(self) -> int:
+        """Tokens of all answers that the stream has got to."""
+        return sum(self._written)
 
     async def stream(self, idle_after: float) -> AsyncIterator[AnswerPiece]:
         """Every answer's pieces as they come; each answer ends with exactly one AnswerDone.
@@ -70,16 +81,27 @@ class Asked:
         """
         async for piece in self.generation.pieces(idle_after):
             match piece:
-                case Delta():
-                    yield TextDelta(piece.index, piece.text, piece.tokens)
-                case Done():
-                    yield AnswerDone(
-                        piece.index, piece.finish_reason, piece.completion_tokens, 0, piece.account, None, piece.error
-                    )
-                case PromptScores():
-                    pass
-                case _:
+                case Delta() | Done():
+                    for part in self._read(piece):
+                        yield part
+                case Working() | Idle():
                     yield piece
+
+    def _read(self, piece: Delta | Done) -> list[AnswerPiece]:
+        """The error ring of parsing: the answer ends, the others go on."""
+        reader = self._readers[piece.index]
+        try:
+            if isinstance(piece, Done):
+                return reader.finish(piece)
+            self._written[piece.index] = piece.completion_tokens
+            pieces = reader.push(piece)
+        except Exception as error:
+            logger.exception("an answer could not be parsed")
+            end = replace(piece, error=error) if isinstance(piece, Done) else self.generation.lose(piece.index, error)
+            return [reader.failed(end)]
+        if reader.over:
+            self.generation.halt(piece.index)
+        return pieces
 
 
 async def ask(service: Service, ask: Ask) -> Asked:
@@ -89,16 +111,33 @@ async def ask(service: Service, ask: Ask) -> Asked:
         InvalidRequestError, ContextLengthError: nothing has been started.
         EngineClosedError: the engine takes nothing more.
     """
+    if ask.tool_choice == "none":
+        ask = replace(ask, conversation=replace(ask.conversation, tools=()))
     prompt = await service.prompts.chat(ask.conversation)
-    constraint = constraint_of(
+    constraint = _constraint(service, ask, prompt)
+    await service.compile(constraint)
+    generation = service.submit(_jobs(service, ask, prompt, constraint))
+    readers = [_reader(service, ask, prompt, i) for i in range(ask.n)]
+    return Asked(len(prompt.tokens), generation, readers)
+
+
+def _constraint(service: Service, ask: Ask, prompt: Prompt) -> Constraint | None:
+    """A forced call can be demanded of any model; one whose template has no format for calls writes the commonest."""
+    forced = ask.tool_choice not in ("auto", "none")
+    return constraint_of(
         ask.output,
         ask.conversation.tools,
         ask.tool_choice,
-        parallel=ask.parallel_tool_calls,
-        special=service.vocabulary.special,
+        service.format.tools or ("hermes" if forced else None),
+        ask.parallel_tool_calls,
+        service.format.reasoning_end(prompt.ending),
+        service.vocabulary.special,
     )
-    await service.compile(constraint)
-    return Asked(len(prompt.tokens), service.submit(_jobs(service, ask, prompt, constraint)))
+
+
+def _reader(service: Service, ask: Ask, prompt: Prompt, index: int) -> AnswerReader:
+    parser = service.format.parser(ask.conversation.tools, prompt.ending)
+    return AnswerReader(index, parser, ask.stops, ask.parallel_tool_calls)
 
 
 def room(prompt_tokens: int, asked: int | None, context_length: int, field: str) -> int:
@@ -131,7 +170,7 @@ def _jobs(service: Service, ask: Ask, prompt: Prompt, constraint: Constraint | N
         constraint=constraint,
         min_tokens=min(ask.min_tokens, max_tokens),
     )
-    return copies(Job(request, ask.stops), ask.n)
+    return copies(Job(request), ask.n)
 
 
 def stop_ids(service: Service, ignore_eos: bool, constraint: Constraint | None) -> frozenset[int]:

@@ -81,6 +81,23 @@ class PrefillMode(StrEnum):
     full = "full"
 
 
+class CallFormat(StrEnum):
+    hermes = "hermes"
+    xml = "xml"
+    harmony = "harmony"
+    mistral = "mistral"
+    gemma = "gemma"
+    glm = "glm"
+    native = "native"
+
+
+class ReasoningFormat(StrEnum):
+    think = "think"
+    mistral = "mistral"
+    gemma = "gemma"
+    native = "native"
+
+
 class LogLevel(StrEnum):
     debug = "debug"
     info = "info"
@@ -163,6 +180,12 @@ def serve(
     otel: Annotated[
         bool, typer.Option("--otel", help="OpenTelemetry traces and metrics, to where the OTEL_* variables say.")
     ] = False,
+    tool_parser: Annotated[
+        CallFormat | None, typer.Option(help="How the model writes tool calls. Default: as its chat template says.")
+    ] = None,
+    reasoning_parser: Annotated[
+        ReasoningFormat | None, typer.Option(help="How it marks reasoning. Default: as its vocabulary says.")
+    ] = None,
 ) -> None:
     """Start the OpenAI-compatible server. Every setting also has an environment variable, MLX_SPECPREFILL_*."""
     _note_blas()
@@ -192,6 +215,8 @@ def serve(
             log_level=log_level and log_level.value,
             log_format=log_format and log_format.value,
             otel=otel or None,
+            tool_parser=tool_parser and tool_parser.value,
+            reasoning_parser=reasoning_parser and reasoning_parser.value,
             defaults=chosen,
         )
         set_up_logs(settings.log_level, settings.log_format)

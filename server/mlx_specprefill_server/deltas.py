@@ -22,11 +22,19 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Newly shown text of answer `index`, and the tokens that begin in it (only when logprobs are asked for)."""
+    """Newly shown text of answer `index`, and the tokens that begin in it (only when logprobs are asked for).
+
+    Attributes:
+        starts: where the text of each token begins, in characters of the answer; `end` is where this delta ends.
+        completion_tokens: of the answer so far.
+    """
 
     index: int
     text: str
     tokens: tuple[TokenEvent, ...] = ()
+    starts: tuple[int, ...] = ()
+    end: int = 0
+    completion_tokens: int = 0
 
 
 class IncrementalText:
@@ -72,21 +80,21 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self.matched = False
+        self.matched: str | None = None
 
     def push(self, text: str) -> str:
         """What may be shown now."""
-        if self.matched:
+        if self.matched is not None:
             return ""
         self._held += text
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self.matched = True
-            return self._release(min(found)[1])
+            _, at, self.matched = min(found)
+            return self._release(at)
         return self._release(len(self._held) - max(map(self._overlap, self._stops), default=0))
 
     def finish(self) -> str:
-        return "" if self.matched else self._release(len(self._held))
+        return "" if self.matched is not None else self._release(len(self._held))
 
     def _release(self, count: int) -> str:
         shown, self._held = self._held[:count], self._held[count:]
@@ -117,12 +125,17 @@ class AnswerText:
         self._with_tokens = with_tokens
         self._waiting: deque[tuple[int, TokenEvent]] = deque()  # (where its text begins, token)
         self._decoded = self._shown = 0  # characters
+        self._halted = False
         self.completion_tokens = 0  # up to the one that completed a stop string
 
     @property
     def stopped(self) -> bool:
         """A stop string has been found; the rest of the tokens is not wanted."""
-        return self._stop.matched
+        return self._halted or self._stop.matched is not None
+
+    def halt(self) -> None:
+        """As if a stop string had been found."""
+        self._halted = True
 
     def push(self, event: TokenEvent) -> Delta:
         """What one more token makes visible, often nothing."""
@@ -139,20 +152,20 @@ class AnswerText:
         """What was held back and may be shown after all."""
         if self.stopped:
             return Delta(self._index, "")
-        first = self._show(self._text.finish())
-        rest = self._stop.finish()
-        self._shown += len(rest)
-        tokens = first.tokens + (() if self.stopped else self._ready(everything=True))
-        return Delta(self._index, first.text + rest, tokens)
+        decoded = self._text.finish()
+        self._decoded += len(decoded)
+        text = self._stop.push(decoded)
+        text += self._stop.finish()
+        return self._delta(text, everything=not self.stopped)
 
     def _show(self, decoded: str) -> Delta:
         self._decoded += len(decoded)
-        shown = self._stop.push(decoded)
-        self._shown += len(shown)
-        return Delta(self._index, shown, self._ready())
+        return self._delta(self._stop.push(decoded))
 
-    def _ready(self, everything: bool = False) -> tuple[TokenEvent, ...]:
+    def _delta(self, text: str, everything: bool = False) -> Delta:
+        self._shown += len(text)
         ready = []
         while self._waiting and (everything or self._waiting[0][0] < self._shown):
-            ready.append(self._waiting.popleft()[1])
-        return tuple(ready)
+            ready.append(self._waiting.popleft())
+        tokens, starts = tuple(token for _, token in ready), tuple(start for start, _ in ready)
+        return Delta(self._index, text, tokens, starts, self._shown, self.completion_tokens)

@@ -23,6 +23,7 @@ from .deliveries import Deliveries
 from .errors import ApiError
 from .generation import Ended, EngineLike, Generation, Job
 from .metrics import Metrics
+from .parsers.formats import detect
 from .prompt import PromptBuilder
 from .settings import Settings
 from .vocabulary import Vocabulary
@@ -44,6 +45,7 @@ class Service:
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
         self.prompts = PromptBuilder(engine.pair.tokenizer)
         self.metrics = Metrics(engine, self.model_id)
+        self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
         self.started = int(time.time())
         self._live: WeakSet[Generation] = WeakSet()
         self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, Deliveries] = WeakKeyDictionary()
@@ -143,7 +145,6 @@ def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Call
         check(given)
         return _validated(model, given)
 
-    parse.body_model = model  # type: ignore[attr-defined] # for the API's document
     return parse
 
 

@@ -97,6 +97,7 @@ class Working:
     stage: Stage
     done: int
     total: int
+    cached: int | None = None  # prompt tokens that need not be read again; None: not known yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,16 @@ class Generation:
             self._events.put_nowait((index, Failed(EngineClosedError("the request was given up"))))
         self._later.clear()
 
+    def halt(self, index: int) -> None:
+        """Answer `index` is long enough: its end will be a "stop", whatever the model still wants to say."""
+        if index in self._answers:
+            self._answers[index].halt()
+            self._handles[index].cancel()
+
+    def lose(self, index: int, error: Exception) -> Done:
+        """Gives answer `index` up; there must have been no Done of it."""
+        return self._lost(index, error)
+
     def stop(self, patience: float) -> None:
         """Closes on the server's side: every answer ends now, or after `patience` if the engine is in a long step."""
         self.close()
@@ -248,7 +259,7 @@ class Generation:
             yield from self._start_followers(index)
         match event:
             case Progress():
-                yield Working(index, event.stage, event.done, event.total)
+                yield Working(index, event.stage, event.done, event.total, event.cached)
             case PromptLogprobs():
                 yield PromptScores(index, event.entries)
             case TokenEvent():

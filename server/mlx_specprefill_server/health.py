@@ -21,8 +21,7 @@ async def probe() -> Response:
     return Response()
 
 
-@router.head("/health", include_in_schema=False)
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health(service: ServiceDep) -> Response:
     """200 while the engine moves; 503 when its thread is dead or has been silent for too long."""
     state = service.engine.health()

@@ -25,16 +25,19 @@ __all__ = ["Prompt", "PromptBuilder"]
 
 T = TypeVar("T")
 
+ENDING = 256  # characters: more than a template writes to open an answer
+
 # What a template raises on a conversation that it does not provide for. jinja2 wraps only some of them.
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the rendered messages among them (none for a raw prompt)."""
+    """Token ids, and the rendered messages among them (none for a raw prompt); `ending` is the text's last part."""
 
     tokens: tuple[int, ...]
     spans: tuple[PromptSpan, ...] = ()
+    ending: str = ""
 
 
 class PromptBuilder:
@@ -81,9 +84,9 @@ class PromptBuilder:
         text = render(conversation.messages)
         tokens, offsets = self._tokenize(text)
         if offsets is None:
-            return Prompt(tokens)
+            return Prompt(tokens, ending=text[-ENDING:])
         found = locate(conversation.messages, text, render, self._ends, bool(conversation.tools))
-        return Prompt(tokens, to_tokens(found, offsets))
+        return Prompt(tokens, to_tokens(found, offsets), text[-ENDING:])
 
     def _needs_template(self) -> None:
         if not self._tokenizer.has_chat_template:

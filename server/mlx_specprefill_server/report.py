@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -10,9 +11,9 @@ from mlx_specprefill import Account, EngineError, SpecPrefillError, Timings
 
 from .answers import AnswerDone
 from .errors import api_error
-from .generation import Done
+from .generation import Done, Working
 
-__all__ = ["Report"]
+__all__ = ["LiveTimings", "Report"]
 
 
 class Report:
@@ -104,6 +105,33 @@ class Report:
 
     def _account(self) -> Account:
         return _merged(self._accounts())
+
+
+class LiveTimings:
+    """llama.cpp's timings while an answer is still being made, as the client sees the time pass."""
+
+    def __init__(self, prompt_tokens: int, started: float) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._started = started
+        self._cached = 0
+        self._first: float | None = None
+
+    def add(self, piece: Working) -> None:
+        """Hears how much of the prompt was cached."""
+        self._cached = piece.cached or self._cached
+
+    def first(self) -> None:
+        """Something of the answer is there."""
+        self._first = self._first or time.monotonic()
+
+    def at(self, predicted: int) -> dict[str, Any]:
+        """The object when `predicted` tokens have been generated."""
+        first = self._first or time.monotonic()
+        return {
+            "cache_n": self._cached,
+            **_rates("prompt", self._prompt_tokens - self._cached, 1e3 * (first - self._started)),
+            **_rates("predicted", predicted, 1e3 * (time.monotonic() - first)),
+        }
 
 
 def _first(ends: Sequence[Done | AnswerDone]) -> Account:

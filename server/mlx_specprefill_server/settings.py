@@ -12,6 +12,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from mlx_specprefill import EngineConfig, ForcedRule, SelectionConfig, SpecPrefillPolicy, keep_pct
 
+from .parsers.formats import ReasoningParser, ToolParser
+
 __all__ = ["LogFormat", "LogLevel", "Settings"]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -63,6 +65,9 @@ class Settings(BaseSettings):
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     otel: bool = False  # OpenTelemetry traces and metrics, to where the OTEL_* variables say
+    tool_parser: ToolParser | None = None  # None: as the chat template says
+    reasoning_parser: ReasoningParser | None = None  # None: as the vocabulary and the chat template say
+    reasoning_alias: bool = False  # True: reasoning also under vLLM's name, `reasoning`
     temperature: float = Field(default=0.0, ge=0, le=2)  # when a request names none
     specprefill: bool = True  # False: sparse only when a request asks for it
     specprefill_threshold: int | None = Field(default=None, ge=0)  # tokens; None: measured, by predicted saving

@@ -8,7 +8,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
-from mlx_specprefill import Failed, InvalidRequestError
+from mlx_specprefill import Failed, InvalidRequestError, Progress
 
 from .conftest import client_of, events
 from .fakes import FakeEngine, FakePair, account, byte_tokenizer
@@ -256,7 +256,8 @@ def test_the_last_token_of_room_can_be_used(client: TestClient, engine: FakeEngi
         ("top_logprobs", 3),
         ("stream", "true"),
         ("stream_options", 5),
-        ("n", 2),
+        ("n", 33),
+        ("n", 0),
         ("n", True),
         ("best_of", 2),
         ("response_format", {"type": "xml"}),
@@ -465,14 +466,17 @@ def test_an_impossible_token_does_not_kill_the_stream(client: TestClient, engine
 
 
 def test_progress_is_reported_on_request(client: TestClient, engine: FakeEngine) -> None:
+    steps = [Progress("queued", 0, 21), *(Progress("prefill", done, 14, cached=7) for done in (0, 8, 14))]
+    engine.script = lambda request: [*steps, *engine.tokens("Hello")]
     chunks = stream(client, return_progress=True)
-    progress = [chunk for chunk in chunks[:-1] if "prompt_progress" in chunk]
-    assert progress[0]["prompt_progress"]["processed"] == 0
-    assert progress[0]["choices"] == []
-    assert set(progress[0]["prompt_progress"]) == {"total", "cache", "processed", "time_ms", "stage"}
-    assert progress[0]["prompt_progress"]["total"] == len(engine.requests[0].prompt)
-    for chunk in progress:
+    reports = [chunk for chunk in chunks[:-1] if "prompt_progress" in chunk]
+    for chunk in reports:
         ChatCompletionChunk.model_validate(chunk, strict=True)
+        assert chunk["choices"] == []
+        assert set(chunk["prompt_progress"]) == {"total", "cache", "processed", "time_ms", "stage"}
+    seen = [(one["prompt_progress"]["processed"], one["prompt_progress"]["cache"]) for one in reports]
+    assert seen == [(7, 7), (15, 7), (21, 7)]  # nothing is said before the cache's share is known
+    assert {one["prompt_progress"]["total"] for one in reports} == {len(engine.requests[0].prompt)}
     assert not any("prompt_progress" in chunk for chunk in stream(client)[:-1])
 
 

@@ -64,7 +64,7 @@ def test_stop_strings_end_the_text_before_the_first_to_be_complete(
     shown += matcher.finish()
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     assert shown == (text[: min(ends)[1]] if ends else text)
-    assert matcher.matched == bool(ends)
+    assert matcher.matched == (min((end, at, text[at:end]) for end, at in ends)[2] if ends else None)
 
 
 def test_what_may_be_a_stop_string_is_held_back_and_nothing_more() -> None:
@@ -95,7 +95,7 @@ def test_end_tokens_count_but_are_not_shown() -> None:
     shown = [writer.push(TokenEvent(token)).text for token in [*ids("hi"), TOKENIZER.eos_token_id]]
     assert shown == ["h", "i", ""]
     assert writer.completion_tokens == 3
-    assert writer.finish() == Delta(3, "")
+    assert writer.finish() == Delta(3, "", end=2, completion_tokens=3)
 
 
 def test_tokens_after_a_stop_string_count_no_more() -> None:

@@ -1,28 +1,38 @@
-"""POST /v1/chat/completions: to a job, then streamed or collected."""
+"""POST /v1/chat/completions: to a neutral request, then streamed or collected."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from mlx_specprefill import Logprob, TokenEvent
+from mlx_specprefill import TokenEvent
 
+from ..answers import (
+    AnswerDone,
+    AnswerPiece,
+    CallBroken,
+    CallDelta,
+    CallEnd,
+    CallStart,
+    Idle,
+    ReasoningDelta,
+    TextDelta,
+    Working,
+)
+from ..asking import Ask, Asked, ask
 from ..conversation import conversation
-from ..deltas import Delta
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse
-from ..generation import Done, Generation, Idle, Job, Working
-from ..output_format import constraint_of
-from ..report import Report
+from ..report import LiveTimings, Report
 from ..sse import DONE, KEEP_ALIVE, EventStream, data
 from ..vocabulary import Vocabulary
 from .schemas import ChatRequest, refuse_chat
-from .wire import LOWEST_LOGPROB, Envelope, make_job, progress
+from .wire import Envelope, progress, scored
 
 __all__ = ["router"]
 
@@ -34,106 +44,159 @@ async def create(
     request: Request, service: ServiceDep, body: Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]
 ) -> Response:
     """Answers a conversation."""
-    job = await _job(service, body)
-    generation = service.submit([job])
-    answer = ChatAnswer(service, body, job)
+    asked = await ask(service, _ask(service, body))
+    answer = ChatAnswer(service, body, asked)
     if body.stream:
-        return EventStream(answer.stream(generation), generation)
-    return JsonResponse(await unless_client_leaves(request, generation, answer.collect(generation)))
+        return EventStream(answer.stream(), asked.generation)
+    return JsonResponse(await unless_client_leaves(request, asked.generation, answer.collect()))
 
 
-async def _job(service: Service, body: ChatRequest) -> Job:
-    tools = [] if body.tool_choice == "none" else body.tools
-    prompt = await service.prompts.chat(conversation(body.messages, tools, body.template_kwargs()))
-    logprobs = body.top_logprobs if body.logprobs else None
-    constraint = constraint_of(body.output(), special=service.vocabulary.special)
-    await service.compile(constraint)
-    return make_job(service, body, prompt, body.limit(), "messages", logprobs, constraint=constraint)
+def _ask(service: Service, body: ChatRequest) -> Ask:
+    return Ask(
+        conversation=conversation(body.messages, body.tools, body.template_kwargs()),
+        sampling=body.sampling(service.settings.temperature, service.vocabulary.size),
+        specprefill=body.options(),
+        max_tokens=body.limit(),
+        stops=body.stop,
+        tool_choice=body.choice(),
+        parallel_tool_calls=body.parallel_tool_calls,
+        output=body.output(),
+        n=body.n,
+        logprobs=body.top_logprobs if body.logprobs else None,
+        ignore_eos=body.ignore_eos,
+        min_tokens=body.min_tokens,
+    )
 
 
 class ChatAnswer:
-    """Writes one chat answer to the wire."""
+    """Writes the answers to one request to the wire."""
 
-    def __init__(self, service: Service, body: ChatRequest, job: Job) -> None:
-        self._vocabulary = service.vocabulary
-        self._keep_alive = service.settings.keep_alive_s
+    def __init__(self, service: Service, body: ChatRequest, asked: Asked) -> None:
+        self._asked = asked
         self._body = body
-        self._prompt_tokens = len(job.request.prompt)
-        self._report = Report(self._prompt_tokens, answers=1)
+        self._vocabulary = service.vocabulary if body.logprobs else None
+        self._reasoning = ("reasoning_content", "reasoning")[: 1 + service.settings.reasoning_alias]
+        self._keep_alive = service.settings.keep_alive_s
+        self._report = Report(asked.prompt_tokens, body.n, copies=body.n)
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 
-    async def collect(self, generation: Generation) -> dict[str, Any]:
-        """The whole answer.
+    async def collect(self) -> dict[str, Any]:
+        """All answers.
 
         Raises:
-            SpecPrefillError: the engine failed or was stopped.
+            SpecPrefillError: the engine failed on one of them or was stopped.
         """
-        text, tokens, finish_reason = "", list[TokenEvent](), "stop"
-        async for piece in generation.pieces(self._keep_alive):
-            match piece:
-                case Delta():
-                    text += piece.text
-                    tokens += piece.tokens
-                case Done():
-                    finish_reason = piece.finish_reason
-                    self._report.add(piece)
+        choices = [_Choice(i, self._reasoning, self._vocabulary) for i in range(self._body.n)]
+        async for piece in self._asked.stream(self._keep_alive):
+            if not isinstance(piece, Idle | Working):
+                choices[piece.index].add(piece)
+            if isinstance(piece, AnswerDone):
+                self._report.add(piece)
         self._report.raise_error()
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": self._logprobs(tokens), "finish_reason": finish_reason}
-        return self._envelope.body([choice], usage=self._report.usage(), **self._report.extras())
+        body = [choice.body() for choice in choices]
+        return self._envelope.body(body, usage=self._report.usage(), **self._report.extras())
 
-    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The answer as it is made. The first event goes out before the engine has done anything."""
+    async def stream(self) -> AsyncIterator[bytes]:
+        """The answers as they are made. The first event goes out before the engine has done anything."""
         started = time.monotonic()
         self._envelope = replace(
             self._envelope, object="chat.completion.chunk", null_usage=self._body.stream_options.include_usage
         )
-        yield self._chunk({"role": "assistant", "content": ""})
-        if self._body.return_progress:
-            yield self._progress(Working(0, "queued", 0, self._prompt_tokens), started)
-        async for piece in generation.pieces(self._keep_alive):
+        timings = LiveTimings(self._asked.prompt_tokens, started)
+        for index in range(self._body.n):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+        async for piece in self._asked.stream(self._keep_alive):
             match piece:
                 case Idle():
                     yield KEEP_ALIVE
-                case Working() if self._body.return_progress:
-                    yield self._progress(piece, started)
-                case Delta():
-                    yield self._chunk({"content": piece.text}, piece.tokens)
-                case Done():
-                    self._report.add(piece)
+                case Working():
+                    timings.add(piece)
+                    if self._body.return_progress and piece.cached is not None:
+                        yield data(self._envelope.body([], prompt_progress=progress(piece, started)))
+                case AnswerDone():
                     for last in self._ending(piece):
                         yield last
+                case _:
+                    timings.first()
+                    for delta in self._deltas(piece):
+                        more = {"timings": timings.at(self._asked.written)} if self._body.timings_per_token else {}
+                        yield self._chunk(piece.index, delta, self._logprobs(piece), **more)
         yield DONE
 
-    def _ending(self, end: Done) -> list[bytes]:
-        """The finish chunk, and the usage chunk if asked for; the account rides in whichever is last."""
-        choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": end.finish_reason}
+    def _deltas(self, piece: AnswerPiece) -> Iterator[dict[str, Any]]:
+        match piece:
+            case TextDelta():
+                yield {"content": piece.text}
+            case ReasoningDelta():
+                yield dict.fromkeys(self._reasoning, piece.text)
+            case CallStart():
+                function = {"name": piece.name, "arguments": ""}
+                yield {"tool_calls": [{"index": piece.call, "id": piece.id, "type": "function", "function": function}]}
+            case CallDelta():
+                yield {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+
+    def _logprobs(self, piece: AnswerPiece) -> dict[str, Any] | None:
+        return _logprobs(self._vocabulary, piece.tokens) if isinstance(piece, TextDelta) else None
+
+    def _ending(self, end: AnswerDone) -> list[bytes]:
+        """The finish chunk; after the last one usage, if asked for. The account rides in whichever is last."""
+        last = self._report.add(end)
+        choice = {"index": end.index, "delta": {}, "logprobs": None, "finish_reason": end.finish_reason}
+        if not last:
+            return [data(self._envelope.body([choice]))]
         if not self._body.stream_options.include_usage:
             return [data(self._envelope.body([choice], **self._report.extras()))]
         usage = self._envelope.body([], **{"usage": self._report.usage()}, **self._report.extras())
         return [data(self._envelope.body([choice])), data(usage)]
 
-    def _chunk(self, delta: dict[str, Any], tokens: Sequence[TokenEvent] = ()) -> bytes:
-        logprobs = self._logprobs(tokens) if tokens else None
-        return data(self._envelope.body([{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]))
-
-    def _progress(self, piece: Working, started: float) -> bytes:
-        return data(self._envelope.body([], prompt_progress=progress(piece, started)))
-
-    def _logprobs(self, tokens: Sequence[TokenEvent]) -> dict[str, Any] | None:
-        if not self._body.logprobs:
-            return None
-        return {"content": [_scored(self._vocabulary, token) for token in tokens], "refusal": None}
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return data(self._envelope.body([choice], **more))
 
 
-def _scored(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:
-    own = Logprob(event.token, LOWEST_LOGPROB if event.logprob is None else event.logprob)
-    return _entry(vocabulary, own) | {"top_logprobs": [_entry(vocabulary, other) for other in event.top_logprobs]}
+class _Choice:
+    """One answer, put together from its pieces."""
+
+    def __init__(self, index: int, reasoning_names: Sequence[str], vocabulary: Vocabulary | None) -> None:
+        self._index = index
+        self._names = reasoning_names
+        self._vocabulary = vocabulary
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._tokens: list[TokenEvent] = []
+        self._finish_reason = "stop"
+
+    def add(self, piece: AnswerPiece) -> None:
+        match piece:
+            case TextDelta():
+                self._texts.append(piece.text)
+                self._tokens += piece.tokens
+            case ReasoningDelta():
+                self._reasoning.append(piece.text)
+            case CallStart():
+                self._calls[piece.call] = {"id": piece.id, "type": "function", "function": {"name": piece.name}}
+            case CallEnd():
+                self._calls[piece.call]["function"]["arguments"] = piece.arguments
+            case CallBroken():
+                del self._calls[piece.call]
+            case AnswerDone():
+                self._finish_reason = piece.finish_reason
+
+    def body(self) -> dict[str, Any]:
+        content = "".join(self._texts)
+        shown = None if self._calls and not content else content
+        message: dict[str, Any] = {"role": "assistant", "content": shown, "refusal": None}
+        if self._reasoning:
+            message |= dict.fromkeys(self._names, "".join(self._reasoning))
+        if self._calls:
+            message["tool_calls"] = list(self._calls.values())
+        logprobs = _logprobs(self._vocabulary, self._tokens)
+        return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
 
 
-def _entry(vocabulary: Vocabulary, scored: Logprob) -> dict[str, Any]:
-    return {
-        "token": vocabulary.token_text(scored.token),
-        "logprob": max(scored.logprob, LOWEST_LOGPROB),
-        "bytes": vocabulary.token_bytes(scored.token),
-    }
+def _logprobs(vocabulary: Vocabulary | None, tokens: Sequence[TokenEvent]) -> dict[str, Any] | None:
+    """OpenAI's logprobs object; None when none were asked for."""
+    if vocabulary is None:
+        return None
+    return {"content": [scored(vocabulary, token) for token in tokens], "refusal": None}

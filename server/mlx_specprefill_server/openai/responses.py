@@ -21,11 +21,10 @@ from ..errors import JsonResponse, api_error
 from ..reminders import in_place
 from ..report import Report
 from ..sse import EventStream, named
-from .chat import _scored as scored
 from .responses_input import Tools, chat_messages, function_tools
 from .responses_schema import ResponsesRequest, refuse
 from .responses_wire import ItemWriter
-from .wire import progress
+from .wire import progress, scored
 
 __all__ = ["router"]
 

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from mlx_specprefill import InvalidRequestError, SamplingParams
 
+from ..asking import NamedTool, ToolChoice
 from ..fields import Body, Number, SpecPrefillFields, Whole
 from ..output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
 
@@ -17,6 +18,7 @@ __all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat"
 MAX_STOPS = 4
 MAX_PROMPTS = 128
 MAX_ANSWERS = 32
+CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
 UNLIMITED = -1  # max_tokens as llama.cpp's clients write "no limit"
 
 
@@ -61,7 +63,6 @@ def _prompt(item: Any) -> str | tuple[int, ...]:
     raise ValueError("must be a string, an array of strings, an array of token ids, or an array of such arrays")
 
 
-Prompts = str | list[str] | list[int] | list[list[int]]
 MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
 
 
@@ -84,9 +85,7 @@ class GenerationFields(SpecPrefillFields):
     repetition_penalty: Annotated[Number, Field(gt=0, le=10)] = 1.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float])] = (
-        Field(default_factory=dict)
-    )
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = Field(default_factory=dict)
     seed: Whole | None = None
     n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS)] = 1
     min_tokens: Annotated[Whole, Field(ge=0)] = 0
@@ -99,7 +98,7 @@ class GenerationFields(SpecPrefillFields):
     guided_grammar: Any = None
     json_schema: Any = None
     grammar: Any = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     ignore_eos: bool = False
 
     def output(self) -> OutputFormat | None:
@@ -137,6 +136,8 @@ class ChatRequest(GenerationFields):
     messages: list[Any]
     tools: list[Any] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    timings_per_token: bool = False
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
@@ -147,6 +148,17 @@ class ChatRequest(GenerationFields):
         """Tokens asked for; None: as many as fit."""
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return None if asked == UNLIMITED else asked
+
+    def choice(self) -> ToolChoice:
+        """Which tools have to be called, if any."""
+        choice = self.tool_choice
+        if isinstance(choice, str) and (known := CHOICES.get(choice)):
+            return known
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            message = 'tool_choice: "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+            raise InvalidRequestError(message, field="tool_choice")
+        return NamedTool(function["name"])
 
     def template_kwargs(self) -> dict[str, Any]:
         """reasoning_effort reaches templates under its own name; "none" turns thinking off."""
@@ -160,7 +172,7 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts, json_schema_input_type=Prompts)]
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
     suffix: str = ""
     echo: bool = False
     logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
@@ -180,8 +192,6 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "add_generation_prompt": (_is(True), "not supported"),
 }
 REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "tool_choice": (_is("auto", "none"), "only 'auto' and 'none' are supported"),
-    "n": (_is(1, 1.0), "only n=1 is supported"),
     "functions": (_is([]), "not supported; use tools"),
     "function_call": (_is("auto", "none"), "not supported; use tools"),
     "modalities": (_is(["text"]), "only ['text'] is supported"),

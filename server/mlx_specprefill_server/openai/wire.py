@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from mlx_specprefill import Constraint, GenerationRequest, InvalidRequestError
+from mlx_specprefill import Constraint, GenerationRequest, InvalidRequestError, Logprob, TokenEvent
 
 from .. import __version__
 from ..asking import room, stop_ids
 from ..deps import Service
 from ..generation import Job, Working
 from ..prompt import Prompt
+from ..vocabulary import Vocabulary
 from .schemas import GenerationFields
 
-__all__ = ["Envelope", "make_job", "progress"]
+__all__ = ["Envelope", "make_job", "progress", "scored"]
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -78,6 +79,28 @@ def make_job(
 
 
 def progress(piece: Working, started: float) -> dict[str, Any]:
-    """llama.cpp's progress object; `stage` says of which of the two models it speaks."""
+    """llama.cpp's progress object, in which `processed` includes `cache`.
+
+    `stage` says of which model it speaks: the draft reads the whole prompt, the target what is cached or was selected.
+    """
     elapsed = round((time.monotonic() - started) * 1000)
-    return {"total": piece.total, "cache": 0, "processed": piece.done, "time_ms": elapsed, "stage": piece.stage}
+    cached = piece.cached or 0
+    if piece.stage == "prefill":
+        total, processed = piece.total + cached, piece.done + cached
+    else:
+        total, processed = piece.total, max(piece.done, cached)
+    return {"total": total, "cache": cached, "processed": processed, "time_ms": elapsed, "stage": piece.stage}
+
+
+def scored(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:
+    """A token as an entry of OpenAI's logprobs."""
+    own = Logprob(event.token, LOWEST_LOGPROB if event.logprob is None else event.logprob)
+    return _entry(vocabulary, own) | {"top_logprobs": [_entry(vocabulary, other) for other in event.top_logprobs]}
+
+
+def _entry(vocabulary: Vocabulary, one: Logprob) -> dict[str, Any]:
+    return {
+        "token": vocabulary.token_text(one.token),
+        "logprob": max(one.logprob, LOWEST_LOGPROB),
+        "bytes": vocabulary.token_bytes(one.token),
+    }

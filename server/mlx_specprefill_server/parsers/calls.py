@@ -1,0 +1,169 @@
+"""What the formats of tool calls have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import orjson
+
+from .cursor import Cursor, ahead, overlap, peek, starts_with
+from .events import CallClosed, CallOpened, CallWritten, MalformedError, Reading, Tools
+from .schema import convert, is_text
+
+__all__ = ["CallReader", "Members", "Value", "call", "expect", "until", "whole"]
+
+LONGEST_NAME = 256
+
+# Reads one or more calls; the cursor stands on the opening tag.
+CallReader = Callable[[Cursor, Tools], Reading[None]]
+
+
+def call(name: str, arguments: Reading[None]) -> Reading[None]:
+    """One call around its arguments; it opens when their text begins."""
+    opened = False
+    for event in arguments:
+        if event is not None and not opened:
+            opened = True
+            yield CallOpened(name)
+        yield event
+    yield CallClosed()
+
+
+def whole(name: str, arguments: Mapping[str, object]) -> Reading[None]:
+    """One call whose arguments are known at once."""
+    yield CallOpened(name)
+    yield CallWritten(orjson.dumps(arguments).decode())
+    yield CallClosed()
+
+
+def until(cursor: Cursor, ends: str, never: str = "") -> Reading[str]:
+    """Reads a name up to one of the characters `ends`, which is left.
+
+    Raises:
+        MalformedError: one of `never` comes before, or none of `ends`.
+    """
+    for length in range(LONGEST_NAME):
+        text = yield from peek(cursor, length + 1)
+        if len(text) <= length or text[length] in never:
+            break
+        if text[length] in ends:
+            return cursor.take(length)
+    raise MalformedError("the name does not end")
+
+
+def expect(cursor: Cursor, mark: str) -> Reading[None]:
+    """Reads `mark`.
+
+    Raises:
+        MalformedError: something else comes.
+    """
+    if not (yield from starts_with(cursor, (mark,))):
+        raise MalformedError(f"{mark!r} is expected")
+    cursor.take(len(mark))
+
+
+class Members:
+    """Writes `"name": value` pairs as one JSON object while their values are still being generated."""
+
+    def __init__(self, tools: Tools, tool: str) -> None:
+        self._tools = tools
+        self._tool = tool
+        self._before = "{"
+
+    def add(self, name: str, value: Value) -> Reading[None]:
+        """One pair. Text goes out as it comes, other types when they are whole."""
+        schema = self._tools.schema(self._tool, name)
+        head = f"{self._before}{orjson.dumps(name).decode()}: "
+        self._before = ", "
+        if is_text(schema):
+            yield CallWritten(head + '"')
+            yield from value.read(_escaped)
+            yield CallWritten('"')
+            return
+        texts: list[str] = []
+        yield from value.read(texts.append)
+        yield CallWritten(head + convert("".join(texts), schema))
+
+    def close(self) -> Reading[None]:
+        yield CallWritten("{}" if self._before == "{" else "}")
+
+
+def _escaped(text: str) -> CallWritten:
+    return CallWritten(orjson.dumps(text).decode()[1:-1])
+
+
+class Value:
+    """A value that stands between tags as it is, without quotes.
+
+    Args:
+        closer: its end tag. It only ends the value where one of `followers`, or nothing, comes next: values may be
+            texts about these very tags.
+        others: tags that end the value although its own end tag was forgotten, and what has to follow each; None:
+            anything may.
+        lines: one line break after the opening and one before the end tag are not part of the value.
+    """
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        closer: str,
+        followers: Sequence[str],
+        others: Mapping[str, Sequence[str] | None] | None = None,
+        lines: bool = False,
+    ) -> None:
+        self._cursor = cursor
+        self._closer = closer
+        self._marks: dict[str, Sequence[str] | None] = {closer: followers, **(others or {})}
+        self._lines = lines
+
+    def read(self, emit: Callable[[str], CallWritten | None]) -> Reading[None]:
+        """Reads up to and including the end tag, but leaves any other tag that ends the value."""
+        if self._lines and (yield from peek(self._cursor, 1)) == "\n":
+            self._cursor.take(1)
+        while True:
+            at, mark = self._next()
+            if at:
+                yield from _given(emit(self._cursor.take(at)))
+            if mark is None:
+                if self._cursor.ended:
+                    raise MalformedError("the text ends inside a value")
+                yield None
+            elif (yield from self._ends(mark)):
+                return
+            else:
+                yield from _given(emit(self._cursor.take(1)))
+
+    def _next(self) -> tuple[int, str | None]:
+        """How many characters surely belong to the value, and the tag behind them."""
+        text = self._cursor.buffer
+        found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
+        at, mark = min(found) if found else (len(text) - overlap(text, list(self._marks)), None)
+        return at - (self._lines and text[:at].endswith("\n")), mark
+
+    def _ends(self, mark: str) -> Reading[bool]:
+        """Whether the tag behind the cursor, and perhaps one line break, ends the value."""
+        line = 0 if self._cursor.buffer.startswith(mark) else 1
+        if not (yield from self._follows(line + len(mark), self._marks[mark])):
+            return False
+        self._cursor.take(line + len(mark) * (mark == self._closer))
+        return True
+
+    def _follows(self, at: int, followers: Sequence[str] | None) -> Reading[bool]:
+        if followers is None:
+            return True
+        past = yield from self._past_spaces(at)
+        found = yield from ahead(self._cursor, past, followers)
+        return bool(found) or (self._cursor.complete and len(self._cursor.buffer) <= past)
+
+    def _past_spaces(self, at: int) -> Reading[int]:
+        while True:
+            text = self._cursor.buffer
+            past = len(text) - len(text[at:].lstrip())
+            if past < len(text) or self._cursor.ended:
+                return past
+            yield None
+
+
+def _given(event: CallWritten | None) -> Reading[None]:
+    if event is not None:
+        yield event

@@ -1,0 +1,149 @@
+"""What parsers say, the tools they know, and the driver that feeds them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from .cursor import Cursor
+
+__all__ = [
+    "CallClosed",
+    "CallFailed",
+    "CallOpened",
+    "CallWritten",
+    "Event",
+    "Machine",
+    "MalformedError",
+    "Parser",
+    "Reading",
+    "Said",
+    "Tools",
+]
+
+T = TypeVar("T")
+
+NAME = re.compile(r"[\w.:/-]{1,256}")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Text as generated. `start` is its place among all characters of the answer."""
+
+    text: str
+    start: int
+    reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpened:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallWritten:
+    """A piece of the open call's arguments, as JSON text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallClosed:
+    """The pieces since CallOpened are one JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """The open call is none after all; its raw text comes next."""
+
+
+Event = Said | CallOpened | CallWritten | CallClosed | CallFailed
+
+# Every reading step is a generator: it yields events, or None when it needs more text, and returns what it read.
+Reading = Generator[Event | None, None, T]
+
+
+class MalformedError(Exception):
+    """The text at the cursor can't be part of a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The functions that the model may call: their parameters' schemas by name."""
+
+    properties: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tools: Sequence[Mapping[str, Any]]) -> Tools:
+        """From OpenAI's function tools. Schemas come from clients: whatever is not a mapping counts as absent."""
+        return cls({tool["function"]["name"]: _properties(tool["function"].get("parameters")) for tool in tools})
+
+    def __bool__(self) -> bool:
+        return bool(self.properties)
+
+    def schema(self, tool: str, parameter: str) -> Any:
+        """None when the tool says nothing of this parameter."""
+        return self.properties.get(tool, {}).get(parameter)
+
+    def name(self, raw: str) -> str:
+        """The tool that is meant. Models leak control tokens and namespaces into names.
+
+        Raises:
+            MalformedError: this is no name.
+        """
+        name = raw.strip().partition("<|")[0].strip()
+        if name not in self.properties and name.removeprefix("functions.") in self.properties:
+            name = name.removeprefix("functions.")
+        if not NAME.fullmatch(name):
+            raise MalformedError(f"not a name: {raw[:40]!r}")
+        return name
+
+
+def _properties(parameters: Any) -> Mapping[str, Any]:
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    return properties if isinstance(properties, dict) else {}
+
+
+class Machine(Protocol):
+    """The grammar of one output format. `thinking`: what comes now is reasoning."""
+
+    @property
+    def thinking(self) -> bool: ...
+    def run(self, cursor: Cursor) -> Reading[None]: ...
+
+
+class Parser:
+    """Feeds one answer to a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._cursor = Cursor()
+        self._events = machine.run(self._cursor)
+
+    @property
+    def thinking(self) -> bool:
+        return self._machine.thinking
+
+    def push(self, text: str) -> list[Event]:
+        """What more text makes certain, often nothing."""
+        self._cursor.feed(text)
+        return self._ready()
+
+    def finish(self, complete: bool) -> list[Event]:
+        """The rest.
+
+        Args:
+            complete: the model ended its answer itself; False: it was cut off.
+        """
+        self._cursor.end(complete)
+        return self._ready()
+
+    def _ready(self) -> list[Event]:
+        out = []
+        for event in self._events:
+            if event is None:
+                break
+            out.append(event)
+        return out

@@ -1,0 +1,118 @@
+"""Which output format a model writes, told from its chat template and vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from . import gemma, hermes, mistral, native, tool_call, xml
+from .calls import CallReader
+from .events import Parser, Tools
+from .harmony import HarmonyText, opened_header
+from .tagged import TaggedText
+
+__all__ = ["Format", "ReasoningParser", "ToolParser", "detect"]
+
+ToolParser = Literal["hermes", "xml", "harmony", "mistral", "gemma", "glm", "native"]
+ReasoningParser = Literal["think", "mistral", "gemma", "native"]
+
+GEMMA_4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
+THINK_TAGS: Mapping[str, tuple[str, str]] = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "gemma": ("<|channel>thought", "<channel|>"),
+}
+# Marks in templates, the first that is found decides. Gemma's and GLM's templates also have marks of later lines.
+MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("gemma", GEMMA_4[:2]),
+    ("gemma", FUNCTION_GEMMA[:1]),
+    ("glm", ("<tool_call>", "<arg_key>")),
+    ("xml", ("<tool_call>", "<function=")),
+    ("mistral", (mistral.TAG,)),
+    ("hermes", ("<tool_call>",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How one model writes.
+
+    Attributes:
+        tools: the format of calls; None: the template has none. What looks like a call is read all the same when a
+            request has tools.
+        think: the tags around reasoning; None: the model writes none.
+        think_end: the tokens of the second tag.
+        tokenizer: an mlx_lm TokenizerWrapper, for the formats that mlx-lm parses.
+    """
+
+    tools: ToolParser | None
+    think: tuple[str, str] | None
+    think_end: tuple[int, ...] = ()
+    tokenizer: Any = None
+
+    def opened(self, prompt: str) -> bool:
+        """Whether the prompt ends inside reasoning."""
+        return self.think is not None and prompt.rstrip().endswith(self.think[0])
+
+    def reasoning_end(self, prompt: str) -> tuple[int, ...]:
+        """The tokens after which the answer proper begins; empty: at once."""
+        return self.think_end if self.opened(prompt) else ()
+
+    def parser(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> Parser:
+        """For one answer.
+
+        Args:
+            tools: the request's function tools; without any, no text is taken for a call.
+            prompt: the end of the rendered prompt, which may have opened the reasoning.
+        """
+        known = Tools.of(tools)
+        if self.tools == "harmony":
+            return Parser(HarmonyText(known, opened_header(prompt)))
+        openers, bare = self._readers(list(tools))
+        return Parser(TaggedText(known, self.think, self.opened(prompt), openers, bare))
+
+    def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], CallReader | None]:
+        match self.tools:
+            case "mistral":
+                return {mistral.TAG: mistral.read_tag}, None
+            case "gemma":
+                return {mark[0]: gemma.reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)}, None
+            case "native":
+                wrapper = self.tokenizer
+                read = native.reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
+                return {wrapper.tool_call_start: read}, None
+            case _:
+                openers: dict[str, CallReader] = {tool_call.TAG: tool_call.read_tag, xml.FUNCTION: xml.read_functions}
+                return openers | {hermes.PYTHON_TAG: hermes.read_python_tag}, hermes.read_bare
+
+
+def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: ReasoningParser | None = None) -> Format:
+    """The format of a model.
+
+    Args:
+        tokenizer: an mlx_lm TokenizerWrapper.
+        tools, reasoning: set by hand, instead of what the template and vocabulary say.
+    """
+    template = str(getattr(tokenizer, "chat_template", "") or "")
+    think = _think(tokenizer, template) if reasoning in (None, "native") else THINK_TAGS[reasoning]
+    think_end = tuple(tokenizer.encode(think[1], add_special_tokens=False)) if think else ()
+    return Format(tools or _tools(tokenizer, template), think, think_end, tokenizer)
+
+
+def _tools(tokenizer: Any, template: str) -> ToolParser | None:
+    for name, marks in MARKS:
+        if all(mark in template for mark in marks):
+            return name
+    if tokenizer.has_tool_calling and tokenizer.tool_parser is not None:
+        return "native"
+    return None
+
+
+def _think(tokenizer: Any, template: str) -> tuple[str, str] | None:
+    if tokenizer.has_thinking:
+        return str(tokenizer.think_start), str(tokenizer.think_end)
+    known = tokenizer.get_added_vocab()
+    return next((tags for tags in THINK_TAGS.values() if all(tag in template or tag in known for tag in tags)), None)

@@ -1,0 +1,105 @@
+"""GPT-OSS's messages: each has a header with role, recipient and channel, then its text.
+
+`<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>`; the prompt ends
+inside the first header. The analysis channel is reasoning, the final one and commentary to nobody are text, messages to
+a function are calls. Source: OpenAI's "harmony response format".
+"""
+
+from __future__ import annotations
+
+import re
+
+from .calls import call
+from .cursor import Cursor, overlap, spaces, starts_with
+from .events import CallClosed, CallFailed, CallOpened, MalformedError, Reading, Said, Tools
+from .json_text import JsonReader
+
+__all__ = ["HarmonyText", "opened_header"]
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+BREAKS = (*ENDS, START, CHANNEL)  # a header ends a text, too
+HEADS = (START, CHANNEL, MESSAGE, "<|constrain|>", "to=")
+LONGEST_HEADER = 512
+RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+REASONING = re.compile(r"<\|channel\|>\s*analysis\b")
+
+
+def opened_header(prompt: str) -> str:
+    """What the prompt has already written of the answer's first message."""
+    return prompt.rpartition(START)[2]
+
+
+class HarmonyText:
+    """Divides the text.
+
+    Args:
+        header: see `opened_header`.
+    """
+
+    def __init__(self, tools: Tools, header: str = "") -> None:
+        self.thinking = False
+        self._tools = tools
+        self._header = header
+
+    def run(self, cursor: Cursor) -> Reading[None]:
+        """All messages."""
+        header = self._header if MESSAGE in self._header else ""
+        while True:
+            cursor.mark()
+            start = cursor.offset
+            header = header or (yield from self._read_header(cursor))
+            recipient = RECIPIENT.search(header)
+            if recipient and self._tools:
+                yield from self._call(cursor, start, recipient[1])
+            elif recipient or (header and MESSAGE not in header):
+                yield Said(cursor.trail(), start)
+            yield from self._body(cursor, bool(REASONING.search(header)) and not recipient)
+            if cursor.ended and not cursor.buffer:
+                return
+            header = ""
+
+    def _read_header(self, cursor: Cursor) -> Reading[str]:
+        """Up to and with the message mark; empty when text comes without a header."""
+        before, self._header = self._header, ""
+        yield from spaces(cursor)
+        if not (yield from starts_with(cursor, HEADS)):
+            cursor.rewind(0)
+            return ""
+        while (at := cursor.buffer.find(MESSAGE)) < 0:
+            if cursor.ended or len(cursor.buffer) > LONGEST_HEADER:
+                return before + cursor.take(LONGEST_HEADER)
+            yield None
+        return before + cursor.take(at + len(MESSAGE))
+
+    def _body(self, cursor: Cursor, reasoning: bool) -> Reading[None]:
+        """Says a message's text up to its end."""
+        self.thinking = reasoning
+        while True:
+            found = [(at, mark) for mark in BREAKS if (at := cursor.buffer.find(mark)) >= 0]
+            at, mark = min(found) if found else (len(cursor.buffer) - overlap(cursor.buffer, BREAKS), "")
+            if cursor.ended and not mark:
+                at = len(cursor.buffer)
+            if at:
+                yield Said(cursor.take(at), cursor.offset - at, reasoning)
+            if mark in ENDS:
+                cursor.take(len(mark))
+            if mark or cursor.ended:
+                break
+            yield None
+        self.thinking = False
+
+    def _call(self, cursor: Cursor, start: int, name: str) -> Reading[None]:
+        """One call, or its message as text."""
+        opened = False
+        try:
+            yield from spaces(cursor)
+            for event in call(self._tools.name(name), JsonReader(cursor, ENDS).object()):
+                opened = opened or isinstance(event, CallOpened)
+                yield event
+                opened = opened and not isinstance(event, CallClosed)
+            yield from spaces(cursor)
+        except MalformedError:
+            if opened:
+                yield CallFailed()
+            yield Said(cursor.trail(), start)

@@ -1,0 +1,115 @@
+"""Calls as JSON objects with a name and arguments, the way of Hermes, Qwen and many others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .calls import call, expect
+from .cursor import Cursor, peek, spaces, starts_with
+from .events import CallWritten, MalformedError, Reading, Tools
+from .json_text import JsonReader, captured
+
+__all__ = ["read_bare", "read_calls", "read_python_tag"]
+
+ARGUMENTS = ("arguments", "parameters")
+PYTHON_TAG = "<|python_tag|>"
+
+
+def read_calls(cursor: Cursor, tools: Tools, closers: Sequence[str] = ()) -> Reading[None]:
+    """One object, several one after the other, or an array of them."""
+    listed = yield from starts_with(cursor, ("[",))
+    if listed:
+        cursor.take(1)
+    while True:
+        yield from spaces(cursor)
+        yield from _Call(cursor, tools, closers).read()
+        yield from spaces(cursor)
+        separator = yield from starts_with(cursor, (",", ";", "{"))
+        if not separator:
+            break
+        if separator != "{":
+            cursor.take(1)
+    if listed and (yield from starts_with(cursor, ("]",))):
+        cursor.take(1)
+
+
+def read_bare(cursor: Cursor, tools: Tools) -> Reading[None]:
+    """A call without its tag: only a known tool with arguments is one."""
+    yield from _Call(cursor, tools, (), bare=True).read()
+    yield from spaces(cursor)
+    if (yield from starts_with(cursor, ("</tool_call>",))):
+        cursor.take(len("</tool_call>"))
+
+
+def read_python_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
+    """Llama's tag, which has no end."""
+    yield from expect(cursor, PYTHON_TAG)
+    yield from spaces(cursor)
+    yield from read_calls(cursor, tools)
+
+
+class _Call:
+    def __init__(self, cursor: Cursor, tools: Tools, closers: Sequence[str], bare: bool = False) -> None:
+        self._cursor = cursor
+        self._tools = tools
+        self._closers = closers
+        self._bare = bare
+        self._name: str | None = None
+        self._early: str | None = None  # arguments that came before the name
+        self._called = False
+
+    def read(self) -> Reading[None]:
+        yield from expect(self._cursor, "{")
+        while not (yield from self._over()):
+            key = yield from JsonReader(self._cursor).text()
+            yield from spaces(self._cursor)
+            yield from expect(self._cursor, ":")
+            yield from spaces(self._cursor)
+            yield from self._member(key)
+            yield from spaces(self._cursor)
+            if (yield from starts_with(self._cursor, (",",))):
+                self._cursor.take(1)
+        if self._called:
+            return
+        if self._name is None or (self._bare and self._early is None):
+            raise MalformedError("no call")
+        yield from call(self._name, _given(self._early or "{}"))
+
+    def _over(self) -> Reading[bool]:
+        yield from spaces(self._cursor)
+        if (yield from starts_with(self._cursor, ("}",))):
+            self._cursor.take(1)
+            return True
+        return bool((yield from starts_with(self._cursor, self._closers)))
+
+    def _member(self, key: str) -> Reading[None]:
+        if key == "name" and self._name is None:
+            self._name = self._tools.name((yield from JsonReader(self._cursor).text()))
+            if self._bare and self._name not in self._tools.properties:
+                raise MalformedError("no such tool")
+        elif key in ARGUMENTS and self._name is not None and not self._called:
+            self._called = True
+            yield from call(self._name, self._arguments())
+        elif key in ARGUMENTS and self._early is None:
+            self._early = yield from captured(self._arguments())
+        else:
+            yield from captured(JsonReader(self._cursor).value())
+
+    def _arguments(self) -> Reading[None]:
+        """An object; also one inside a string, or null for none."""
+        match (yield from peek(self._cursor, 1)):
+            case '"':
+                text = yield from JsonReader(self._cursor).text()
+                inner = Cursor(text.strip() or "{}", ended=True)
+                yield from JsonReader(inner).object()
+                if inner.buffer:
+                    raise MalformedError("more than an object")
+            case "n":
+                yield from expect(self._cursor, "null")
+                yield CallWritten("{}")
+            case _:
+                yield from JsonReader(self._cursor, self._closers).object()
+
+
+def _given(text: str) -> Reading[None]:
+    yield CallWritten(text)

@@ -1,0 +1,59 @@
+"""Calls in the formats that mlx-lm can parse and this package does not stream: a call is read as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from .calls import CallReader, whole
+from .cursor import Cursor, overlap
+from .events import MalformedError, Reading, Tools
+
+__all__ = ["reader"]
+
+# What a parser made for well-formed calls raises on others.
+FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
+
+
+def reader(opener: str, closer: str, parse: Callable[..., Any], tools: list[Any]) -> CallReader:
+    """Reads `<opener>...<closer>` with mlx-lm's `parse(text, tools)`; without a closer, to the end of the text."""
+
+    def read(cursor: Cursor, known: Tools) -> Reading[None]:
+        cursor.take(len(opener))
+        text = yield from _body(cursor, closer)
+        try:
+            found = parse(text, tools)
+            calls = [_checked(one, known) for one in (found if isinstance(found, list) else [found])]
+        except FAULTS as error:
+            raise MalformedError(str(error)) from error
+        for name, arguments in calls:
+            yield from whole(name, arguments)
+
+    return read
+
+
+def _body(cursor: Cursor, closer: str) -> Reading[str]:
+    """Text up to the end tag; one that is cut off is no call."""
+    text = ""
+    while True:
+        at = cursor.buffer.find(closer) if closer else -1
+        if at >= 0:
+            text += cursor.take(at)
+            cursor.take(len(closer))
+            return text
+        text += cursor.take(len(cursor.buffer) - overlap(cursor.buffer, (closer,)) * (not cursor.ended))
+        if cursor.ended:
+            if not cursor.complete:
+                raise MalformedError("the text ends inside a call")
+            return text
+        yield None
+
+
+def _checked(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
+    name, arguments = call["name"], call.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise MalformedError("no call")
+    return tools.name(name), json.loads(json.dumps(arguments, allow_nan=False))

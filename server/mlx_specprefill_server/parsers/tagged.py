@@ -1,0 +1,147 @@
+"""Answers whose reasoning and calls stand between tags within the text, as most families write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .calls import CallReader
+from .cursor import Cursor, overlap, spaces, starts_with
+from .events import CallClosed, CallFailed, CallOpened, MalformedError, Reading, Said, Tools
+
+__all__ = ["TaggedText"]
+
+BARE = '{"name"'
+LONGEST_RETRY = 4096  # characters: a longer failed call is not searched for others, or reading could take squared time
+
+
+class TaggedText:
+    """Divides the text.
+
+    White space that templates set around reasoning and calls belongs to neither, nor to the text.
+
+    Args:
+        think: the tags around reasoning; None: the model writes none.
+        thinking: the prompt has opened the reasoning already.
+        openers: the tags that begin a call, with what reads them.
+        bare: reads calls without a tag, which are told by the beginning of their JSON; not within reasoning, where
+            models sketch calls.
+    """
+
+    def __init__(
+        self,
+        tools: Tools,
+        think: tuple[str, str] | None,
+        thinking: bool,
+        openers: Mapping[str, CallReader],
+        bare: CallReader | None = None,
+    ) -> None:
+        self.thinking = thinking
+        self._tools = tools
+        self._think = think
+        self._bare = bare if tools else None
+        self._readers = {**openers, **({BARE: bare} if bare else {})} if tools else {}
+        self._held: Said | None = None  # white space that may turn out to stand before a tag
+        self._trim = thinking  # white space at the beginning of what comes next is dropped
+        self._called = False
+
+    def run(self, cursor: Cursor) -> Reading[None]:
+        """The whole answer."""
+        yield from self._opening(cursor)
+        while mark := (yield from self._text(cursor)):
+            if self._think and mark in self._think:
+                cursor.take(len(mark))
+                self._turn(mark == self._think[0])
+            else:
+                yield from self._attempt(cursor, self._readers[mark], len(mark))
+        if self._held and not self._called and not self.thinking:
+            yield self._held
+
+    def _opening(self, cursor: Cursor) -> Reading[None]:
+        """Reasoning, or a call without its tag, can only begin an answer."""
+        begins = [self._think[0]] if self._think else []
+        begins += ["{"] if self._bare and not self.thinking else []
+        if not begins:
+            return
+        start = cursor.offset
+        space = yield from spaces(cursor)
+        found = yield from starts_with(cursor, begins)
+        if self._think and found == self._think[0]:
+            cursor.take(len(found))
+            self._turn(True)
+            return
+        self._held = Said(space, start) if space else None
+        if found and self._bare:
+            yield from self._attempt(cursor, self._bare, 1)
+
+    def _turn(self, thinking: bool) -> None:
+        self.thinking = thinking
+        self._trim = True
+        self._held = None
+
+    def _text(self, cursor: Cursor) -> Reading[str]:
+        """Says everything up to a tag, which is left; empty: the end."""
+        while True:
+            marks = self._marks()
+            found = [(at, mark) for mark in marks if (at := cursor.buffer.find(mark)) >= 0]
+            if found:
+                at, mark = min(found)
+                yield from self._say(cursor.offset, cursor.take(at))
+                return mark
+            held = 0 if cursor.ended else overlap(cursor.buffer, marks)
+            yield from self._say(cursor.offset, cursor.take(len(cursor.buffer) - held))
+            if cursor.ended:
+                return ""
+            yield None
+
+    def _marks(self) -> list[str]:
+        if not self.thinking:
+            return list(self._readers)
+        return [mark for mark in self._readers if mark != BARE] + ([self._think[1]] if self._think else [])
+
+    def _say(self, start: int, text: str) -> Reading[None]:
+        """Text without the white space at its ends; that at its end waits for more text."""
+        if self._trim:
+            start, text = start + len(text) - len(text.lstrip()), text.lstrip()
+        if not text:
+            return
+        self._trim = False
+        if self._held:
+            start, text = self._held.start, self._held.text + text
+        core = text.rstrip() if self._readers or self.thinking else text
+        self._held = Said(text[len(core) :], start + len(core), self.thinking) if len(core) < len(text) else None
+        if core:
+            yield Said(core, start, self.thinking)
+
+    def _attempt(self, cursor: Cursor, reader: CallReader, tag: int) -> Reading[None]:
+        """One or more calls, or the same characters as text."""
+        cursor.mark()
+        start, keep, opened = cursor.offset, tag, False
+        try:
+            for event in reader(cursor, self._tools):
+                if isinstance(event, CallOpened):
+                    self._admit(event)
+                    opened, self._held = True, None
+                yield event
+                if isinstance(event, CallClosed):
+                    self._called = self._trim = True
+                    cursor.mark()
+                    start, keep, opened = cursor.offset, 0, False
+        except MalformedError:
+            if opened:
+                yield CallFailed()
+            else:
+                self._retry(cursor, keep)
+            yield from self._say(start, cursor.trail())
+
+    def _retry(self, cursor: Cursor, keep: int) -> None:
+        """Takes back what follows the tag: there may be a call in it."""
+        read = len(cursor.trail())
+        if read < keep:
+            cursor.take(keep - read)
+        elif read <= LONGEST_RETRY:
+            cursor.rewind(keep)
+
+    def _admit(self, call: CallOpened) -> None:
+        """Those who think about calls quote them; a call in the middle of reasoning has to be one for certain."""
+        if self.thinking and call.name not in self._tools.properties:
+            raise MalformedError("no such tool")

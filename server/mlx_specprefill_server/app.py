@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 from starlette.middleware.cors import CORSMiddleware
 
-from . import __version__, about, errors, health, tokens
+from . import __version__, about, api_document, errors, health, tokens
 from .access_log import AccessLog
 from .anthropic import messages
 from .auth import Gatekeeper
@@ -30,7 +30,6 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
     app = FastAPI(
         title="mlx-specprefill",
         version=__version__,
-        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -44,8 +43,10 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(AccessLog)
-    for module in (health, about, tokens, chat, completions, responses, messages, models):
-        app.include_router(module.router)
+    routers = [module.router for module in (health, about, tokens, chat, completions, responses, messages, models)]
+    for router in routers:
+        app.include_router(router)
+    api_document.install(app, routers)
     return app
 
 

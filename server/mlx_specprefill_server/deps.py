@@ -145,6 +145,7 @@ def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Call
         check(given)
         return _validated(model, given)
 
+    parse.body_model = model  # type: ignore[attr-defined] # for the API's document
     return parse
 
 

@@ -29,6 +29,7 @@ def _keep_pct(value: Any) -> Fraction:
     return keep_pct(value)
 
 
+Share = Annotated[float, Field(gt=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-INT64, lt=INT64)]
 
@@ -45,7 +46,7 @@ class SpecPrefillFields(Body):
     """The request's word on sparse prefill, the same on every endpoint that generates."""
 
     specprefill: bool | None = None
-    specprefill_keep_pct: Annotated[Fraction, PlainValidator(_keep_pct)] | None = None
+    specprefill_keep_pct: Annotated[Fraction, PlainValidator(_keep_pct, json_schema_input_type=Share)] | None = None
     specprefill_return_spans: bool = False
 
     def options(self) -> SpecPrefillOptions:

@@ -21,7 +21,8 @@ async def probe() -> Response:
     return Response()
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
 async def health(service: ServiceDep) -> Response:
     """200 while the engine moves; 503 when its thread is dead or has been silent for too long."""
     state = service.engine.health()

@@ -152,3 +152,21 @@ RESPONSES = st.fixed_dictionaries(
         "return_progress": JSON,
     },
 )
+TEXTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "content": SCALARS,
+        "prompt": SCALARS,
+        "messages": st.lists(MESSAGE, max_size=3) | JSON,
+        "tokens": st.lists(st.integers(-1, 300) | SCALARS, max_size=9) | JSON,
+        "tools": st.lists(TOOL, max_size=2) | JSON,
+        "chat_template_kwargs": JSON,
+        "add_special": JSON,
+        "add_special_tokens": JSON,
+        "with_pieces": st.booleans() | JSON,
+        "return_token_strs": st.booleans() | JSON,
+        "parse_special": JSON,
+        "add_generation_prompt": JSON,
+        "model": JSON,
+    },
+)

@@ -360,7 +360,7 @@ def result(*blocks: Any) -> dict[str, Any]:
 
 
 def said(role: str, *blocks: Any) -> dict[str, Any]:
-    return {"messages": [{"role": role, "content": list(blocks)}]}
+    return {"messages": [{"role": role, "content": list(blocks)}, *HI]}
 
 
 @pytest.mark.parametrize(
@@ -371,6 +371,7 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
         ({"max_tokens": "10"}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "Hi"}, "messages"),
+        ({"messages": [*HI, {"role": "assistant", "content": "{"}]}, "messages"),
         ({"messages": ["Hi"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),

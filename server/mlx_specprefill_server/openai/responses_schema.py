@@ -37,7 +37,7 @@ class Reasoning(Body):
 class ResponsesRequest(GenerationFields):
     """POST /v1/responses, and /v1/responses/input_tokens."""
 
-    input: Annotated[str | list[Any], PlainValidator(_input)]
+    input: Annotated[str | list[Any], PlainValidator(_input, json_schema_input_type=str | list[Any])]
     instructions: str | None = None
     tools: list[Any] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"

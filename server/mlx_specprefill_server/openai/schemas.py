@@ -63,6 +63,7 @@ def _prompt(item: Any) -> str | tuple[int, ...]:
     raise ValueError("must be a string, an array of strings, an array of token ids, or an array of such arrays")
 
 
+Prompts = str | list[str] | list[int] | list[list[int]]
 MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
 
 
@@ -85,7 +86,9 @@ class GenerationFields(SpecPrefillFields):
     repetition_penalty: Annotated[Number, Field(gt=0, le=10)] = 1.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float])] = (
+        Field(default_factory=dict)
+    )
     seed: Whole | None = None
     n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS)] = 1
     min_tokens: Annotated[Whole, Field(ge=0)] = 0
@@ -98,7 +101,7 @@ class GenerationFields(SpecPrefillFields):
     guided_grammar: Any = None
     json_schema: Any = None
     grammar: Any = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = ()
     ignore_eos: bool = False
 
     def output(self) -> OutputFormat | None:
@@ -172,7 +175,7 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts, json_schema_input_type=Prompts)]
     suffix: str = ""
     echo: bool = False
     logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None

@@ -1,0 +1,90 @@
+"""The OpenAPI document: FastAPI's, with the bodies that the endpoints parse themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+__all__ = ["install"]
+
+REFERENCE = "#/components/schemas/{model}"
+ERROR: dict[str, Any] = {
+    "title": "Error",
+    "description": "OpenAI's error object, or Anthropic's below /v1/messages.",
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "object", "required": ["message", "type"]}},
+}
+LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+REFUSED = {
+    "description": "Refused, or failed.",
+    "content": {"application/json": {"schema": {"$ref": REFERENCE.format(model="Error")}}},
+}
+
+
+def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
+    """Makes `app.openapi` describe everything that the routers answer."""
+    document: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        if not document:
+            document.update(_document(app, routers))
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI, routers: Sequence[APIRouter]) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    schemas: dict[str, Any] = {"Error": ERROR}
+    for route in (route for router in routers for route in router.routes if isinstance(route, APIRoute)):
+        for operation in document["paths"].get(route.path_format, {}).values():
+            _complete(operation, route, schemas)
+    document["components"] = {
+        "schemas": schemas,
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    return document
+
+
+def _complete(operation: dict[str, Any], route: APIRoute, schemas: dict[str, Any]) -> None:
+    """Adds the body, and what every endpoint can answer besides."""
+    operation["responses"].pop("422", None)
+    operation["responses"]["200"] = {"description": "As the documentation says."}
+    operation["responses"] |= {"4XX": REFUSED, "5XX": REFUSED}
+    operation["security"] = [{}, {"key": []}]
+    for dependency in route.dependant.dependencies:
+        model = getattr(dependency.call, "body_model", None)
+        if model is not None:
+            schema = {"$ref": REFERENCE.format(model=_add(model, schemas))}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def _add(model: type[BaseModel], schemas: dict[str, Any]) -> str:
+    schema = model.model_json_schema(ref_template=REFERENCE, schema_generator=Lenient)
+    for name, part in {**schema.pop("$defs", {}), model.__name__: schema}.items():
+        part = _spelled(part)
+        if schemas.setdefault(name, part) != part:
+            raise ValueError(f"two bodies of the API have a part called {name}")
+    return model.__name__
+
+
+def _spelled(schema: Any) -> Any:
+    """Pydantic leaves the limits of a value behind a validator under its own names."""
+    if isinstance(schema, dict):
+        return {LIMITS.get(name, name): _spelled(value) for name, value in schema.items()}
+    return [_spelled(value) for value in schema] if isinstance(schema, list) else schema
+
+
+class Lenient(GenerateJsonSchema):
+    """What only a validator understands is described as any value."""
+
+    def handle_invalid_for_json_schema(self, schema: core_schema.CoreSchema, error_info: str) -> JsonSchemaValue:
+        return {}

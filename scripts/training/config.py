@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .batches import DataConfig
-from .model import ModelConfig
+from .families import FAMILIES, Family
 from .stages import RunConfig, Stage
-from .structured_start import StartConfig
 from .tasks import Mixture
 
 ROLES = ("draft", "target")
@@ -39,7 +38,8 @@ def load(path: Path) -> PairConfig:
         content = tomllib.load(file)
     tokenizer = TokenizerConfig(**content.pop("tokenizer"))
     data = _data(content.pop("data"))
-    runs = {role: _run(content.pop(role), data, tokenizer.vocab_size) for role in ROLES}
+    family = FAMILIES[content.pop("family")]
+    runs = {role: _run(content.pop(role), family, data, tokenizer.vocab_size) for role in ROLES}
     if content:
         raise ValueError(f"unknown sections in {path.name}: {sorted(content)}")
     return PairConfig(tokenizer, runs)
@@ -50,14 +50,8 @@ def _data(section: dict[str, Any]) -> DataConfig:
     return DataConfig(mixture, **section)
 
 
-def _run(section: dict[str, Any], data: DataConfig, vocab_size: int) -> RunConfig:
-    model = ModelConfig(vocab_size=vocab_size, **section.pop("model"))
-    start = _start(section.pop("start", {}))
+def _run(section: dict[str, Any], family: Family, data: DataConfig, vocab_size: int) -> RunConfig:
+    sizes = family.sizes(vocab_size=vocab_size, **section.pop("model"))
+    start = {key: tuple(value) if isinstance(value, list) else value for key, value in section.pop("start", {}).items()}
     stages = tuple(Stage(*stage) for stage in section.pop("stages"))
-    return RunConfig(model, start, data, stages, **section)
-
-
-def _start(section: dict[str, Any]) -> StartConfig:
-    if "pair_shares" in section:
-        section["pair_shares"] = tuple(section["pair_shares"])
-    return StartConfig(**section)
+    return RunConfig(family, sizes, family.start(**start), data, stages, **section)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .model import Decoder
+from .network import Network
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -45,9 +45,9 @@ class Muon(Optimizer):
                 parameter.add_(update, alpha=-group["lr"] * scale)
 
 
-def build(model: Decoder, muon_lr: float, adam_lr: float) -> list[Optimizer]:
+def build(model: Network, muon_lr: float, adam_lr: float) -> list[Optimizer]:
     """The two optimisers of a model; each group remembers its base rate for the schedule."""
-    matrices = [p for block in model.blocks for p in (block.qkv, block.out, block.gate_up, block.down)]
+    matrices = model.matrices()
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]
     optimisers = [Muon(matrices, muon_lr), torch.optim.AdamW(others, adam_lr, betas=(0.9, 0.95), weight_decay=0.0)]

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from . import optim, structured_start
+from . import optim
 from .batches import ANSWER, CONTEXT, Batch, DataConfig, make_batch
-from .model import Decoder, ModelConfig
+from .families import Family
+from .network import Network, Sizes
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,9 @@ class Stage:
 class RunConfig:
     """Everything that determines one training run."""
 
-    model: ModelConfig
-    start: structured_start.StartConfig
+    family: Family
+    sizes: Sizes
+    start: Any
     data: DataConfig
     stages: tuple[Stage, ...]
     seed: int = 0
@@ -80,11 +83,11 @@ class Progress:
         self.step, self.tokens, self.seconds = self.step + 1, self.tokens + tokens, self.seconds + seconds
 
 
-def train(config: RunConfig, tokenizer: Tokenizer, folder: Path, device: torch.device, save_every: int = 50) -> Decoder:
+def train(config: RunConfig, tokenizer: Tokenizer, folder: Path, device: torch.device, save_every: int = 50) -> Network:
     """Run all stages, or what is left of them after the checkpoint in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = Decoder(config.model)
-    structured_start.initialise(model, config.start, config.seed)
+    model = config.family.build(config.sizes)
+    config.family.initialise(model, config.start, config.seed)
     model.to(device)
     optimisers = optim.build(model, config.muon_lr, config.adam_lr)
     progress = _resume(folder, model, optimisers)
@@ -100,9 +103,9 @@ def train(config: RunConfig, tokenizer: Tokenizer, folder: Path, device: torch.d
     return model
 
 
-def load_weights(folder: Path, config: RunConfig) -> tuple[Decoder, Progress]:
+def load_weights(folder: Path, config: RunConfig) -> tuple[Network, Progress]:
     """The model and the record of the last checkpoint in `folder`."""
-    model = Decoder(config.model)
+    model = config.family.build(config.sizes)
     progress = _resume(folder, model, [])
     if not progress.step:
         raise FileNotFoundError(f"no checkpoint in {folder}")
@@ -111,7 +114,7 @@ def load_weights(folder: Path, config: RunConfig) -> tuple[Decoder, Progress]:
 
 def _advance(
     config: RunConfig,
-    model: Decoder,
+    model: Network,
     optimisers: list[torch.optim.Optimizer],
     tokenizer: Tokenizer,
     progress: Progress,
@@ -122,16 +125,13 @@ def _advance(
     optim.set_rate(optimisers, config.rate_at(progress.step))
     batch = make_batch(f"{config.seed}/{progress.step}", stage.length, stage.batch, config.data, tokenizer)
     loss, accuracy = backward(model, batch, config, device)
-    if config.start.keep_look_back:
-        model.blocks[0].qkv.grad[:2] = 0.0
-        model.blocks[0].qk_gain.grad.zero_()
     for optimiser in optimisers:
         optimiser.step()
         optimiser.zero_grad()
     progress.record(loss, accuracy, stage.length * stage.batch, time.perf_counter() - started)
 
 
-def backward(model: Decoder, batch: Batch, config: RunConfig, device: torch.device) -> tuple[float, float]:
+def backward(model: Network, batch: Batch, config: RunConfig, device: torch.device) -> tuple[float, float]:
     """Accumulate the gradients of one batch; returns the answer loss and the share of fully right answers."""
     answers = int((batch.kinds == ANSWER).sum())
     context = int((batch.kinds == CONTEXT).sum())
@@ -173,7 +173,7 @@ def _summary(config: RunConfig, progress: Progress) -> dict[str, float]:
     }
 
 
-def _save(folder: Path, model: Decoder, optimisers: list[torch.optim.Optimizer], progress: Progress) -> None:
+def _save(folder: Path, model: Network, optimisers: list[torch.optim.Optimizer], progress: Progress) -> None:
     state = {"model": model.state_dict(), "optimisers": [o.state_dict() for o in optimisers]}
     partial = folder / "checkpoint.partial"
     torch.save(state | {"progress": asdict(progress)}, partial)
@@ -181,7 +181,7 @@ def _save(folder: Path, model: Decoder, optimisers: list[torch.optim.Optimizer],
     (folder / "progress.json").write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
 
 
-def _resume(folder: Path, model: Decoder, optimisers: list[torch.optim.Optimizer]) -> Progress:
+def _resume(folder: Path, model: Network, optimisers: list[torch.optim.Optimizer]) -> Progress:
     path = folder / "checkpoint.pt"
     if not path.is_file():
         return Progress()

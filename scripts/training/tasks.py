@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from mlx_specprefill_server.evals import facts as shared
 from mlx_specprefill_server.evals import words
 from mlx_specprefill_server.evals.facts import Fact, Turn, needle, six_digits
 from mlx_specprefill_server.evals.haystack import FILLERS, Count, document
@@ -138,7 +139,7 @@ FACTS: dict[str, Callable[[random.Random], Fact]] = {
     "note": _note,
     "variables": _variables,
     "record": _record,
-}
+} | {f"shared.{name}": build for name, build in shared.FACTS.items()}
 
 
 # --- training samples ------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def training_sample(rng: random.Random, length: int, mixture: Mixture, count: Co
     if rng.random() < mixture.greeting:
         return Sample(_system(rng), "", (Turn(rng.choice(GREETINGS), GREETING_ANSWER),))
     wanted = rng.randint(*mixture.turns)
-    facts = _draw_facts(rng, mixture, max(1, min(wanted, length // 50)))
+    facts = _fitting(_draw_facts(rng, mixture, wanted), length, count)
     frame = Sample(
         system=_system(rng),
         document="x",
@@ -181,6 +182,17 @@ def _draw_facts(rng: random.Random, mixture: Mixture, number: int) -> list[Fact]
     # Half of the chats hold one kind of fact, so that the questions differ in the name only.
     kinds = rng.choices(names, weights) * number if rng.random() < 0.5 else rng.choices(names, weights, k=number)
     return [FACTS[kind](rng) for kind in kinds]
+
+
+def _fitting(facts: Sequence[Fact], length: int, count: Count) -> list[Fact]:
+    """The first facts that fit with their questions and answers; at least one."""
+    left, fitting = length - 40, []
+    for fact in facts:
+        left -= sum(count(text) + 5 for text in (*fact.pieces, fact.turn.question, fact.turn.answer))
+        if fitting and left < 0:
+            break
+        fitting.append(fact)
+    return fitting
 
 
 def _asked(rng: random.Random, facts: Sequence[Fact]) -> tuple[Turn, ...]:

@@ -14,7 +14,18 @@ from ._blas import BlasStatus, preload
 
 BLAS = preload()
 
-from .config import EngineConfig, ForcedRule, HeadRule, ScoringConfig, SelectionConfig, SpecPrefillPolicy, keep_pct
+from .config import (
+    SPECULATION_NAMES,
+    EngineConfig,
+    ForcedRule,
+    HeadRule,
+    ScoringConfig,
+    SelectionConfig,
+    SpecPrefillPolicy,
+    SpeculationConfig,
+    SpeculationName,
+    keep_pct,
+)
 from .engine.calibration import calibrate
 from .engine.engine import Engine, EngineHealth, RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
@@ -49,6 +60,7 @@ from .request import (
     PromptSpan,
     SamplingParams,
     SpecPrefillOptions,
+    SpeculationAccount,
     Stage,
     Timings,
     TokenEvent,
@@ -60,6 +72,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BLAS",
     "SHAPES",
+    "SPECULATION_NAMES",
     "Account",
     "BlasStatus",
     "ChunkInfo",
@@ -103,6 +116,9 @@ __all__ = [
     "SpecPrefillError",
     "SpecPrefillOptions",
     "SpecPrefillPolicy",
+    "SpeculationAccount",
+    "SpeculationConfig",
+    "SpeculationName",
     "Stage",
     "Timings",
     "TokenEvent",

@@ -6,6 +6,7 @@ by whoever chooses the token. Nothing here touches an array of MLX or needs a pa
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import cached_property, lru_cache
 
@@ -54,6 +55,12 @@ class Guide:
         self._min_tokens = min_tokens
         self._count = 0
         self._over = False
+
+    def fork(self) -> Guide:
+        """A copy that goes its own way, for tokens that may be taken back."""
+        twin = copy.copy(self)
+        twin._matcher = self._matcher.deep_copy()
+        return twin
 
     def accept(self, token: int) -> None:
         """Go on past a generated token.

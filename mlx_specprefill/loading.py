@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .adapters.capture import install_capture
 from .adapters.probe import probe_sparse
+from .adapters.recurrence import install_replay
 from .adapters.registry import adapter_for, architecture_of
 from .adapters.rope import install_rope
 from .cache.positioned import make_positioned_cache
@@ -98,9 +99,12 @@ def make_pair(
     draft_config: dict[str, Any] | None = None,
     draft_id: str = "draft",
 ) -> ModelPair:
-    """Join loaded models: install what sparse prefill needs, once, and find out whether this pair can do it."""
+    """Join loaded models: install what they need, once, and find out whether this pair can prefill sparsely."""
     install_rope()
     install_capture()
+    for model in (target, draft):
+        if model is not None:
+            install_replay(model)
     refusal = _sparse_refusal(target, draft)
     if refusal is not None:
         log.warning("%s: full prefill only: %s", target_id, refusal)

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from .config import SpeculationName
+
 __all__ = [
     "Account",
     "Constraint",
@@ -30,6 +32,7 @@ __all__ = [
     "PromptSpan",
     "SamplingParams",
     "SpecPrefillOptions",
+    "SpeculationAccount",
     "Stage",
     "Timings",
     "TokenEvent",
@@ -77,19 +80,21 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpecPrefillOptions:
-    """The request's own word on sparse prefill.
+    """The request's own word on drafts, for its prompt and for its answer.
 
     Attributes:
         enabled: True forces it, False turns it off, None: server policy.
         keep_pct: share of chunks to keep; None: server policy.
         return_spans: report which prompt indices the target saw.
         importance: the caller's own scores, float32 (M,), finite, used instead of asking the draft.
+        speculative: how the answer is drafted; None: as the server does. It never changes the answer's law.
     """
 
     enabled: bool | None = None
     keep_pct: Fraction | None = None
     return_spans: bool = False
     importance: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    speculative: SpeculationName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,30 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationAccount:
+    """How the answer was drafted, and why, or why not.
+
+    Attributes:
+        strategy: "autoregressive", or the name of the one that ran.
+        acceptance_rate: accepted share of the proposed tokens that were judged; of the level below: `inner_...`.
+        tokens_per_step: of the answer, per forward of the target on its whole cache.
+        free_tokens: verified in the prefill's last forward.
+    """
+
+    strategy: str
+    reason: str
+    acceptance_rate: float | None = None
+    inner_acceptance_rate: float | None = None
+    tokens_per_step: float | None = None
+    free_tokens: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = ("acceptance_rate", "inner_acceptance_rate", "tokens_per_step")
+        shown = {name: None if (value := getattr(self, name)) is None else round(value, 4) for name in rates}
+        return {"strategy": self.strategy, "reason": self.reason, **shown, "free_tokens": self.free_tokens}
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """What was done with the prompt, and why."""
 
@@ -173,6 +202,7 @@ class Account:
     timings: Timings = field(default_factory=Timings)
     predicted: Prediction | None = None  # before the work; None where nothing was measured
     kept_spans: tuple[tuple[int, int], ...] | None = None
+    speculation: SpeculationAccount | None = None  # None: nobody asked for it
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON shape that clients get next to `usage`."""
@@ -193,6 +223,8 @@ class Account:
         if self.predicted is not None:
             full, sparse = self.predicted.full_ms, self.predicted.sparse_ms
             account["predicted"] = {"full_ms": round(full, 3), "sparse_ms": round(sparse, 3)}
+        if self.speculation is not None:
+            account["speculation"] = self.speculation.to_dict()
         if self.kept_spans is not None:
             account["kept_spans"] = [list(span) for span in self.kept_spans]
         return account

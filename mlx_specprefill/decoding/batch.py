@@ -40,6 +40,7 @@ class DecodeRow:
         logprobs: None, or how many alternatives to report per token.
         shift: positions minus slots for caches that can't carry it; 0 for positioned ones.
         guide: masks what the row's grammar forbids; the batch tells it of every token.
+        generated: tokens of the answer that the cache and the guide hold already.
     """
 
     uid: int
@@ -50,6 +51,7 @@ class DecodeRow:
     logprobs: int | None = None
     shift: int = 0
     guide: Guide | None = None
+    generated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,10 @@ class _Row:
 
     def __init__(self, spec: DecodeRow) -> None:
         self.spec = spec
-        self.tokens: list[int] = []
+        self.tokens = list(spec.generated)
         self.history: mx.array | None = None
+        if spec.processors and spec.generated:
+            self.history = mx.array(spec.generated)
         self.failure: Exception | None = None
 
     @property

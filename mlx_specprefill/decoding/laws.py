@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from ..constraints import Guide
 from ..request import SamplingParams
 from ..sampling import LogitsProcessor, filtered_logits
-from .verify import Law, RandomDice
+from .verify import Dice, Law, RandomDice
 
 __all__ = ["Chooser"]
 
@@ -23,16 +24,34 @@ class Chooser:
     Args:
         params: temperature 0 makes every law a certain token.
         processors: functions of (generated tokens so far, logits (1, V)).
+        guide: the answer's grammar, at its start; `commit` takes it on.
+        stops: ids after which nothing is worth proposing.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, processors: Sequence[LogitsProcessor] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        processors: Sequence[LogitsProcessor] = (),
+        guide: Guide | None = None,
+        stops: frozenset[int] = frozenset(),
+    ) -> None:
         self._filtered = None if params.temperature == 0 else filtered_logits(params, vocab_size)
         self._processors = processors
-        self.dice = RandomDice(params.seed)
+        self._guide = guide
+        self._committed = 0
+        self.stops = stops
+        self.dice: Dice = RandomDice(params.seed)
 
     def laws(self, logits: mx.array, before: Sequence[int], fed: Sequence[int] = ()) -> list[Law]:
-        """One law per row of logits (R, V). Row i follows the generated tokens `before` and the first i of `fed`."""
+        """One law per row of logits (1 + F, V). Row i follows the generated tokens `before` and the first i of `fed`.
+
+        Raises:
+            InvalidRequestError: the grammar has become too complex to follow.
+        """
         rows = logits.astype(mx.float32)
+        if self._guide is not None:
+            rows = mx.where(self._allowed(self._guide, before, fed, rows.shape[-1]), rows, -mx.inf)
         if self._processors:
             rows = mx.concatenate([self._processed(rows[i : i + 1], [*before, *fed[:i]]) for i in range(len(rows))])
         if self._filtered is None:
@@ -40,6 +59,24 @@ class Chooser:
             return certain
         weights = np.exp(np.array(self._filtered(rows), dtype=np.float64))
         return list(weights / weights.sum(axis=-1, keepdims=True))
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """These tokens are part of the answer."""
+        if self._guide is not None:
+            for token in tokens:
+                self._guide.accept(token)
+            self._committed += len(tokens)
+
+    def _allowed(self, guide: Guide, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:
+        """What the grammar lets follow each row, (1 + F, V) bool."""
+        ahead = guide.fork()
+        for token in before[self._committed :]:
+            ahead.accept(token)
+        masks = [ahead.allowed(size)]
+        for token in fed:
+            ahead.accept(token)
+            masks.append(ahead.allowed(size))
+        return mx.array(np.stack([np.ones(size, np.bool_) if mask is None else mask for mask in masks]))
 
     def _processed(self, row: mx.array, text: Sequence[int]) -> mx.array:
         history, row = mx.array(list(text), dtype=mx.int32), mx.array(row)  # mlx-lm's processors write in place

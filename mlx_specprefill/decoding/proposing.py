@@ -46,14 +46,19 @@ class Verified:
 
 @dataclass
 class Tally:
-    """How proposals of one level fared."""
+    """How the proposals of one level fared. Tokens after a rejected one were not judged and don't count."""
 
-    proposed: int = 0
+    judged: int = 0
     accepted: int = 0
+
+    def add(self, proposed: int, accepted: int) -> None:
+        self.judged += min(proposed, accepted + 1)
+        self.accepted += accepted
 
     @property
     def rate(self) -> float | None:
-        return self.accepted / self.proposed if self.proposed else None
+        """Accepted share of the judged tokens."""
+        return self.accepted / self.judged if self.judged else None
 
 
 class Proposer(Protocol):
@@ -98,7 +103,7 @@ class Drafter:
             (law,) = chooser.laws(logits, [*text, *proposal.tokens])
             proposal.laws.append(law)
             proposal.tokens.append(draw(law, chooser.dice))
-            if len(proposal.tokens) >= count:
+            if len(proposal.tokens) >= count or proposal.tokens[-1] in chooser.stops:
                 return proposal
             yield
             logits = self._step(proposal.tokens[-1])

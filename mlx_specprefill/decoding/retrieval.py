@@ -148,6 +148,8 @@ class HierarchicalDrafts(_OnRetrieval):
             drafted = yield from self.drafter.propose(so_far, self.gamma1, chooser)
             yield
             self._verify(so_far, drafted, proposal, chooser)
+            if proposal.tokens[-1] in chooser.stops:
+                break
             if len(proposal.tokens) < count:
                 yield
         return proposal
@@ -163,8 +165,7 @@ class HierarchicalDrafts(_OnRetrieval):
         proposal.tokens.extend([*drafted.tokens[: verdict.accepted], verdict.token])
         proposal.laws.extend(laws[: verdict.accepted + 1])
         assert self.inner is not None
-        self.inner.proposed += len(drafted.tokens)
-        self.inner.accepted += verdict.accepted
+        self.inner.add(len(drafted.tokens), verdict.accepted)
 
     def settle(self, verified: Verified) -> None:
         self.drafter.keep(verified.length, final=True)

@@ -77,6 +77,7 @@ class SpeculativeRow:
         steps: target forwards since the prefill.
         tally: how proposals fared.
         early: events of the tokens that the prefill's last forward has verified.
+        proposing: the proposer is at work: if it raises, the row itself is as good as before.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class SpeculativeRow:
         self._logprobs = logprobs
         self._shift = shift
         self._next = 0
+        self._verified: Verified | None = None
+        self.proposing = False
         self._round: Round | None = None
         self.early = self._begin(first)
 
@@ -144,7 +147,7 @@ class SpeculativeRow:
         rows = self.logits if first is None or first.logits is None else first.logits[: len(ahead) + 1]
         proposal: list[Law] = list(ahead)
         verdict = verify(self._chooser.laws(rows, [], ahead), proposal, ahead, self._chooser.dice)
-        self._count(len(ahead), verdict.accepted)
+        self.tally.add(len(ahead), verdict.accepted)
         kept = self.limits.cut(ahead[: verdict.accepted], 0)
         if first is not None and first.rewind is not None:
             first.rewind.keep(1 + kept)
@@ -156,7 +159,7 @@ class SpeculativeRow:
         room = self.limits.max_tokens - len(text)
         proposal = Proposal()
         if room > 0 and self._next not in self.limits.stop_ids:
-            proposal = yield from self.proposer.propose(text, min(self.gamma, room), self._chooser)
+            proposal = yield from self._propose(text, min(self.gamma, room))
         tokens, laws = proposal.tokens[:room], proposal.laws[:room]
         if tokens:
             yield
@@ -164,14 +167,21 @@ class SpeculativeRow:
         rewind = Rewind(self.cache, self._shift)
         rows, attention = self._forward(rewind, fed)
         verdict = verify(self._chooser.laws(rows, text, tokens), laws, tokens, self._chooser.dice)
-        self._count(len(tokens), verdict.accepted)
+        self.tally.add(len(tokens), verdict.accepted)
         kept = self.limits.cut(fed[: 1 + verdict.accepted], len(self.tokens))
         rewind.keep(kept)
         self._next = verdict.token
         events = self._commit(fed[:kept], rows[:kept])
-        if not self.ended:
-            self.proposer.settle(Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1, attention))
+        self._verified = Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1, attention)
         return events
+
+    def _propose(self, text: list[int], count: int) -> Generator[None, None, Proposal]:
+        self.proposing = True
+        if self._verified is not None:
+            self.proposer.settle(self._verified)
+        proposal = yield from self.proposer.propose(text, count, self._chooser)
+        self.proposing = False
+        return proposal
 
     def _forward(self, rewind: Rewind, fed: list[int]) -> tuple[mx.array, AttentionRecord | None]:
         self.steps += 1
@@ -187,6 +197,7 @@ class SpeculativeRow:
         deciding = mx.concatenate([self.logits, rows[:-1]]) if self._logprobs is not None else None
         self.logits = rows[-1:]
         self.tokens += tokens
+        self._chooser.commit(tokens)
         return [self._event(token, i, deciding) for i, token in enumerate(tokens)]
 
     def _event(self, token: int, row: int, deciding: mx.array | None) -> TokenEvent:
@@ -194,7 +205,3 @@ class SpeculativeRow:
             return TokenEvent(token)
         raw = deciding[row : row + 1].astype(mx.float32)
         return token_event(token, raw - mx.logsumexp(raw, axis=-1, keepdims=True), self._logprobs)
-
-    def _count(self, proposed: int, accepted: int) -> None:
-        self.tally.proposed += proposed
-        self.tally.accepted += accepted

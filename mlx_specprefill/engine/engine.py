@@ -46,6 +46,7 @@ from .prefiller import Prefiller
 from .replay import Replay, replay_continuation
 from .scheduler import Scheduler, SliceSizer
 from .sequence import Sequence
+from .speculation import Speculator
 from .stats import EngineStats, MemoryUse
 
 __all__ = ["Engine", "EngineHealth", "RequestHandle"]
@@ -106,7 +107,8 @@ class Engine:
         self.pair = pair
         self.config = config or EngineConfig()
         self.caches = EngineCaches(pair, self.config)
-        self.prefiller = Prefiller(pair, self.config, self.caches, self._slice_size)
+        self.speculator = Speculator(pair, self.config, lambda: bool(self._scheduler.decoding))
+        self.prefiller = Prefiller(pair, self.config, self.caches, self._slice_size, self.speculator)
         self._scheduler = Scheduler(self.config.max_rows)
         self._sizer = SliceSizer(
             self.config.prefill_step, min(64, self.config.prefill_step), self.config.slice_target_ms
@@ -396,12 +398,14 @@ class Engine:
             for job in list(self._jobs.values()):
                 self._fail(job, error)
             self._batch = DecodeBatch(self.pair.target)
+            self.speculator.clear()
 
     def _tick(self) -> None:
         for job in [job for job in self._jobs.values() if job.handle.cancelled]:
             self._cancel(job)
         self._admit()
         self._decode()
+        self._speculate()
         self._background()
         self._prefill()
 
@@ -480,23 +484,34 @@ class Engine:
             self._forget(job)
             job.on_end(result)
             return
-        request = sequence.request
-        if request.max_tokens == 0:
+        if sequence.request.max_tokens == 0:
             self._end(job, Finished("length", 0, sequence.account()))
             return
         sequence.stage = "decode"
         self._quantize(sequence)
         self._scheduler.to_decode(job.uid)
+        row = self.speculator.add(sequence, result, _processors(sequence.request))
+        if row is None:
+            self._add_plain(sequence, result)
+            return
+        sequence.cache = []  # the row owns it now
+        for event in row.early:
+            self._decoded(job, event)
+
+    def _add_plain(self, sequence: Sequence, logits: mx.array) -> None:
+        """One more row of the batch; it chooses its next token from `logits` (1, V)."""
+        request = sequence.request
         self._batch.add(
             DecodeRow(
-                uid=job.uid,
+                uid=sequence.uid,
                 cache=sequence.cache,
-                logits=result,
+                logits=logits,
                 sampler=make_sampler(request.sampling, self.pair.vocab_size),
                 processors=_processors(request),
                 logprobs=request.logprobs,
                 shift=sequence.shift,
                 guide=sequence.guide,
+                generated=tuple(sequence.tokens),
             )
         )
         sequence.cache = []  # the batch owns it now
@@ -523,12 +538,37 @@ class Engine:
             return
         except Exception as error:
             log.exception("decode step failed")
-            for uid in self._scheduler.decoding:
+            for uid in self._batch.uids:
                 self._end(self._jobs[uid], Failed(error, self._sequence(uid).account()))
             self._batch = DecodeBatch(self.pair.target)
             return
         for uid, event in events:
             self._decoded(self._jobs[uid], event)
+
+    def _speculate(self) -> None:
+        """One forward of one row that decodes by proposals."""
+        uid = self.speculator.next_turn()
+        if uid is None:
+            return
+        try:
+            why = self.speculator.leaves(uid, len(self._batch) + len(self.speculator) - 1)
+            events, why = self.speculator.step(uid, why)
+        except Exception as error:
+            log.exception("a speculative row failed")
+            self.speculator.remove(uid)
+            self._fail(self._jobs[uid], error)
+            return
+        for event in events:
+            self._decoded(self._jobs[uid], event)
+        if why is not None and uid in self.speculator:
+            self._join_batch(uid, why)
+
+    def _join_batch(self, uid: int, why: str) -> None:
+        """Let a speculative row go on as a plain one."""
+        row, sequence = self.speculator.row(uid), self._sequence(uid)
+        self.speculator.remove(uid).reason += f"; then plain decoding: {why}"
+        sequence.cache = row.cache
+        self._add_plain(sequence, row.logits)
 
     def _decoded(self, job: _Job, event: TokenEvent) -> None:
         sequence = self._sequence(job.uid)
@@ -549,10 +589,19 @@ class Engine:
     def _finish(self, job: _Job, reason: FinishReason) -> None:
         """End a decoding row; what its cache holds may serve the next turn."""
         sequence = self._sequence(job.uid)
-        removed = self._batch.remove(job.uid)
+        cache, tokens = self._remove(job.uid)
         if sequence.shift == 0 and self.config.kv_bits is None:
-            self._keep(sequence, (*sequence.request.prompt, *removed.tokens), removed.cache)
+            self._keep(sequence, (*sequence.request.prompt, *tokens), cache)
         self._end(job, Finished(reason, len(sequence.tokens), sequence.account()))
+
+    def _remove(self, uid: int) -> tuple[list[Any], tuple[int, ...]]:
+        """Take a row out: its cache, and the generated tokens in it."""
+        if uid not in self.speculator:
+            removed = self._batch.remove(uid)
+            return removed.cache, removed.tokens
+        row = self.speculator.row(uid)
+        self.speculator.remove(uid)
+        return row.cache, tuple(row.tokens)
 
     def _keep(self, sequence: Sequence, tokens: tuple[int, ...], cache: list[Any]) -> None:
         if sequence.kept is None:

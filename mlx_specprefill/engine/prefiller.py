@@ -15,6 +15,8 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import EngineConfig
+from ..decoding.speculative import LastForward
+from ..decoding.strategies import STRATEGIES
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
 from ..prefill.cost import PairCost
@@ -26,6 +28,7 @@ from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from .caches import EngineCaches, empty_cache
 from .sequence import Sequence
+from .speculation import Speculator
 
 __all__ = ["Prefiller"]
 
@@ -40,6 +43,7 @@ class Prefiller:
 
     Args:
         slice_size: tokens for the next forward of "draft" or "prefill".
+        speculator: decides how an answer is drafted.
 
     Attributes:
         cost: what target and draft take on this machine, once measured.
@@ -47,12 +51,18 @@ class Prefiller:
     """
 
     def __init__(
-        self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, slice_size: Callable[[str], int]
+        self,
+        pair: ModelPair,
+        config: EngineConfig,
+        caches: EngineCaches,
+        slice_size: Callable[[str], int],
+        speculator: Speculator,
     ) -> None:
         self.pair = pair
         self.config = config
         self.caches = caches
         self.slice_size = slice_size
+        self._speculator = speculator
         self.fallbacks: Counter[str] = Counter()
         self.cost: PairCost | None = None
 
@@ -78,10 +88,13 @@ class Prefiller:
         sequence.plan = self.plan(request)
         yield Progress("queued", 0, len(request.prompt))
         if sequence.plan.mode == "sparse":
-            return (yield from self._sparse_or_full(sequence))
-        self._from_prefix(sequence)
-        yield Progress("prefill", 0, len(request.prompt) - sequence.cached)
-        return (yield from self._full(sequence))
+            logits = yield from self._sparse_or_full(sequence)
+        else:
+            self._from_prefix(sequence)
+            yield Progress("prefill", 0, len(request.prompt) - sequence.cached)
+            logits = yield from self._full(sequence)
+        yield from self._start(sequence)
+        return logits
 
     def _from_prefix(self, sequence: Sequence, again: bool = False) -> None:
         """Start from the longest dense prefix that the exact cache holds and the request may use."""
@@ -127,6 +140,9 @@ class Prefiller:
         start, kept = self._continue(sequence, self.select(scores, plan, S))
         yield Progress("select", int(kept.size), len(request.prompt))
         sequence.stage = "prefill"
+        sequence.speculation = self._speculator.decide(sequence, start + int(kept.size), read=True)
+        if _drafts(sequence):
+            sequence.draft_cache, sequence.lookahead = scores.cache, scores.lookahead
         logits = yield from self._feed_kept(sequence, start, kept)
         held = sequence.kept if sequence.continuation == "extend" else np.arange(S, dtype=np.int32)
         assert held is not None
@@ -207,6 +223,7 @@ class Prefiller:
             lambda: self.slice_size("prefill"),
             offset=start,
             cuts=(run,) if run else (),
+            last_forward=self._last_forward(sequence),
         )
         while True:
             try:
@@ -222,6 +239,11 @@ class Prefiller:
 
     def _full(self, sequence: Sequence) -> Slices:
         request, S = sequence.request, sequence.cached
+        sequence.draft_cache, sequence.lookahead = None, ()
+        if sequence.uid >= 0:
+            sequence.speculation = self._speculator.decide(sequence, len(request.prompt), read=False)
+        if _drafts(sequence):
+            yield from self._read_with_draft(sequence)
         sequence.stage = "prefill"
         if request.prompt_logprobs is not None:
             return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs))
@@ -246,6 +268,32 @@ class Prefiller:
         if not cuts:  # with cuts, the state at M - 1 was kept: an identical prompt can't use the one at M
             self.caches.keep_target(request.prompt, sequence.cache)
         return logits
+
+    def _start(self, sequence: Sequence) -> Generator[Progress, None, None]:
+        """What the answer's drafts need beyond the prefill."""
+        sequence.stage = "draft"
+        yield from self._speculator.start(sequence)
+
+    def _last_forward(self, sequence: Sequence) -> LastForward | None:
+        """With the draft's look-ahead, where it would be proposed first anyway; unread grammars may forbid it."""
+        if not _drafts(sequence) or sequence.guide is not None or self.config.kv_bits is not None:
+            return None
+        assert sequence.speculation is not None
+        sequence.speculation.last = LastForward(self.pair.target, sequence.lookahead)
+        return sequence.speculation.last
+
+    def _read_with_draft(self, sequence: Sequence) -> Generator[Progress, None, None]:
+        """The whole prompt, for a draft that proposes after a full prefill."""
+        assert self.pair.draft is not None
+        sequence.stage = "draft"
+        prompt = sequence.request.prompt
+        hit = self.caches.draft_prefix(prompt)
+        start = hit.length if hit is not None else 0
+        cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
+        for progress in prefill(self.pair.draft, cache, prompt[start:], None, lambda: self.slice_size("draft")):
+            yield Progress("draft", start + progress.done, len(prompt))
+        self.caches.keep_draft(prompt, cache)
+        sequence.draft_cache = cache
 
     def dense(self, tokens: tuple[int, ...]) -> Generator[Progress, None, None]:
         """Background: bring the exact cache up to `tokens`, preemptible at every slice."""
@@ -286,6 +334,12 @@ class Prefiller:
 def _stateful(cache: list[Any]) -> bool:
     """Whether some layer's state can't be cut back to an earlier length."""
     return any(isinstance(part, (ArraysCache, PositionedRotatingKVCache)) for part in leaves(cache))
+
+
+def _drafts(sequence: Sequence) -> bool:
+    """Whether the draft goes on after the prompt, so that it has to have read it."""
+    chosen = sequence.speculation
+    return chosen is not None and chosen.strategy is not None and STRATEGIES[chosen.strategy].needs_reading
 
 
 def _usable_prefix(request: GenerationRequest) -> int:

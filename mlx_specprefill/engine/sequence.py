@@ -10,13 +10,53 @@ import numpy as np
 import numpy.typing as npt
 
 from ..constraints import Guide
+from ..decoding.proposing import Proposer
+from ..decoding.speculative import LastForward, SpeculativeRow
+from ..decoding.strategies import StrategyName
 from ..prefill.plan import PrefillPlan
 from ..prefill.selection import kept_spans
-from ..request import Account, GenerationRequest, Stage, Timings
+from ..request import Account, GenerationRequest, SpeculationAccount, Stage, Timings
 
-__all__ = ["Continuation", "Sequence"]
+__all__ = ["Continuation", "Sequence", "Speculation"]
 
 Continuation = Literal["extend", "restart"]
+
+
+@dataclass
+class Speculation:
+    """One request's speculation, from the decision on.
+
+    Attributes:
+        strategy: None decodes autoregressively.
+        reason: why this strategy, or why none.
+        auto: engaged because it was predicted to pay.
+        context: tokens in the target's cache after the prefill.
+        last: the prefill's last forward.
+    """
+
+    strategy: StrategyName | None
+    reason: str
+    auto: bool = False
+    context: int = 0
+    last: LastForward | None = None
+    proposer: Proposer | None = None
+    row: SpeculativeRow | None = None
+    free_tokens: int = 0
+
+    def decline(self, reason: str) -> None:
+        self.strategy, self.reason, self.proposer = None, reason, None
+
+    def account(self) -> SpeculationAccount:
+        row = self.row
+        inner = None if row is None else row.proposer.inner
+        return SpeculationAccount(
+            strategy=self.strategy or "autoregressive",
+            reason=self.reason,
+            acceptance_rate=None if row is None else row.tally.rate,
+            inner_acceptance_rate=None if inner is None else inner.rate,
+            tokens_per_step=(len(row.tokens) - self.free_tokens) / row.steps if row is not None and row.steps else None,
+            free_tokens=self.free_tokens,
+        )
 
 
 @dataclass
@@ -31,6 +71,8 @@ class Sequence:
         stage: what the current slice works on.
         tokens: generated so far.
         guide: the request's grammar on its way through the answer.
+        speculation: how the answer is drafted, None if nobody asked; `draft_cache` and `lookahead` are what the draft
+            left of scoring: its cache with the prompt in it, and its greedy continuation.
     """
 
     uid: int
@@ -49,6 +91,9 @@ class Sequence:
     spent_ms: dict[str, float] = field(default_factory=dict)
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    speculation: Speculation | None = None
+    draft_cache: list[Any] | None = None
+    lookahead: tuple[int, ...] = ()
 
     def spend(self, stage: Stage, ms: float) -> None:
         """Add a slice's own time to its stage; what other requests did in between does not count."""
@@ -76,6 +121,7 @@ class Sequence:
             timings=self._timings(),
             predicted=None if self.plan is None else self.plan.predicted,
             kept_spans=spans if self.request.specprefill.return_spans else None,
+            speculation=None if self.speculation is None else self.speculation.account(),
         )
 
     def _timings(self) -> Timings:

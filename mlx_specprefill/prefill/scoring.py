@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -35,12 +35,14 @@ class Scores:
         lookahead: the draft's greedy continuation, as far as it was used.
         rows: query rows averaged; fewer than configured when the draft ended its answer.
         layers: attention layers that contributed to each row.
+        cache: the draft's, holding exactly the prompt.
     """
 
     importance: npt.NDArray[np.float32]
     lookahead: tuple[int, ...]
     rows: int
     layers: int
+    cache: list[Any] = field(default_factory=list)
 
 
 def score_prompt(
@@ -76,7 +78,7 @@ def score_prompt(
         start = end
     capture, looked_ahead = _look_ahead(draft, tokens[:, -1:], M, cache, config)
     yield Progress("draft", M, M)
-    return _scores(capture, looked_ahead, config, stop_ids)
+    return replace(_scores(capture, looked_ahead, config, stop_ids), cache=cache)
 
 
 def _look_ahead(

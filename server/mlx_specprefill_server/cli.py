@@ -16,6 +16,7 @@ from rich.console import Console
 
 from mlx_specprefill import (
     BLAS,
+    SPECULATION_NAMES,
     Engine,
     EngineClosedError,
     Failed,
@@ -98,6 +99,9 @@ class ReasoningFormat(StrEnum):
     native = "native"
 
 
+Speculative = StrEnum("Speculative", [(name, name) for name in SPECULATION_NAMES])  # type: ignore[misc]
+
+
 class LogLevel(StrEnum):
     debug = "debug"
     info = "info"
@@ -145,6 +149,12 @@ def serve(
     specprefill_keep_pct: Annotated[str | None, typer.Option(help="Share of chunks to keep. Default 0.2.")] = None,
     no_specprefill: Annotated[bool, typer.Option("--no-specprefill", help="Sparse only when a request asks.")] = False,
     forced: Annotated[Forced | None, typer.Option("--forced", help="Which tokens are always kept.")] = None,
+    speculative: Annotated[
+        Speculative | None,
+        typer.Option(
+            help="How answers are drafted: auto where it is measured to pay, or one way by name. Default off."
+        ),
+    ] = None,
     prefill_step: PrefillStep = None,
     max_rows: Annotated[int | None, typer.Option(help="Requests that run at the same time. Default 32.")] = None,
     target_itl_ms: Annotated[
@@ -196,6 +206,7 @@ def serve(
             port=port,
             specprefill=False if no_specprefill else None,
             specprefill_threshold=specprefill_threshold,
+            speculative=None if speculative is None else speculative.value,
             specprefill_keep_pct=specprefill_keep_pct,
             forced_rule=forced and forced.value,
             prefill_step=prefill_step,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from mlx_specprefill import SpecPrefillOptions, keep_pct
+from mlx_specprefill import SpecPrefillOptions, SpeculationName, keep_pct
 
 __all__ = ["Body", "Number", "SpecPrefillFields", "Whole"]
 
@@ -43,12 +43,15 @@ class Body(BaseModel):
 
 
 class SpecPrefillFields(Body):
-    """The request's word on sparse prefill, the same on every endpoint that generates."""
+    """The request's word on sparse prefill and on drafted answers, the same on every endpoint that generates."""
 
     specprefill: bool | None = None
     specprefill_keep_pct: Annotated[Fraction, PlainValidator(_keep_pct, json_schema_input_type=Share)] | None = None
     specprefill_return_spans: bool = False
+    speculative: SpeculationName | None = None
 
     def options(self) -> SpecPrefillOptions:
         """As the engine wants it."""
-        return SpecPrefillOptions(self.specprefill, self.specprefill_keep_pct, self.specprefill_return_spans)
+        return SpecPrefillOptions(
+            self.specprefill, self.specprefill_keep_pct, self.specprefill_return_spans, speculative=self.speculative
+        )

@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from mlx_specprefill import EngineConfig, ForcedRule, SelectionConfig, SpecPrefillPolicy, keep_pct
+from mlx_specprefill import (
+    EngineConfig,
+    ForcedRule,
+    SelectionConfig,
+    SpecPrefillPolicy,
+    SpeculationConfig,
+    SpeculationName,
+    keep_pct,
+)
 
 from .parsers.formats import ReasoningParser, ToolParser
 
@@ -74,6 +82,7 @@ class Settings(BaseSettings):
     calibration_file: Path | None = Field(default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json")
     specprefill_keep_pct: Annotated[Fraction, BeforeValidator(keep_pct)] = Fraction(1, 5)
     forced_rule: ForcedRule = "template"
+    speculative: SpeculationName = "off"  # how answers are drafted when a request doesn't say
     prefill_step: int = 2048
     max_queue: int = 256
     max_rows: int = Field(default=32, ge=1)
@@ -100,6 +109,7 @@ class Settings(BaseSettings):
                 keep_pct=self.specprefill_keep_pct,
                 densify=self.densify,
             ),
+            speculation=SpeculationConfig(strategy=self.speculative),
             prefill_step=self.prefill_step,
             max_queue=self.max_queue,
             max_rows=self.max_rows,

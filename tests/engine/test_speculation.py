@@ -1,0 +1,283 @@
+"""Drafted answers inside the engine: the same tokens as plain ones, alone and beside others, told in the account."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from mlx_specprefill import (
+    Account,
+    Engine,
+    EngineConfig,
+    Failed,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    SamplingParams,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+    SpeculationAccount,
+    SpeculationConfig,
+    SpeculationName,
+    TokenEvent,
+)
+from mlx_specprefill.decoding.gate import DecodeCosts, ForwardCost
+from mlx_specprefill.engine import speculation as module
+from tests.tiny import generated, random_prompt, tiny_pair
+
+SMALL = SpeculationConfig(budget=64, chunk=4, stride=12, sinks=4, window=16)
+NAMES: tuple[SpeculationName, ...] = ("draft", "retrieval", "triforce")
+COUNT = 30
+
+
+def configured(**changes: Any) -> EngineConfig:
+    policy = SpecPrefillPolicy(densify=False)
+    return EngineConfig(policy=policy, prefill_step=32, speculation=SMALL, **changes)
+
+
+def asked(
+    seed: int, how: SpeculationName | None, sparse: bool = False, count: int = COUNT, length: int = 90, **changes: Any
+) -> GenerationRequest:
+    options = SpecPrefillOptions(enabled=sparse, speculative=how)
+    return GenerationRequest(random_prompt(length, seed), count, specprefill=options, **changes)
+
+
+def told(last: Any) -> tuple[Account, SpeculationAccount]:
+    assert isinstance(last, Finished)
+    assert last.account.speculation is not None
+    return last.account, last.account.speculation
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5", "gpt_oss"])
+def pair(request: pytest.FixtureRequest) -> ModelPair:
+    return tiny_pair(request.param, "llama")
+
+
+@pytest.fixture(scope="module")
+def engine(pair: ModelPair) -> Iterator[Engine]:
+    with Engine(pair, configured()) as running:
+        yield running
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("how", NAMES)
+def test_an_answer_is_the_plain_one(engine: Engine, how: SpeculationName, sparse: bool) -> None:
+    plain, last = generated(engine.generate(asked(1, None, sparse)))
+    assert isinstance(last, Finished)
+    assert last.account.speculation is None
+    drafted, last = generated(engine.generate(asked(1, how, sparse)))
+    assert drafted == plain
+    account, speculation = told(last)
+    assert account.mode == ("sparse" if sparse else "full")
+    assert (speculation.strategy, speculation.reason) == (how, "requested")
+    assert speculation.tokens_per_step is not None
+    assert 1.0 <= speculation.tokens_per_step <= 9.0
+    assert "speculation" in account.to_dict()
+
+
+def collected(inbox: queue.SimpleQueue[Any]) -> tuple[list[int], Any]:
+    events = []
+    while not events or not isinstance(events[-1], (Finished, Failed)):
+        events.append(inbox.get(timeout=60))
+    return generated(iter(events))
+
+
+def test_rows_of_all_kinds_beside_each_other(engine: Engine) -> None:
+    """Plain, drafted, sparse and dense rows that start while others run; each answers what it answers alone."""
+    kinds: tuple[SpeculationName | None, ...] = (None, *NAMES, None, "triforce", "draft")
+    requests = [asked(seed, how, seed % 2 == 0) for seed, how in enumerate(kinds)]
+    plain = [replace(r, specprefill=replace(r.specprefill, speculative=None)) for r in requests]
+    alone = [generated(engine.generate(request))[0] for request in plain]
+    inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in requests]
+    for request, inbox in zip(requests, inboxes, strict=True):
+        engine.submit(request, inbox.put)
+    for inbox, expected in zip(inboxes, alone, strict=True):
+        tokens, last = collected(inbox)
+        assert isinstance(last, Finished), last
+        assert tokens == expected
+
+
+def test_others_wait_for_one_forward_at_most(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two tokens of a plain row, drafted rows together make one step."""
+    steps: list[int] = []
+    original = module.Speculator.next_turn
+
+    def counted(self: module.Speculator) -> int | None:
+        uid = original(self)
+        if uid is not None:
+            steps.append(uid)
+        return uid
+
+    monkeypatch.setattr(module.Speculator, "next_turn", counted)
+    marks: list[int] = []
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def plain(event: Any) -> None:
+        if isinstance(event, TokenEvent):
+            marks.append(len(steps))
+        done.put(event)
+
+    others: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(3)]
+    for seed, inbox in enumerate(others):
+        engine.submit(asked(seed, "draft", count=60), inbox.put)
+    engine.submit(asked(7, None, count=40), plain)
+    collected(done)
+    for inbox in others:
+        assert isinstance(collected(inbox)[1], Finished)
+    assert max(after - before for before, after in pairwise(marks)) == 1
+    assert len(set(steps)) == 3
+
+
+def test_the_answer_ends_where_it_ends(engine: Engine) -> None:
+    answer, _ = generated(engine.generate(asked(3, None)))
+    for how in NAMES:
+        for stop in sorted(set(answer[:8])):
+            request = asked(3, how, stop_token_ids=frozenset({stop}))
+            tokens, last = generated(engine.generate(request))
+            assert tokens == answer[: answer.index(stop) + 1]
+            assert isinstance(last, Finished)
+            assert last.reason == "stop"
+
+
+def test_what_a_drafted_turn_leaves_serves_the_next_one(engine: Engine) -> None:
+    first = asked(11, "draft")
+    answer, _ = generated(engine.generate(first))
+    later = GenerationRequest((*first.prompt, *answer, 5, 6, 7), 8, specprefill=SpecPrefillOptions(enabled=False))
+    tokens, last = generated(engine.generate(later))
+    assert isinstance(last, Finished)
+    assert last.account.cached_tokens >= len(first.prompt)
+    with Engine(engine.pair, configured(prefix_cache_bytes=0)) as fresh:
+        assert generated(fresh.generate(later))[0] == tokens
+
+
+def test_a_cancelled_row_ends_within_a_forward(engine: Engine) -> None:
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    handle = engine.submit(asked(4, "triforce", count=2000), inbox.put)
+    while not isinstance(inbox.get(timeout=60), TokenEvent):
+        pass
+    handle.cancel()
+    _, last = collected(inbox)
+    assert isinstance(last, Finished)
+    assert last.reason == "cancelled"
+    assert len(engine.speculator) == 0
+
+
+def test_sampled_rows_with_a_seed_repeat(engine: Engine) -> None:
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
+    for how in NAMES:
+        first, _ = generated(engine.generate(asked(5, how, sampling=sampling)))
+        again, _ = generated(engine.generate(asked(5, how, sampling=sampling)))
+        assert first == again
+        assert len(first) == COUNT
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise ArithmeticError("no way on")
+
+
+@pytest.mark.parametrize("where", ["start", "propose", "settle"])
+def test_a_proposer_that_fails_costs_the_saving_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    plain, _ = generated(engine.generate(asked(6, None)))
+    if where == "start":
+        broken = replace(module.STRATEGIES["draft"], start=fail)
+        monkeypatch.setitem(module.STRATEGIES, "draft", broken)
+    else:
+        monkeypatch.setattr(f"mlx_specprefill.decoding.proposing.ModelDrafts.{where}", fail)
+    tokens, last = generated(engine.generate(asked(6, "draft")))
+    assert tokens == plain
+    _, speculation = told(last)
+    assert "no way on" in speculation.reason
+
+
+def test_what_a_pair_cannot_do_is_told() -> None:
+    pair = tiny_pair("llama")
+    alone = replace(pair, draft=None, draft_id=None, draft_context=None, sparse_refusal="no draft model is loaded")
+    with Engine(alone, configured()) as engine:
+        plain, _ = generated(engine.generate(asked(1, None)))
+        for how, reason in (("draft", "there is no draft model"), ("triforce", "there is no draft model")):
+            tokens, last = generated(engine.generate(asked(1, how)))  # type: ignore[arg-type]
+            assert tokens == plain
+            _, speculation = told(last)
+            assert (speculation.strategy, speculation.reason) == ("autoregressive", reason)
+        assert told(generated(engine.generate(asked(1, "retrieval")))[1])[1].strategy == "retrieval"
+
+
+def test_a_quantised_cache_drafts_but_is_not_retrieved() -> None:
+    pair = tiny_pair("llama", head_dim=64, hidden_size=64)
+    with Engine(pair, configured(kv_bits=8)) as engine:
+        plain, _ = generated(engine.generate(asked(1, None, sparse=True)))
+        tokens, last = generated(engine.generate(asked(1, "draft", sparse=True)))
+        assert tokens == plain
+        assert told(last)[1].strategy == "draft"
+        tokens, last = generated(engine.generate(asked(1, "retrieval", sparse=True)))
+        assert tokens == plain
+        assert "quantised" in told(last)[1].reason
+
+
+# --- the gate --------------------------------------------------------------------------------------------------------
+
+
+def costs(rows: float, per_token: float, draft: float) -> DecodeCosts:
+    """Each further row costs `rows` of the first one."""
+    target = {r: ForwardCost(1.0 + rows * (r - 1), per_token * (1 + rows * (r - 1))) for r in range(1, 10)}
+    return DecodeCosts(target, ForwardCost(draft, 0.0))
+
+
+CHEAP, DEAR = costs(0.05, 0.0, 0.05), costs(1.0, 0.0, 0.9)
+
+
+def automatic(
+    engine: Engine, known: DecodeCosts, seed: int = 1, **changes: Any
+) -> tuple[list[int], SpeculationAccount]:
+    engine.speculator._costs = known
+    tokens, last = generated(engine.generate(asked(seed, "auto", True, **changes)))
+    return tokens, told(last)[1]
+
+
+def test_auto_engages_where_it_pays_and_says_why_not(engine: Engine) -> None:
+    plain, _ = generated(engine.generate(asked(1, None, True)))
+    tokens, speculation = automatic(engine, CHEAP)
+    assert tokens == plain
+    assert "times as fast" in speculation.reason
+    tokens, speculation = automatic(engine, DEAR)
+    assert tokens == plain
+    assert speculation.strategy == "autoregressive"
+    assert "1.15 is needed" in speculation.reason
+    _, speculation = automatic(engine, CHEAP, sampling=SamplingParams(temperature=1.0, seed=3))
+    assert speculation.strategy == "autoregressive"
+    assert "seed" in speculation.reason
+
+
+def test_auto_gives_up_when_proposals_are_rejected(engine: Engine) -> None:
+    """The tiny draft knows nothing of the target, so a row whose forwards cost something leaves after a while."""
+    count = 60
+    plain, _ = generated(engine.generate(asked(2, None, True, count)))
+    engine.speculator._outer["draft"].accepted = engine.speculator._outer["draft"].judged = 1e6
+    tokens, speculation = automatic(engine, costs(0.2, 0.0, 0.3), 2, count=count)
+    assert tokens == plain
+    assert "then plain decoding: too few proposals were accepted" in speculation.reason
+    assert engine.speculator._outer["draft"].judged > 1e5
+
+
+def test_auto_makes_way_for_others(engine: Engine) -> None:
+    engine.speculator._costs = CHEAP
+    engine.speculator._outer["draft"].accepted = engine.speculator._outer["draft"].judged = 1e6
+    plain, _ = generated(engine.generate(asked(2, None, True, 80)))
+    first: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    second: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    engine.submit(asked(2, "auto", True, 80), first.put)
+    engine.submit(asked(3, "auto", True, 80), second.put)
+    tokens, last = collected(first)
+    assert tokens == plain
+    reasons = told(last)[1].reason + told(collected(second)[1])[1].reason
+    assert "a shared forward is cheaper" in reasons

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 
 from mlx_specprefill import (
     Constraint,
@@ -77,15 +78,22 @@ class Asked:
         """Every answer's pieces as they come; each answer ends with exactly one AnswerDone.
 
         Args:
-            idle_after: seconds without a piece before an Idle comes.
+            idle_after: seconds without a piece before an Idle comes, also while text comes that can't be shown yet.
         """
+        shown_at = monotonic()
         async for piece in self.generation.pieces(idle_after):
+            parts: list[AnswerPiece] = []
             match piece:
                 case Delta() | Done():
-                    for part in self._read(piece):
-                        yield part
+                    parts = self._read(piece)
                 case Working() | Idle():
-                    yield piece
+                    parts = [piece]
+            if not parts and monotonic() - shown_at >= idle_after:
+                parts = [Idle()]
+            if parts and not isinstance(piece, Working):  # most clients don't see those
+                shown_at = monotonic()
+            for part in parts:
+                yield part
 
     def _read(self, piece: Delta | Done) -> list[AnswerPiece]:
         """The error ring of parsing: the answer ends, the others go on."""

@@ -78,7 +78,7 @@ class MessageAnswer:
     def __init__(self, service: Service, body: MessagesRequest, asked: Asked) -> None:
         self._asked = asked
         self._ping_after = min(service.settings.keep_alive_s, PING_AFTER_S)
-        self._thinks: bool = service.engine.pair.tokenizer.has_thinking
+        self._thinks = service.format.think is not None
         self._writer = BlockWriter()
         self._report = Report(asked.prompt_tokens)
         self._head = {

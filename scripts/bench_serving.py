@@ -17,235 +17,46 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import shutil
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.table import Table
+from servers import (
+    DENSE,
+    ROOT,
+    BenchError,
+    Reply,
+    Server,
+    Text,
+    agent,
+    copy_checkpoint,
+    following,
+    module,
+    preload,
+    running,
+    user,
+)
 
 from mlx_specprefill import BLAS
 
 import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
 
-ROOT = Path(__file__).resolve().parent.parent
-NEVER_WRITTEN = "<|endoftext|>"  # ends an answer in the copies
 STREAMS = 8
 UNRELATED = 12
 SHORT = 600  # tokens of the request that arrives late: what coding agents ask for a title with
-SPARSE, DENSE = {"specprefill": True}, {"specprefill": False}
+SPARSE = {"specprefill": True}
 NAMES = "Anna Peter Maria Thomas Laura Daniel Sophie".split()
-WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
-village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
-
-
-class BenchError(Exception):
-    """Something outside the measurements went wrong; the message is for people."""
-
-
-@dataclass
-class Reply:
-    """One answer, as a client sees it. Seconds; `report` is this project's account of the prefill."""
-
-    text: str = ""
-    first_s: float = 0.0
-    total_s: float = 0.0
-    completion_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    report: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Server:
-    """A running server and what its clients say to it."""
-
-    name: str
-    base: str
-    client: httpx.Client
-
-    def ask(self, messages: list[dict[str, str]], tokens: int, **options: Any) -> Reply:
-        """One streamed answer."""
-        reply, begun = Reply(), time.perf_counter()
-        with self.client.stream("POST", f"{self.base}/v1/chat/completions", json=body(messages, tokens, options)) as r:
-            if r.status_code != 200:
-                raise BenchError(f"{self.name}: status {r.status_code}: {r.read().decode()[:300]}")
-            for chunk in chunks(r):
-                self._take(reply, chunk, begun)
-        reply.total_s = time.perf_counter() - begun
-        if not reply.completion_tokens:
-            raise BenchError(f"{self.name}: an empty answer: {reply}")
-        return reply
-
-    @staticmethod
-    def _take(reply: Reply, chunk: dict[str, Any], begun: float) -> None:
-        for choice in chunk.get("choices", []):
-            text = choice.get("delta", {}).get("content") or ""
-            if text and not reply.text:
-                reply.first_s = time.perf_counter() - begun
-            reply.text += text
-        reply.report = chunk.get("specprefill") or reply.report
-        usage = chunk.get("usage")
-        if usage:
-            reply.completion_tokens = usage["completion_tokens"]
-            reply.prompt_tokens = usage["prompt_tokens"]
-            reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-
-    def leave_half_way(self, messages: list[dict[str, str]]) -> int:
-        """Send a full prefill and hang up when half of it is done; the tokens that were done."""
-        asked = body(messages, 8, {**DENSE, "return_progress": True})
-        with self.client.stream("POST", f"{self.base}/v1/chat/completions", json=asked) as response:
-            for chunk in chunks(response):
-                progress = chunk.get("prompt_progress")
-                if progress and 2 * progress["processed"] >= progress["total"]:
-                    return int(progress["processed"])
-        raise BenchError("the prefill was over before half of it was reported")
-
-    def settle(self, limit_s: float = 60.0) -> None:
-        """Until nothing runs and nothing waits."""
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            health = self.client.get(f"{self.base}/health").json()
-            if health["running"] == 0 and health["queued"] == 0:
-                return
-            time.sleep(0.05)
-        raise BenchError(f"{self.name} does not come to rest")
-
-
-def body(messages: list[dict[str, str]], tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-    stream = {"stream": True, "stream_options": {"include_usage": True}}
-    return {"model": "default_model", "messages": messages, "max_tokens": tokens, "temperature": 0, **stream, **options}
-
-
-def chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON of each event."""
-    for line in response.iter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line[6:])
-
-
-# --- text ------------------------------------------------------------------------------------------------------------
-
-
-class Text:
-    """Filler of about so many tokens; what was written before never begins the same way."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-        self._per_token = 1.0
-
-    def calibrate(self, server: Server) -> None:
-        """Words per token of this pair's tokenizer."""
-        reply = server.ask(user(self.of(400)), 1)
-        self._per_token = 400 / reply.prompt_tokens
-
-    def of(self, tokens: int) -> str:
-        count = max(1, int(tokens * self._per_token))
-        return " ".join(self._rng.choice(WORDS) for _ in range(count)) + "."
-
-    def fact(self, name: str) -> tuple[str, str]:
-        """A sentence that the pair was trained to look up, and what is to be found."""
-        code = str(self._rng.randrange(100_000, 1_000_000))
-        return f"The secret code for {name} is {code}.", code
-
-
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
-def agent(system: str, first: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": system}, {"role": "user", "content": first}]
-
-
-def following(messages: list[dict[str, str]], reply: Reply, text: str) -> list[dict[str, str]]:
-    return [*messages, {"role": "assistant", "content": reply.text}, {"role": "user", "content": text}]
-
-
-# --- processes -------------------------------------------------------------------------------------------------------
-
-
-def copy_checkpoint(source: Path, folder: Path) -> Path:
-    """The same model in float32, whose answers end at a token that it does not write."""
-    shutil.copytree(source, folder)
-    weights = {name: array.astype(mx.float32) for name, array in mx.load(str(source / "model.safetensors")).items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    never = {
-        token["content"]: token["id"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    }
-    if NEVER_WRITTEN not in never:
-        raise BenchError(f"{source} has no token {NEVER_WRITTEN}")
-    changes = {
-        "config.json": {"eos_token_id": never[NEVER_WRITTEN], "torch_dtype": "float32"},
-        "generation_config.json": {"eos_token_id": never[NEVER_WRITTEN]},
-        "tokenizer_config.json": {"eos_token": NEVER_WRITTEN},
-    }
-    for name, change in changes.items():
-        path = folder / name
-        known = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(known | change))
-    return folder
-
-
-def preload() -> dict[str, str]:
-    """The BLAS that this project's processes load for themselves, for one that doesn't."""
-    if BLAS.state == "loaded" and BLAS.library and " " not in BLAS.library:
-        return {"LD_PRELOAD": BLAS.library}
-    return {}
-
-
-@contextmanager
-def running(name: str, command: list[str], log: Path, start_s: float, **environment: str) -> Iterator[Server]:
-    """A server process on a free port, until the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MLX_SPECPREFILL_")}
-    arguments = [sys.executable, "-m", *command, "--port", str(port)]
-    limits = httpx.Limits(max_connections=64)
-    with (
-        log.open("wb") as out,
-        subprocess.Popen(arguments, stdout=out, stderr=out, env=inherited | environment, cwd=ROOT) as process,
-        httpx.Client(timeout=300, limits=limits) as client,
-    ):
-        try:
-            server = Server(name, f"http://127.0.0.1:{port}", client)
-            wait_for(server, process, log, start_s)
-            yield server
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def wait_for(server: Server, process: subprocess.Popen[bytes], log: Path, start_s: float) -> None:
-    end = time.monotonic() + start_s
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            tail = log.read_text(errors="replace")[-800:]
-            raise BenchError(f"{server.name} ended with status {process.returncode} before it served:\n{tail}")
-        try:
-            if server.client.get(f"{server.base}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.2)
-    raise BenchError(f"{server.name} did not answer within {start_s:g} s:\n{log.read_text(errors='replace')[-800:]}")
-
 
 # --- measurements ----------------------------------------------------------------------------------------------------
 
@@ -431,7 +242,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure_ours(options: argparse.Namespace, stack: ExitStack, copies: tuple[Path, Path], log: Path) -> dict[str, Any]:
-    command = ["mlx_specprefill_server", "serve", "--target", str(copies[0]), "--draft", str(copies[1])]
+    command = module("mlx_specprefill_server", "serve", "--target", str(copies[0]), "--draft", str(copies[1]))
     more = ["--dtype", "float32", "--specprefill-threshold", "512"]
     server = stack.enter_context(running("mlx-specprefill", command + more, log, options.start_s))
     text, repeats, length = Text(0), options.repeats, options.length
@@ -449,7 +260,7 @@ def measure_ours(options: argparse.Namespace, stack: ExitStack, copies: tuple[Pa
 
 
 def measure_peer(options: argparse.Namespace, stack: ExitStack, copy: Path, log: Path) -> dict[str, Any]:
-    command = ["mlx_lm.server", "--model", str(copy)]
+    command = module("mlx_lm.server", "--model", str(copy))
     server = stack.enter_context(running("mlx_lm.server", command, log, options.start_s, **preload()))
     text = Text(0)
     text.calibrate(server)

@@ -56,6 +56,7 @@ T = TypeVar("T")
 OnEvent = Callable[[Event], None]
 _IDLE_BEAT_S = 0.5
 _QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
+_TELLING = 32  # tokens of a slice from which on its time says something about speed
 _TICK_SHARE = 0.25  # of `slice_target_ms`: short slices share a tick until that much time is spent
 _THREAD_EXIT_S = 0.1
 _ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
@@ -99,6 +100,11 @@ class _Job:
     on_end: Callable[[Any], None] = lambda _: None  # gets the result or the exception of a job without sequence
     background: bool = False
 
+    def depth(self, stage: str) -> int:
+        """Tokens that the model of this stage holds already."""
+        cached = self.sequence.cached if self.sequence is not None and stage == "prefill" else 0
+        return cached + self.done.get(stage, 0)
+
 
 class Engine:
     """Runs requests for a pair. Use as a context manager, or `start()` and `close()`."""
@@ -120,7 +126,8 @@ class Engine:
         self._target_cost = self._draft_cost = Footprint(0, 0, 0)
         self._densify: list[tuple[int, ...]] = []
         self._last_end = 0.0  # of a request, by the monotonic clock
-        self._in_background = False  # the current slice must not keep a new request waiting
+        self._slicing: _Job | None = None
+        self._given = 0  # tokens of the latest slice at most
         self.densified = self.densified_tokens = 0  # sparse turns whose prompt was made dense afterwards
         self._weights = (0, 0)  # bytes of target and draft
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -432,7 +439,12 @@ class Engine:
         return need + (self._draft_cost.of(len(request.prompt)) if wants_draft else 0)
 
     def _slice_size(self, kind: str) -> int:
-        return self._sizer.size(kind, bool(self._scheduler.decoding), self._in_background)
+        job = self._slicing
+        background = job is not None and job.background
+        self._given = self._sizer.size(
+            kind, bool(self._scheduler.decoding), background, 0 if job is None else job.depth(kind)
+        )
+        return self._given
 
     def _prefill(self) -> None:
         """One slice of one prefill; more of them if they are so short that several prompts can join the next step."""
@@ -444,7 +456,7 @@ class Engine:
 
     def _slice(self, uid: int) -> None:
         job, begun = self._jobs[uid], time.perf_counter()
-        self._in_background = job.background
+        self._slicing = job
         try:
             event = self._advance(job)
         except Exception as error:
@@ -469,13 +481,15 @@ class Engine:
     def _account_slice(self, job: _Job, event: Event, ms: float) -> None:
         if not isinstance(event, Progress):
             return
+        depth = job.depth(event.stage)
         tokens = max(0, event.done - job.done.get(event.stage, 0))
         job.done[event.stage] = event.done
         self._scheduler.served(job.uid, tokens)
         if job.sequence is not None:
             job.sequence.spend(event.stage, ms)
-        if event.stage in ("draft", "prefill") and tokens > 1:
-            self._sizer.observe(event.stage, tokens, ms)
+        # More than was given out came from the draft's cache; next to nothing is not about speed.
+        if event.stage in ("draft", "prefill") and _TELLING <= tokens <= self._given:
+            self._sizer.observe(event.stage, tokens, ms, depth)
 
     def _prefilled(self, job: _Job, result: Any) -> None:
         """The last slice is done: on to decoding, or, for other jobs, the result to whoever waits."""

@@ -17,7 +17,8 @@ __all__ = ["Scheduler", "SliceSizer"]
 _START = 4  # times `smallest`: tokens of the first slice, whose speed is not known yet
 # With nothing decoding only a newcomer waits for a slice: it may take this times `target_ms`, and is not cut below this
 # times `smallest`, because short slices cost large models more per token.
-_ALONE, _ALONE_FLOOR = 2, 2
+_ALONE, _ALONE_FLOOR = 1.5, 2
+_REMEMBERED = 12  # slices
 _BACKGROUND = 0.25  # times `target_ms`: whoever comes while nobody was there should hardly notice
 
 
@@ -121,10 +122,40 @@ class Scheduler:
         self._decoding.discard(uid)
 
 
+class _Speed:
+    """Milliseconds per token of one kind of slice, `token + pair * depth`, from the latest slices.
+
+    The depth of a slice is the mean number of tokens before its own: attention makes later slices slower.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # (depth, ms per token)
+        self.latest = 0  # tokens
+
+    def observe(self, tokens: int, offset: int, ms: float) -> None:
+        self._seen.append((offset + tokens / 2, ms / tokens))
+        self.latest = tokens
+
+    def fitting(self, ms: float, offset: int) -> float:
+        """The tokens behind `offset` that take `ms`."""
+        token, pair = self._line()
+        first = max(token + pair * offset, 1e-6)
+        if pair * ms < 1e-9:
+            return ms / first
+        return ((first * first + 2 * pair * ms) ** 0.5 - first) / pair
+
+    def _line(self) -> tuple[float, float]:
+        """The line through what was seen, neither negative nor falling."""
+        count = len(self._seen)
+        depth, speed = (sum(values) / count for values in zip(*self._seen, strict=True))
+        spread = sum((d - depth) ** 2 for d, _ in self._seen)
+        pair = sum((d - depth) * (s - speed) for d, s in self._seen) / spread if spread > 0 else 0.0
+        pair = min(max(pair, 0.0), speed / depth)
+        return speed - pair * depth, pair
+
+
 class SliceSizer:
     """Tokens per prefill slice, so that a slice fits between two tokens of the running answers.
-
-    The speed of each kind of slice is tracked as a moving average.
 
     Args:
         largest: tokens per slice at most.
@@ -138,32 +169,29 @@ class SliceSizer:
         self.largest = largest
         self.smallest = smallest
         self.target_ms = target_ms
-        self._ms_per_token: dict[str, float] = {}
-        self._latest: dict[str, int] = {}
+        self._speeds: dict[str, _Speed] = {}
 
-    def observe(self, kind: str, tokens: int, ms: float) -> None:
-        if tokens <= 0:
-            return
-        now = ms / tokens
-        before = self._ms_per_token.get(kind, now)
-        self._ms_per_token[kind] = 0.7 * before + 0.3 * now
-        self._latest[kind] = tokens
+    def observe(self, kind: str, tokens: int, ms: float, offset: int = 0) -> None:
+        """A slice of `tokens` behind `offset` others took `ms`."""
+        if tokens > 0:
+            self._speeds.setdefault(kind, _Speed()).observe(tokens, offset, ms)
 
-    def size(self, kind: str, contended: bool, background: bool = False) -> int:
+    def size(self, kind: str, contended: bool, background: bool = False, offset: int = 0) -> int:
         """Tokens for the next slice of this kind: a power of two or `largest`, at most twice the slice before.
 
         Args:
             contended: answers are running that wait for the slice.
             background: nobody wants the slice now.
+            offset: tokens that come before it.
         """
         start = min(self.largest, _START * self.smallest)
         alone = not (contended or background)
         floor = min(self.largest, _ALONE_FLOOR * self.smallest) if alone else self.smallest
-        if kind not in self._ms_per_token:
+        speed = self._speeds.get(kind)
+        if speed is None:
             return start
         share = _BACKGROUND if background else _ALONE if alone else 1
-        fits = int(self.target_ms * share / max(self._ms_per_token[kind], 1e-6))
-        fits = min(fits, max(start, 2 * self._latest[kind]))
+        fits = int(min(speed.fitting(self.target_ms * share, offset), max(start, 2 * speed.latest)))
         if fits >= self.largest:
             return self.largest
         return max(floor, 1 << max(fits, 1).bit_length() - 1)

@@ -151,6 +151,22 @@ def test_slices_shrink_to_the_target_while_answers_run():
     assert sizer.size("target", contended=True) == 64
 
 
+@pytest.mark.parametrize("depth", [0, 500, 6000])
+def test_slices_fit_the_target_at_any_depth(depth):
+    """Attention makes later slices slower; the line is found from slices at other depths."""
+
+    def ms(tokens: int, offset: int) -> float:
+        return tokens * (0.25 + 4e-4 * (offset + tokens / 2))
+
+    sizer, offset = SliceSizer(2048, smallest=64, target_ms=200), 0
+    for tokens in (256, 512, 512, 256, 256):
+        sizer.observe("prefill", tokens, ms(tokens, offset), offset)
+        offset += tokens
+    size = sizer.size("prefill", contended=True, offset=depth)
+    assert ms(size, depth) <= 200
+    assert size == 256 or ms(2 * size, depth) > 200
+
+
 def test_slices_grow_no_faster_than_twofold():
     """A short prompt's speed says little about a long slice."""
     sizer, sizes = SliceSizer(2048, smallest=64, target_ms=100), []
@@ -161,7 +177,7 @@ def test_slices_grow_no_faster_than_twofold():
 
 
 def test_a_newcomer_does_not_wait_for_a_slice_of_full_size():
-    """With nothing decoding a slice may take twice as long, but not as long as it likes."""
+    """With nothing decoding a slice may take longer, but not as long as it likes."""
     sizer = SliceSizer(2048, smallest=64, target_ms=200)
     sizer.observe("target", 2048, 2048 * 0.5)
     assert sizer.size("target", contended=False) == 512

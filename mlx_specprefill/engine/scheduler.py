@@ -9,6 +9,7 @@ Background jobs (densification) run only when nothing else wants the device.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -142,7 +143,7 @@ class _Speed:
         first = max(token + pair * offset, 1e-6)
         if pair * ms < 1e-9:
             return ms / first
-        return ((first * first + 2 * pair * ms) ** 0.5 - first) / pair
+        return (math.sqrt(first * first + 2 * pair * ms) - first) / pair
 
     def _line(self) -> tuple[float, float]:
         """The line through what was seen, neither negative nor falling."""

@@ -50,13 +50,22 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Cell:
-    """Milliseconds per step of all rows; microseconds per mask."""
+    """Milliseconds per step of all rows; microseconds per mask. `cpu_overhead` is that of the process's CPU time."""
 
     rows: int
     free_ms: float
     guided_ms: float
     overhead: float
+    cpu_overhead: float
     mask_us: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """Per step, in ms."""
+
+    wall: float
+    cpu: float
 
 
 class TimedGuide:
@@ -94,14 +103,14 @@ def batch(pair: ModelPair, rows: int, guides: list[Any]) -> DecodeBatch:
     return decoding
 
 
-def block_ms(decoding: DecodeBatch) -> float:
-    """Per step; nothing of one arm still runs when the other begins."""
+def run_block(decoding: DecodeBatch) -> Block:
+    """Nothing of one arm still runs when the other begins."""
     mx.synchronize()
-    begun = time.perf_counter()
+    begun, cpu = time.perf_counter(), time.process_time()
     for _ in range(BLOCK):
         decoding.step()
     mx.synchronize()
-    return 1e3 * (time.perf_counter() - begun) / BLOCK
+    return Block(1e3 * (time.perf_counter() - begun) / BLOCK, 1e3 * (time.process_time() - cpu) / BLOCK)
 
 
 def measure(pair: ModelPair, rows: int, blocks: int) -> Cell:
@@ -110,27 +119,28 @@ def measure(pair: ModelPair, rows: int, blocks: int) -> Cell:
     spent: list[float] = []
     guides = [TimedGuide(grammars.guide(constraint, pair.eos_token_ids), spent) for _ in range(rows)]
     free, guided = batch(pair, rows, []), batch(pair, rows, guides)
-    block_ms(free), block_ms(guided)  # not counted
+    run_block(free), run_block(guided)  # not counted
     spent.clear()
     times = []
     for turn in range(blocks):
         order = (free, guided) if turn % 2 else (guided, free)
-        first, second = block_ms(order[0]), block_ms(order[1])
+        first, second = run_block(order[0]), run_block(order[1])
         times.append((first, second) if turn % 2 else (second, first))
     return Cell(
         rows,
-        statistics.median(a for a, _ in times),
-        statistics.median(b for _, b in times),
-        statistics.median(b / a for a, b in times) - 1,
+        statistics.median(a.wall for a, _ in times),
+        statistics.median(b.wall for _, b in times),
+        statistics.median(b.wall / a.wall for a, b in times) - 1,
+        statistics.median(b.cpu / a.cpu for a, b in times) - 1,
         1e6 * statistics.fmean(spent),
     )
 
 
 def show(cells: list[Cell]) -> None:
-    table = Table("rows", "free, ms", "guided, ms", "overhead", "mask, us per row")
+    table = Table("rows", "free, ms", "guided, ms", "overhead", "CPU overhead", "mask, us per row")
     for cell in cells:
-        times = [f"{cell.free_ms:.2f}", f"{cell.guided_ms:.2f}", f"{cell.overhead:.1%}", f"{cell.mask_us:.0f}"]
-        table.add_row(str(cell.rows), *times)
+        times = [f"{cell.free_ms:.2f}", f"{cell.guided_ms:.2f}", f"{cell.overhead:.1%}", f"{cell.cpu_overhead:.1%}"]
+        table.add_row(str(cell.rows), *times, f"{cell.mask_us:.0f}")
     Console().print(table)
 
 

@@ -13,7 +13,7 @@ from mlx_specprefill import InvalidRequestError
 
 from .lark import Lark
 
-__all__ = ["NamedTool", "ToolChoice", "calls_rule", "forced_tools"]
+__all__ = ["NamedTool", "ToolChoice", "calls_rule", "forced_tools", "has_grammar"]
 
 Tool = Mapping[str, Any]
 Schema = Mapping[str, Any]
@@ -48,14 +48,19 @@ def forced_tools(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
     return chosen
 
 
+def has_grammar(tool_format: str | None) -> bool:
+    """Whether calls in this notation can be described."""
+    return tool_format in _NOTATIONS
+
+
 def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, parallel: bool) -> str:
     """One call of one of the tools, or several calls, in the notation of `tool_format`.
 
     Raises:
         InvalidRequestError: the model has no notation for calls, or a tool can't be written in it.
     """
-    if tool_format not in _NOTATIONS:
-        raise InvalidRequestError("tool_choice: this model's template does not provide for tool calls", "tool_choice")
+    if not has_grammar(tool_format):
+        raise InvalidRequestError("tool_choice: calls can't be forced in this model's notation", "tool_choice")
     for tool in tools:
         _check(tool)
     return _NOTATIONS[tool_format](lark, tools, parallel)
@@ -141,11 +146,16 @@ def _items(value: Any) -> list[Any]:
 
 def _fields(schema: Schema) -> list[tuple[str, Schema, bool]]:
     """Name, schema and whether it is required, of each member of an object; references still resolve in each."""
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    shared = _shared(schema)
     properties = _mapping(schema.get("properties"))
     required = [name for name in _items(schema.get("required")) if isinstance(name, str)]
     names = dict.fromkeys([*properties, *required])
     return [(name, {**shared, **_mapping(properties.get(name))}, name in required) for name in names]
+
+
+def _shared(schema: Schema) -> Schema:
+    """What references inside of a schema mean."""
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
 def _types(schema: Schema) -> set[str]:
@@ -249,11 +259,19 @@ def _gemma_value(lark: Lark, schema: Schema, quote: str) -> str:
     if types == {"object"} and _fields(schema):
         return _gemma_object(lark, schema, quote)
     if types == {"array"} and _mapping(schema.get("items")):
-        item = _gemma_value(lark, schema["items"], quote)
-        return lark.rule("array", f'"[" ({item} ("," {item})*)? "]"')
+        return _gemma_array(lark, schema, quote)
     if (types and types <= _SCALARS) or "$ref" in schema:
         return lark.json(schema, strict=False, field="tools")
     return _gemma_anything(lark, quote)
+
+
+def _gemma_array(lark: Lark, schema: Schema, quote: str) -> str:
+    item = _gemma_value(lark, {**_shared(schema), **schema["items"]}, quote)
+    least, most = (schema.get(name) if type(schema.get(name)) is int else None for name in ("minItems", "maxItems"))
+    if most == 0:
+        return '"[" "]"'
+    more = f"{{{max((least or 0) - 1, 0)},{'' if most is None else most - 1}}}"
+    return lark.rule("array", f'"[" ({item} ("," {item}){more}){"" if least else "?"} "]"')
 
 
 def _gemma_anything(lark: Lark, quote: str) -> str:

@@ -11,7 +11,7 @@ import orjson
 
 from mlx_specprefill import Constraint, InvalidRequestError
 
-from .forced_calls import ToolChoice, calls_rule, forced_tools
+from .forced_calls import ToolChoice, calls_rule, forced_tools, has_grammar
 from .lark import Lark
 
 __all__ = ["OUTPUT_FIELDS", "OutputFormat", "constraint_of", "parse_response_format"]
@@ -93,7 +93,7 @@ def constraint_of(
     if output is not None and output.kind == "grammar" and not forced:
         return _own_grammar(output, tool_format, reasoning_end)
     lark = Lark(special or {})
-    possible = forced or (tools if tool_choice == "auto" and tool_format is not None else ())
+    possible = forced or (tools if tool_choice == "auto" and has_grammar(tool_format) else ())
     rules = [calls_rule(lark, possible, tool_format, parallel and isinstance(tool_choice, str))] if possible else []
     if output is not None and not forced:
         rules.append(_body(lark, output, tool_format))

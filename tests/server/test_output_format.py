@@ -315,6 +315,7 @@ def test_calls_or_the_asked_output() -> None:
     none = constraint_of(output, TOOLS, "none", "hermes", special=SPECIAL)
     assert not accepts(none, NOTATIONS[0][2])
     assert constraint_of(None, TOOLS, "auto", "hermes") is None
+    assert accepts(constraint_of(output, TOOLS, "auto", "native"), "{}")
 
 
 def test_harmony_answers_in_its_final_channel() -> None:
@@ -330,7 +331,7 @@ def test_harmony_answers_in_its_final_channel() -> None:
     [
         (TOOLS, NamedTool("other"), "hermes", "no tool is called 'other'"),
         ([], "required", "hermes", "needs tools"),
-        (TOOLS, "required", None, "does not provide for tool calls"),
+        (TOOLS, "required", "native", "can't be forced"),
         ([{"function": {"name": 'a"b'}}], "required", "hermes", "can't be forced"),
     ],
 )

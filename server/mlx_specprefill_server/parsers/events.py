@@ -103,7 +103,19 @@ class Tools:
 
 def _properties(parameters: Any) -> Mapping[str, Any]:
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    return properties if isinstance(properties, dict) else {}
+    if not isinstance(properties, dict):
+        return {}
+    return {name: _referred(schema, parameters) for name, schema in properties.items()}
+
+
+def _referred(schema: Any, root: Any) -> Any:
+    """The schema that a local reference means; others stay as they are."""
+    reference = schema.get("$ref") if isinstance(schema, dict) else None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    for step in reference.split("/")[1:]:
+        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+    return schema if root is None else root
 
 
 class Machine(Protocol):

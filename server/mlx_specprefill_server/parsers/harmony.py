@@ -44,7 +44,9 @@ class HarmonyText:
 
     def run(self, cursor: Cursor) -> Reading[None]:
         """All messages."""
-        header = self._header if MESSAGE in self._header else ""
+        header = ""
+        if MESSAGE in self._header:
+            header, self._header = self._header, ""
         while True:
             cursor.mark()
             start = cursor.offset

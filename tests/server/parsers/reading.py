@@ -1,0 +1,82 @@
+"""Reads texts with any parser, in any pieces, and says what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from mlx_specprefill_server.parsers.events import CallClosed, CallFailed, CallOpened, CallWritten, Event, Said
+from mlx_specprefill_server.parsers.formats import Format, ToolParser
+
+THINK = ("<think>", "</think>")
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+TOOLS = [
+    tool("get_weather", city=STRING, days=INTEGER, exact={"type": "boolean"}, options={"type": "object"}),
+    tool("write", path=STRING, content=STRING),
+    tool("now"),
+]
+
+
+@dataclass
+class Read:
+    """What a parser made of a text. `shape` has one letter per run of events: r(easoning), t(ext), c(all), f(ailed)."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    broken: list[tuple[str, str]] = field(default_factory=list)
+    shape: str = ""
+    said: list[Said] = field(default_factory=list)
+
+
+def read(
+    fmt: ToolParser | None,
+    text: str,
+    cuts: Sequence[int] = (),
+    *,
+    think: tuple[str, str] | None = THINK,
+    prompt: str = "",
+    tools: Sequence[dict[str, Any]] = TOOLS,
+    complete: bool = True,
+) -> Read:
+    """Feeds `text` in the pieces that `cuts` make."""
+    parser = Format(fmt, think).parser(tools, prompt)
+    events: list[Event] = []
+    for start, end in pairwise([0, *sorted(cuts), len(text)]):
+        events += parser.push(text[start:end])
+    return collected(events + parser.finish(complete))
+
+
+def collected(events: Sequence[Event]) -> Read:
+    out, name, written = Read(), "", ""
+    for event in events:
+        match event:
+            case Said():
+                out.said.append(event)
+                out.reasoning += event.text if event.reasoning else ""
+                out.text += "" if event.reasoning else event.text
+                letter = "r" if event.reasoning else "t"
+                out.shape += "" if out.shape.endswith(letter) else letter
+            case CallOpened():
+                assert not name, "a call opened inside another"
+                name, written = event.name, ""
+            case CallWritten():
+                assert name, "arguments without a call"
+                written += event.text
+            case CallClosed():
+                out.calls.append((name, written))
+                out.shape, name = out.shape + "c", ""
+            case CallFailed():
+                out.broken.append((name, written))
+                out.shape, name = out.shape + "f", ""
+    assert not name, "a call was left open"
+    return out

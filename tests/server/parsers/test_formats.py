@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import function_gemma, gemma4, glm47, json_tools, mistral, qwen3_coder
+
+from mlx_specprefill_server.parsers.formats import ToolParser, detect
+
+from ..fakes import byte_tokenizer
+from .reading import TOOLS, Read, collected, read
+
+PARIS = '{"city": "Paris"}'
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+GLM = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"
+GEMMA = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>'
+OLD_GEMMA = "<start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>"
+MISTRAL = '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'
+TO_WEATHER = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+HARMONY = f"{TO_WEATHER}{PARIS}<|call|>"
+AGAIN = "<|start|>assistant"
+WEATHER = ("get_weather", PARIS)
+
+# What models write as they should, or with a slip that still has only one meaning: format, text, calls, shape, text.
+GOOD: list[tuple[ToolParser | None, str, list[tuple[str, str]], str, str]] = [
+    ("hermes", "Hello.\n", [], "t", "Hello.\n"),
+    ("hermes", CALL, [WEATHER], "c", ""),
+    ("hermes", f"Let me see.\n\n{CALL}\n{CALL}\n", [WEATHER, WEATHER], "tcc", "Let me see."),
+    ("hermes", f"{CALL}\nDone", [WEATHER], "ct", "Done"),
+    ("hermes", CALL.replace(' "arguments"', ' "parameters"'), [WEATHER], "c", ""),
+    ("hermes", '<tool_call>{"arguments": {"city": "Paris"}, "name": "get_weather"}</tool_call>', [WEATHER], "c", ""),
+    ("hermes", CALL.replace(PARIS, json.dumps(PARIS)), [WEATHER], "c", ""),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', [("now", "{}")], "c", ""),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', [("now", "{}")], "c", ""),
+    ("hermes", '<tool_call>{"id": 3, "name": "now", "arguments": {}}</tool_call>', [("now", "{}")], "c", ""),
+    ("hermes", CALL.replace("get_weather", "functions.get_weather"), [WEATHER], "c", ""),
+    ("hermes", CALL.replace("get_weather", "get_weather<|channel|>commentary"), [WEATHER], "c", ""),
+    ("hermes", CALL.replace("\n</tool_call>", ""), [WEATHER], "c", ""),  # no end tag
+    ("hermes", CALL.replace("<tool_call>\n", ""), [WEATHER], "c", ""),  # no tag at all, then only an end tag
+    ("hermes", CALL.replace("<tool_call>\n", "I ask. "), [WEATHER], "tc", "I ask."),
+    ("hermes", CALL.replace("}}", "}"), [WEATHER], "c", ""),
+    ("hermes", CALL.replace("}}\n", "\n"), [("get_weather", '{"city": "Paris"\n}')], "c", ""),
+    ("hermes", CALL.replace('"Paris"', '"Paris",'), [WEATHER], "c", ""),
+    ("hermes", '<tool_call>[{"name": "now"}, {"name": "now"}]</tool_call>', [("now", "{}")] * 2, "cc", ""),
+    ("hermes", '<tool_call>{"name": "now"}\n{"name": "now"}</tool_call>', [("now", "{}")] * 2, "cc", ""),
+    ("hermes", '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}', [WEATHER], "c", ""),
+    ("hermes", XML, [WEATHER], "c", ""),
+    ("xml", CALL, [WEATHER], "c", ""),
+    ("xml", f"I ask.\n\n{XML}\n{XML}", [WEATHER, WEATHER], "tcc", "I ask."),
+    ("xml", XML.replace("<tool_call>\n", ""), [WEATHER], "c", ""),
+    ("xml", XML.replace("<tool_call>\n", "I ask. "), [WEATHER], "tc", "I ask."),
+    ("xml", XML.replace("</parameter>\n", ""), [WEATHER], "c", ""),
+    ("xml", XML.replace("</parameter>\n</function>\n", ""), [WEATHER], "c", ""),
+    ("xml", XML.replace("</function>\n", ""), [WEATHER], "c", ""),
+    ("xml", XML.replace("\n</tool_call>", ""), [WEATHER], "c", ""),
+    ("xml", XML.replace("\n</function>\n</tool_call>", ""), [WEATHER], "c", ""),
+    ("xml", XML.replace("get_weather>", "get_weather"), [WEATHER], "c", ""),
+    ("xml", "<function=now>\n</function>", [("now", "{}")], "c", ""),
+    ("glm", f"I ask.\n{GLM}{GLM}", [WEATHER, WEATHER], "tcc", "I ask."),
+    ("glm", GLM.replace("\n", ""), [WEATHER], "c", ""),
+    ("glm", "<tool_call>now</tool_call>", [("now", "{}")], "c", ""),
+    ("glm", f"<tool_call>get_weather\n{PARIS}</tool_call>", [WEATHER], "c", ""),
+    ("gemma", f"I ask. {GEMMA}{GEMMA}", [WEATHER, WEATHER], "tcc", "I ask."),
+    ("gemma", OLD_GEMMA, [WEATHER], "c", ""),
+    ("gemma", "<|tool_call>call:now{}<tool_call|>", [("now", "{}")], "c", ""),
+    (
+        "gemma",
+        '<|tool_call>call:x{a:[1,{b:<|"|>}]"<|"|>}],c:true,d:null,e:-1.5e3,f:bare}<tool_call|>',
+        [("x", '{"a": [1, {"b": "}]\\""}], "c": true, "d": null, "e": -1500.0, "f": "bare"}')],
+        "c",
+        "",
+    ),
+    ("mistral", f"I ask.{MISTRAL}{MISTRAL}", [WEATHER, WEATHER], "tcc", "I ask."),
+    ("mistral", f"{MISTRAL}get_weather[ARGS]{PARIS}", [WEATHER, WEATHER], "cc", ""),
+    ("mistral", MISTRAL.replace("[ARGS]", "[CALL_ID]abc123[ARGS]"), [WEATHER], "c", ""),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}, "id": "x"}}]', [WEATHER], "c", ""),
+    ("harmony", HARMONY, [WEATHER], "c", ""),
+    ("harmony", f" to=functions.get_weather<|channel|>commentary json<|message|>{PARIS}", [WEATHER], "c", ""),
+    ("harmony", HARMONY.replace("get_weather", "get_weather<|channel|>commentary"), [WEATHER], "c", ""),
+    ("harmony", f"{HARMONY}{AGAIN}{HARMONY}", [WEATHER, WEATHER], "cc", ""),
+    (
+        "harmony",
+        f"<|channel|>analysis<|message|>Hm.<|end|>{AGAIN}<|channel|>commentary<|message|>I ask.<|end|>{AGAIN}{HARMONY}",
+        [WEATHER],
+        "rtc",
+        "I ask.",
+    ),
+    ("harmony", "<|channel|>final<|message|>Hello.<|return|>", [], "t", "Hello."),
+    ("harmony", "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hello.", [], "rt", "Hello."),
+    ("harmony", "Hello.", [], "t", "Hello."),
+    (None, CALL, [WEATHER], "c", ""),
+]
+
+
+def shown(out: Read) -> tuple[Any, ...]:
+    return out.calls, out.shape, out.text
+
+
+@pytest.mark.parametrize(("fmt", "text", "calls", "shape", "content"), GOOD)
+def test_calls_are_read_however_the_text_is_cut(
+    fmt: ToolParser | None, text: str, calls: list[tuple[str, str]], shape: str, content: str
+) -> None:
+    assert shown(read(fmt, text)) == (calls, shape, content)
+    assert shown(read(fmt, text, range(1, len(text)))) == (calls, shape, content)
+    for cut in range(1, len(text)):
+        assert shown(read(fmt, text, [cut])) == (calls, shape, content), text[:cut]
+
+
+# What is no call: it comes back as it is. The last column: how much of the arguments had been passed on before.
+BAD: list[tuple[ToolParser, str, str]] = [
+    ("hermes", "<tool_call>not json</tool_call>", ""),
+    ("hermes", "<tool_call>{not json}</tool_call>", ""),
+    ("hermes", "<tool_call>\n</tool_call>", ""),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ""),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": "Paris"}</tool_call>', ""),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": }}</tool_call>', ""),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {city: "Paris"}}</tool_call>', ""),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": Paris}}</tool_call>', ""),
+    ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>', ""),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "Par', '{"city": "Par'),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"days": 1, x}}</tool_call>', '{"days": 1'),
+    ("hermes", '{"name": "Anna", "arguments": {}}', ""),
+    ("hermes", '{"name": "get_weather"}', ""),
+    ("hermes", '{"city": "Paris"}', ""),
+    ("xml", "<tool_call>\n<function=>\nParis\n</tool_call>", ""),
+    ("xml", "<tool_call>\n<function=get_weather>\nParis\n</function>\n</tool_call>", ""),
+    ("xml", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar", '{"city": "Par'),
+    ("glm", "<tool_call>unheard_of</tool_call>", ""),
+    ("glm", "<tool_call>get_weather\nParis</tool_call>", ""),
+    ("gemma", '<|tool_call>call:get_weather{city:<|"|>Par', '{"city": "Par'),
+    ("gemma", "<|tool_call>call:get_weather{city}<tool_call|>", ""),
+    ("mistral", "[TOOL_CALLS]get_weather[ARGS]Paris", ""),
+    ("mistral", "[TOOL_CALLS]", ""),
+    ("harmony", f'{TO_WEATHER}{{"city": oops}}', ""),
+    ("harmony", f'{TO_WEATHER}{{"city": "Par', '{"city": "Par'),
+    ("harmony", "<|channel|>commentary to=functions.get_wea", ""),
+]
+
+
+@pytest.mark.parametrize(("fmt", "text", "passed_on"), BAD)
+def test_what_is_no_call_comes_back_as_text(fmt: ToolParser, text: str, passed_on: str) -> None:
+    for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
+        out = read(fmt, text, cuts)
+        assert (out.text, out.calls, out.reasoning) == (text, [], "")
+        assert "".join(arguments for _, arguments in out.broken) == passed_on
+
+
+def test_a_good_call_after_a_bad_one_is_found() -> None:
+    out = read("hermes", f"<tool_call>{{oops</tool_call>\n{CALL}")
+    assert (out.text, out.calls) == ("<tool_call>{oops</tool_call>", [WEATHER])
+
+
+def test_xml_cut_off_at_the_token_limit_is_no_call() -> None:
+    whole = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+    assert read("xml", whole).calls == [WEATHER]
+    out = read("xml", whole, complete=False)
+    assert (out.calls, out.text) == ([], whole)
+
+
+@pytest.mark.parametrize(("fmt", "text"), [("hermes", CALL), ("xml", XML), ("glm", GLM), ("gemma", GEMMA),
+                                          ("mistral", MISTRAL)])  # fmt: skip
+def test_without_tools_everything_is_text(fmt: ToolParser, text: str) -> None:
+    assert read(fmt, text, tools=[]).text == text
+
+
+def test_without_tools_a_message_to_a_function_is_text() -> None:
+    out = read("harmony", HARMONY, tools=[])
+    assert (out.calls, out.text) == ([], HARMONY.removesuffix("<|call|>"))
+
+
+# --- types -----------------------------------------------------------------------------------------------------------
+
+
+def xml_value(schema: Any, text: str) -> Any:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
+    written = f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>"
+    ((_, arguments),) = read("xml", written, tools=tools).calls
+    return json.loads(arguments)["x"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "42", "42"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string"}, "{}", "{}"),
+        ({"type": "string"}, "", ""),
+        ({"type": "string"}, "\n a \n", "\n a \n"),
+        ({"type": "string", "enum": ["1", "2"]}, "1", "1"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"type": "integer"}, " 42 ", 42),
+        ({"type": "integer"}, "42.0", 42),
+        ({"type": "integer"}, "forty", "forty"),
+        ({"type": "number"}, "42", 42),
+        ({"type": "number"}, "-1.5e3", -1500.0),
+        ({"type": "boolean"}, "true", True),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "1", "1"),
+        ({"type": "array"}, '["a", 1]', ["a", 1]),
+        ({"type": "array"}, "['a', None]", ["a", None]),
+        ({"type": "object"}, '{"a": {"b": "c\\n"}}', {"a": {"b": "c\n"}}),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "42", "42"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
+        ({}, "42", "42"),
+        ({}, '{"a": 1}', {"a": 1}),
+        (None, "plain", "plain"),
+    ],
+)
+def test_values_take_the_type_of_the_schema(schema: Any, text: str, value: Any) -> None:
+    got = xml_value(schema, text)
+    assert (got, type(got)) == (value, type(value))
+
+
+@given(st.text(alphabet='a"\\\n\t\r<>/é🎉 \x00', max_size=40))
+def test_text_values_arrive_character_by_character_as_they_are(value: str) -> None:
+    text = f"<function=write>\n<parameter=content>\n{value}\n</parameter>\n</function>"
+    ((_, arguments),) = read("xml", text, range(1, len(text))).calls
+    assert json.loads(arguments) == {"content": value}
+
+
+def test_values_about_the_format_itself_stay_whole() -> None:
+    value = "Write <parameter=x>\nv</parameter> in <function=f></function> in <tool_call></tool_call>."
+    text = f"<tool_call>\n<function=write>\n<parameter=content>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    ((_, arguments),) = read("xml", text).calls
+    assert json.loads(arguments) == {"content": value}
+
+
+# --- streaming -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fmt", "before", "after"),
+    [
+        ("hermes", '<tool_call>{"name": "write", "arguments": {"content": "', '"}}</tool_call>'),
+        ("xml", "<tool_call>\n<function=write>\n<parameter=content>\n", "\n</parameter>\n</function>\n</tool_call>"),
+        ("glm", "<tool_call>write\n<arg_key>content</arg_key>\n<arg_value>", "</arg_value></tool_call>"),
+        ("gemma", '<|tool_call>call:write{content:<|"|>', '<|"|>}<tool_call|>'),
+        ("mistral", '[TOOL_CALLS]write[ARGS]{"content": "', '"}'),
+        ("harmony", '<|channel|>commentary to=functions.write<|message|>{"content": "', '"}'),
+    ],
+)
+def test_arguments_are_passed_on_as_they_are_generated(fmt: ToolParser, before: str, after: str) -> None:
+    parser = detect(byte_tokenizer(), fmt).parser(TOOLS, "")
+    parser.push(before)
+    for word in ("one ", "two ", "three "):
+        assert word.strip() in "".join(getattr(event, "text", "") for event in parser.push(word))
+    parser.push(after)
+    parser.finish(True)
+
+
+def test_plain_text_is_not_held_back() -> None:
+    parser = detect(byte_tokenizer(), "hermes").parser(TOOLS, "")
+    said = [[getattr(event, "text", "") for event in parser.push(part)] for part in ("a", " b", " <", "x", " {", "y")]
+    assert said == [["a"], [" b"], [], [" <x"], [], [" {y"]]
+
+
+# --- against mlx-lm's own parsers ------------------------------------------------------------------------------------
+
+VALUES = st.text(alphabet='ab "\\{}\n:,é', max_size=12)
+
+
+@settings(max_examples=60)
+@given(city=VALUES, days=st.integers(-5, 10**6), exact=st.booleans())
+def test_well_formed_calls_mean_what_they_mean_to_mlx_lm(city: str, days: int, exact: bool) -> None:
+    given_ = {"city": city, "days": days, "exact": exact}
+    body = json.dumps({"name": "get_weather", "arguments": given_}, ensure_ascii=False)
+    tagged = "".join(
+        f"<parameter={k}>\n{v if k == 'city' else json.dumps(v)}\n</parameter>\n" for k, v in given_.items()
+    )
+    pairs = "".join(
+        f"<arg_key>{k}</arg_key>\n<arg_value>{v.strip() if k == 'city' else json.dumps(v)}</arg_value>\n"
+        for k, v in given_.items()
+    )
+    marked = f'city:<|"|>{city}<|"|>,days:{days},exact:{json.dumps(exact)}'
+    for fmt, module, inner in (
+        ("hermes", json_tools, body),
+        ("xml", qwen3_coder, f"<function=get_weather>\n{tagged}</function>"),
+        ("glm", glm47, f"get_weather\n{pairs}"),
+        ("gemma", gemma4, f"call:get_weather{{{marked}}}"),
+        ("mistral", mistral, f"get_weather[ARGS]{json.dumps(given_)}"),
+    ):
+        theirs = module.parse_tool_call(inner, TOOLS)
+        ((name, arguments),) = read(fmt, module.tool_call_start + inner + module.tool_call_end).calls
+        ours = {"name": name, "arguments": json.loads(arguments)}
+        if fmt == "xml" and city.lower() == "null":
+            theirs["arguments"]["city"] = city  # qwen3_coder makes null of it even where the schema says string
+        assert ours == theirs, fmt
+
+
+def test_nested_braces_which_mlx_lms_function_gemma_gets_wrong() -> None:
+    text = "call:get_weather{options:{a:1},city:<escape>}<escape>}"
+    right = {"options": {"a": 1}, "city": "}"}
+    assert function_gemma.parse_tool_call(text, TOOLS)["arguments"] != right
+    ((_, arguments),) = read("gemma", f"<start_function_call>{text}<end_function_call>").calls
+    assert json.loads(arguments) == right
+
+
+# --- formats that are read whole, by mlx-lm --------------------------------------------------------------------------
+
+
+def native_tokenizer() -> TokenizerWrapper:
+    tags = {"tool_call_start": "<longcat_tool_call>", "tool_call_end": "</longcat_tool_call>"}
+    return TokenizerWrapper(byte_tokenizer()._tokenizer, tool_parser=json_tools.parse_tool_call, **tags)
+
+
+def native(text: str, complete: bool = True) -> Read:
+    parser = detect(native_tokenizer()).parser(TOOLS, "")
+    events = [event for char in text for event in parser.push(char)]
+    return collected(events + parser.finish(complete))
+
+
+def test_other_formats_are_read_whole_by_mlx_lm() -> None:
+    call = '<longcat_tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</longcat_tool_call>'
+    out = native(f"I ask.\n{call}{call}")
+    assert [(name, json.loads(arguments)) for name, arguments in out.calls] == [("get_weather", {"city": "Paris"})] * 2
+    assert out.text == "I ask."
+
+
+@pytest.mark.parametrize("body", ["oops", '{"name": 3}', '{"name": "f", "arguments": [1]}', "7", "[1]", ""])
+def test_what_mlx_lm_cannot_read_comes_back_as_text(body: str) -> None:
+    text = f"<longcat_tool_call>{body}</longcat_tool_call> and more"
+    out = native(text)
+    assert (out.text, out.calls) == (text, [])
+    assert native(f"<longcat_tool_call>{body}", complete=False).text == f"<longcat_tool_call>{body}"
+
+
+# --- detection -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("<tool_call>\n{{ tool_call.name }}", "hermes"),
+        ("<tool_call>\n<function={{ tool_call.name }}>", "xml"),
+        ("<tool_call>{{ tool_call.name }}<arg_key>", "glm"),
+        ("[TOOL_CALLS]{{ x }}[ARGS]", "mistral"),
+        ("<|tool_call>call:{{ x }}<tool_call|>", "gemma"),
+        ("<start_function_call>call:{{ x }}", "gemma"),
+        ("<|start|>assistant<|channel|>commentary<|message|>", "harmony"),
+        ("{{ messages }}", None),
+        (None, None),
+    ],
+)
+def test_the_format_is_told_by_the_template(template: str | None, expected: str | None) -> None:
+    assert detect(byte_tokenizer(template)).tools == expected
+
+
+def test_formats_can_be_set_by_hand() -> None:
+    fmt = detect(byte_tokenizer("[TOOL_CALLS]"), "xml", "mistral")
+    assert (fmt.tools, fmt.think) == ("xml", ("[THINK]", "[/THINK]"))
+
+
+def test_formats_that_only_mlx_lm_knows() -> None:
+    assert detect(native_tokenizer()).tools == "native"

@@ -1,0 +1,83 @@
+"""What holds for every text, however wrong: nothing is lost or invented, no cutting matters, nothing raises."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mlx_specprefill_server.parsers.formats import ToolParser
+
+from .reading import Read, read
+from .test_formats import BAD, CALL, GEMMA, GLM, GOOD, HARMONY, MISTRAL, XML
+
+FORMATS: list[ToolParser] = ["hermes", "xml", "glm", "gemma", "mistral", "harmony"]
+FRAGMENTS = [
+    *re.findall(r"<[^>]+>|\[[A-Z_]+\]|\"[a-z]+\"|[{}:,\n]|\w+", "".join([CALL, XML, GLM, GEMMA, MISTRAL, HARMONY])),
+    "<think>", "</think>", "<|end|>", "<|start|>assistant", '{"name"', "[", "]", "<", "\\", '"', '\\"', "\\ud83d", " ",
+    CALL, XML, GLM, GEMMA, MISTRAL, HARMONY,
+]  # fmt: skip
+BEGINNINGS = [
+    '<tool_call>{"name": "write", "arguments": {"a": "', "<tool_call><function=write><parameter=content>", '{"name"',
+    "<tool_call>{", "[TOOL_CALLS]", "<|tool_call>call:write{a:", "<|channel|>",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=14).map("".join)
+TAGS = re.compile(
+    r"</?think>|<\|(?:channel|start|message|end|call|return|constrain)\|>|assistant|analysis|commentary|final"
+)
+
+
+def unsaid(text: str, out: Read) -> list[str]:
+    """The stretches of a text that were neither said as text nor as reasoning."""
+    said = bytearray(len(text))
+    for part in out.said:
+        assert text[part.start : part.start + len(part.text)] == part.text
+        said[part.start : part.start + len(part.text)] = b"x" * len(part.text)
+    borders = [0, *(i for i in range(1, len(text)) if said[i] != said[i - 1]), len(text)]
+    return [text[a:b] for a, b in pairwise(borders) if a < b and not said[a]]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=12), complete=st.booleans(), opened=st.booleans())
+@example(
+    text='<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}', cuts=[], complete=True, opened=False
+)
+def test_any_text(fmt: ToolParser, text: str, cuts: list[int], complete: bool, opened: bool) -> None:
+    prompt = "<think>" if opened else ""
+    out = read(fmt, text, prompt=prompt, complete=complete)
+    assert out == read_again(fmt, text, cuts, prompt, complete, out)
+    for _, arguments in out.calls:
+        assert isinstance(json.loads(arguments), dict)
+        arguments.encode()  # no half of a surrogate pair
+    lost = [stretch for stretch in unsaid(text, out) if TAGS.sub("", stretch).strip()]
+    if not out.calls:
+        assert not lost or fmt == "harmony", lost
+    names = {name for name, _ in out.calls}
+    assert all(fmt == "harmony" or any(name in stretch for name in names) for stretch in lost), lost
+
+
+def read_again(fmt: ToolParser, text: str, cuts: list[int], prompt: str, complete: bool, whole: Read) -> Read:
+    """The same in pieces; where text is said in other pieces, the places are those of the whole."""
+    out = read(fmt, text, [cut for cut in cuts if cut < len(text)], prompt=prompt, complete=complete)
+    assert "".join(part.text for part in out.said) == "".join(part.text for part in whole.said)
+    out.said = whole.said
+    return out
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_many_broken_calls_take_linear_time(fmt: ToolParser) -> None:
+    """Each beginning is tried once; 100 000 characters would take minutes in squared time."""
+    for fragment in BEGINNINGS:
+        text = fragment * (100_000 // len(fragment))
+        out = read(fmt, text, range(0, len(text), 50))
+        assert not out.calls
+
+
+def test_the_tables_cover_every_format() -> None:
+    assert {fmt for fmt, *_ in GOOD} > set(FORMATS)
+    assert {fmt for fmt, *_ in BAD} == set(FORMATS)

@@ -1,0 +1,304 @@
+#!/usr/bin/env python3
+"""Decoding by proposals against one token per forward, in one run.
+
+    python scripts/bench_decode.py [--quick]
+
+Three parts, chosen with `--parts`:
+
+- `needle`: questions about a fact in a long text, answered by the trained pair. Acceptance at both levels, tokens per
+  target forward and time per token, for every strategy and for a StreamingLLM cache of the retrieval's budget that the
+  target drafts on (the comparison of TriForce's table 1).
+- `shape`: random weights in a shape whose decoding reads far more keys and values than weights, on a cache of random
+  keys. The draft shares the target's embeddings up to noise, which controls how often it is right.
+- `gate`: requests that say `auto` and `off`, interleaved, through the engine, where speculation can't win.
+
+Arms are interleaved and times are medians over prompts. The last line of output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from eval_quality import Examinee
+from training import tasks
+
+from mlx_specprefill import (
+    Account,
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    SamplingParams,
+    SpecPrefillOptions,
+    SpeculationConfig,
+    SpeculationName,
+    load_pair,
+)
+
+import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_specprefill.adapters.capture import install_capture
+from mlx_specprefill.adapters.rope import install_rope
+from mlx_specprefill.cache.positioned import make_positioned_cache
+from mlx_specprefill.decoding.autoregressive import decode
+from mlx_specprefill.decoding.laws import Chooser
+from mlx_specprefill.decoding.proposing import ModelDrafts, Proposer
+from mlx_specprefill.decoding.speculative import Limits, SpeculativeRow
+from mlx_specprefill.decoding.strategies import STRATEGIES, Drafting, streaming_drafter
+from mlx_specprefill.prefill.sparse import prefill
+from mlx_specprefill.sampling import make_sampler
+
+PLAIN, STREAMING = "autoregressive", "streaming"
+ARMS = (PLAIN, *STRATEGIES, STREAMING)
+SINKS = 16
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Run the chosen parts and print their tables."""
+    options = _parser().parse_args()
+    report: dict[str, Any] = {"bench": "decode", "budget": options.budget}
+    started = time.perf_counter()
+    pair = load_pair(options.target, options.draft)
+    if "needle" in options.parts:
+        report["needle"] = [row for length in options.lengths for row in needle(pair, options, length)]
+    if "shape" in options.parts:
+        report["shape"] = [row for noise in options.noise for row in shape(options, noise)]
+    if "gate" in options.parts:
+        report["gate"] = gate(pair, options)
+        print(report["gate"])
+    print(json.dumps({**report, "seconds": round(time.perf_counter() - started, 1)}))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="models/demo/target")
+    parser.add_argument("--draft", default="models/demo/draft")
+    parser.add_argument("--parts", nargs="+", choices=("needle", "shape", "gate"), default=["needle", "shape", "gate"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16000], help="prompt tokens")
+    parser.add_argument("-n", type=int, default=10, help="questions per length")
+    parser.add_argument("--budget", type=int, default=512, help="tokens that are retrieved, or kept by StreamingLLM")
+    parser.add_argument("--context", type=int, default=16384, help="cached tokens of the random shape")
+    parser.add_argument("--noise", nargs="+", type=float, default=[0.0, 0.3], help="of the random draft")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer of the random shape")
+    parser.add_argument("--repeats", type=int, default=3, help="answers per arm of the random shape")
+    return parser
+
+
+# --- one answer ------------------------------------------------------------------------------------------------------
+
+
+def finish(stages: Any) -> Any:
+    """Run a stage to its result."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as done:
+            return done.value
+
+
+def drafted(given: Drafting, logits: mx.array, arm: str, limits: Limits, sampling: SamplingParams) -> Row:
+    """One answer of one strategy; time does not include what the draft reads of the prompt."""
+    if arm == STREAMING:
+        window = given.config.budget - SINKS
+        proposer: Proposer = ModelDrafts(finish(streaming_drafter(given.target, given.prompt, SINKS, window)))
+        gamma = given.config.gamma2
+    else:
+        proposer = finish(STRATEGIES[arm].start(given))  # type: ignore[index]
+        gamma = STRATEGIES[arm].gamma(given.config)  # type: ignore[index]
+    chooser = Chooser(sampling, logits.shape[-1], stops=limits.stop_ids)
+    row = SpeculativeRow(given.target, given.cache, logits, proposer, chooser, limits, gamma)
+    begun = time.perf_counter()
+    while not row.ended:
+        row.step()
+    seconds = time.perf_counter() - begun
+    return {"tokens": row.tokens, "ms": 1e3 * seconds, "steps": row.steps, "outer": row.tally, "inner": proposer.inner}
+
+
+def plain(given: Drafting, logits: mx.array, limits: Limits, sampling: SamplingParams) -> Row:
+    """One token per forward, as `decode` does it: the next forward is queued before a token is read."""
+    tokens: list[int] = []
+    begun = time.perf_counter()
+    sampler = make_sampler(sampling, logits.shape[-1])
+    for event in decode(given.target, given.cache, logits, sampler, [], limits.max_tokens + 1):
+        tokens.append(event.token)
+        if limits.cut(tokens, 0) < len(tokens) or event.token in limits.stop_ids:
+            break
+    tokens = tokens[: limits.max_tokens]
+    return {"tokens": tokens, "ms": 1e3 * (time.perf_counter() - begun), "steps": len(tokens)}
+
+
+def compared(makes: Callable[[], tuple[Drafting, mx.array]], arms: Sequence[str], *rest: Any) -> dict[str, Row]:
+    """Every arm's answer to one prefilled prompt."""
+    return {arm: plain(*makes(), *rest) if arm == PLAIN else drafted(*makes(), arm, *rest) for arm in arms}
+
+
+def summary(arm: str, answers: list[dict[str, Row]]) -> Row:
+    """One line of a table: medians of times, ratios of sums."""
+    ours = [answer[arm] for answer in answers]
+    count, steps = sum(len(a["tokens"]) for a in ours), sum(a["steps"] for a in ours)
+    gains = [(a[PLAIN]["ms"] / len(a[PLAIN]["tokens"])) / (a[arm]["ms"] / len(a[arm]["tokens"])) for a in answers]
+    row: Row = {"arm": arm, "ms_per_token": round(statistics.median(a["ms"] / len(a["tokens"]) for a in ours), 3)}
+    row |= {"gain": round(statistics.median(gains), 3), "tokens_per_step": round(count / steps, 3)}
+    for level in ("outer", "inner"):
+        tallies = [tally for a in ours if (tally := a.get(level)) is not None]
+        judged = sum(tally.judged for tally in tallies)
+        row[level] = round(sum(tally.accepted for tally in tallies) / judged, 4) if judged else None
+    return row
+
+
+def shown(head: Row, answers: list[dict[str, Row]], arms: Sequence[str]) -> list[Row]:
+    rows = [{**head, **summary(arm, answers)} for arm in arms]
+    for row in rows:
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return rows
+
+
+# --- needles ---------------------------------------------------------------------------------------------------------
+
+
+def needle(pair: ModelPair, options: argparse.Namespace, length: int) -> list[Row]:
+    """Answers after a full prefill, up to the end of the answer; greedy, so every arm must give the same tokens."""
+    assert pair.draft is not None
+    config = SpeculationConfig(budget=options.budget)
+    answers, examinee = [], Examinee(pair, Fraction(1, 5))
+    for seed in range(options.n):
+        depth = 0.1 + 0.6 * seed / max(1, options.n - 1)  # never among the recent tokens that every arm sees
+        sample = tasks.needle_sample(7000 + seed, length, depth, examinee.count)
+        prompt = examinee.question(sample, seed).prompt
+        caches = make_positioned_cache(pair.target), list(make_prompt_cache(pair.draft))
+        logits, _ = (
+            finish(prefill(m, c, prompt, None, 512)) for m, c in zip((pair.target, pair.draft), caches, strict=True)
+        )
+
+        def fresh(prompt: Any = prompt, caches: Any = caches, logits: Any = logits) -> tuple[Drafting, mx.array]:
+            cache, read = copy.deepcopy(caches)
+            return Drafting(pair.target, cache, prompt, config, pair.draft, read), logits
+
+        answers.append(compared(fresh, ARMS, Limits(48, pair.eos_token_ids), SamplingParams()))
+        different = [arm for arm in ARMS if answers[-1][arm]["tokens"] != answers[-1][PLAIN]["tokens"]]
+        if different:
+            raise SystemExit(f"error: {different} answered something else than plain decoding")
+    return shown({"part": "needle", "context": length, "n": options.n}, answers, ARMS)
+
+
+# --- random weights --------------------------------------------------------------------------------------------------
+
+VOCAB, WIDTH, HEADS, HEAD_DIM = 512, 128, 16, 64
+BLOCK = 256  # random keys and values that are repeated
+
+
+def random_llama(layers: int, heads: int) -> nn.Module:
+    config = {"model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": layers, "intermediate_size": 2 * WIDTH}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": HEAD_DIM, "vocab_size": VOCAB}
+    config |= {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 1 << 17,
+        "tie_word_embeddings": False,
+    }
+    return llama.Model(llama.ModelArgs.from_dict(config))
+
+
+def shape_pair(noise: float) -> tuple[nn.Module, nn.Module]:
+    """A target that mostly maps a token to the next one, and a small draft whose map is off by `noise`."""
+    mx.random.seed(0)
+    target, draft = random_llama(2, HEADS), random_llama(1, 1)
+    embedding, head = mx.random.normal((VOCAB, WIDTH)), 0.3 * mx.random.normal((VOCAB, WIDTH))
+    for model, off in ((target, 0.0), (draft, noise)):
+        model.model.embed_tokens.weight = embedding
+        model.lm_head.weight = head + 0.3 * off * mx.random.normal(head.shape)
+        for layer in model.model.layers:
+            for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                part.weight = 0.3 * part.weight
+        mx.eval(model.parameters())
+    return target, draft
+
+
+def random_keys(model: nn.Module, length: int) -> list[Any]:
+    """A cache as after `length` tokens."""
+    cache = make_positioned_cache(model)
+    for part in cache:
+        blocks = (mx.random.normal((1, HEADS, BLOCK, HEAD_DIM)) for _ in range(2))
+        keys, values = (mx.tile(block, (1, 1, -(-length // BLOCK), 1))[..., :length, :] for block in blocks)
+        part.state = (keys, values, length), length, [(0, length)]
+    mx.eval([part.state[0] for part in cache])
+    return cache
+
+
+def shape(options: argparse.Namespace, noise: float) -> list[Row]:
+    """Sampled answers on a long cache; the draft reads only what TriForce's small model reads."""
+    target, draft = shape_pair(noise)
+    install_rope()
+    install_capture()
+    config = SpeculationConfig(budget=options.budget, gamma1=3, gamma2=6, window=128)
+    prompt = tuple(np.random.default_rng(0).integers(0, VOCAB, options.context).tolist())
+    cache = random_keys(target, options.context)
+    logits = target(mx.array([[1]]), cache=copy.deepcopy(cache))[:, -1]
+    arms = (PLAIN, "retrieval", "triforce")
+
+    def fresh() -> tuple[Drafting, mx.array]:
+        ours = copy.deepcopy(cache)
+        target(mx.array([[2]]), cache=ours)  # the first write copies the arrays
+        mx.eval([part.state[0] for part in ours])
+        return Drafting(target, ours, prompt, config, draft), logits
+
+    limits = Limits(options.tokens)
+    compared(fresh, arms, Limits(16), SamplingParams(temperature=0.7, seed=0))
+    answers = [
+        compared(fresh, arms, limits, SamplingParams(temperature=0.7, seed=seed)) for seed in range(options.repeats)
+    ]
+    return shown({"part": "shape", "context": options.context, "noise": noise, "n": options.repeats}, answers, arms)
+
+
+# --- the gate --------------------------------------------------------------------------------------------------------
+
+
+def gate(pair: ModelPair, options: argparse.Namespace) -> Row:
+    """The demonstration pair at a short context reads weights, not keys, and its draft is a third of the target."""
+    times: dict[str, list[float]] = {"off": [], "auto": []}
+    reasons: set[str] = set()
+    prompt = tuple(np.random.default_rng(1).integers(10, 4000, 200).tolist())
+    with Engine(pair, EngineConfig(prefix_cache_bytes=0)) as engine:
+        for repeat in range(2 * options.n + 1):
+            for how in ("off", "auto") if repeat % 2 else ("auto", "off"):
+                account = spoken(engine, prompt, how)
+                if repeat:  # the first one measures the pair
+                    times[how].append(account.timings.decode_ms)
+                if account.speculation is not None and how == "auto":
+                    reasons.add(account.speculation.reason)
+    medians = {how: statistics.median(values) for how, values in times.items()}
+    return {
+        "part": "gate",
+        "n": 2 * options.n,
+        "off_ms": round(medians["off"], 2),
+        "auto_ms": round(medians["auto"], 2),
+        "loss": round(statistics.median(a / b for a, b in zip(times["auto"], times["off"], strict=True)) - 1, 4),
+        "fastest": {how: round(min(values), 2) for how, values in times.items()},
+        "reasons": sorted(reasons)[:3],
+    }
+
+
+def spoken(engine: Engine, prompt: tuple[int, ...], how: SpeculationName) -> Account:
+    options = SpecPrefillOptions(enabled=False, speculative=how)
+    for event in engine.generate(GenerationRequest(prompt, 96, specprefill=options)):
+        if isinstance(event, Finished):
+            return event.account
+    raise SystemExit("error: a request failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Greedy answers of every way to draft, compared token for token with plain decoding, through the engine.
+
+    python scripts/check_lossless.py -n 100 --tokens 256
+
+Each prompt is answered after a full and after a sparse prefill, alone and in a mixed batch in which plain and drafted
+rows of all kinds run at the same time. The last line of output is one JSON object; the exit status is 1 if a token
+differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from eval_quality import Examinee
+from training import tasks
+
+from mlx_specprefill import (
+    SPECULATION_NAMES,
+    Engine,
+    EngineConfig,
+    Failed,
+    Finished,
+    GenerationRequest,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+    SpeculationConfig,
+    SpeculationName,
+    TokenEvent,
+    load_pair,
+)
+
+NAMES: tuple[SpeculationName, ...] = tuple(name for name in SPECULATION_NAMES if name not in ("auto", "off"))
+
+
+def main() -> None:
+    """Answer, compare, report."""
+    options = _parser().parse_args()
+    pair = load_pair(options.target, options.draft)
+    examinee = Examinee(pair, Fraction(1, 5))
+    config = EngineConfig(policy=SpecPrefillPolicy(densify=False), speculation=SpeculationConfig(budget=options.budget))
+    counts: Counter[str] = Counter()
+    started = time.perf_counter()
+    with Engine(pair, config) as engine:
+        for seed in range(options.n):
+            sample = tasks.needle_sample(9000 + seed, options.length, 0.1 + 0.8 * (seed % 9) / 8, examinee.count)
+            question = examinee.question(sample, seed)
+            request = GenerationRequest(question.prompt, options.tokens, spans=question.spans)
+            counts += compared(engine, request)
+            print(f"{seed + 1} prompts, {dict(counts)}, {time.perf_counter() - started:.0f} s", flush=True)
+    print(json.dumps({"check": "lossless", "prompts": options.n, "tokens": options.tokens, **counts}))
+    sys.exit(1 if counts["different"] else 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="models/demo/target")
+    parser.add_argument("--draft", default="models/demo/draft")
+    parser.add_argument("-n", type=int, default=100, help="prompts")
+    parser.add_argument("--length", type=int, default=700, help="prompt tokens")
+    parser.add_argument("--tokens", type=int, default=256, help="generated per answer; the end of text does not end it")
+    parser.add_argument("--budget", type=int, default=256, help="of the retrieved cache, so that it is not everything")
+    return parser
+
+
+def compared(engine: Engine, request: GenerationRequest) -> Counter[str]:
+    """Identical and different answers of one prompt."""
+    counts: Counter[str] = Counter()
+    truths = {}
+    for sparse in (False, True):
+        truths[sparse] = ask_all(engine, [asked(request, sparse, None)])[0]
+        for name in NAMES:
+            (answer,) = ask_all(engine, [asked(request, sparse, name)])
+            counts["identical" if answer == truths[sparse] else "different"] += 1
+    kinds = [(sparse, name) for sparse in (False, True) for name in (None, *NAMES)]
+    mixed = ask_all(engine, [asked(request, *kind) for kind in kinds])
+    for (sparse, _), answer in zip(kinds, mixed, strict=True):
+        counts["identical" if answer == truths[sparse] else "different"] += 1
+    return counts
+
+
+def asked(request: GenerationRequest, sparse: bool, how: SpeculationName | None) -> GenerationRequest:
+    return replace(request, specprefill=SpecPrefillOptions(enabled=sparse, speculative=how))
+
+
+def ask_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    """Answers of requests that run at the same time."""
+    inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in requests]
+    for request, inbox in zip(requests, inboxes, strict=True):
+        engine.submit(request, inbox.put)
+    answers = []
+    for inbox in inboxes:
+        tokens: list[int] = []
+        while not isinstance(event := inbox.get(), Finished):
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, TokenEvent):
+                tokens.append(event.token)
+        answers.append(tokens)
+    return answers
+
+
+if __name__ == "__main__":
+    main()

@@ -57,17 +57,28 @@ class Ask:
     logprobs: int | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
+    return_token_ids: bool = False
     field: str = "messages"
 
 
 class Asked:
     """Answers being made. Whoever holds it must close its `generation`, whatever happens."""
 
-    def __init__(self, prompt_tokens: int, generation: Generation, readers: Sequence[AnswerReader]) -> None:
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, prompt: tuple[int, ...], generation: Generation, readers: Sequence[AnswerReader]) -> None:
+        self.prompt = prompt
         self.generation = generation
         self._readers = readers
         self._written = [0] * len(readers)
+        self._ids: list[list[int]] = [[] for _ in readers]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    def new_ids(self, index: int) -> list[int]:
+        """The ids of answer `index` that came since the last call; only with `return_token_ids`."""
+        ids, self._ids[index] = self._ids[index], []
+        return ids
 
     @property
     def written(self) -> int:
@@ -102,6 +113,7 @@ class Asked:
             if isinstance(piece, Done):
                 return reader.finish(piece)
             self._written[piece.index] = piece.completion_tokens
+            self._ids[piece.index] += [event.token for event in piece.tokens]
             pieces = reader.push(piece)
         except Exception as error:
             logger.exception("an answer could not be parsed")
@@ -126,7 +138,7 @@ async def ask(service: Service, ask: Ask) -> Asked:
     await service.compile(constraint)
     generation = service.submit(_jobs(service, ask, prompt, constraint))
     readers = [_reader(service, ask, prompt, i) for i in range(ask.n)]
-    return Asked(len(prompt.tokens), generation, readers)
+    return Asked(prompt.tokens, generation, readers)
 
 
 def _constraint(service: Service, ask: Ask, prompt: Prompt) -> Constraint | None:
@@ -178,7 +190,7 @@ def _jobs(service: Service, ask: Ask, prompt: Prompt, constraint: Constraint | N
         constraint=constraint,
         min_tokens=min(ask.min_tokens, max_tokens),
     )
-    return copies(Job(request), ask.n)
+    return copies(Job(request, with_tokens=ask.return_token_ids), ask.n)
 
 
 def stop_ids(service: Service, ignore_eos: bool, constraint: Constraint | None) -> frozenset[int]:

@@ -514,3 +514,14 @@ def test_large_bodies_are_refused(engine: FakeEngine) -> None:
     answer = client.post(URL, json={"messages": [{"role": "user", "content": "x" * 2000}]})
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
+
+
+def test_token_ids(client: TestClient, engine: FakeEngine) -> None:
+    hello = engine.pair.tokenizer.encode("Hello")
+    body = ask(client, return_token_ids=True)
+    assert body["choices"][0]["token_ids"] == hello
+    assert body["prompt_token_ids"] == list(engine.requests[0].prompt)
+    chunks = stream(client, return_token_ids=True)[:-1]
+    assert [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]] == hello
+    assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [body["prompt_token_ids"]]
+    assert "token_ids" not in ask(client)["choices"][0]

@@ -65,6 +65,7 @@ def _ask(service: Service, body: ChatRequest) -> Ask:
         logprobs=body.top_logprobs if body.logprobs else None,
         ignore_eos=body.ignore_eos,
         min_tokens=body.min_tokens,
+        return_token_ids=body.return_token_ids,
     )
 
 
@@ -93,8 +94,8 @@ class ChatAnswer:
             if isinstance(piece, AnswerDone):
                 self._report.add(piece)
         self._report.raise_error()
-        body = [choice.body() for choice in choices]
-        return self._envelope.body(body, usage=self._report.usage(), **self._report.extras())
+        body = [choice.body() | self._new_ids(i) for i, choice in enumerate(choices)]
+        return self._envelope.body(body, usage=self._report.usage(), **self._report.extras(), **self._prompt_ids())
 
     async def stream(self) -> AsyncIterator[bytes]:
         """The answers as they are made. The first event goes out before the engine has done anything."""
@@ -104,7 +105,7 @@ class ChatAnswer:
         )
         timings = LiveTimings(self._asked.prompt_tokens, started)
         for index in range(self._body.n):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+            yield self._chunk(index, {"role": "assistant", "content": ""}, **({} if index else self._prompt_ids()))
         async for piece in self._asked.stream(self._keep_alive):
             match piece:
                 case Idle():
@@ -142,6 +143,7 @@ class ChatAnswer:
         """The finish chunk; after the last one usage, if asked for. The account rides in whichever is last."""
         last = self._report.add(end)
         choice = {"index": end.index, "delta": {}, "logprobs": None, "finish_reason": end.finish_reason}
+        choice |= self._new_ids(end.index)
         if not last:
             return [data(self._envelope.body([choice]))]
         if not self._body.stream_options.include_usage:
@@ -150,8 +152,15 @@ class ChatAnswer:
         return [data(self._envelope.body([choice])), data(usage)]
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, **more: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None} | self._new_ids(index)
         return data(self._envelope.body([choice], **more))
+
+    def _new_ids(self, index: int) -> dict[str, Any]:
+        """vLLM's `token_ids`: those that no chunk has had yet."""
+        return {"token_ids": self._asked.new_ids(index)} if self._body.return_token_ids else {}
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._asked.prompt)} if self._body.return_token_ids else {}
 
 
 class _Choice:

@@ -1,8 +1,9 @@
-"""The console command `mlx-specprefill`: serve, generate, inspect, calibrate."""
+"""The console command `mlx-specprefill`: serve, generate, inspect, calibrate, eval."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,13 @@ from mlx_specprefill import (
 from .app import serve as serve_forever
 from .console import StageBars, chunk_table, cost_table, stage_bars, stage_summary, stage_table, work_table
 from .conversation import conversation
+from .evals.arms import ARM_KINDS
+from .evals.arms import arms as eval_arms
+from .evals.command import Options as EvalOptions
+from .evals.command import evaluate as run_eval
+from .evals.errors import EvaluationError
+from .evals.local import LocalExaminee, examination
+from .evals.remote import RemoteExaminee
 from .heatmap import render_heatmap
 from .logs import set_up as set_up_logs
 from .pairs import Pair, PairsError, find_pair
@@ -345,6 +353,65 @@ def calibrate(
         typer.echo(_break_even_text(break_even(cost, config.policy, longest), config.policy))
 
 
+@app.command("eval")
+def evaluate(
+    tasks: Annotated[
+        list[str] | None, typer.Option("--task", help="A task or a group: ruler, adversarial, more, all; repeat.")
+    ] = None,
+    lengths: Annotated[list[int] | None, typer.Option("--length", help="Prompt tokens; repeat. Default 1024.")] = None,
+    depths: Annotated[
+        list[float] | None, typer.Option("--depth", help="Place of a needle in [0, 1]; repeat. Default: anywhere.")
+    ] = None,
+    longbench: Annotated[list[Path] | None, typer.Option(help="A LongBench jsonl file; repeat.")] = None,
+    number: Annotated[int, typer.Option("-n", min=1, help="Items per task, length and depth.")] = 20,
+    arms: Annotated[
+        list[str] | None, typer.Option("--arm", help=f"{', '.join(ARM_KINDS)}; repeat. Default: sparse, random.")
+    ] = None,
+    keeps: Annotated[list[str] | None, typer.Option("--keep", help="Share of chunks; repeat. Default 0.2.")] = None,
+    probes: Annotated[
+        int,
+        typer.Option(min=0, help="Items per cell whose distributions are measured too: KL, attention, perplexity."),
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Number of the first item.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for items, report and plots; a run into the same folder goes on.")
+    ] = None,
+    server: Annotated[str | None, typer.Option(help="Ask the server at this address; no pair is loaded.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of that server. Default: the first it lists.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Of that server.")] = None,
+    pair: PairName = "demo",
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    dtype: DtypeOption = Dtype.auto,
+    log_level: LogLevelOption = LogLevel.warning,
+) -> None:
+    """Measure what sparse prefill keeps and loses on tasks with known answers. The last line is the report as JSON."""
+    _begin(log_level)
+    with _one_line_errors():
+        options = EvalOptions(
+            tasks=tuple(tasks or () if longbench else tasks or ("niah_single_2",)),
+            lengths=tuple(lengths or (1024,)),
+            depths=tuple(depths or ()),
+            files=tuple(longbench or ()),
+            arms=eval_arms(arms or ["sparse"] + ([] if server else ["random"]), keeps or ["0.2"]),
+            number=number,
+            probes=probes,
+            seed=seed,
+            out=out,
+        )
+        if server is not None:
+            typer.echo(json.dumps(run_eval(options, RemoteExaminee(server, model, api_key), _tell)))
+            return
+        chosen = _choose(pair, pairs_file, target, draft)
+        with Engine(_load(chosen, dtype), examination()) as engine:
+            typer.echo(json.dumps(run_eval(options, LocalExaminee(engine), _tell)))
+
+
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)
+
+
 def _break_even_text(found: int | None, policy: SpecPrefillPolicy) -> str:
     margins = f"saves {float(policy.min_saving_share):.0%} and {policy.min_saving_ms / 1e3:g} s"
     if found is None:
@@ -362,7 +429,7 @@ def _one_line_errors() -> Iterator[None]:
     """What the user did wrong, in one line; everything else keeps its traceback."""
     try:
         yield
-    except (SpecPrefillError, PairsError) as error:
+    except (SpecPrefillError, PairsError, EvaluationError) as error:
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)

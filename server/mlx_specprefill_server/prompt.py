@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,6 +70,15 @@ class PromptBuilder:
         """The ids of a text; `special` adds what the tokenizer puts around prompts by itself."""
         return await self.run(lambda: tuple(self._tokenizer.encode(text, add_special_tokens=special)))
 
+    async def passages(self, conversation: Conversation, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """Where these texts first occur in `chat`'s prompt: token spans [start, end) that cover them.
+
+        Raises:
+            InvalidRequestError: as `chat`; a text does not occur, or this tokenizer can't tell places.
+        """
+        self._needs_template()
+        return await self.run(partial(self._passages, conversation, texts))
+
     async def run(self, call: Callable[[], T]) -> T:
         """Anything long that uses the tokenizer, on the worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, call)
@@ -87,6 +97,18 @@ class PromptBuilder:
             return Prompt(tokens, ending=text[-ENDING:])
         found = locate(conversation.messages, text, render, self._ends, bool(conversation.tools))
         return Prompt(tokens, to_tokens(found, offsets), text[-ENDING:])
+
+    def _passages(self, conversation: Conversation, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        whole = self._render(conversation, conversation.messages)
+        _, offsets = self._tokenize(whole)
+        places = [whole.find(text) for text in texts]
+        if offsets is None or -1 in places:
+            raise InvalidRequestError("passages can't be located in this prompt", field="messages")
+        starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+        return tuple(
+            (bisect_right(ends, place), bisect_left(starts, place + len(text)))
+            for place, text in zip(places, texts, strict=True)
+        )
 
     def _needs_template(self) -> None:
         if not self._tokenizer.has_chat_template:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import islice
+from itertools import cycle, islice
 
 from .. import aggregates, facts, haystack, scoring
 from ..facts import Turn
@@ -11,7 +11,7 @@ from .base import Item, Space, Task, asked_about, within, within_prose
 
 __all__ = ["MORE"]
 
-TOOLS = 40
+TOOLS, REPEATED = 40, 4
 
 
 def _needle(rng: random.Random, space: Space) -> Item:
@@ -19,6 +19,13 @@ def _needle(rng: random.Random, space: Space) -> Item:
     kinds = rng.sample(sorted(haystack.FILLERS), rng.choice((1, 2)))
     filler = iter(lambda: haystack.FILLERS[rng.choice(kinds)](rng, True), "")
     return within(rng, space, facts.number_needle(rng, True), filler)
+
+
+def _needle_in_repeats(rng: random.Random, space: Space) -> Item:
+    """The same in four pieces of filler that repeat: text as people make it by copying."""
+    kinds = sorted(haystack.FILLERS)
+    pool = [haystack.FILLERS[rng.choice(kinds)](rng, True) for _ in range(REPEATED)]
+    return within(rng, space, facts.number_needle(rng, True), cycle(pool))
 
 
 def _counting(rng: random.Random, space: Space) -> Item:
@@ -65,6 +72,7 @@ def _tool_choice(rng: random.Random, space: Space) -> Item:
 
 MORE: dict[str, Task] = {
     "needle": Task(_needle, scoring.all_values, has_depth=True),
+    "needle_repeating": Task(_needle_in_repeats, scoring.all_values, has_depth=True),
     "counting": Task(_counting, scoring.last_number),
     "list_all": Task(_list_all, scoring.list_f1, 192),
     "order_tracking": Task(_order_tracking, scoring.last_number),

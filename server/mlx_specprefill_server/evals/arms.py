@@ -1,0 +1,44 @@
+"""The ways to prefill that are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, get_args
+
+from mlx_specprefill import InvalidRequestError, keep_pct
+
+__all__ = ["ARM_KINDS", "FULL", "Arm", "ArmKind", "arms"]
+
+ArmKind = Literal["full", "sparse", "random", "recency", "lexical", "renumbered", "oracle"]
+ARM_KINDS: tuple[ArmKind, ...] = get_args(ArmKind)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`keep` is None for the full prefill only."""
+
+    kind: ArmKind
+    keep: Fraction | None = None
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.keep is None else f"{self.kind}@{float(self.keep):g}"
+
+
+FULL = Arm("full")
+
+
+def arms(kinds: list[str], keeps: list[str]) -> tuple[Arm, ...]:
+    """Every kind at every share; full prefill is always there, since all others are compared with it.
+
+    Raises:
+        InvalidRequestError: an unknown kind, or a share outside (0, 1].
+    """
+    shares = [keep_pct(keep, "--keep") for keep in keeps]
+    chosen = [FULL]
+    for kind in kinds:
+        if kind not in ARM_KINDS:
+            raise InvalidRequestError(f"no arm {kind!r}; there are: {', '.join(ARM_KINDS)}")
+        chosen += [Arm(kind, share) for share in shares if kind != "full"]
+    return tuple(dict.fromkeys(chosen))

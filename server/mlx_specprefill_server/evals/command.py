@@ -1,0 +1,139 @@
+"""One run from its options to its files: what `mlx-specprefill eval` does once it knows who answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from . import longbench, plots, suite
+from .arms import Arm
+from .errors import NothingToDoError
+from .examinee import Examinee
+from .records import Cell, Record, Records
+from .report import markdown, summarise
+from .tasks import TASKS, Item
+
+__all__ = ["Options", "evaluate"]
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure and where to put it. `out` None: nothing is written, and nothing can be resumed."""
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    files: tuple[Path, ...]
+    arms: tuple[Arm, ...]
+    number: int
+    probes: int = 0
+    seed: int = 0
+    out: Path | None = None
+
+
+def evaluate(options: Options, examinee: Examinee, tell: Tell) -> dict[str, Any]:
+    """Measure, write the report, and return it; `tell` gets lines for people.
+
+    Raises:
+        NothingToDoError: none of the named tasks and files exists.
+        OtherRunError: `out` holds results of something else.
+        UnreachableError: the server went away; what was measured is kept.
+    """
+    sources, problems = _sources(options, examinee, tell)
+    described = {**examinee.described, "seed": options.seed}
+    records = Records(None if options.out is None else options.out / "items.jsonl", described)
+    plan = suite.Plan(options.arms, options.number, options.probes, options.seed)
+    asked: dict[tuple[Cell, int], None] = {}
+    progress = _Progress(tell, sum(min(plan.number, source.size or plan.number) for source in sources))
+
+    def heard(record: Record) -> None:
+        asked[record.cell, record.number] = None
+        progress(record)
+
+    try:
+        suite.run(plan, sources, examinee, records, heard)
+    finally:
+        mine = [record for record in records if (record.cell, record.number) in asked]
+        report = {"run": described, **summarise(mine, options.arms), "left_out": problems}
+        _write(options, report, mine, tell)
+    return report
+
+
+def _sources(options: Options, examinee: Examinee, tell: Tell) -> tuple[list[suite.Source], list[str]]:
+    names, unknown = suite.choose_tasks(options.tasks)
+    problems = [f"no task {name!r}; there are: {', '.join(TASKS)}" for name in unknown]
+    sources = list(suite.synthetic(names, options.lengths, options.depths, examinee))
+    for file in options.files:
+        try:
+            examples, bad_lines = longbench.load(file)
+        except OSError as error:
+            problems.append(f"{file}: {error.strerror}")
+            continue
+        problems += bad_lines
+        sources += _longbench_sources(examples)
+    for problem in problems:
+        tell(f"left out: {problem}")
+    if not sources:
+        raise NothingToDoError("nothing to measure: no known task and no readable file was named")
+    return sources, problems
+
+
+def _longbench_sources(examples: Sequence[longbench.Example]) -> Iterator[suite.Source]:
+    for name, group in groupby(sorted(examples, key=_dataset), key=_dataset):
+        own = list(group)
+        yield suite.Source(Cell(name, 0), _LongBenchItems(own), own[0].answer_tokens, len(own))
+
+
+def _dataset(example: longbench.Example) -> str:
+    return example.dataset
+
+
+@dataclass(frozen=True)
+class _LongBenchItems:
+    """Examples by number, round and round: a seed only says where to start."""
+
+    examples: Sequence[longbench.Example]
+
+    def __call__(self, number: int) -> tuple[Item, suite.Score]:
+        example = self.examples[number % len(self.examples)]
+        return example.item(), example.score
+
+
+class _Progress:
+    """A line per item that was skipped, and one per cell that is complete."""
+
+    def __init__(self, tell: Tell, total: int) -> None:
+        self._tell = tell
+        self._total = total
+        self._done = 0
+        self._cell: Cell | None = None
+
+    def __call__(self, record: Record) -> None:
+        self._done += 1
+        if record.skipped is not None:
+            self._tell(f"skipped: {record.cell.task}, number {record.number}: {record.skipped}")
+        if record.cell != self._cell or self._done == self._total:
+            self._cell = record.cell
+            self._tell(f"{self._done} of {self._total}: {record.cell.task} at {record.cell.length} tokens")
+
+
+def _write(options: Options, report: dict[str, Any], records: Sequence[Record], tell: Tell) -> None:
+    table = markdown(report)
+    tell(table)
+    if options.out is None:
+        return
+    (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (options.out / "report.md").write_text(table + "\n", encoding="utf-8")
+    if not plots.CAN_PLOT:
+        tell("no plots: matplotlib is missing (pip install 'mlx-specprefill[eval]')")
+        return
+    plots.plot_keeps(report, options.out / "keeps.svg")
+    arms = [arm.name for arm in options.arms if arm.kind in ("full", "sparse")]
+    for task in {record.cell.task for record in records if record.cell.depth is not None}:
+        plots.plot_depths(records, arms, task, options.out / f"depths-{task}.svg")

@@ -1,0 +1,51 @@
+"""What the suite asks, whoever answers: an engine in this process or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .arms import Arm
+from .tasks import Item
+
+__all__ = ["Examinee", "Reply"]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer after one arm's prefill, and what is known about the prefill.
+
+    Attributes:
+        kept: share of the prompt that the target saw; None if unknown.
+        measures: further numbers by name: recall, mass, kl, top1, ppl_ratio.
+    """
+
+    text: str
+    kept: float | None = None
+    measures: Mapping[str, float] = field(default_factory=dict)
+
+
+class Examinee(Protocol):
+    """Somebody who answers."""
+
+    @property
+    def described(self) -> Mapping[str, str]:
+        """What a report and a resumed run must know of it."""
+        ...
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, exactly or about."""
+        ...
+
+    def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
+        """Greedy answers of every arm that applies to the item.
+
+        Args:
+            seed: of the random arm.
+            probe: measure the distributions too, where that is possible.
+
+        Raises:
+            NotMeasuredError: no answer, and why.
+        """
+        ...

@@ -1,0 +1,133 @@
+"""An OpenAI-compatible server as examinee.
+
+Full prefill alone needs nothing but /v1/chat/completions; the sparse arm sends this project's two request fields. Arms
+that choose chunks by other scores need the engine in the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .arms import FULL, Arm
+from .errors import NotMeasuredError, UnreachableError
+from .examinee import Reply
+from .haystack import NOISE
+from .tasks import Item
+
+__all__ = ["REMOTE_ARMS", "RemoteExaminee"]
+
+REMOTE_ARMS = ("full", "sparse")
+RULER_TEXT = NOISE * 40  # to learn how many characters a token has
+
+
+class RemoteExaminee:
+    """Args:
+        url: with or without /v1 at its end.
+        model: None: the first one that the server lists.
+        timeout: seconds for one answer.
+
+    Raises:
+        UnreachableError: nobody answers at that address.
+        NotMeasuredError: what answers is not an OpenAI-compatible server.
+    """
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None, timeout: float = 600) -> None:
+        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._timeout = timeout
+        self._model = model or self._first_model()
+        self._characters = self._characters_per_token()
+
+    @property
+    def described(self) -> Mapping[str, str]:
+        return {"server": self._base, "model": self._model}
+
+    def count(self, text: str) -> int:
+        """Estimated from one request's usage."""
+        return math.ceil(len(text) / self._characters)
+
+    def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
+        del seed, probe  # of arms and measures that need the engine
+        plain = list(arms) == [FULL]  # other servers may refuse fields that they don't know
+        return {arm: self._converse(item, {} if plain else _options(arm), answer_tokens) for arm in arms}
+
+    def _converse(self, item: Item, options: Mapping[str, Any], answer_tokens: int) -> Reply:
+        """All turns, with the server's own answers in between; the last one counts."""
+        messages: list[dict[str, str]] = []
+        for turn in item.turns:
+            messages.append({"role": "user", "content": turn.question})
+            body = self._chat(messages, answer_tokens, options)
+            text = _text(body)
+            messages.append({"role": "assistant", "content": text})
+        return Reply(text.rsplit("</think>", 1)[-1], _kept(body))
+
+    def _chat(self, messages: Sequence[Mapping[str, str]], answer_tokens: int, options: Mapping[str, Any]) -> Any:
+        asked = {"model": self._model, "messages": list(messages), "max_tokens": answer_tokens, "temperature": 0}
+        return self._call("/chat/completions", asked | dict(options))
+
+    def _first_model(self) -> str:
+        try:
+            return str(self._call("/models")["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise NotMeasuredError(
+                f"{self._base}/models lists no model: is this an OpenAI-compatible server?"
+            ) from error
+
+    def _characters_per_token(self) -> float:
+        body = self._chat([{"role": "user", "content": RULER_TEXT}], 1, {})
+        try:
+            return len(RULER_TEXT) / int(body["usage"]["prompt_tokens"])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            return 4.0  # a server that reports no usage
+
+    def _call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as reply:
+                return json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            raise NotMeasuredError(f"the server answered {error.code}: {_reason(error)}") from error
+        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+            raise UnreachableError(f"no answer from {self._base}: {getattr(error, 'reason', error)}") from error
+        except ValueError as error:
+            raise NotMeasuredError(f"what {self._base}{path} answered is not JSON: {error}") from error
+
+
+def _options(arm: Arm) -> dict[str, Any]:
+    if arm.kind not in REMOTE_ARMS:
+        raise NotMeasuredError(f"arm {arm.kind} needs the engine in this process; a server has: full, sparse")
+    if arm.keep is None:
+        return {"specprefill": False}
+    return {"specprefill": True, "specprefill_keep_pct": float(arm.keep)}
+
+
+def _text(body: Any) -> str:
+    try:
+        return str(body["choices"][0]["message"]["content"] or "")
+    except (KeyError, IndexError, TypeError) as error:
+        raise NotMeasuredError(f"the answer has no choices[0].message.content: {str(body)[:200]}") from error
+
+
+def _kept(body: Any) -> float | None:
+    """This project's account, where there is one."""
+    account = body.get("specprefill")
+    if not isinstance(account, dict) or "kept_tokens" not in account:
+        return None
+    return float(account["kept_tokens"]) / float(account["prompt_tokens"])
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """The message of an OpenAI error body, else its beginning."""
+    text = error.read().decode("utf-8", errors="replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return " ".join(text.split())[:200]

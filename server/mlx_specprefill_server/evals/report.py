@@ -1,0 +1,103 @@
+"""From records to tables: accuracy per cell and arm, differences where the dense baseline allows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .arms import Arm
+from .records import Cell, Record
+from .statistics import DENSE_FLOOR, paired_difference
+
+__all__ = ["markdown", "summarise"]
+
+MEASURES = ("kept", "recall", "mass", "kl", "top1", "ppl_ratio")
+HEADINGS = {"kept": "kept", "recall": "gold recall", "mass": "attention kept", "kl": "KL", "top1": "top-1",
+            "ppl_ratio": "PPL ratio"}  # fmt: skip
+
+
+def summarise(records: Iterable[Record], arms: Sequence[Arm], by_depth: bool = False) -> dict[str, Any]:
+    """Cells with their arms, and what was skipped. JSON-ready.
+
+    Without `by_depth`, items of all depths of a task and length are one cell.
+    """
+    groups: dict[Cell, list[Record]] = {}
+    skipped = []
+    for record in records:
+        cell = record.cell if by_depth else Cell(record.cell.task, record.cell.length)
+        if record.skipped is None:
+            groups.setdefault(cell, []).append(record)
+        else:
+            skipped.append({"item": f"{_name(record.cell)} number {record.number}", "why": record.skipped})
+    cells = [_cell(cell, groups[cell], arms) for cell in groups]
+    return {"cells": cells, "skipped": skipped}
+
+
+def _cell(cell: Cell, records: Sequence[Record], arms: Sequence[Arm]) -> dict[str, Any]:
+    found: dict[str, Any] = {"task": cell.task, "length": cell.length}
+    if cell.depth is not None:
+        found["depth"] = cell.depth
+    full = [record.arms["full"]["score"] for record in records]
+    rows = {arm.name: _arm(arm.name, records) for arm in arms}
+    return found | {"n": len(records), "full": float(np.mean(full)), "arms": {k: v for k, v in rows.items() if v}}
+
+
+def _arm(name: str, records: Sequence[Record]) -> dict[str, Any]:
+    """Means over the items that have the arm; the difference only where full prefill can do the task."""
+    having = [record for record in records if record.arms.get(name)]
+    if not having:
+        return {}
+    scores = [record.arms[name]["score"] for record in having]
+    full = [record.arms["full"]["score"] for record in having]
+    row: dict[str, Any] = {"accuracy": float(np.mean(scores))}
+    if name != "full":
+        if np.mean(full) < DENSE_FLOOR:
+            row["difference"] = None
+        else:
+            mean, low, high = paired_difference(full, scores)
+            row["difference"] = {"mean": mean, "low": low, "high": high}
+    for measure in MEASURES:
+        values = [record.arms[name][measure] for record in having if record.arms[name].get(measure) is not None]
+        if values:
+            row[measure] = float(np.mean(values))
+    return row
+
+
+def markdown(summary: Mapping[str, Any]) -> str:
+    """One table per arm kind and share would be many: one table, a row per cell and arm."""
+    cells = summary["cells"]
+    used = [
+        m for m in MEASURES if any(m in row for cell in cells for name, row in cell["arms"].items() if name != "full")
+    ]
+    head = ["task", "tokens", "n", "full", "arm", "accuracy", "difference (95 %)", *(HEADINGS[m] for m in used)]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for cell in cells:
+        where = cell["task"] + (f" at {cell['depth']:g}" if "depth" in cell else "")
+        for name, row in cell["arms"].items():
+            if name != "full" or len(cell["arms"]) == 1:
+                fields = [
+                    where,
+                    str(cell["length"]),
+                    str(cell["n"]),
+                    f"{cell['full']:.2f}",
+                    name,
+                    f"{row['accuracy']:.2f}",
+                ]
+                fields += [_difference(row), *(f"{row[m]:.2f}" if m in row else "" for m in used)]
+                lines.append("| " + " | ".join(fields) + " |")
+    return "\n".join(lines)
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    if "difference" not in row:
+        return ""
+    found = row["difference"]
+    if found is None:
+        return f"none: full below {DENSE_FLOOR:g}"
+    return f"{found['mean']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f})"
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.task} at {cell.length} tokens" + (f", depth {cell.depth:g}" if cell.depth is not None else "")

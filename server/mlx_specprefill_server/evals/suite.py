@@ -1,0 +1,115 @@
+"""The run: every cell's items through every arm, whatever goes wrong with single items."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .arms import Arm
+from .errors import NotMeasuredError, UnreachableError
+from .examinee import Examinee, Reply
+from .records import Cell, Record, Records
+from .tasks import GROUPS, TASKS, Item, Space, make_item
+
+__all__ = ["Plan", "Source", "choose_tasks", "run", "synthetic"]
+
+log = logging.getLogger(__name__)
+GIVE_UP_AFTER = 3  # items in a row that nobody answered
+
+Score = Callable[[str], float]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: `number` items per cell through all arms, the first `probes` of them with distributions."""
+
+    arms: tuple[Arm, ...]
+    number: int
+    probes: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Items of one cell by their number: the item, how its answer is scored, and how long it may be."""
+
+    cell: Cell
+    get: Callable[[int], tuple[Item, Score]]
+    answer_tokens: int
+    size: int | None = None  # items there are; None: without end
+
+
+def choose_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tasks of the table by name or group, and the names that are neither."""
+    known = dict.fromkeys(task for name in names for task in GROUPS.get(name, (name,)) if task in TASKS)
+    return list(known), [name for name in names if name not in GROUPS and name not in TASKS]
+
+
+def synthetic(
+    names: Sequence[str], lengths: Sequence[int], depths: Sequence[float], examinee: Examinee
+) -> Iterator[Source]:
+    """The cells of the table's tasks; depths only where the task has one place to put."""
+    for name in names:
+        for length in lengths:
+            for depth in depths if TASKS[name].has_depth and depths else (None,):
+                yield _source(Cell(name, length, depth), examinee)
+
+
+def _source(cell: Cell, examinee: Examinee) -> Source:
+    task = TASKS[cell.task]
+    space = Space(cell.length, examinee.count, cell.depth)
+
+    def get(number: int) -> tuple[Item, Score]:
+        item = make_item(task, cell.task, number, space)
+        return item, lambda answer: task.score(answer, item.values)
+
+    return Source(cell, get, task.answer_tokens)
+
+
+def run(
+    plan: Plan, sources: Sequence[Source], examinee: Examinee, records: Records, tell: Callable[[Record], None]
+) -> None:
+    """Measure what `records` does not hold yet; `tell` hears of every item.
+
+    Raises:
+        UnreachableError: several items in a row found nobody; what was measured is kept.
+    """
+    unanswered = 0
+    for source in sources:
+        for number in range(plan.seed, plan.seed + min(plan.number, source.size or plan.number)):
+            record = records.find(source.cell, number)
+            wanted = _missing(plan, record)
+            if wanted:
+                try:
+                    record = _measured(plan, source, examinee, number, wanted)
+                    unanswered = 0
+                except NotMeasuredError as error:
+                    unanswered = unanswered + 1 if isinstance(error, UnreachableError) else 0
+                    record = Record(source.cell, number, skipped=str(error))
+                records.add(record)
+                if unanswered >= GIVE_UP_AFTER:
+                    raise UnreachableError(f"{record.skipped}; the same command goes on from here")
+            assert record is not None
+            tell(record)
+
+
+def _missing(plan: Plan, record: Record | None) -> tuple[Arm, ...]:
+    if record is None:
+        return plan.arms
+    return tuple(arm for arm in plan.arms if arm.name not in record.arms)
+
+
+def _measured(plan: Plan, source: Source, examinee: Examinee, number: int, wanted: Sequence[Arm]) -> Record:
+    item, score = source.get(number)
+    probe = number < plan.seed + plan.probes
+    replies = examinee.ask(item, wanted, source.answer_tokens, number, probe)
+    arms = {arm.name: _entry(replies.get(arm), score) for arm in wanted}
+    return Record(source.cell, number, arms)
+
+
+def _entry(reply: Reply | None, score: Score) -> dict[str, object]:
+    """An arm that does not apply to an item, like gold chunks where everything counts, has an empty entry."""
+    if reply is None:
+        return {}
+    return {"score": score(reply.text), "answer": reply.text, "kept": reply.kept, **reply.measures}

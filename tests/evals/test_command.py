@@ -1,0 +1,155 @@
+"""Whole runs with an examinee that answers by rule: resuming, skipping, refusing, reporting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlx_specprefill import InvalidRequestError
+from mlx_specprefill_server.evals.arms import arms
+from mlx_specprefill_server.evals.command import Options, evaluate
+from mlx_specprefill_server.evals.errors import (
+    NothingToDoError,
+    NotMeasuredError,
+    OtherRunError,
+    UnreachableError,
+)
+from tests.evals.fakes import FakeExaminee, gold
+
+
+def options(**more):
+    chosen = {
+        "tasks": ("needle",),
+        "lengths": (500,),
+        "depths": (),
+        "files": (),
+        "arms": arms(["sparse"], ["0.2"]),
+        "number": 4,
+    }
+    return Options(**(chosen | more))
+
+
+def run(examinee, **more):
+    told = []
+    return evaluate(options(**more), examinee, told.append), told
+
+
+def wrong_when_sparse(arm, item, number):
+    return "no idea" if arm.kind == "sparse" and number % 2 else gold(arm, item, number)
+
+
+def test_difference_and_measures_are_means_over_items():
+    report, _ = run(FakeExaminee(wrong_when_sparse), probes=2)
+    (cell,) = report["cells"]
+    assert (cell["n"], cell["full"]) == (4, 1.0)
+    row = cell["arms"]["sparse@0.2"]
+    assert row["accuracy"] == 0.5
+    assert row["difference"]["mean"] == -0.5
+    assert row["difference"]["low"] <= -0.5 <= row["difference"]["high"]
+    assert (row["kept"], row["kl"]) == (0.25, 0.5)
+
+
+def test_no_difference_is_given_where_full_prefill_fails():
+    report, told = run(FakeExaminee(lambda arm, item, number: "no idea" if number < 2 else gold(arm, item, number)))
+    assert report["cells"][0]["full"] == 0.5
+    assert report["cells"][0]["arms"]["sparse@0.2"]["difference"] is None
+    assert "none: full below 0.8" in told[-1]
+
+
+def test_a_failing_item_is_skipped_and_reported():
+    def answer(arm, item, number):
+        if number == 2:
+            raise NotMeasuredError("the answer has no choices")
+        return gold(arm, item, number)
+
+    report, told = run(FakeExaminee(answer))
+    assert report["cells"][0]["n"] == 3
+    assert report["skipped"] == [{"item": "needle at 500 tokens number 2", "why": "the answer has no choices"}]
+    assert any("skipped: needle, number 2: the answer has no choices" in line for line in told)
+
+
+def test_unknown_tasks_and_missing_files_are_left_out_and_the_rest_runs(tmp_path: Path):
+    missing = tmp_path / "none.jsonl"
+    report, told = run(FakeExaminee(gold), tasks=("needle", "nonsense"), files=(missing,))
+    assert report["cells"][0]["n"] == 4
+    assert "no task 'nonsense'" in report["left_out"][0]
+    assert str(missing) in report["left_out"][1]
+    assert sum(line.startswith("left out: ") for line in told) == 2
+    with pytest.raises(NothingToDoError):
+        run(FakeExaminee(gold), tasks=("nonsense",))
+
+
+def test_a_longbench_file_is_a_cell_of_its_own(tmp_path: Path):
+    rows = [{"input": "?", "context": "x", "answers": [str(i)], "dataset": "hotpotqa"} for i in range(2)]
+    file = tmp_path / "hotpotqa.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    report, _ = run(FakeExaminee(gold), tasks=(), files=(file,))
+    assert [(cell["task"], cell["n"], cell["full"]) for cell in report["cells"]] == [("hotpotqa", 2, 1.0)]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path):
+    def interrupted(arm, item, number):
+        if number == 2:
+            raise KeyboardInterrupt
+        return gold(arm, item, number)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(FakeExaminee(interrupted), out=tmp_path)
+    with (tmp_path / "items.jsonl").open("a") as cut_off:
+        cut_off.write('{"cell": {"ta')
+    again = FakeExaminee(gold)
+    report, _ = run(again, out=tmp_path)
+    assert again.asked == [(2, ("full", "sparse@0.2")), (3, ("full", "sparse@0.2"))]
+    assert report["cells"][0]["n"] == 4
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    third = FakeExaminee(gold)
+    assert run(third, out=tmp_path)[0] == report  # what was cut off above did not swallow the next line
+    assert third.asked == []
+
+
+def test_more_arms_ask_only_for_what_is_missing(tmp_path: Path):
+    run(FakeExaminee(gold), out=tmp_path)
+    more = FakeExaminee(gold)
+    report, _ = run(more, out=tmp_path, arms=arms(["sparse"], ["0.2", "0.5"]))
+    assert {names for _, names in more.asked} == {("sparse@0.5",)}
+    assert set(report["cells"][0]["arms"]) == {"full", "sparse@0.2", "sparse@0.5"}
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path):
+    run(FakeExaminee(gold), out=tmp_path)
+    with pytest.raises(OtherRunError, match="choose another --out"):
+        run(FakeExaminee(gold), out=tmp_path, seed=7)
+
+
+def test_a_server_that_is_gone_ends_the_run_and_keeps_what_was_measured(tmp_path: Path):
+    def answer(arm, item, number):
+        if number >= 1:
+            raise UnreachableError("no answer from http://x")
+        return gold(arm, item, number)
+
+    with pytest.raises(UnreachableError, match="goes on from here"):
+        run(FakeExaminee(answer), out=tmp_path, number=10)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["cells"][0]["n"] == 1
+    assert len(report["skipped"]) == 2  # the third ended the run
+    again = FakeExaminee(gold)
+    assert run(again, out=tmp_path, number=10)[0]["cells"][0]["n"] == 10
+    assert [number for number, _ in again.asked] == list(range(1, 10))
+
+
+def test_plots_and_table_are_written(tmp_path: Path):
+    chosen = arms(["sparse", "random"], ["0.2", "0.5"])
+    run(FakeExaminee(wrong_when_sparse), out=tmp_path, arms=chosen, depths=(0.1, 0.9), lengths=(500, 800))
+    for name in ("keeps.svg", "depths-needle.svg"):
+        assert (tmp_path / name).read_text().rstrip().endswith("</svg>")
+    table = (tmp_path / "report.md").read_text().splitlines()
+    assert table[0].startswith("| task | tokens | n | full | arm | accuracy |")
+    assert len(table) == 2 + 2 * 4  # two lengths, two arms at two shares
+
+
+@pytest.mark.parametrize(("kinds", "keeps"), [(["best"], ["0.2"]), (["sparse"], ["0"]), (["sparse"], ["x"])])
+def test_bad_arms_and_shares_are_named(kinds, keeps):
+    with pytest.raises(InvalidRequestError, match=r"best|--keep"):
+        arms(kinds, keeps)

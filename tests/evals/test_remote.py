@@ -1,0 +1,115 @@
+"""A server as examinee: a scripted one that answers well, badly, or not at all."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from mlx_specprefill_server.evals.arms import FULL, arms
+from mlx_specprefill_server.evals.errors import NotMeasuredError, UnreachableError
+from mlx_specprefill_server.evals.facts import Turn
+from mlx_specprefill_server.evals.remote import RemoteExaminee
+from mlx_specprefill_server.evals.tasks import Item
+
+ITEM = Item((Turn("First?", "One."), Turn("Second?", "Two.")), ("two",))
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.respond(200, {"data": [{"id": "tiny"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append((body, self.headers.get("authorization")))
+        self.respond(*self.server.answer(body))
+
+    def respond(self, status, body):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def serving(answer):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.answer, server.bodies = answer, []
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server, f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def good(body):
+    said = body["messages"][-1]["content"]
+    account = {"kept_tokens": 25, "prompt_tokens": 100} if body.get("specprefill") else None
+    return 200, {
+        "choices": [{"message": {"content": f"<think>hm</think>answer to {said}"}}],
+        "usage": {"prompt_tokens": 1000},
+        "specprefill": account,
+    }
+
+
+def test_turns_follow_each_other_and_arms_send_their_fields():
+    with serving(good) as (server, url):
+        examinee = RemoteExaminee(f"{url}/v1/", api_key="secret")
+        replies = examinee.ask(ITEM, arms(["sparse"], ["0.25"]), 9, 0, False)
+    bodies = [body for body, _ in server.bodies[1:]]
+    assert {key for _, key in server.bodies} == {"Bearer secret"}
+    assert {arm.name: (reply.text, reply.kept) for arm, reply in replies.items()} == {
+        "full": ("answer to Second?", None),
+        "sparse@0.25": ("answer to Second?", 0.25),
+    }
+    assert [body["specprefill"] for body in bodies] == [False, False, True, True]
+    assert [body.get("specprefill_keep_pct") for body in bodies] == [None, None, 0.25, 0.25]
+    assert [message["role"] for message in bodies[1]["messages"]] == ["user", "assistant", "user"]
+    assert (bodies[0]["model"], bodies[0]["max_tokens"], bodies[0]["temperature"]) == ("tiny", 9, 0)
+    asked = len(server.bodies[0][0]["messages"][0]["content"])  # 1000 tokens by the server's count
+    assert examinee.count("x" * asked) == 1000
+
+
+def test_full_alone_sends_nothing_that_other_servers_do_not_know():
+    with serving(good) as (server, url):
+        RemoteExaminee(url).ask(ITEM, [FULL], 9, 0, False)
+    assert not any("specprefill" in body for body, _ in server.bodies)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((200, b"<html>"), "not JSON"),
+        ((200, {"choices": []}), "has no choices"),
+        ((503, {"error": {"message": "full up"}}), "503: full up"),
+        ((500, b"oops"), "500: oops"),
+    ],
+)
+def test_answers_that_do_not_parse_say_what_is_wrong(reply, message):
+    replies = iter([good({"messages": [{"content": ""}]}), reply])
+    with serving(lambda body: next(replies)) as (_, url):
+        examinee = RemoteExaminee(url)
+        with pytest.raises(NotMeasuredError, match=message):
+            examinee.ask(ITEM, [FULL], 9, 0, False)
+
+
+def test_arms_that_need_the_engine_are_refused():
+    with serving(good) as (_, url), pytest.raises(NotMeasuredError, match="arm oracle needs the engine"):
+        RemoteExaminee(url).ask(ITEM, arms(["oracle"], ["0.2"]), 9, 0, False)
+
+
+def test_a_server_that_is_down_is_unreachable():
+    with serving(good) as (_, url):
+        pass
+    with pytest.raises(UnreachableError, match=r"no answer from http://127\.0\.0\.1"):
+        RemoteExaminee(url)

@@ -73,6 +73,8 @@ def _message(message: Any, where: str) -> Message:
         out["reasoning_content"] = out["reasoning"] = reasoning
     if role == "assistant" and message.get("tool_calls"):
         out["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    elif role == "assistant" and message.get("function_call"):  # as OpenAI wrote calls before there were several
+        out["tool_calls"] = [_tool_call({"function": message["function_call"]}, f"{where}.function_call")]
     return out
 
 

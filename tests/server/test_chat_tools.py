@@ -249,3 +249,12 @@ def test_a_tool_loop(engine: FakeEngine) -> None:
     ask(client, messages=[*messages, message, result], tools=TOOLS)
     first, second = (engine.pair.tokenizer.decode(list(request.prompt)) for request in engine.requests)
     assert second.startswith(f"{first}<think>\nHm.\n</think>\n\n{CALL}<|im_end|>\n")
+
+
+def test_token_ids_of_reasoning_and_calls(client: TestClient, engine: FakeEngine) -> None:
+    text = f"<think>Hm.</think>{CALL}"
+    engine.says(text)
+    ids = engine.pair.tokenizer.encode(text, add_special_tokens=False)
+    assert ask(client, tools=TOOLS, return_token_ids=True)["choices"][0]["token_ids"] == ids
+    chunks = stream(client, tools=TOOLS, return_token_ids=True)[:-1]
+    assert [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]] == ids

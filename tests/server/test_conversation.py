@@ -58,6 +58,11 @@ def test_tool_arguments_become_a_mapping(arguments: Any, expected: dict[str, Any
     assert out[0]["tool_calls"] == [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": expected}}]
 
 
+def test_the_old_form_of_a_call_is_a_call() -> None:
+    out = straight({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}})
+    assert out[0]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+
+
 def test_tool_results_keep_their_call_and_function_results_are_tool_results() -> None:
     out = straight(
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}]},

@@ -195,7 +195,7 @@ def _jobs(service: Service, ask: Ask, prompt: Prompt, constraint: Constraint | N
 
 def stop_ids(service: Service, ignore_eos: bool, constraint: Constraint | None) -> frozenset[int]:
     """What ends an answer. A grammar ends by itself, so there is nothing to ignore."""
-    return frozenset() if ignore_eos and constraint is None else service.vocabulary.stop_ids
+    return frozenset() if ignore_eos and constraint is None else service.vocabulary.stop_ids | service.format.ends
 
 
 def copies(job: Job, n: int, first: int = 0) -> list[Job]:

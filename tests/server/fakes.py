@@ -39,7 +39,7 @@ CHATML = (
 SPECIALS = (
     "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<bos>", "<s>", "</s>", "[INST]", "[/INST]", "<|start|>",
-    "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<think>", "</think>",
+    "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>", "<think>", "</think>",
 )  # fmt: skip
 
 

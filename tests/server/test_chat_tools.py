@@ -191,6 +191,8 @@ def test_harmony(engine: FakeEngine) -> None:
     engine.says("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.")
     message = ask(client_of(engine))["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    ends = {engine.pair.tokenizer.convert_ids_to_tokens([token])[0] for token in engine.requests[0].stop_token_ids}
+    assert ends == {"<|return|>", "<|call|>"}
 
 
 def test_several_answers(client: TestClient, engine: FakeEngine) -> None:

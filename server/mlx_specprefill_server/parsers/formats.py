@@ -9,7 +9,7 @@ from typing import Any, Literal
 from . import gemma, hermes, mistral, native, tool_call, xml
 from .calls import CallReader
 from .events import Parser, Tools
-from .harmony import HarmonyText, opened_header
+from .harmony import ANSWER_ENDS, HarmonyText, opened_header
 from .tagged import TaggedText
 
 __all__ = ["Format", "ReasoningParser", "ToolParser", "detect"]
@@ -45,12 +45,14 @@ class Format:
             request has tools.
         think: the tags around reasoning; None: the model writes none.
         think_end: the tokens of the second tag.
+        ends: tokens that end an answer besides the model's own end tokens, which some checkpoints don't list in full.
         tokenizer: an mlx_lm TokenizerWrapper, for the formats that mlx-lm parses.
     """
 
     tools: ToolParser | None
     think: tuple[str, str] | None
     think_end: tuple[int, ...] = ()
+    ends: frozenset[int] = frozenset()
     tokenizer: Any = None
 
     def opened(self, prompt: str) -> bool:
@@ -99,7 +101,10 @@ def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: Reasoning
     template = str(getattr(tokenizer, "chat_template", "") or "")
     think = _think(tokenizer, template) if reasoning in (None, "native") else THINK_TAGS[reasoning]
     think_end = tuple(tokenizer.encode(think[1], add_special_tokens=False)) if think else ()
-    return Format(tools or _tools(tokenizer, template), think, think_end, tokenizer)
+    calls = tools or _tools(tokenizer, template)
+    ends = ANSWER_ENDS if calls == "harmony" else ()
+    known = tokenizer.get_added_vocab()
+    return Format(calls, think, think_end, frozenset(known[end] for end in ends if end in known), tokenizer)
 
 
 def _tools(tokenizer: Any, template: str) -> ToolParser | None:

@@ -30,7 +30,6 @@ from .fakes import FakeEngine
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/docs", 404, "unknown_url"),
-        ("GET", "/openapi.json", 404, "unknown_url"),
     ],
 )
 def test_every_path_answers_in_openais_shape(

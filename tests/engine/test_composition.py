@@ -175,7 +175,7 @@ def test_a_question_about_what_was_dropped_starts_over(monkeypatch):
         def elsewhere(self, logits, sinks):
             row = np.full(self.prompt_len, 1e-6, dtype=np.float32)
             row[32 * wanted : 32 * wanted + 32] = 1.0
-            self._best = mx.array(row)
+            self._joined = mx.array(row)
             self._count += 1
 
         monkeypatch.setattr(QueryCapture, "_add", elsewhere)
@@ -217,7 +217,7 @@ def test_a_cancelled_prefill_goes_on_where_it_stopped(family):
 
         def on_event(event):
             gate.wait(5)
-            if isinstance(event, Progress) and event.stage == "prefill":
+            if isinstance(event, Progress) and event.stage == "prefill" and event.done:
                 progress.append(event.done)
                 if len(progress) == 3:
                     box[0].cancel()
@@ -242,7 +242,7 @@ def test_a_cancelled_draft_prefill_goes_on_where_it_stopped():
 
         def on_event(event):
             gate.wait(5)
-            if isinstance(event, Progress) and event.stage == "draft" and not ended.is_set():
+            if isinstance(event, Progress) and event.stage == "draft" and event.done and not ended.is_set():
                 drafted.append(event.done)
                 if len(drafted) == 2:
                     box[0].cancel()
@@ -255,7 +255,7 @@ def test_a_cancelled_draft_prefill_goes_on_where_it_stopped():
         starts = [
             e.done
             for e in engine.generate(GenerationRequest(prompt, 2))
-            if isinstance(e, Progress) and e.stage == "draft"
+            if isinstance(e, Progress) and e.stage == "draft" and e.done
         ]
     assert drafted == [128, 256]
     assert starts[0] > 256
@@ -274,7 +274,7 @@ def test_answers_run_while_a_long_prompt_is_read():
                 started.set()
 
         def long(event):
-            if isinstance(event, Progress) and event.stage == "prefill":
+            if isinstance(event, Progress) and event.stage == "prefill" and event.done:
                 order.append("slice")
             if isinstance(event, Finished):
                 done.set()
@@ -316,7 +316,7 @@ def test_a_short_request_overtakes_a_long_prefill():
 
         def ending(name):
             def on_event(event):
-                if isinstance(event, Progress) and event.stage == "prefill":
+                if isinstance(event, Progress) and event.stage == "prefill" and event.done:
                     first.set()
                 if isinstance(event, Finished):
                     finished.append(name)

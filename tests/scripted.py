@@ -23,7 +23,19 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer
 
-__all__ = ["SCRIPTS", "TEXT", "Call", "Flavour", "Script", "Turn", "save_scripted", "written"]
+__all__ = [
+    "COMMAND",
+    "DONE",
+    "SCRIPTS",
+    "SHELLS",
+    "TEXT",
+    "Call",
+    "Flavour",
+    "Script",
+    "Turn",
+    "save_scripted",
+    "written",
+]
 
 Flavour = Literal["hermes", "xml"]  # the format in which tools are called
 Tokens = npt.NDArray[np.int64]
@@ -73,6 +85,18 @@ def _raw(hermes: str, xml: str) -> Script:
 WEATHER = Call("get_weather", {"city": "Paris"})
 ROME = Call("get_weather", {"city": "Rome", "days": 3, "note": 'a "quoted" note\n\twith 20 \\ marks'})
 
+# What agents call their shell. Each runs COMMAND with it, then says DONE.
+COMMAND = "printf 'made by a script' > result.txt && cat result.txt"
+DONE = "Done: result.txt is written."
+SHELLS = {
+    "codex": Call("exec_command", {"cmd": COMMAND}),
+    "opencode": Call("bash", {"command": COMMAND, "description": "Writes a file"}),
+    "claude": Call("Bash", {"command": COMMAND, "description": "Writes a file"}),
+    "qwen": Call("run_shell_command", {"command": COMMAND, "is_background": False}),
+    "continue": Call("Bash", {"command": COMMAND}),
+    "cline": Call("run_commands", {"commands": [COMMAND]}),
+}
+
 SCRIPTS: dict[str, Script] = {
     "text": _said(TEXT),
     "utf8": _said(
@@ -101,6 +125,7 @@ SCRIPTS: dict[str, Script] = {
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</function>\n</tool_call>",
     ),
     "loop": Script((Turn("I ask.", calls=(WEATHER,)), Turn("It is 18 degrees in Paris."))),
+    **{name: Script((Turn("I write it.", calls=(call,)), Turn(DONE))) for name, call in SHELLS.items()},
     "long-loop": Script(
         (Turn(calls=(WEATHER,)), Turn("Once more.", calls=(ROME,)), Turn("Paris has 18 degrees, Rome has 24."))
     ),

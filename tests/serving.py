@@ -18,7 +18,7 @@ import httpx
 
 __all__ = ["Server", "start"]
 
-START_S = 90
+START_S = 240
 
 
 @dataclass

@@ -28,6 +28,7 @@ STAGES = ("queue", "draft", "select", "prefill", "decode")
 REASONS = {
     "requested": r"requested",
     "threshold": r"\d+ uncached prompt tokens, threshold",
+    "predicted": r"predicted [\d.]+ s sparse",
     "request": r"turned off by the request",
     "policy": r"off by server policy",
     "fallback": r"fallback:",

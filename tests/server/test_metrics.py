@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 from mlx_specprefill import Account, EngineConfig, Failed, Finished, GenerationRequest, SpecPrefillOptions, Timings
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.prefill.plan import plan_prefill
+from mlx_specprefill.request import Prediction
 from mlx_specprefill_server.generation import Ended
 from mlx_specprefill_server.metrics import Metrics, reason_label
 
@@ -173,6 +174,8 @@ def test_an_answer_that_nobody_waited_for_is_counted(engine: FakeEngine, live: C
         ("keep-all", SpecPrefillOptions(True, Fraction(1)), {}, {}),
         ("no-draft", SpecPrefillOptions(True), {}, {"sparse_refusal": "no draft model is loaded"}),
         ("draft-context", SpecPrefillOptions(True), {}, {"draft_context": 100}),
+        ("predicted", SpecPrefillOptions(), {"threshold": None}, {"predict": lambda kept: Prediction(1.0, 5000.0)}),
+        ("predicted", SpecPrefillOptions(), {"threshold": None}, {"predict": lambda kept: Prediction(1.0, 2.0)}),
     ],
 )
 def test_what_the_planner_says_has_a_word(label: str, options: Any, config: Any, more: dict[str, Any]) -> None:

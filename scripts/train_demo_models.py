@@ -3,7 +3,7 @@
     python scripts/train_demo_models.py tokenizer                # shared by all families
     python scripts/train_demo_models.py train qwen3_5 draft      # resumes from its last checkpoint
     python scripts/train_demo_models.py train qwen3_5 target
-    python scripts/train_demo_models.py export qwen3_5           # writes models/qwen3_5/{draft,target}
+    python scripts/train_demo_models.py export qwen3_5           # writes models/demo-qwen3_5/{draft,target}
     python scripts/train_demo_models.py verify                   # arithmetic of all families against mlx-lm
 
 Families are the files in scripts/training/configs. Needs the `train` extra. One thread per process is the default:
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         folder = options.runs / options.family / options.role
         stages.train(run, _tokenizer(options.tokenizer), folder, _device(options.device))
     else:
-        _export(options.family, options.runs, _tokenizer(options.tokenizer), options.out or MODELS / options.family)
+        _export(options.family, options.runs, _tokenizer(options.tokenizer), options.out or _folder(options.family))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,13 +59,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--threads", type=int, default=1)
     out = commands.add_parser("export", help="write both models of a family and check them against mlx-lm")
     out.add_argument("family", choices=FAMILIES)
-    out.add_argument("--out", type=Path, help="a folder; models/FAMILY if not given")
+    out.add_argument("--out", type=Path, help="a folder; that of the bundled pair if not given")
     commands.add_parser("verify", help="check recurrences and parity with mlx-lm on the untrained networks")
     return parser
 
 
 def _config(family: str) -> config.PairConfig:
     return config.load(CONFIGS / f"{family}.toml")
+
+
+def _folder(family: str) -> Path:
+    return MODELS / ("demo" if family == "plain" else f"demo-{family}")
 
 
 def _train_tokenizer(path: Path) -> None:

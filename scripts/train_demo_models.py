@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
         run = _config(options.family).runs[options.role]
         folder = options.runs / options.family / options.role
-        stages.train(run, _tokenizer(options.tokenizer), folder, _device(options.device))
+        stages.train(run, _tokenizer(options.tokenizer), folder, _device(options.device), options.exported)
     else:
         _export(options.family, options.runs, _tokenizer(options.tokenizer), options.out or _folder(options.family))
 
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("family", choices=FAMILIES)
     train.add_argument("role", choices=config.ROLES)
     train.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    train.add_argument("--exported", type=Path, help="go on from the weights in this folder (qwen3 type only)")
     train.add_argument("--threads", type=int, default=1)
     out = commands.add_parser("export", help="write both models of a family and check them against mlx-lm")
     out.add_argument("family", choices=FAMILIES)
@@ -69,7 +70,7 @@ def _config(family: str) -> config.PairConfig:
 
 
 def _folder(family: str) -> Path:
-    return MODELS / ("demo" if family == "plain" else f"demo-{family}")
+    return MODELS / ("demo" if family.startswith("plain") else f"demo-{family}")
 
 
 def _train_tokenizer(path: Path) -> None:

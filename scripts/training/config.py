@@ -46,7 +46,7 @@ def load(path: Path) -> PairConfig:
 
 
 def _data(section: dict[str, Any]) -> DataConfig:
-    mixture = Mixture(shares=section.pop("shares"), turns=tuple(section.pop("turns")))
+    mixture = Mixture(turns=tuple(section.pop("turns")), **section.pop("mixture", {}), shares=section.pop("shares"))
     return DataConfig(mixture, **section)
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from . import tokenizer as chat
@@ -28,6 +28,21 @@ def export(model: Network, tokenizer: Tokenizer, folder: Path) -> None:
     _write(folder / "config.json", family.config(model.sizes) | special)
     _write(folder / "generation_config.json", {"eos_token_id": end, "do_sample": False})
     _write(folder / "tokenizer_config.json", _tokenizer_config(model.sizes.max_position_embeddings))
+
+
+def read(model: Network, folder: Path) -> None:
+    """Fill `model` with the weights that `export` wrote to `folder`.
+
+    Raises:
+        ValueError: the weights are of another model, or exported in a form that can't be read back.
+    """
+    stored = load_file(folder / "model.safetensors")
+    family = family_of(model.sizes)
+    with torch.no_grad():
+        for name, value in family.weights(model):
+            value.copy_(stored[name])
+    if not all(torch.equal(value.half(), stored[name]) for name, value in family.weights(model)):
+        raise ValueError(f"{folder} can't be read back into a network of this family")
 
 
 def _tokenizer_config(length: int) -> dict[str, object]:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from . import optim
 from .batches import ANSWER, CONTEXT, Batch, DataConfig, make_batch
+from .export import read
 from .families import Family
 from .network import Network, Sizes
 
@@ -83,11 +84,24 @@ class Progress:
         self.step, self.tokens, self.seconds = self.step + 1, self.tokens + tokens, self.seconds + seconds
 
 
-def train(config: RunConfig, tokenizer: Tokenizer, folder: Path, device: torch.device, save_every: int = 50) -> Network:
-    """Run all stages, or what is left of them after the checkpoint in `folder`."""
+def train(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    folder: Path,
+    device: torch.device,
+    exported: Path | None = None,
+    save_every: int = 50,
+) -> Network:
+    """Run all stages, or what is left of them after the checkpoint in `folder`.
+
+    Args:
+        exported: go on from the weights in this folder instead of the structured start.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     model = config.family.build(config.sizes)
     config.family.initialise(model, config.start, config.seed)
+    if exported is not None:
+        read(model, exported)
     model.to(device)
     optimisers = optim.build(model, config.muon_lr, config.adam_lr)
     progress = _resume(folder, model, optimisers)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 from mlx_specprefill_server.evals import facts as shared
 from mlx_specprefill_server.evals import words
+from mlx_specprefill_server.evals.aggregates import AGGREGATES
 from mlx_specprefill_server.evals.facts import Fact, Turn, needle, six_digits
-from mlx_specprefill_server.evals.haystack import FILLERS, Count, document
+from mlx_specprefill_server.evals.haystack import FILLERS, Count, around, document
 
 Message = dict[str, str]
 
@@ -140,6 +141,7 @@ FACTS: dict[str, Callable[[random.Random], Fact]] = {
     "variables": _variables,
     "record": _record,
 } | {f"shared.{name}": build for name, build in shared.FACTS.items()}
+CROWDS = ("needle", "shared.uuid_needle", "shared.record", "shared.order", "shared.tool")  # kinds that crowd documents
 
 
 # --- training samples ------------------------------------------------------------------------------------------------
@@ -147,17 +149,29 @@ FACTS: dict[str, Callable[[random.Random], Fact]] = {
 
 @dataclass(frozen=True)
 class Mixture:
-    """Shares of the kinds of facts in training, and how many turns a chat has."""
+    """What training samples are made of.
+
+    Attributes:
+        shares: of the kinds of facts, by their names in `FACTS`.
+        turns: how many turns a chat has.
+        greeting: share of the chats without a document.
+        whole: share of the documents that have to be read as a whole (counts and frequencies).
+        crowd: share of the documents whose filler is facts of the kind that is asked for.
+    """
 
     shares: dict[str, float]
     turns: tuple[int, int] = (3, 10)
     greeting: float = 0.01
+    whole: float = 0.0
+    crowd: float = 0.0
 
 
 def training_sample(rng: random.Random, length: int, mixture: Mixture, count: Count) -> Sample:
     """One chat that fills about `length` tokens."""
     if rng.random() < mixture.greeting:
         return Sample(_system(rng), "", (Turn(rng.choice(GREETINGS), GREETING_ANSWER),))
+    if rng.random() < mixture.whole:
+        return _whole(rng, length, count)
     wanted = rng.randint(*mixture.turns)
     facts = _fitting(_draw_facts(rng, mixture, wanted), length, count)
     frame = Sample(
@@ -170,11 +184,23 @@ def training_sample(rng: random.Random, length: int, mixture: Mixture, count: Co
         before=(Turn(rng.choice(GREETINGS), GREETING_ANSWER),) if rng.random() < 0.03 else (),
     )
     overhead = sum(count(message["content"]) + 5 for message in frame.messages())
-    kinds = rng.sample(sorted(FILLERS), rng.choice((1, 1, 2, 3)))
     rng.shuffle(facts)
+    return replace(frame, document=_document(rng, facts, length - overhead - 4, mixture, count))
+
+
+def _document(rng: random.Random, facts: Sequence[Fact], budget: int, mixture: Mixture, count: Count) -> str:
     pieces = [piece for fact in facts for piece in fact.pieces]
+    if rng.random() < mixture.crowd:
+        build = FACTS[rng.choice(CROWDS)]
+        return around(rng, pieces, iter(lambda: "\n" + build(rng).pieces[0], ""), budget, count)
+    kinds = rng.sample(sorted(FILLERS), rng.choice((1, 1, 2, 3)))
     variety = rng.choice((1, 2, 4, 8, 16)) if rng.random() < REPEATED_FILLER else 0
-    return replace(frame, document=document(rng, pieces, kinds, length - overhead - 4, count, variety=variety))
+    return document(rng, pieces, kinds, budget, count, variety=variety)
+
+
+def _whole(rng: random.Random, length: int, count: Count) -> Sample:
+    whole = AGGREGATES[rng.choice(sorted(AGGREGATES))](rng, length - 72, count, False)
+    return Sample("", whole.document, (whole.turn,))
 
 
 def _draw_facts(rng: random.Random, mixture: Mixture, number: int) -> list[Fact]:

@@ -16,17 +16,21 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_the_demo_pair_is_bundled_and_sparse_early() -> None:
-    demo = find_pair("demo")
+BUNDLED = ("demo", "demo-nemotron_h", "demo-gpt_oss")
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_the_demo_pairs_are_bundled_and_sparse_early(name: str) -> None:
+    demo = find_pair(name)
     assert Path(demo.target, "config.json").is_file()
     assert demo.draft is not None
     assert Path(demo.draft, "config.json").is_file()
     assert demo.threshold == 512
-    assert demo.alias == "demo"
+    assert demo.alias == name
 
 
 def test_every_other_pair_says_that_it_was_never_run() -> None:
-    others = {name: pair for name, pair in read_pairs(pairs.CLONE_PAIRS).items() if name != "demo"}
+    others = {name: pair for name, pair in read_pairs(pairs.CLONE_PAIRS).items() if name not in BUNDLED}
     assert {"qwen3.5-35b", "qwen3.5-122b", "nemotron-h-120b", "gpt-oss-120b"} == set(others)
     assert all("never run here" in pair.note for pair in others.values())
     assert all(pair.draft for pair in others.values())

@@ -248,7 +248,7 @@ def config(sizes: Sizes) -> dict[str, object]:
         "sliding_window": sizes.sliding_window,
         "rms_norm_eps": sizes.rms_norm_eps,
         "rope_theta": sizes.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": {"rope_type": "default"},  # without it transformers assumes YaRN
         "vocab_size": sizes.vocab_size,
         "max_position_embeddings": sizes.max_position_embeddings,
         "tie_word_embeddings": False,

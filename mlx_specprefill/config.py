@@ -74,6 +74,7 @@ class SelectionConfig:
     """Which tokens the target sees. Limits are tokens."""
 
     chunk_size: int = 32
+    carry: float = 0.25  # of a chunk's score that the next one gets at least; 0 is the paper's rule
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
     verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here
@@ -81,6 +82,8 @@ class SelectionConfig:
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be positive, got {self.chunk_size}")
+        if not 0 <= self.carry <= 1:
+            raise ValueError(f"carry must be in [0, 1], got {self.carry}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,20 +74,20 @@ class QueryCapture:
         self.rows: list[mx.array] = []
         self.layers: list[int] = []
         self._span = 0
-        self._joined: mx.array | None = None
+        self._best: mx.array | None = None
         self._count = self._summed = 0
 
     @contextmanager
     def row(self, span: int) -> Iterator[None]:
         """Capture one single-token forward after which a full-length cache holds `span` tokens."""
-        self._span, self._joined, self._count, self._summed = span, None, 0, 0
+        self._span, self._best, self._count, self._summed = span, None, 0, 0
         _active.capture = self
         try:
             yield
         finally:
             _active.capture = None
-        if self._joined is not None:
-            self.rows.append(self._joined if self.heads == "max" else self._joined * (1.0 / self._summed))
+        if self._best is not None:
+            self.rows.append(self._best if self.heads == "max" else self._best * (1.0 / self._summed))
             self.layers.append(self._count)
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
@@ -110,7 +110,7 @@ class QueryCapture:
     def _add(self, logits: mx.array, sinks: mx.array | None) -> None:
         rows = pool(prompt_attention(logits, self.prompt_len, sinks), self.pool_width)
         join, row = (mx.maximum, rows.max(axis=0)) if self.heads == "max" else (mx.add, rows.sum(axis=0))
-        self._joined = row if self._joined is None else join(self._joined, row)
+        self._best = row if self._best is None else join(self._best, row)
         self._summed += rows.shape[0]
         self._count += 1
 

@@ -22,7 +22,7 @@ from ..loading import ModelPair
 from ..prefill.cost import PairCost
 from ..prefill.plan import PrefillPlan, plan_prefill
 from ..prefill.scoring import Scores, score_prompt
-from ..prefill.selection import Selection, chunk_means, held_share, select_chunks
+from ..prefill.selection import Selection, carried, chunk_means, held_share, select_chunks
 from ..prefill.sparse import prefill
 from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
 from ..sampling import top_logprobs
@@ -182,8 +182,9 @@ class Prefiller:
 
     def select(self, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
         """Chunks of the suffix from `start` on; its `kept` counts from there."""
-        size = self.config.selection.chunk_size
-        return select_chunks(chunk_means(scores.importance[start:], size), plan.forced[start:], plan.keep, size)
+        selection = self.config.selection
+        means = carried(chunk_means(scores.importance[start:], selection.chunk_size), selection.carry)
+        return select_chunks(means, plan.forced[start:], plan.keep, selection.chunk_size)
 
     def _continue(self, sequence: Sequence, selection: Selection) -> tuple[int, Kept]:
         """Extend the session's sparse cache if it holds what this question wants; else start over.

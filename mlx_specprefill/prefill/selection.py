@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Selection", "chunk_means", "held_share", "kept_spans", "select_chunks"]
+__all__ = ["Selection", "carried", "chunk_means", "held_share", "kept_spans", "select_chunks"]
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -40,6 +40,17 @@ def chunk_means(importance: Floats, chunk_size: int) -> Floats:
     sums = np.add.reduceat(importance.astype(np.float64), starts)
     lengths = np.diff(np.append(starts, importance.size))
     return (sums / lengths).astype(np.float32)
+
+
+def carried(chunk_scores: Floats, share: float) -> Floats:
+    """Each score at least `share` of the one before it, (C,) -> (C,).
+
+    The draft looks at where a passage begins. What goes on in the next chunk, like the value after a long name, would
+    compete with the best of the rest on its own.
+    """
+    scores = chunk_scores.copy()
+    scores[1:] = np.maximum(scores[1:], chunk_scores[:-1] * np.float32(share))
+    return scores
 
 
 def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_size: int) -> Selection:

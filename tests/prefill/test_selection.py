@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import InvalidRequestError, keep_pct
-from mlx_specprefill.prefill.selection import chunk_means, held_share, kept_spans, select_chunks
+from mlx_specprefill.prefill.selection import carried, chunk_means, held_share, kept_spans, select_chunks
 
 
 def brute_force(scores: list[float], forced: list[bool], keep: Fraction, size: int) -> list[int]:
@@ -131,3 +131,10 @@ def test_what_lies_after_the_earlier_turn_does_not_count():
     assert held_share(selection, np.ones(3, dtype=bool)) == 1.0
     assert held_share(selection, np.zeros(3, dtype=bool)) == 0.0
     assert held_share(selection, np.zeros(0, dtype=bool)) == 1.0
+
+
+def test_a_chunk_gets_a_share_of_the_score_before_it_and_no_more():
+    scores = np.array([8, 1, 0, 4, 3], dtype=np.float32)
+    assert carried(scores, 0.25).tolist() == [8, 2, 0.25, 4, 3]
+    assert carried(scores, 0).tolist() == scores.tolist()
+    assert scores.tolist() == [8, 1, 0, 4, 3]

@@ -30,7 +30,7 @@ __all__ = ["calibrate", "calibrated"]
 
 log = logging.getLogger(__name__)
 
-_LADDER = ((256, 256), (1024, 256), (2048, 1024), (4096, 2048), (8192, 2048))  # (prompt tokens, tokens per forward)
+_LADDER = ((256, 256), (1024, 256), (2048, 2048), (4096, 1024), (8192, 2048))  # (prompt tokens, tokens per forward)
 _FEWEST = 3  # rungs without which nothing can be told from launch costs
 _SECONDS = 10.0  # per model; a rung is left out when it would not fit
 

@@ -1,7 +1,8 @@
 """What a prefill will take, from what prefills took on this machine. Pure.
 
-One forward over n tokens behind s others takes `fixed + token * n + pair * n * (s + n / 2)`: the launch, everything
-that is linear in the tokens, and attention. A sparse request costs the draft over the whole prompt, its look-ahead, and
+One forward over n tokens behind s others takes `fixed + token * n + pair * n * s + square * n * n`: the launch,
+everything that is linear in the tokens, and attention to what was there and among the new tokens, of which fused kernels
+compute half and others all. A sparse request costs the draft over the whole prompt, its look-ahead, and
 the target over what is kept; a full one the target over everything. All of it is measured, never derived from
 parameter counts: the share of parameters that a token activates predicts times badly on mixtures of experts.
 """
@@ -36,7 +37,7 @@ class ModelCost:
     """Milliseconds of forwards of one model.
 
     Attributes:
-        fixed_ms, token_ms, pair_ms: of a forward over many tokens, see the module's docstring.
+        fixed_ms, token_ms, pair_ms, square_ms: of a forward over many tokens, see the module's docstring.
         end_ms, end_token_ms: what follows the last slice, behind n tokens: `end_ms + end_token_ms * n`. For a target
             that is the last prompt token with its logits, for a draft the look-ahead and the scores as well.
     """
@@ -44,15 +45,18 @@ class ModelCost:
     fixed_ms: float
     token_ms: float
     pair_ms: float
+    square_ms: float
     end_ms: float
     end_token_ms: float
 
     def prefill_ms(self, tokens: int, offset: int = 0, step: int = 2048) -> float:
         """A prefill of `tokens` behind `offset`, in forwards of `step` tokens, with its end."""
         read = max(tokens - 1, 0)
-        forwards = -(-read // step)
-        pairs = read * offset + read * read / 2
-        middle = self.fixed_ms * forwards + self.token_ms * read + self.pair_ms * pairs
+        forwards, rest = divmod(read, step)
+        squares = forwards * step**2 + rest**2
+        pairs = read * offset + (read**2 - squares) / 2  # every token meets those of earlier forwards
+        middle = self.fixed_ms * (forwards + (rest > 0)) + self.token_ms * read
+        middle += self.pair_ms * pairs + self.square_ms * squares
         return middle + self.end_ms + self.end_token_ms * (offset + tokens)
 
 
@@ -114,10 +118,10 @@ def fit(forwards: Iterable[Sample], ends: Iterable[Sample]) -> ModelCost:
     slices, last = list(forwards), list(ends)
     if not slices or not last:
         raise ValueError("nothing was measured")
-    rows = [(1.0, s.tokens, s.tokens * (s.offset + s.tokens / 2)) for s in slices]
-    fixed, token, pair = _non_negative(np.array(rows), np.array([s.ms for s in slices]))
+    rows = [(1.0, s.tokens, s.tokens * s.offset, s.tokens**2) for s in slices]
+    forward = _non_negative(np.array(rows), np.array([s.ms for s in slices]))
     end, end_token = _non_negative(np.array([(1.0, s.offset) for s in last]), np.array([s.ms for s in last]))
-    return ModelCost(fixed, token, pair, end, end_token)
+    return ModelCost(*forward, end, end_token)
 
 
 def _non_negative(columns: np.ndarray, ms: np.ndarray) -> list[float]:

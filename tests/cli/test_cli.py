@@ -240,7 +240,7 @@ class TestCalibrate:
     def test_it_prints_the_curve_and_the_break_even_length(
         self, models: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, draft = ModelCost(0.0, 1.0, 0.0, 0.0, 0.0), ModelCost(0.0, 0.1, 0.0, 0.0, 0.0)
+        target, draft = ModelCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0), ModelCost(0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
         monkeypatch.setattr(cli, "measure_pair", lambda *_: PairCost(target, draft))
         done = run("calibrate", *models)
         assert done.exit_code == 0, done.output

@@ -23,7 +23,7 @@ from mlx_specprefill.engine.calibration import calibrated
 from mlx_specprefill.prefill.cost import ModelCost
 from tests import tiny
 
-CHEAP, DEAR = ModelCost(0.0, 0.001, 0.0, 0.0, 0.0), ModelCost(0.0, 10.0, 0.0, 0.0, 0.0)
+CHEAP, DEAR = ModelCost(0.0, 0.001, 0.0, 0.0, 0.0, 0.0), ModelCost(0.0, 10.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.fixture

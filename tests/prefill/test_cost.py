@@ -11,8 +11,8 @@ from mlx_specprefill import SpecPrefillPolicy
 from mlx_specprefill.prefill.cost import ModelCost, PairCost, Sample, break_even, fit, worthwhile
 from mlx_specprefill.request import Prediction
 
-TARGET = ModelCost(fixed_ms=5.0, token_ms=0.4, pair_ms=2e-5, end_ms=3.0, end_token_ms=1e-4)
-DRAFT = ModelCost(fixed_ms=2.0, token_ms=0.05, pair_ms=4e-6, end_ms=40.0, end_token_ms=1e-3)
+TARGET = ModelCost(fixed_ms=5.0, token_ms=0.4, pair_ms=2e-5, square_ms=1.5e-5, end_ms=3.0, end_token_ms=1e-4)
+DRAFT = ModelCost(fixed_ms=2.0, token_ms=0.05, pair_ms=4e-6, square_ms=2e-6, end_ms=40.0, end_token_ms=1e-3)
 PAIR = PairCost(TARGET, DRAFT)
 POLICY = SpecPrefillPolicy(threshold=None, min_saving_share=Fraction(1, 5), min_saving_ms=0.0)
 
@@ -22,7 +22,7 @@ def by_slices(cost: ModelCost, tokens: int, offset: int, step: int) -> float:
     total, start = 0.0, 0
     while start < tokens - 1:
         n = min(step, tokens - 1 - start)
-        total += cost.fixed_ms + cost.token_ms * n + cost.pair_ms * n * (offset + start + n / 2)
+        total += cost.fixed_ms + cost.token_ms * n + cost.pair_ms * n * (offset + start) + cost.square_ms * n * n
         start += n
     return total + cost.end_ms + cost.end_token_ms * (offset + tokens)
 
@@ -42,11 +42,12 @@ def test_a_prediction_adds_the_draft_over_everything_and_the_target_over_what_is
 def test_fit_finds_the_law_behind_exact_samples():
     slices = [(256, s) for s in range(0, 1024, 256)] + [(1024, 0), (1024, 1024), (2048, 0), (2048, 2048)]
     samples = [
-        Sample(n, s, TARGET.fixed_ms + TARGET.token_ms * n + TARGET.pair_ms * n * (s + n / 2)) for n, s in slices
+        Sample(n, s, TARGET.fixed_ms + TARGET.token_ms * n + TARGET.pair_ms * n * s + TARGET.square_ms * n * n)
+        for n, s in slices
     ]
     ends = [Sample(1, n, TARGET.end_ms + TARGET.end_token_ms * n) for n in (256, 1024, 4096)]
     found = fit(samples, ends)
-    for name in ("fixed_ms", "token_ms", "pair_ms", "end_ms", "end_token_ms"):
+    for name in ("fixed_ms", "token_ms", "pair_ms", "square_ms", "end_ms", "end_token_ms"):
         assert getattr(found, name) == pytest.approx(getattr(TARGET, name), rel=1e-6)
 
 
@@ -55,7 +56,9 @@ def test_fit_never_gives_a_negative_coefficient_and_stays_close():
     for _ in range(50):
         samples = [Sample(n, s, 0.1 * n * rng.uniform(0.8, 1.25)) for n, s in ((256, 0), (256, 256), (1024, 0))]
         found = fit(samples, [Sample(1, 256, 3.0), Sample(1, 1024, 2.0)])
-        assert min(found.fixed_ms, found.token_ms, found.pair_ms, found.end_ms, found.end_token_ms) >= 0
+        assert (
+            min(found.fixed_ms, found.token_ms, found.pair_ms, found.square_ms, found.end_ms, found.end_token_ms) >= 0
+        )
         assert found.prefill_ms(1024, 0, 1024) - found.end_ms == pytest.approx(0.1 * 1023, rel=0.4)
 
 

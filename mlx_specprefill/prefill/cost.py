@@ -1,10 +1,10 @@
 """What a prefill will take, from what prefills took on this machine. Pure.
 
 One forward over n tokens behind s others takes `fixed + token * n + pair * n * s + square * n * n`: the launch,
-everything that is linear in the tokens, and attention to what was there and among the new tokens, of which fused kernels
-compute half and others all. A sparse request costs the draft over the whole prompt, its look-ahead, and
-the target over what is kept; a full one the target over everything. All of it is measured, never derived from
-parameter counts: the share of parameters that a token activates predicts times badly on mixtures of experts.
+everything that is linear in the tokens, attention to what was there, and attention among the new tokens, of which fused
+kernels compute half and others all. A sparse request costs the draft over the whole prompt, its look-ahead, and the
+target over what is kept; a full one the target over everything. All of it is measured, never derived from parameter
+counts: the share of parameters that a token activates predicts times badly on mixtures of experts.
 """
 
 from __future__ import annotations

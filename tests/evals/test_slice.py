@@ -1,0 +1,45 @@
+"""The quality that must not get worse unseen: retrieval at 20 % on every pair that the repository holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_specprefill import Engine, load_pair
+from mlx_specprefill_server.evals.arms import arms
+from mlx_specprefill_server.evals.command import Options, evaluate
+from mlx_specprefill_server.evals.local import LocalExaminee, examination
+from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
+
+BUNDLED = {name: pair for name, pair in read_pairs(CLONE_PAIRS).items() if Path(pair.target).is_dir()}
+MOST_LOST = 0.05
+OPTIONS = Options(
+    tasks=("niah_single_2",),
+    lengths=(768,),
+    depths=(),
+    files=(),
+    arms=arms(["sparse"], ["0.2"]),
+    number=20,
+)
+
+
+@pytest.fixture(scope="module", params=sorted(BUNDLED))
+def cell(request):
+    pair = BUNDLED[request.param]
+    with Engine(load_pair(pair.target, pair.draft), examination()) as engine:
+        report = evaluate(OPTIONS, LocalExaminee(engine), print)
+    assert report["skipped"] == []
+    return request.param, report["cells"][0]
+
+
+def test_sparse_prefill_finds_what_full_prefill_finds(cell):
+    name, found = cell
+    assert found["n"] == OPTIONS.number
+    assert found["arms"]["sparse@0.2"]["accuracy"] >= found["full"] - MOST_LOST - 1e-9, name
+
+
+def test_the_demo_pair_can_do_the_task_at_all(cell):
+    """Where full prefill fails, losing nothing to it would prove nothing."""
+    name, found = cell
+    assert name != "demo" or found["full"] >= 0.9

@@ -16,7 +16,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-BUNDLED = ("demo", "demo-nemotron_h", "demo-gpt_oss")
+BUNDLED = ("demo", "demo-qwen3_5", "demo-nemotron_h", "demo-gpt_oss")
 
 
 @pytest.mark.parametrize("name", BUNDLED)

@@ -119,9 +119,9 @@ def fit(forwards: Iterable[Sample], ends: Iterable[Sample]) -> ModelCost:
     if not slices or not last:
         raise ValueError("nothing was measured")
     rows = [(1.0, s.tokens, s.tokens * s.offset, s.tokens**2) for s in slices]
-    forward = _non_negative(np.array(rows), np.array([s.ms for s in slices]))
+    fixed, token, pair, square = _non_negative(np.array(rows), np.array([s.ms for s in slices]))
     end, end_token = _non_negative(np.array([(1.0, s.offset) for s in last]), np.array([s.ms for s in last]))
-    return ModelCost(*forward, end, end_token)
+    return ModelCost(fixed, token, pair, square, end, end_token)
 
 
 def _non_negative(columns: np.ndarray, ms: np.ndarray) -> list[float]:

@@ -35,7 +35,7 @@ def opencode() -> Path:
 
 
 def configure(folder: Path, server: Server) -> None:
-    """As docs/clients/opencode.md has it."""
+    """As docs/clients/README.md has it."""
     options = {"baseURL": f"{server.base}/v1"}
     models = {"scripted": {"name": "scripted", "limit": {"context": 131072, "output": 4096}}}
     provider = {"npm": "@ai-sdk/openai-compatible", "name": "local", "options": options, "models": models}

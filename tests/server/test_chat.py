@@ -378,6 +378,16 @@ def test_ignore_eos(client: TestClient, engine: FakeEngine) -> None:
     assert body["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_counting_a_prompt(client: TestClient, engine: FakeEngine, choice: str) -> None:
+    tools = [{"type": "function", "function": {"name": "read"}}]
+    fields = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": choice}
+    counted = client.post(f"{URL}/input_tokens", json=fields).json()
+    assert not engine.requests
+    ask(client, **fields)
+    assert counted == {"object": "response.input_tokens", "input_tokens": len(engine.requests[0].prompt)}
+
+
 def test_tools_are_rendered_unless_they_must_not_be_called(engine: FakeEngine) -> None:
     template = "{% for t in tools or [] %}T:{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
     engine.pair = FakePair(byte_tokenizer(template))

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: to a neutral request, then streamed or collected."""
+"""POST /v1/chat/completions: to a neutral request, then streamed or collected; and how long its prompt is."""
 
 from __future__ import annotations
 
@@ -38,17 +38,25 @@ __all__ = ["router"]
 
 router = APIRouter()
 
+BodyDep = Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]
+
 
 @router.post("/v1/chat/completions")
-async def create(
-    request: Request, service: ServiceDep, body: Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]
-) -> Response:
+async def create(request: Request, service: ServiceDep, body: BodyDep) -> Response:
     """Answers a conversation."""
     asked = await ask(service, _ask(service, body))
     answer = ChatAnswer(service, body, asked)
     if body.stream:
         return EventStream(answer.stream(), asked.generation)
     return JsonResponse(await unless_client_leaves(request, asked.generation, answer.collect()))
+
+
+@router.post("/v1/chat/completions/input_tokens")
+async def count(service: ServiceDep, body: BodyDep) -> Response:
+    """How many tokens the prompt has, in llama.cpp's shape."""
+    functions = () if body.choice() == "none" else body.tools
+    prompt = await service.prompts.chat(conversation(body.messages, functions, body.template_kwargs()))
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
 
 def _ask(service: Service, body: ChatRequest) -> Ask:

@@ -18,6 +18,7 @@ KEYS = ("key-one", "kéy-two")
         {"x-api-key": "key-one"},
         {"authorization": "Bearer kéy-two".encode()},
         {"authorization": "Basic xyz", "x-api-key": "key-one"},
+        {"authorization": "Bearer of-another-service", "x-api-key": "key-one"},
     ],
 )
 def test_every_key_opens(engine: FakeEngine, headers: dict[str, str]) -> None:
@@ -34,6 +35,7 @@ def test_every_key_opens(engine: FakeEngine, headers: dict[str, str]) -> None:
         {"authorization": "key-one"},
         {"x-api-key": ""},
         {"authorization": "Bearer "},
+        {"authorization": "Bearer wrong", "x-api-key": "wrong"},
     ],
 )
 def test_without_a_key_nothing_but_health_is_open(engine: FakeEngine, headers: dict[str, str]) -> None:

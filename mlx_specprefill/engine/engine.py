@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import queue
 import sys
 import threading
@@ -99,6 +100,7 @@ class _Job:
     done: dict[str, int] = field(default_factory=dict)  # tokens per stage, as last reported
     on_end: Callable[[Any], None] = lambda _: None  # gets the result or the exception of a job without sequence
     background: bool = False
+    slice_s: float = 0.0  # that its latest slice took
 
     def depth(self, stage: str) -> int:
         """Tokens that the model of this stage holds already."""
@@ -451,8 +453,15 @@ class Engine:
         end = time.perf_counter() + _TICK_SHARE * self.config.slice_target_ms / 1e3
         while (uid := self._scheduler.pick()) is not None:
             self._slice(uid)
-            if time.perf_counter() >= end or any(job.handle.cancelled for job in self._jobs.values()):
+            if time.perf_counter() + self._longest_slice_s() >= end:
                 return
+
+    def _longest_slice_s(self) -> float:
+        """Seconds that the next slice may take, as far as is known; none is taken before a cancellation is seen."""
+        if any(job.handle.cancelled for job in self._jobs.values()):
+            return math.inf
+        decoding = self._scheduler.decoding
+        return max((job.slice_s for job in self._jobs.values() if job.uid not in decoding), default=0.0)
 
     def _slice(self, uid: int) -> None:
         job, begun = self._jobs[uid], time.perf_counter()
@@ -463,8 +472,9 @@ class Engine:
             log.exception("prefill failed")
             self._fail(job, error)
             return
+        job.slice_s = time.perf_counter() - begun
         if event is not None:
-            self._account_slice(job, event, 1e3 * (time.perf_counter() - begun))
+            self._account_slice(job, event, 1e3 * job.slice_s)
             self._emit(job, event)
 
     def _advance(self, job: _Job) -> Event | None:

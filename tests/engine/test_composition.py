@@ -175,7 +175,7 @@ def test_a_question_about_what_was_dropped_starts_over(monkeypatch):
         def elsewhere(self, logits, sinks):
             row = np.full(self.prompt_len, 1e-6, dtype=np.float32)
             row[32 * wanted : 32 * wanted + 32] = 1.0
-            self._joined = mx.array(row)
+            self._best = mx.array(row)
             self._count += 1
 
         monkeypatch.setattr(QueryCapture, "_add", elsewhere)

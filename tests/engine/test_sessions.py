@@ -109,7 +109,7 @@ def test_a_question_about_a_dropped_chunk_starts_over_at_any_turn(family: str, m
     def looks_at(self: Any, *_: Any) -> None:
         row = np.full(self.prompt_len, 1e-6, dtype=np.float32)
         row[32 * wanted["chunk"] : 32 * wanted["chunk"] + 32] = 1.0
-        self._joined = mx.array(row)
+        self._best = mx.array(row)
         self._count += 1
 
     monkeypatch.setattr(QueryCapture, "_add", looks_at)

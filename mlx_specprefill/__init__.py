@@ -30,7 +30,7 @@ from .engine.calibration import calibrate
 from .engine.engine import Engine, EngineHealth, RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
 from .engine.replay import Replay
-from .engine.stats import EngineStats, MemoryUse
+from .engine.stats import CachedTokens, EngineStats, MemoryUse
 from .errors import (
     ContextLengthError,
     EngineClosedError,
@@ -75,6 +75,7 @@ __all__ = [
     "SPECULATION_NAMES",
     "Account",
     "BlasStatus",
+    "CachedTokens",
     "ChunkInfo",
     "Constraint",
     "ContextLengthError",

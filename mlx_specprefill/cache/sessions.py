@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .fingerprint import block_digest, root_digest
 from .memory import ByteBudget, Entry
 from .positioned import leaves
 
-__all__ = ["SessionHit", "SessionStore"]
+__all__ = ["SessionEntry", "SessionHit", "SessionStore"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,17 @@ class SessionHit:
     length: int
     cache: list[Any]
     extra: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEntry:
+    """A stored session as people see it; fields as in `PrefixEntry`."""
+
+    session_id: str
+    length: int
+    nbytes: int
+    hits: int
+    last_use: float
 
 
 class _Session(Entry):
@@ -104,8 +116,34 @@ class SessionStore:
         sessions[key] = session
         return True
 
+    def entries(self) -> list[SessionEntry]:
+        """The stored sessions, last used first."""
+        entries = [
+            SessionEntry(_name(namespace, session), len(session.key), session.nbytes, session.hits, session.seen_at)
+            for namespace, sessions in self._sessions.items()
+            for session in sessions.values()
+        ]
+        return sorted(entries, key=lambda entry: entry.last_use, reverse=True)
+
+    def drop(self, session_id: str) -> bool:
+        """Forget one; False when there is none of that name."""
+        named = (
+            session
+            for namespace, sessions in self._sessions.items()
+            for session in sessions.values()
+            if _name(namespace, session) == session_id
+        )
+        session = next(named, None)
+        if session is not None:
+            session.evict()
+        return session is not None
+
     def clear(self) -> None:
         """Forget every session."""
         for sessions in self._sessions.values():
             for session in list(sessions.values()):
                 session.evict()
+
+
+def _name(namespace: str, session: _Session) -> str:
+    return block_digest(root_digest(namespace, 0), session.key).hex()

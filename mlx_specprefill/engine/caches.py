@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 import mlx.nn as nn
 import numpy as np
@@ -22,6 +22,7 @@ from ..cache.sessions import SessionStore
 from ..config import EngineConfig
 from ..errors import SparseUnsupportedError
 from ..loading import ModelPair
+from .stats import CachedTokens
 
 __all__ = ["EngineCaches", "Session", "empty_cache"]
 
@@ -129,6 +130,20 @@ class EngineCaches:
         except Exception:
             log.exception("a session could not be stored")
 
+    def entries(self) -> tuple[CachedTokens, ...]:
+        """All that is kept, last used first."""
+        sessions = [
+            CachedTokens(entry.session_id, "session", entry.length, entry.nbytes, entry.hits, entry.last_use)
+            for entry in self.sessions.entries()
+        ]
+        prefixes = [*_prefixes("target", self._target), *_prefixes("draft", self._draft)]
+        return tuple(sorted([*sessions, *prefixes], key=lambda entry: entry.last_use, reverse=True))
+
+    def drop(self, name: str) -> bool:
+        """Forget one entry, in memory and on disk; False when there is none of that name."""
+        prefixes = [cache for cache in (self._target, self._draft) if cache is not None]
+        return any(cache.drop(name) for cache in prefixes) or self.sessions.drop(name)
+
     def clear(self) -> None:
         """Forget every prefix and session, in memory and on disk."""
         self.sessions.clear()
@@ -139,6 +154,13 @@ class EngineCaches:
     def close(self) -> None:
         if self._disk is not None:
             self._disk.close()
+
+
+def _prefixes(kind: Literal["target", "draft"], cache: PrefixCache | None) -> list[CachedTokens]:
+    return [
+        CachedTokens(e.prefix_id, kind, e.length, e.nbytes, e.hits, e.last_use, e.on_disk)
+        for e in (cache.entries() if cache is not None else ())
+    ]
 
 
 def _lookup(cache: PrefixCache | None, tokens: Sequence[int], again: bool = False) -> PrefixHit | None:

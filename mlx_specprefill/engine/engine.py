@@ -48,7 +48,7 @@ from .replay import Replay, replay_continuation
 from .scheduler import Scheduler, SliceSizer
 from .sequence import Sequence
 from .speculation import Speculator
-from .stats import EngineStats, MemoryUse
+from .stats import CachedTokens, EngineStats, MemoryUse, Meter
 
 __all__ = ["Engine", "EngineHealth", "RequestHandle"]
 
@@ -132,7 +132,8 @@ class Engine:
         self._given = 0  # tokens of the latest slice at most
         self.densified = self.densified_tokens = 0  # sparse turns whose prompt was made dense afterwards
         self._weights = (0, 0)  # bytes of target and draft
-        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._meter = Meter()  # of generated tokens
+        self._inbox: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._uids = 0
         self._unread = 0  # submitted, not yet seen by the loop
@@ -199,6 +200,7 @@ class Engine:
             densified_tokens=self.densified_tokens,
             **self.caches.counts(),
             memory=self._memory(),
+            tokens_per_second=self._meter.per_second(),
         )
 
     def _memory(self) -> MemoryUse:
@@ -304,6 +306,54 @@ class Engine:
 
         return self._wait_for(inspect_prompt(self.prefiller, request), report)
 
+    def submit_inspection(
+        self, request: GenerationRequest, on_event: OnEvent, on_end: Callable[[Inspection | Exception], None]
+    ) -> RequestHandle:
+        """`inspect` without waiting. Both callbacks are called on the MLX thread; `on_end` exactly once.
+
+        Raises:
+            InvalidRequestError, EngineClosedError: as for `submit`.
+        """
+        self.check(request)
+        return self._start(inspect_prompt(self.prefiller, request), on_event, on_end)
+
+    def cached(self) -> tuple[CachedTokens, ...]:
+        """What is kept for later requests, last used first; blocks for as long as one slice.
+
+        Raises:
+            EngineClosedError: the engine is not running.
+        """
+        return self._call(self.caches.entries)
+
+    def drop_cached(self, name: str | None = None) -> bool:
+        """Forget one of `cached`, in memory and on disk, or everything; blocks for as long as one slice.
+
+        Requests in work keep what they have taken. False when there is none of that name.
+
+        Raises:
+            EngineClosedError: the engine is not running.
+        """
+        if name is not None:
+            return self._call(partial(self.caches.drop, name))
+        self._call(self.caches.clear)
+        return True
+
+    def _call(self, call: Callable[[], T]) -> T:
+        """Call something on the MLX thread, between two slices; its result."""
+        done: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+
+        def answer() -> None:
+            try:
+                done.put(call())
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller, not to the loop
+                done.put(error)
+
+        with self._lock:
+            if not self._open:
+                raise EngineClosedError("the engine is not running")
+            self._inbox.put(answer)
+        return _result(done)
+
     def replay(self, request: GenerationRequest, continuation: Tokens[int], attention: bool = False) -> Replay:
         """Prefill as the request says, then feed a given continuation instead of generating one; blocks.
 
@@ -320,11 +370,15 @@ class Engine:
     def _wait_for(self, slices: Generator[Any, None, T], on_event: OnEvent) -> T:
         """Run a job without answer on the MLX thread; its result."""
         done: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
-        self._post(_Job(self._next_uid(), on_event, RequestHandle(), slices, on_end=done.put))
-        result = done.get()
-        if isinstance(result, Exception):
-            raise result
-        return result
+        self._start(slices, on_event, done.put)
+        return _result(done)
+
+    def _start(
+        self, slices: Generator[Any, None, T], on_event: OnEvent, on_end: Callable[[T | Exception], None]
+    ) -> RequestHandle:
+        handle = RequestHandle()
+        self._post(_Job(self._next_uid(), on_event, handle, slices, on_end=on_end))
+        return handle
 
     def _guide(self, request: GenerationRequest) -> Guide | None:
         if request.constraint is None:
@@ -385,6 +439,9 @@ class Engine:
                 return
             if job is None:
                 return
+            if not isinstance(job, _Job):
+                job()
+                continue
             with self._lock:
                 self._jobs[job.uid] = job
                 self._scheduler.add(job.uid)
@@ -566,6 +623,7 @@ class Engine:
                 self._end(self._jobs[uid], Failed(error, self._sequence(uid).account()))
             self._batch = DecodeBatch(self.pair.target)
             return
+        self._meter.add(len(events))
         for uid, event in events:
             self._decoded(self._jobs[uid], event)
 
@@ -668,7 +726,7 @@ class Engine:
             self._end(job, Finished("cancelled", 0, sequence.account()))
         else:
             self._forget(job)
-            job.on_end(EngineClosedError("the engine was closed"))
+            job.on_end(RequestCancelled() if job.handle.cancelled else EngineClosedError("the engine was closed"))
 
     def _fail(self, job: _Job, error: Exception) -> None:
         if job.sequence is not None:
@@ -697,6 +755,14 @@ class Engine:
             if job.uid in self._jobs:
                 job.handle.cancel()
                 job.on_event = lambda _: None
+
+
+def _result(done: queue.SimpleQueue[T | Exception]) -> T:
+    """What was put there; an exception is raised."""
+    result = done.get()
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _processors(request: GenerationRequest) -> list[LogitsProcessor]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..request import GenerationRequest, Mode, Progress
+from ..prefill.selection import kept_spans
+from ..request import GenerationRequest, Mode, Prediction, Progress
 from .prefiller import Prefiller
 
 __all__ = ["ChunkInfo", "Inspection", "inspect_prompt"]
@@ -29,7 +30,14 @@ class ChunkInfo:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What the draft thinks of a prompt. importance: float32 (M,)."""
+    """What the draft thinks of a prompt.
+
+    Attributes:
+        importance: float32 (M,).
+        forced_ranges: prompt indices [start, end) and the rule that keeps them; they may overlap.
+        kept_spans: what the target would see, as maximal [start, end).
+        predicted: times to first token of both ways, nothing being cached; None where nothing was measured.
+    """
 
     mode: Mode
     reason: str
@@ -39,6 +47,8 @@ class Inspection:
     chunks: tuple[ChunkInfo, ...]
     lookahead_tokens: tuple[int, ...]
     forced_ranges: tuple[tuple[int, int, str], ...]
+    kept_spans: tuple[tuple[int, int], ...] = ()
+    predicted: Prediction | None = None
 
 
 def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generator[Progress, None, Inspection]:
@@ -70,5 +80,14 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
     )
     ranges = tuple((r.start, r.end, r.reason) for r in plan.ranges)
     return Inspection(
-        plan.mode, plan.reason, M, int(selection.kept.size), scores.importance, chunks, scores.lookahead, ranges
+        mode=plan.mode,
+        reason=plan.reason,
+        prompt_tokens=M,
+        kept_tokens=int(selection.kept.size),
+        importance=scores.importance,
+        chunks=chunks,
+        lookahead_tokens=scores.lookahead,
+        forced_ranges=ranges,
+        kept_spans=kept_spans(selection.kept),
+        predicted=plan.predicted,
     )

@@ -2,10 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["EngineStats", "MemoryUse"]
+__all__ = ["CachedTokens", "EngineStats", "MemoryUse", "Meter"]
+
+_WINDOW_S = 5
+
+
+class Meter:
+    """How often something happened per second, lately. Written by one thread, read by any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=_WINDOW_S + 1)  # (which, how often)
+
+    def add(self, count: int) -> None:
+        now = int(self._clock())
+        if self._seconds and self._seconds[-1][0] == now:
+            self._seconds[-1] = (now, self._seconds[-1][1] + count)
+        else:
+            self._seconds.append((now, count))
+
+    def per_second(self) -> float:
+        """Over the last whole seconds; 0 when nothing happened in them."""
+        now = int(self._clock())
+        return sum(count for second, count in tuple(self._seconds) if now - _WINDOW_S <= second < now) / _WINDOW_S
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Something that is kept for later requests. Says nothing of what it holds.
+
+    Attributes:
+        id: names it in `Engine.drop_cached`; a digest, from which no token can be read.
+        kind: a dense prefix of the target or of the draft, or a sparse session.
+        tokens: from the start of the prompt; of a session the dropped ones too.
+        nbytes: memory that dropping it frees; what prefixes share is not counted.
+        hits: requests that used it.
+        last_use: seconds since the epoch; 0 when it was not used since the start.
+    """
+
+    id: str
+    kind: Literal["target", "draft", "session"]
+    tokens: int
+    nbytes: int
+    hits: int
+    last_use: float
+    on_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +94,7 @@ class EngineStats:
         prefix_hits, prefix_misses: requests that found a dense prefix in the target's cache, or none.
         prefix_tokens: prompt tokens that they did not have to prefill.
         sessions: sparse sessions that could be extended.
+        tokens_per_second: generated lately, by all requests together.
         evictions: prefixes and sessions that memory had no room for; `disk_evictions`: records dropped from disk.
     """
 
@@ -65,3 +113,4 @@ class EngineStats:
     evictions: int
     disk_evictions: int
     memory: MemoryUse
+    tokens_per_second: float = 0.0

@@ -31,7 +31,8 @@ REQUEST_ID = "x-request-id"
 SANE_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 LONGEST_PATH = 200
 PATIENCE_S = 5.0  # how long a line waits for answers that the engine has not ended
-QUIET = ("/health", "/metrics")  # asked all the time: logged at level debug when all is well
+# Asked all the time: logged at level debug when all is well.
+QUIET = ("/health", "/metrics", "/v1/specprefill/stats", "/v1/specprefill/cache")
 
 
 class Exchange:

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 from starlette.middleware.cors import CORSMiddleware
 
-from . import __version__, about, api_document, errors, health, tokens
+from . import __version__, about, api_document, errors, explain, health, live, page, tokens
 from .access_log import AccessLog
 from .anthropic import messages
 from .auth import Gatekeeper
@@ -43,7 +43,10 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(AccessLog)
-    routers = [module.router for module in (health, about, tokens, chat, completions, responses, messages, models)]
+    routers = [
+        module.router
+        for module in (page, health, about, live, explain, tokens, chat, completions, responses, messages, models)
+    ]
     for router in routers:
         app.include_router(router)
     api_document.install(app, routers)

@@ -14,6 +14,7 @@ from .settings import Settings
 __all__ = ["Gatekeeper"]
 
 OPEN_PATHS = ("/", "/health")  # no key needed
+OPEN_FOLDER = "/web/"  # nor for what the page is made of
 
 
 class Gatekeeper:
@@ -39,7 +40,7 @@ class Gatekeeper:
         if scope["method"] == "POST" and "origin" in headers and not _is_json(headers.get("content-type", "")):
             message = "Requests from a web page need Content-Type: application/json."
             return ApiError(415, message, code="unsupported_media_type")
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._key_valid(headers):
+        if self._keys and not _is_open(scope["path"]) and not self._key_valid(headers):
             message = "Incorrect API key provided. Send it as 'Authorization: Bearer <key>' or 'x-api-key'."
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return None
@@ -58,6 +59,10 @@ class Gatekeeper:
         given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
         # every key is compared to the end, so the time taken tells nothing about any of them
         return True in [hmac.compare_digest(text, key) for text in given for key in self._keys]
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 def _without_port(host: str) -> str:

@@ -49,6 +49,7 @@ from .evals.command import evaluate as run_eval
 from .evals.errors import EvaluationError
 from .evals.local import LocalExaminee, examination
 from .evals.remote import RemoteExaminee
+from .explained import ExplainedChunk, explain_chunks
 from .heatmap import render_heatmap
 from .logs import set_up as set_up_logs
 from .pairs import Pair, PairsError, find_pair
@@ -323,10 +324,10 @@ def inspect(
         with Engine(_load(chosen, dtype), settings.engine_config()) as engine:
             prompt = _prompt(engine.pair, text, question, raw)
             inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))
-            texts = _chunk_texts(engine.pair, prompt, inspection)
-            _show(inspection, texts, dropped_too=show_dropped)
+            chunks = explain_chunks(engine.pair.tokenizer, prompt.tokens, inspection)
+            _show(inspection, chunks, dropped_too=show_dropped)
             if html is not None:
-                html.write_text(render_heatmap(inspection, texts, _names(engine.pair)), encoding="utf-8")
+                html.write_text(render_heatmap(inspection, chunks, _names(engine.pair)), encoding="utf-8")
                 _notes().print(f"Heat map written to {html}", markup=False)
 
 
@@ -543,22 +544,9 @@ def _inspect(engine: Engine, request: GenerationRequest) -> Inspection:
         return engine.inspect(request, bars.update)
 
 
-def _chunk_texts(pair: ModelPair, prompt: Prompt, inspection: Inspection) -> list[str]:
-    """Each chunk's text. A character cut by a chunk's border goes to the chunk that completes it."""
-    text = pair.tokenizer.detokenizer
-    texts = []
-    for chunk in inspection.chunks:
-        for token in prompt.tokens[chunk.start : chunk.end]:
-            text.add_token(token)
-        texts.append(text.last_segment)
-    text.finalize()
-    texts[-1] += text.last_segment
-    return texts
-
-
-def _show(inspection: Inspection, texts: list[str], *, dropped_too: bool) -> None:
+def _show(inspection: Inspection, chunks: list[ExplainedChunk], *, dropped_too: bool) -> None:
     console = Console()
-    console.print(chunk_table(inspection.chunks, texts, dropped_too=dropped_too))
+    console.print(chunk_table(chunks, dropped_too=dropped_too))
     kept = sum(chunk.kept for chunk in inspection.chunks)
     summary = (
         f"{inspection.kept_tokens} of {inspection.prompt_tokens} tokens kept, {kept} of {len(inspection.chunks)} "

@@ -12,8 +12,9 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from mlx_specprefill import Account, ChunkInfo, PairCost, Progress, SpecPrefillPolicy, shape_work, worthwhile
+from mlx_specprefill import Account, PairCost, Progress, SpecPrefillPolicy, shape_work, worthwhile
 
+from .explained import ExplainedChunk
 from .heatmap import chunk_state
 
 __all__ = ["StageBars", "chunk_table", "cost_table", "stage_bars", "stage_summary", "stage_table", "work_table"]
@@ -90,8 +91,8 @@ def stage_summary(account: Account, completion_tokens: int) -> str:
     )
 
 
-def chunk_table(chunks: Sequence[ChunkInfo], texts: Sequence[str], *, dropped_too: bool) -> Table:
-    shown = [(chunk, text) for chunk, text in zip(chunks, texts, strict=True) if chunk.kept or dropped_too]
+def chunk_table(chunks: Sequence[ExplainedChunk], *, dropped_too: bool) -> Table:
+    shown = [(chunk.info, chunk.text) for chunk in chunks if chunk.info.kept or dropped_too]
     columns = {
         "chunk": [str(chunk.index) for chunk, _ in shown],
         "tokens": [f"{chunk.start}-{chunk.end - 1}" for chunk, _ in shown],

@@ -16,15 +16,17 @@ from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from mlx_specprefill import Constraint, EngineClosedError, InvalidRequestError
+from mlx_specprefill import Constraint, EngineClosedError, GenerationRequest, InvalidRequestError, RequestCancelled
 
 from .access_log import current_exchange
 from .deliveries import Deliveries
 from .errors import ApiError
 from .generation import Ended, EngineLike, Generation, Job
+from .inspecting import Inspecting
 from .metrics import Metrics
 from .parsers.formats import detect
 from .prompt import PromptBuilder
+from .recent import RecentAnswers
 from .settings import Settings
 from .vocabulary import Vocabulary
 
@@ -45,11 +47,12 @@ class Service:
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
         self.prompts = PromptBuilder(engine.pair.tokenizer)
         self.metrics = Metrics(engine, self.model_id)
+        self.recent = RecentAnswers()
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
         self.started = int(time.time())
-        self._live: WeakSet[Generation] = WeakSet()
+        self._live: WeakSet[Generation | Inspecting] = WeakSet()
         self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, Deliveries] = WeakKeyDictionary()
-        self._stopping = False
+        self.stopping = False
 
     @property
     def context_length(self) -> int:
@@ -81,32 +84,43 @@ class Service:
         Raises:
             EngineClosedError: shutting down, or the engine takes nothing more.
         """
-        if self._stopping:
-            raise EngineClosedError("the server is shutting down")
+        self._refuse_when_stopping()
         loop = asyncio.get_running_loop()
         deliveries = self._deliveries.setdefault(loop, Deliveries(loop))
         generation = Generation(self.engine, self.vocabulary, jobs, deliveries, self._counted(len(jobs)))
         self._live.add(generation)
         return generation
 
+    def inspect(self, request: GenerationRequest) -> Inspecting:
+        """Starts an inspection; raises as `submit`."""
+        self._refuse_when_stopping()
+        work = Inspecting(self.engine, request)
+        self._live.add(work)
+        return work
+
+    def _refuse_when_stopping(self) -> None:
+        if self.stopping:
+            raise EngineClosedError("the server is shutting down")
+
     def _counted(self, answers: int) -> Callable[[Ended], None]:
         """Tells the metrics and the request's line in the log how answers ended."""
         exchange = current_exchange()
-        if exchange is None:
-            return self.metrics.ended
-        exchange.running += answers
+        if exchange is not None:
+            exchange.running += answers
 
         def ended(end: Ended) -> None:
             self.metrics.ended(end)
-            exchange.ended(end)
+            self.recent.add(end, None if exchange is None else exchange.id)
+            if exchange is not None:
+                exchange.ended(end)
 
         return ended
 
     def stop(self) -> None:
         """Ends every answer in work, so that each stream can close properly, and takes no new ones."""
-        self._stopping = True
-        for generation in list(self._live):
-            generation.stop(self.settings.shutdown_grace_s / 2)
+        self.stopping = True
+        for work in list(self._live):
+            work.stop(self.settings.shutdown_grace_s / 2)
 
 
 def _short(model: str | None) -> str | None:
@@ -193,7 +207,7 @@ def _shown(value: Any) -> str:
     return f" (got {value!r:.60})"
 
 
-async def unless_client_leaves(request: Request, generation: Generation, work: Awaitable[T]) -> T:
+async def unless_client_leaves(request: Request, generation: Generation | Inspecting, work: Awaitable[T]) -> T:
     """Awaits `work`, and closes its generation as soon as the client hangs up.
 
     Raises:
@@ -202,7 +216,7 @@ async def unless_client_leaves(request: Request, generation: Generation, work: A
     watch = asyncio.create_task(_until_disconnect(request, generation))
     try:
         return await work
-    except EngineClosedError as error:
+    except (EngineClosedError, RequestCancelled) as error:
         if watch.done():
             raise ClientDisconnect from error
         raise
@@ -211,7 +225,7 @@ async def unless_client_leaves(request: Request, generation: Generation, work: A
         generation.close()
 
 
-async def _until_disconnect(request: Request, generation: Generation) -> None:
+async def _until_disconnect(request: Request, generation: Generation | Inspecting) -> None:
     """The body has been read, so the next message can only be the disconnect."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 from mlx_specprefill import (
     Account,
+    CachedTokens,
     Constraint,
     EngineClosedError,
     EngineStats,
@@ -21,6 +22,7 @@ from mlx_specprefill import (
     Failed,
     Finished,
     GenerationRequest,
+    Inspection,
     Logprob,
     Progress,
     PromptLogprobs,
@@ -60,6 +62,14 @@ class EngineLike(Protocol):
     def pair(self) -> Any: ...
     def compile(self, constraint: Constraint) -> None: ...
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Handle: ...
+    def submit_inspection(
+        self,
+        request: GenerationRequest,
+        on_event: Callable[[Event], None],
+        on_end: Callable[[Inspection | Exception], None],
+    ) -> Handle: ...
+    def cached(self) -> tuple[CachedTokens, ...]: ...
+    def drop_cached(self, name: str | None = None) -> bool: ...
     def health(self) -> Health: ...
     def stats(self) -> EngineStats: ...
     def close(self) -> None: ...

@@ -7,6 +7,8 @@ from html import escape
 
 from mlx_specprefill import ChunkInfo, Inspection
 
+from .explained import ExplainedChunk
+
 __all__ = ["LEVELS", "chunk_state", "heat_levels", "render_heatmap"]
 
 LEVELS = 6  # shades of the background; the top one is the best-scored sixth of the chunks
@@ -61,19 +63,18 @@ def heat_levels(scores: Sequence[float]) -> list[int]:
     return [first_rank[score] * LEVELS // len(ordered) for score in scores]
 
 
-def render_heatmap(inspection: Inspection, texts: Sequence[str], models: str) -> str:
-    """The whole page. `texts[i]` is the decoded text of chunk i; everything shown is escaped."""
-    chunks = inspection.chunks
-    levels = heat_levels([chunk.score for chunk in chunks])
-    rows = list(zip(chunks, texts, levels, strict=True))
+def render_heatmap(inspection: Inspection, chunks: Sequence[ExplainedChunk], models: str) -> str:
+    """The whole page; everything shown is escaped."""
+    levels = heat_levels([chunk.info.score for chunk in chunks])
+    rows = list(zip(chunks, levels, strict=True))
     return _PAGE.format(
         style=_STYLE,
         facts=_facts(inspection, models),
         legend=_legend(),
-        bars="".join(_bar(chunk, level) for chunk, _, level in rows),
-        body="".join(_span(chunk, text, level) for chunk, text, level in rows),
+        bars="".join(_bar(chunk, level) for chunk, level in rows),
+        body="".join(_span(chunk, level) for chunk, level in rows),
         forced="".join(_forced_row(*forced) for forced in inspection.forced_ranges),
-        table="".join(_table_row(chunk) for chunk in chunks),
+        table="".join(_table_row(chunk.info) for chunk in chunks),
     )
 
 
@@ -109,15 +110,16 @@ _PAGE = """<!doctype html>
 """
 
 
-def _bar(chunk: ChunkInfo, level: int) -> str:
-    return f'<a class="{chunk_state(chunk)} h{level}" href="#c{chunk.index}" title="{_describe(chunk)}"></a>'
+def _bar(chunk: ExplainedChunk, level: int) -> str:
+    info = chunk.info
+    return f'<a class="{chunk_state(info)} h{level}" href="#c{info.index}" title="{_describe(chunk)}"></a>'
 
 
-def _span(chunk: ChunkInfo, text: str, level: int) -> str:
-    state = chunk_state(chunk)
+def _span(chunk: ExplainedChunk, level: int) -> str:
+    state, index = chunk_state(chunk.info), chunk.info.index
     return (
-        f'<span id="c{chunk.index}" class="{state} s{level}" title="{_describe(chunk)}">'
-        f"<b>{_MARKS[state]}{chunk.index}</b>{escape(text)}</span>"
+        f'<span id="c{index}" class="{state} s{level}" title="{_describe(chunk)}">'
+        f"<b>{_MARKS[state]}{index}</b>{escape(chunk.text)}</span>"
     )
 
 
@@ -133,10 +135,11 @@ def _table_row(chunk: ChunkInfo) -> str:
     )
 
 
-def _describe(chunk: ChunkInfo) -> str:
+def _describe(chunk: ExplainedChunk) -> str:
+    info = chunk.info
     return (
-        f"chunk {chunk.index}, tokens {chunk.start} to {chunk.end - 1}, score {chunk.score:.3e}, "
-        f"{chunk_state(chunk)}, {chunk.kept_tokens} of {chunk.end - chunk.start} tokens kept"
+        f"chunk {info.index}, tokens {info.start} to {info.end - 1}, score {info.score:.3e}, "
+        f"{escape(chunk.reason)}, {info.kept_tokens} of {info.end - info.start} tokens kept"
     )
 
 

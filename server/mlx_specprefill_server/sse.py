@@ -11,8 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from .generation import Generation
 
-__all__ = ["DONE", "KEEP_ALIVE", "EventStream", "data", "named"]
+__all__ = ["DONE", "EVENT_STREAM_HEADERS", "KEEP_ALIVE", "EventStream", "data", "named"]
 
+EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -34,7 +35,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
-        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(events, headers=EVENT_STREAM_HEADERS)
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

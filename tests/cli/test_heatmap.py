@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 
 from mlx_specprefill import ChunkInfo, Inspection
+from mlx_specprefill_server.explained import ExplainedChunk
 from mlx_specprefill_server.heatmap import LEVELS, heat_levels, render_heatmap
 
 TEXTS = ["<script>alert('x')</script> & \"quotes\"", "forced text", "kept text"]
@@ -29,7 +30,10 @@ def page(**changes: object) -> str:
         "lookahead_tokens": (1, 2),
         "forced_ranges": ((32, 37, "role header & co"),),
     }
-    return render_heatmap(Inspection(**{**fields, **changes}), TEXTS, "target <a>, draft b")  # type: ignore[arg-type]
+    inspection = Inspection(**{**fields, **changes})  # type: ignore[arg-type]
+    rows = enumerate(zip(CHUNKS, TEXTS, strict=True))
+    explained = [ExplainedChunk(chunk, text, 3 - i, f"why <{i}>") for i, (chunk, text) in rows]
+    return render_heatmap(inspection, explained, "target <a>, draft b")
 
 
 class Reader(HTMLParser):

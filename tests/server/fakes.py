@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import (
     Account,
+    CachedTokens,
+    ChunkInfo,
     Constraint,
     EngineClosedError,
     EngineHealth,
@@ -23,11 +26,14 @@ from mlx_specprefill import (
     Failed,
     Finished,
     GenerationRequest,
+    Inspection,
     InvalidRequestError,
     Logprob,
     MemoryUse,
+    Prediction,
     Progress,
     PromptLogprobs,
+    RequestCancelled,
     Timings,
     TokenEvent,
 )
@@ -88,6 +94,8 @@ class FakeEngine:
         self.handles: list[FakeHandle] = []  # one for each request
         self.reasons: list[str] = []  # of the ends, in order
         self.alive = True
+        self.kept = [CachedTokens(f"{i:032x}", "target", 100 * i, 1000 * i, i, 1.7e9) for i in (1, 2)]
+        self.inspected: Inspection | Exception | threading.Event | None = None  # None: every other chunk is kept
         self.heartbeat_age_s = 0.0
         self.full = False
         self._running = self._waiting = 0
@@ -117,6 +125,39 @@ class FakeEngine:
         self._waiting += 1
         self._jobs.put((request, on_event, handle))
         return handle
+
+    def submit_inspection(
+        self,
+        request: GenerationRequest,
+        on_event: Callable[[Event], None],
+        on_end: Callable[[Inspection | Exception], None],
+    ) -> FakeHandle:
+        handle = FakeHandle()
+        self.requests.append(request)
+        self.handles.append(handle)
+        threading.Thread(target=self._inspect, args=(request, handle, on_end), daemon=True).start()
+        return handle
+
+    def _inspect(
+        self, request: GenerationRequest, handle: FakeHandle, on_end: Callable[[Inspection | Exception], None]
+    ) -> None:
+        result = self.inspected
+        if isinstance(result, threading.Event):
+            while not result.wait(0.005) and not handle.cancelled.is_set():
+                pass
+            result = None
+        if handle.cancelled.is_set():
+            result = RequestCancelled()
+        on_end(inspection(request) if result is None else result)
+
+    def cached(self) -> tuple[CachedTokens, ...]:
+        return tuple(self.kept)
+
+    def drop_cached(self, name: str | None = None) -> bool:
+        left = [] if name is None else [entry for entry in self.kept if entry.id != name]
+        found = name is None or len(left) < len(self.kept)
+        self.kept = left
+        return found
 
     def health(self) -> EngineHealth:
         return EngineHealth(self.alive, self.heartbeat_age_s, self._running, self._waiting)
@@ -196,6 +237,30 @@ class FakeEngine:
             elif not isinstance(step, threading.Event):
                 on_event(step)
         return Finished("length", made, account(request))
+
+
+def inspection(request: GenerationRequest) -> Inspection:
+    """Chunks of 32; the even ones are kept, the first of them by rule."""
+    M, size = len(request.prompt), 32
+    chunks = tuple(
+        ChunkInfo(
+            i, start, min(start + size, M), 1e-3 / (1 + i), i == 0, i % 2 == 0, min(size, M - start) * (1 - i % 2)
+        )
+        for i, start in enumerate(range(0, M, size))
+    )
+    kept = tuple((chunk.start, chunk.end) for chunk in chunks if chunk.kept)
+    return Inspection(
+        mode="sparse",
+        reason="requested",
+        prompt_tokens=M,
+        kept_tokens=sum(end - start for start, end in kept),
+        importance=np.zeros(M, np.float32),
+        chunks=chunks,
+        lookahead_tokens=(),
+        forced_ranges=((0, min(size, M), "first chunk"),),
+        kept_spans=kept,
+        predicted=Prediction(2000.0, 500.0),
+    )
 
 
 def account(request: GenerationRequest) -> Account:

@@ -1,0 +1,67 @@
+"""POST /v1/specprefill/explain: what would be kept of a prompt, and why. Nothing is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from mlx_specprefill import GenerationRequest, InvalidRequestError, SparseUnsupportedError
+
+from .asking import room
+from .deps import Service, ServiceDep, body_of, unless_client_leaves
+from .errors import ApiError, JsonResponse
+from .explained import explain_chunks, explanation
+from .fields import SpecPrefillFields, Whole
+from .prompt import Prompt
+from .tokens import Rendered
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+class ExplainRequest(Rendered, SpecPrefillFields):
+    """`messages` or `prompt`, and how it would be prefilled."""
+
+    prompt: str | list[Whole] | None = None
+
+
+def _one_prompt(body: Mapping[str, Any]) -> None:
+    if ("messages" in body) == ("prompt" in body):
+        field = "prompt" if "prompt" in body else "messages"
+        raise InvalidRequestError("exactly one of messages and prompt is needed", field=field)
+
+
+@router.post("/v1/specprefill/explain")
+async def explain(
+    request: Request,
+    service: ServiceDep,
+    body: Annotated[ExplainRequest, Depends(body_of(ExplainRequest, _one_prompt))],
+) -> Response:
+    """The draft reads the prompt and scores it; the target is not run."""
+    field = "messages" if body.prompt is None else "prompt"
+    prompt = await _prompt(service, body)
+    if not prompt.tokens:
+        raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
+    room(len(prompt.tokens), 1, service.context_length, field)
+    work = service.inspect(GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans))
+    try:
+        inspection = await unless_client_leaves(request, work, work.result())
+    except SparseUnsupportedError as error:
+        raise ApiError(400, f"Nothing to explain: {error}", code="sparse_unsupported") from error
+    texts = partial(explain_chunks, service.engine.pair.tokenizer, prompt.tokens, inspection)
+    chunks = await service.prompts.run(texts)
+    names = {"object": "specprefill.explanation", "model": service.model_id, "draft": service.draft_id}
+    return JsonResponse(names | explanation(inspection, chunks) | {"tokens": prompt.tokens})
+
+
+async def _prompt(service: Service, body: ExplainRequest) -> Prompt:
+    if body.prompt is None:
+        return await service.prompts.chat(body.conversation())
+    if isinstance(body.prompt, str):
+        return await service.prompts.raw(body.prompt)
+    return Prompt(tuple(body.prompt))

@@ -1,0 +1,99 @@
+"""What an inspection says about each chunk, in words: for the endpoint, the page and the command line alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_specprefill import ChunkInfo, Inspection
+
+__all__ = ["ExplainedChunk", "explain_chunks", "explanation"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedChunk:
+    """One chunk, its text, its place among the scores (1: the best), and why it is kept or dropped."""
+
+    info: ChunkInfo
+    text: str
+    rank: int
+    reason: str
+
+
+def explain_chunks(tokenizer: Any, tokens: Sequence[int], inspection: Inspection) -> list[ExplainedChunk]:
+    """Every chunk of the prompt `tokens`, in order; `tokenizer` is an mlx_lm TokenizerWrapper."""
+    chunks = inspection.chunks
+    by_score = sorted(chunks, key=lambda chunk: (-chunk.score, chunk.index))
+    ranks = {chunk.index: rank for rank, chunk in enumerate(by_score, 1)}
+    rules = _rules(inspection)
+    return [
+        ExplainedChunk(chunk, text, ranks[chunk.index], _reason(chunk, f"{ranks[chunk.index]} of {len(chunks)}", named))
+        for chunk, text, named in zip(chunks, _texts(tokenizer, tokens, chunks), rules, strict=True)
+    ]
+
+
+def explanation(inspection: Inspection, chunks: Sequence[ExplainedChunk]) -> dict[str, Any]:
+    """The JSON shape of an inspection."""
+    body: dict[str, Any] = {
+        "mode": inspection.mode,
+        "reason": inspection.reason,
+        "prompt_tokens": inspection.prompt_tokens,
+        "kept_tokens": inspection.kept_tokens,
+        "kept_spans": [list(span) for span in inspection.kept_spans],
+        "forced": [{"start": start, "end": end, "reason": why} for start, end, why in inspection.forced_ranges],
+        "chunks": [_chunk(chunk) for chunk in chunks],
+    }
+    if inspection.predicted is not None:
+        full, sparse = inspection.predicted.full_ms, inspection.predicted.sparse_ms
+        body["predicted"] = {"full_ms": round(full, 3), "sparse_ms": round(sparse, 3)}
+    return body
+
+
+def _chunk(chunk: ExplainedChunk) -> dict[str, Any]:
+    info = chunk.info
+    return {
+        "start": info.start,
+        "end": info.end,
+        "text": chunk.text,
+        "score": info.score,
+        "rank": chunk.rank,
+        "kept": info.kept,
+        "forced": info.forced,
+        "kept_tokens": info.kept_tokens,
+        "reason": chunk.reason,
+    }
+
+
+def _texts(tokenizer: Any, tokens: Sequence[int], chunks: Sequence[ChunkInfo]) -> list[str]:
+    """Each chunk's text. A character cut by a chunk's border goes to the chunk that completes it."""
+    text = tokenizer.detokenizer
+    texts = []
+    for chunk in chunks:
+        for token in tokens[chunk.start : chunk.end]:
+            text.add_token(token)
+        texts.append(text.last_segment)
+    text.finalize()
+    texts[-1] += text.last_segment
+    return texts
+
+
+def _rules(inspection: Inspection) -> list[str]:
+    """Per chunk, the rules that keep some of its tokens."""
+    size = inspection.chunks[0].end
+    named: list[dict[str, None]] = [{} for _ in inspection.chunks]
+    for start, end, why in inspection.forced_ranges:
+        for index in range(start // size, -(-end // size)):
+            named[index][why] = None
+    return [", ".join(names) for names in named]
+
+
+def _reason(chunk: ChunkInfo, place: str, rules: str) -> str:
+    tokens = "1 token" if chunk.kept_tokens == 1 else f"{chunk.kept_tokens} tokens"
+    if chunk.forced:
+        return f"kept by rule: {rules}"
+    if chunk.kept:
+        return f"kept for its score, {place}"
+    if chunk.kept_tokens:
+        return f"dropped, score {place}, except {tokens} kept by rule: {rules}"
+    return f"dropped, score {place}"

@@ -1,0 +1,54 @@
+"""An inspection on its way through the engine, as the event loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from mlx_specprefill import GenerationRequest, Inspection
+
+from .generation import EngineLike
+
+__all__ = ["Inspecting"]
+
+
+class Inspecting:
+    """One inspection. Whoever holds it must `close` it, whatever happens."""
+
+    def __init__(self, engine: EngineLike, request: GenerationRequest) -> None:
+        """Submits it.
+
+        Raises:
+            InvalidRequestError, EngineClosedError: as `Engine.submit`.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._result: asyncio.Future[Inspection] = self._loop.create_future()
+        self._handle = engine.submit_inspection(request, lambda _: None, self._ended)
+
+    async def result(self) -> Inspection:
+        """
+        Raises:
+            SpecPrefillError: the pair can't score the prompt, or the inspection was cancelled.
+        """
+        return await self._result
+
+    def close(self) -> None:
+        """Stops within one slice."""
+        self._handle.cancel()
+
+    def stop(self, patience: float) -> None:
+        """As `Generation.stop`."""
+        self.close()
+
+    def _ended(self, result: Inspection | Exception) -> None:
+        """Called on the MLX thread. A closed loop has nobody left to tell."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._settle, result)
+
+    def _settle(self, result: Inspection | Exception) -> None:
+        if self._result.done():  # the endpoint was cancelled
+            return
+        if isinstance(result, Exception):
+            self._result.set_exception(result)
+        else:
+            self._result.set_result(result)

@@ -1,0 +1,46 @@
+"""The page at /, and the files it is made of. They are read once, and nothing else is ever served from the disk."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from .errors import ApiError
+
+__all__ = ["router"]
+
+router = APIRouter(include_in_schema=False)
+
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+FILES = {file.name: file.read_bytes() for file in (files(__package__) / "web").iterdir() if file.is_file()}
+
+
+@router.get("/")
+async def index() -> Response:
+    """The page."""
+    return _file("index.html")
+
+
+@router.get("/web/{name}")
+async def part(name: str) -> Response:
+    """A script, a style or an image of the page."""
+    if name not in FILES:
+        raise ApiError(404, "Not Found", code="unknown_url")
+    return _file(name)
+
+
+def _file(name: str) -> Response:
+    return Response(FILES[name], media_type=TYPES[name.rpartition(".")[2]], headers=HEADERS)

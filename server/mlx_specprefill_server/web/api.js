@@ -1,0 +1,75 @@
+// The server's endpoints: the key, JSON, and event streams.
+
+import { find } from "./format.js";
+
+const KEY = "api-key";
+
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+let asking = null; // one dialog for all requests that were refused meanwhile
+
+function askForKey() {
+  asking ??= new Promise((resolve) => {
+    const dialog = find("key-dialog");
+    const field = find("key");
+    field.value = "";
+    dialog.addEventListener("close", () => {
+      sessionStorage.setItem(KEY, field.value.trim());
+      field.value = "";
+      asking = null;
+      resolve();
+    }, { once: true });
+    dialog.showModal();
+  });
+  return asking;
+}
+
+/** A response that succeeded; asks for a key as often as one is needed. */
+export async function request(path, { method = "GET", body, signal } = {}) {
+  for (;;) {
+    const key = sessionStorage.getItem(KEY);
+    const headers = body === undefined ? {} : { "content-type": "application/json" };
+    if (key) headers.authorization = `Bearer ${encodeURI(key)}`;
+    const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
+    if (response.status === 401) {
+      await askForKey();
+      continue;
+    }
+    if (!response.ok) throw new ApiError(response.status, await failure(response));
+    return response;
+  }
+}
+
+async function failure(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `The server answered ${response.status}.`;
+  }
+}
+
+export async function json(path, options) {
+  return (await request(path, options)).json();
+}
+
+/** The data of each server-sent event, parsed, until the stream ends or says [DONE]. */
+export async function* events(path, options) {
+  const response = await request(path, options);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      if (block === "data: [DONE]") return;
+      if (block.startsWith("data: ")) yield JSON.parse(block.slice(6));
+    }
+  }
+}

@@ -1,0 +1,143 @@
+// The server's own numbers, once a second while somebody looks.
+
+import { events, json } from "./api.js";
+import { ago, bytes, count, element, find, seconds } from "./format.js";
+
+const CACHE_EVERY_MS = 3000;
+const CONSUMERS = [
+  ["target_weights", "Target weights"],
+  ["draft_weights", "Draft weights"],
+  ["requests", "Requests in work"],
+  ["prefix_cache", "Prefix cache"],
+  ["sessions", "Sparse sessions"],
+];
+
+export class LivePanel {
+  constructor() {
+    this.looking = null;
+    find("drop-all").addEventListener("click", () => this.#drop());
+  }
+
+  show() {
+    if (this.looking) return;
+    this.looking = new AbortController();
+    this.#follow(this.looking.signal);
+    this.#refresh();
+    this.timer = setInterval(() => this.#refresh(), CACHE_EVERY_MS);
+  }
+
+  hide() {
+    this.looking?.abort();
+    this.looking = null;
+    clearInterval(this.timer);
+  }
+
+  async #follow(signal) {
+    while (!signal.aborted) {
+      try {
+        for await (const stats of events("/v1/specprefill/stats/stream", { signal })) {
+          find("live-state").textContent = stats.alive ? "" : "The engine has stopped.";
+          render(stats);
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+        find("live-state").textContent = `No connection to the server: ${error.message}`;
+      }
+      await new Promise((resolve) => setTimeout(resolve, 2000));
+    }
+  }
+
+  async #refresh() {
+    try {
+      renderCache((await json("/v1/specprefill/cache", { signal: this.looking?.signal })).data, (id) => this.#drop(id));
+    } catch (error) {
+      if (error.name !== "AbortError") find("live-state").textContent = error.message;
+    }
+  }
+
+  async #drop(id) {
+    const path = id === undefined ? "/v1/specprefill/cache" : `/v1/specprefill/cache/${encodeURIComponent(id)}`;
+    try {
+      await json(path, { method: "DELETE" });
+    } catch (error) {
+      find("live-state").textContent = error.message;
+    }
+    await this.#refresh();
+  }
+}
+
+function render(stats) {
+  renderNow(stats);
+  renderMemory(stats.memory);
+  const rows = stats.recent.map((answer) => recentRow(answer, stats.time));
+  find("recent").replaceChildren(...(rows.length ? rows : [empty(9, "No answer yet.")]));
+}
+
+function renderNow(stats) {
+  const lookups = stats.prefix_hits + stats.prefix_misses;
+  const tiles = {
+    Decoding: count(stats.decoding),
+    Prefilling: count(stats.prefilling),
+    Waiting: count(stats.waiting),
+    "Tokens per second": stats.tokens_per_second.toFixed(1),
+    "Prefix hits": lookups ? `${count(stats.prefix_hits)} of ${count(lookups)}` : "–",
+    "Engine's last step": `${seconds(1000 * stats.heartbeat_age_s)} ago`,
+  };
+  const parts = Object.entries(tiles).map(([name, value]) =>
+    element("div", {}, element("dt", { textContent: name }), element("dd", { className: "figure", textContent: value })));
+  find("now").replaceChildren(...parts);
+}
+
+function renderMemory(memory) {
+  const used = CONSUMERS.reduce((sum, [name]) => sum + memory[name], 0);
+  const whole = Math.max(memory.limit ?? 0, used);
+  const bars = CONSUMERS.map(([name]) => {
+    const bar = element("span", { className: name });
+    bar.style.width = `${whole ? (100 * memory[name]) / whole : 0}%`;
+    return bar;
+  });
+  find("memory-bar").replaceChildren(...bars);
+  const lines = CONSUMERS.map(([name, label]) => fact(label, bytes(memory[name]), name));
+  lines.push(fact("Prefixes on disk", bytes(memory.prefix_disk)), fact("Held free for requests", bytes(memory.reserved)));
+  lines.push(fact("All arrays", bytes(memory.active)), fact("Limit", memory.limit ? bytes(memory.limit) : "unknown"));
+  find("memory").replaceChildren(...lines);
+}
+
+function fact(label, value, swatch) {
+  const term = element("dt", {}, ...(swatch ? [element("span", { className: `swatch ${swatch}` })] : []), label);
+  return element("div", {}, term, element("dd", { className: "figure", textContent: value }));
+}
+
+function renderCache(entries, drop) {
+  const focused = document.activeElement?.dataset?.entry;
+  const rows = entries.map((entry) => cacheRow(entry, drop));
+  find("cache").replaceChildren(...(rows.length ? rows : [empty(8, "Nothing is kept.")]));
+  find("drop-all").disabled = !entries.length;
+  if (focused) find("cache").querySelector(`[data-entry="${CSS.escape(focused)}"]`)?.focus();
+}
+
+function cacheRow(entry, drop) {
+  const button = element("button", { type: "button", className: "quiet", textContent: "Drop" });
+  button.dataset.entry = entry.id;
+  button.setAttribute("aria-label", `Drop ${entry.kind} entry ${entry.id.slice(0, 8)}`);
+  button.addEventListener("click", () => drop(entry.id));
+  return row([entry.id.slice(0, 8), entry.kind, count(entry.tokens), bytes(entry.nbytes), count(entry.hits),
+    ago(entry.last_use), entry.on_disk ? "yes" : "no", button], [2, 3, 4]);
+}
+
+function recentRow(answer, now) {
+  const account = answer.specprefill;
+  if (!account) return row([ago(answer.ended, now), "–", "–", "–", "–", "–", "–", answer.finish, ""], []);
+  return row([ago(answer.ended, now), account.mode, count(account.prompt_tokens), count(account.kept_tokens),
+    count(account.cached_tokens), seconds(account.timings.queue_ms + account.timings.ttft_ms),
+    count(answer.completion_tokens), answer.finish, account.reason], [2, 3, 4, 5, 6]);
+}
+
+function row(cells, numbers) {
+  return element("tr", {}, ...cells.map((cell, index) =>
+    element("td", { className: numbers.includes(index) ? "number figure" : "" }, cell)));
+}
+
+function empty(columns, text) {
+  return element("tr", {}, element("td", { colSpan: columns, className: "faint", textContent: text }));
+}

@@ -1,0 +1,149 @@
+"""What an engine keeps for later requests: listed, dropped, and asked for while it works."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from mlx_specprefill import (
+    Engine,
+    EngineClosedError,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    Inspection,
+    InvalidRequestError,
+    RequestCancelled,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+)
+from mlx_specprefill.engine.stats import Meter
+
+from ..tiny import generated, random_prompt, tiny_pair
+
+POLICY = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5), densify=False)
+PROMPT = random_prompt(600)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    config = EngineConfig(policy=POLICY, prefill_step=64, prefix_cache_bytes=64 << 20, prefix_cache_dir=tmp_path)
+    with Engine(tiny_pair(), config) as running:
+        yield running
+
+
+def ask(engine: Engine, sparse: bool) -> int:
+    """Cached tokens of an answer."""
+    _, last = generated(engine.generate(GenerationRequest(PROMPT, 3, specprefill=SpecPrefillOptions(sparse))))
+    assert isinstance(last, Finished)
+    return last.account.cached_tokens
+
+
+def test_what_is_kept_is_listed_by_kind_and_says_nothing_of_the_tokens(engine: Engine) -> None:
+    assert engine.cached() == ()
+    ask(engine, sparse=False)
+    (prefix,) = engine.cached()
+    assert (prefix.kind, prefix.tokens, prefix.hits) == ("target", len(PROMPT) + 3, 0)
+    assert prefix.nbytes > 0
+    ask(engine, sparse=False)
+    assert max(entry.hits for entry in engine.cached()) == 1
+    ask(engine, sparse=True)
+    assert {entry.kind for entry in engine.cached()} == {"target", "draft", "session"}
+    assert len({entry.id for entry in engine.cached()}) == len(engine.cached())
+
+
+@pytest.mark.parametrize("kind", ["target", "draft", "session"])
+def test_a_dropped_entry_is_gone_and_the_others_stay(engine: Engine, kind: str) -> None:
+    ask(engine, sparse=True)
+    ask(engine, sparse=False)
+    before = engine.cached()
+    for entry in (entry for entry in before if entry.kind == kind):
+        assert engine.drop_cached(entry.id)
+        assert not engine.drop_cached(entry.id)
+    left = engine.cached()
+    assert {entry.id for entry in left} == {entry.id for entry in before if entry.kind != kind}
+    if kind == "target":
+        assert ask(engine, sparse=False) == 0
+
+
+def test_everything_is_dropped_at_once_with_its_bytes(engine: Engine) -> None:
+    ask(engine, sparse=True)
+    ask(engine, sparse=False)
+    assert engine.drop_cached()
+    assert engine.cached() == ()
+    memory = engine.stats().memory
+    assert (memory.prefix_cache, memory.sessions) == (0, 0)
+    until = time.monotonic() + 20
+    while engine.stats().memory.prefix_disk and time.monotonic() < until:  # its thread deletes in its own time
+        time.sleep(0.01)
+    assert engine.stats().memory.prefix_disk == 0
+
+
+def test_it_answers_while_a_prompt_is_read(engine: Engine) -> None:
+    handle = engine.submit(GenerationRequest(random_prompt(3000, 2), 1), lambda _: None)
+    assert engine.cached() == ()
+    assert engine.health().running + engine.health().queued == 1
+    handle.cancel()
+
+
+def test_a_closed_engine_says_so(engine: Engine) -> None:
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine.cached()
+    with pytest.raises(EngineClosedError):
+        engine.drop_cached()
+
+
+def test_an_inspection_without_waiting_agrees_with_one_that_waits(engine: Engine) -> None:
+    done: queue.SimpleQueue[Inspection | Exception] = queue.SimpleQueue()
+    request = GenerationRequest(PROMPT, 1)
+    engine.submit_inspection(request, lambda _: None, done.put)
+    result = done.get(timeout=60)
+    assert isinstance(result, Inspection)
+    waited = engine.inspect(request)
+    assert result.chunks == waited.chunks
+    kept = {index for start, end in result.kept_spans for index in range(start, end)}
+    assert len(kept) == result.kept_tokens
+    with pytest.raises(InvalidRequestError):
+        engine.submit_inspection(GenerationRequest((), 1), lambda _: None, done.put)
+
+
+def test_a_cancelled_inspection_ends_once_and_the_engine_goes_on(engine: Engine) -> None:
+    done: queue.SimpleQueue[Inspection | Exception] = queue.SimpleQueue()
+    started = threading.Event()
+    request = GenerationRequest(random_prompt(3000, 3), 1)
+    handle = engine.submit_inspection(request, lambda _: started.set(), done.put)
+    assert started.wait(60)
+    handle.cancel()
+    assert isinstance(done.get(timeout=60), RequestCancelled)
+    assert done.empty()
+    assert ask(engine, sparse=False) == 0
+
+
+def test_the_meter_counts_whole_seconds_of_the_last_five() -> None:
+    now = [10.2]
+    meter = Meter(lambda: now[0])
+    assert meter.per_second() == 0
+    for second, count in ((10.2, 5), (10.9, 5), (12.0, 15)):
+        now[0] = second
+        meter.add(count)
+    assert meter.per_second() == 2  # the running second is left out
+    now[0] = 13.5
+    assert meter.per_second() == 5
+    now[0] = 16.0
+    assert meter.per_second() == 3
+    now[0] = 30.0
+    assert meter.per_second() == 0
+
+
+def test_generated_tokens_are_metered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(engine._meter, "add", counted.append)
+    ask(engine, sparse=False)
+    assert sum(counted) == 3

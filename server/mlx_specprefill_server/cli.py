@@ -1,4 +1,4 @@
-"""The console command `mlx-specprefill`: serve, generate, inspect, calibrate, eval."""
+"""The console command `mlx-specprefill`: serve, generate, inspect, calibrate, top, eval."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +55,7 @@ from .logs import set_up as set_up_logs
 from .pairs import Pair, PairsError, find_pair
 from .prompt import Prompt, PromptBuilder
 from .settings import Settings
+from .top import StatsReader, show_once, watch
 
 __all__ = ["app", "main"]
 
@@ -407,6 +408,25 @@ def evaluate(
         chosen = _choose(pair, pairs_file, target, draft)
         with Engine(_load(chosen, dtype), examination()) as engine:
             typer.echo(json.dumps(run_eval(options, LocalExaminee(engine), _tell)))
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MLX_SPECPREFILL_API_KEY", help="If the server asks for one.")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the numbers once and end.")] = False,
+) -> None:
+    """Watch a running server: what it does, where its memory goes, what its last answers cost."""
+    with _one_line_errors():
+        reader = StatsReader(url, api_key)
+        if once:
+            show_once(reader, Console())
+            return
+        with suppress(KeyboardInterrupt):
+            watch(reader, Console(), interval)
 
 
 def _tell(line: str) -> None:

@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+"""The README's picture: a real server on the bundled pair, a real browser, a real question; needs Chromium.
+
+scripts/make_screenshot.py [docs/images/page.png]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.e2e.conftest import PAIR, haystack  # noqa: E402
+from tests.serving import start  # noqa: E402
+
+SIZE = {"width": 1360, "height": 860, "deviceScaleFactor": 1, "mobile": False}
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/images/page.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = webdriver.ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(argument)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        start(Path(folder) / "log", *PAIR, "--specprefill-threshold", "512", "--model-alias", "demo") as server,
+        webdriver.Chrome(options=options) as browser,
+    ):
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", SIZE)
+        browser.get(server.base)
+        ask(browser)
+        browser.save_screenshot(str(path))
+    print(path)
+
+
+def ask(browser: webdriver.Chrome) -> None:
+    """One question about a long document, answered twice."""
+    document, question = haystack("Anna", "471128", 2600, 0.4, seed=5).rsplit("\n\n", 1)
+    browser.execute_script("document.getElementById('document').value = arguments[0]", document)
+    browser.find_element(By.ID, "question").send_keys(question)
+    browser.find_element(By.ID, "compare").click()
+    browser.find_element(By.ID, "send").click()
+    WebDriverWait(browser, 300).until(lambda page: not page.find_element(By.ID, "stop").is_displayed())
+
+
+if __name__ == "__main__":
+    main()

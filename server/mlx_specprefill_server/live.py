@@ -30,7 +30,7 @@ async def stats(service: ServiceDep) -> Response:
     return JsonResponse(_snapshot(service))
 
 
-@router.get("/stats/stream")
+@router.get("/stats/stream", include_in_schema=False)  # it has no end, which no description can say
 async def stream(service: ServiceDep, interval: Interval = 1.0) -> Response:
     """The same again and again, as server-sent events."""
     return StreamingResponse(

@@ -34,7 +34,7 @@ export async function request(path, { method = "GET", body, signal } = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const headers = body === undefined ? {} : { "content-type": "application/json" };
-    if (key) headers.authorization = `Bearer ${encodeURI(key)}`;
+    if (key) headers.authorization = `Bearer ${key}`;
     const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
     if (response.status === 401) {
       await askForKey();

@@ -40,5 +40,9 @@ addEventListener("hashchange", showView);
 showTheme();
 showView();
 
-const stats = await json("/v1/specprefill/stats");
-find("models").textContent = `${stats.model}, draft ${stats.draft ?? "none"}, ${count(stats.context_length)} tokens of context`;
+try {
+  const { model, draft, context_length: room } = await json("/v1/specprefill/stats");
+  find("models").textContent = `${model}, draft ${draft ?? "none"}, ${count(room)} tokens of context`;
+} catch (error) {
+  find("notice").textContent = error.message;
+}

@@ -30,7 +30,7 @@ class Page:
 
     def open(self, address: str) -> None:
         """A tab without memory of others."""
-        self.driver.get(f"{address}/web/icon.svg")
+        self.driver.get(address)
         self.driver.execute_script("sessionStorage.clear(); localStorage.clear()")
         self.driver.get(address)
 
@@ -101,13 +101,15 @@ def driver() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(driver: Any) -> Iterator[Page]:
+def page(driver: Any, live: Any) -> Iterator[Page]:
+    """Depends on `live`, so that the page is left before its server goes."""
     tab = Page(driver)
     tab.look("light")
     driver.get_log("browser")
     yield tab
-    assert tab.complaints() == []
+    complaints = tab.complaints()
     driver.get("about:blank")
+    assert complaints == []
 
 
 @pytest.fixture

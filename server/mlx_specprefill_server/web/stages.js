@@ -7,17 +7,21 @@ const STAGES = ["cached", "draft", "select", "prefill", "decode"];
 export class StageBar {
   constructor() {
     this.parts = {};
-    this.element = element("ol", { className: "stages" });
-    this.element.setAttribute("aria-label", "Stages");
+    const bar = element("div", { className: "bar" });
+    const list = element("ol");
+    bar.setAttribute("aria-hidden", "true");
+    list.setAttribute("aria-label", "Stages");
     for (const name of STAGES) {
-      const value = element("span", { className: "figure value", textContent: "–" });
-      const fill = element("span", { className: "fill" });
-      const item = element("li", {}, element("span", { className: "track" }, fill),
-        element("span", { className: "name", textContent: name }), value);
+      const value = element("span", { className: "figure", textContent: "–" });
+      const fill = element("span", { className: `fill ${name}` });
+      const track = element("span", { className: "track" }, fill);
+      const item = element("li", {}, element("span", { className: `name ${name}`, textContent: name }), value);
       item.dataset.stage = name;
-      this.parts[name] = { item, fill, value };
-      this.element.append(item);
+      this.parts[name] = { item, track, fill, value };
+      bar.append(track);
+      list.append(item);
     }
+    this.element = element("div", { className: "stages" }, bar, list);
   }
 
   /** A prompt_progress object of the stream. */
@@ -48,11 +52,11 @@ export class StageBar {
     const whole = Object.values(spent).reduce((sum, ms) => sum + ms, 0) || 1;
     for (const [name, ms] of Object.entries(spent)) {
       this.#mark(name, ms > 0 ? 1 : 0, ms > 0 ? seconds(ms) : "–");
-      this.parts[name].item.style.flexGrow = Math.max(0.06, ms / whole);
+      this.parts[name].track.style.flexGrow = ms / whole;
     }
     const cached = account.cached_tokens;
     this.#mark("cached", cached ? 1 : 0, cached ? count(cached) : "–");
-    this.parts.cached.item.style.flexGrow = 0.06;
+    this.parts.cached.track.style.flexGrow = 0;
     this.element.dataset.state = "done";
   }
 

@@ -190,7 +190,7 @@ def test_the_live_panel_lists_and_drops(page: Page, live: Any, engine: FakeEngin
         page.look(theme)
         page.shoot(f"server-{theme}")
         assert serious(page) == []
-    page.all("#cache [data-entry]")[0].click()
+    page.find("#cache [data-entry] button").click()
     page.until(lambda: len(page.all("#cache [data-entry]")) == 1)
     page.find("#drop-all").click()
     page.until(lambda: "Nothing is kept" in page.find("#cache").text)

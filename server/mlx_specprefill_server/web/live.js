@@ -108,21 +108,31 @@ function fact(label, value, swatch) {
   return element("div", {}, term, element("dd", { className: "figure", textContent: value }));
 }
 
+/** Rows stay the same elements from look to look, so that focus and clicks stay where they are. */
 function renderCache(entries, drop) {
-  const focused = document.activeElement?.dataset?.entry;
-  const rows = entries.map((entry) => cacheRow(entry, drop));
-  find("cache").replaceChildren(...(rows.length ? rows : [empty(8, "Nothing is kept.")]));
+  const table = find("cache");
+  const known = new Map([...table.rows].map((line) => [line.dataset.entry, line]));
+  const rows = entries.map((entry) => known.get(entry.id) ?? cacheRow(entry, drop));
+  rows.forEach((line, index) => cacheCells(entries[index]).forEach((text, cell) => {
+    line.cells[cell].textContent = text;
+  }));
+  const shown = rows.length ? rows : [empty(8, "Nothing is kept.")];
+  if (shown.length !== table.rows.length || shown.some((line, index) => line !== table.rows[index])) {
+    table.replaceChildren(...shown);
+  }
   find("drop-all").disabled = !entries.length;
-  if (focused) find("cache").querySelector(`[data-entry="${CSS.escape(focused)}"]`)?.focus();
 }
+
+const cacheCells = (entry) => [entry.id.slice(0, 8), entry.kind, count(entry.tokens), bytes(entry.nbytes),
+  count(entry.hits), ago(entry.last_use), entry.on_disk ? "yes" : "no"];
 
 function cacheRow(entry, drop) {
   const button = element("button", { type: "button", className: "quiet", textContent: "Drop" });
-  button.dataset.entry = entry.id;
   button.setAttribute("aria-label", `Drop ${entry.kind} entry ${entry.id.slice(0, 8)}`);
   button.addEventListener("click", () => drop(entry.id));
-  return row([entry.id.slice(0, 8), entry.kind, count(entry.tokens), bytes(entry.nbytes), count(entry.hits),
-    ago(entry.last_use), entry.on_disk ? "yes" : "no", button], [2, 3, 4]);
+  const line = row([...cacheCells(entry), button], [2, 3, 4]);
+  line.dataset.entry = entry.id;
+  return line;
 }
 
 function recentRow(answer, now) {

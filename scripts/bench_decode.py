@@ -23,11 +23,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any
 
-from eval_quality import Examinee
-from training import tasks
+from needles import needle_prompt
 
 from mlx_specprefill import (
     Account,
@@ -89,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft", default="models/demo/draft")
     parser.add_argument("--parts", nargs="+", choices=("needle", "shape", "gate"), default=["needle", "shape", "gate"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16000], help="prompt tokens")
+    parser.add_argument("--arms", nargs="+", choices=ARMS[1:], default=list(ARMS[1:]), help="beside plain decoding")
     parser.add_argument("-n", type=int, default=10, help="questions per length")
     parser.add_argument("--budget", type=int, default=512, help="tokens that are retrieved, or kept by StreamingLLM")
     parser.add_argument("--context", type=int, default=16384, help="cached tokens of the random shape")
@@ -184,14 +183,13 @@ def shown(head: Row, answers: list[dict[str, Row]], arms: Sequence[str]) -> list
 
 
 def needle(pair: ModelPair, options: argparse.Namespace, length: int) -> list[Row]:
-    """Answers after a full prefill, up to the end of the answer; greedy, so every arm must give the same tokens."""
+    """The values that were asked for, after a full prefill; greedy, so every arm must give the same tokens."""
     assert pair.draft is not None
     config = SpeculationConfig(budget=options.budget)
-    answers, examinee = [], Examinee(pair, Fraction(1, 5))
+    answers, arms = [], (PLAIN, *options.arms)
     for seed in range(options.n):
         depth = 0.1 + 0.6 * seed / max(1, options.n - 1)  # never among the recent tokens that every arm sees
-        sample = tasks.needle_sample(7000 + seed, length, depth, examinee.count)
-        prompt = examinee.question(sample, seed).prompt
+        prompt = needle_prompt(pair.tokenizer, 7000 + seed, length, depth, begun=True)
         caches = make_positioned_cache(pair.target), list(make_prompt_cache(pair.draft))
         logits, _ = (
             finish(prefill(m, c, prompt, None, 512)) for m, c in zip((pair.target, pair.draft), caches, strict=True)
@@ -201,11 +199,11 @@ def needle(pair: ModelPair, options: argparse.Namespace, length: int) -> list[Ro
             cache, read = copy.deepcopy(caches)
             return Drafting(pair.target, cache, prompt, config, pair.draft, read), logits
 
-        answers.append(compared(fresh, ARMS, Limits(48, pair.eos_token_ids), SamplingParams()))
-        different = [arm for arm in ARMS if answers[-1][arm]["tokens"] != answers[-1][PLAIN]["tokens"]]
+        answers.append(compared(fresh, arms, Limits(48, pair.eos_token_ids), SamplingParams()))
+        different = [arm for arm in arms if answers[-1][arm]["tokens"] != answers[-1][PLAIN]["tokens"]]
         if different:
             raise SystemExit(f"error: {different} answered something else than plain decoding")
-    return shown({"part": "needle", "context": length, "n": options.n}, answers, ARMS)
+    return shown({"part": "needle", "context": length, "n": options.n}, answers, arms)
 
 
 # --- random weights --------------------------------------------------------------------------------------------------

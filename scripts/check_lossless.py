@@ -18,11 +18,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
-from eval_quality import Examinee
-from training import tasks
+from needles import needle_prompt
 
 from mlx_specprefill import (
     SPECULATION_NAMES,
@@ -46,15 +44,13 @@ def main() -> None:
     """Answer, compare, report."""
     options = _parser().parse_args()
     pair = load_pair(options.target, options.draft)
-    examinee = Examinee(pair, Fraction(1, 5))
     config = EngineConfig(policy=SpecPrefillPolicy(densify=False), speculation=SpeculationConfig(budget=options.budget))
     counts: Counter[str] = Counter()
     started = time.perf_counter()
     with Engine(pair, config) as engine:
         for seed in range(options.n):
-            sample = tasks.needle_sample(9000 + seed, options.length, 0.1 + 0.8 * (seed % 9) / 8, examinee.count)
-            question = examinee.question(sample, seed)
-            request = GenerationRequest(question.prompt, options.tokens, spans=question.spans)
+            prompt = needle_prompt(pair.tokenizer, 9000 + seed, options.length, 0.1 + 0.1 * (seed % 9))
+            request = GenerationRequest(prompt, options.tokens)
             counts += compared(engine, request)
             print(f"{seed + 1} prompts, {dict(counts)}, {time.perf_counter() - started:.0f} s", flush=True)
     print(json.dumps({"check": "lossless", "prompts": options.n, "tokens": options.tokens, **counts}))

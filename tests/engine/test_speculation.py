@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 
 from mlx_specprefill import (
     Account,
+    Constraint,
     Engine,
     EngineConfig,
     Failed,
@@ -25,10 +27,12 @@ from mlx_specprefill import (
     SpeculationConfig,
     SpeculationName,
     TokenEvent,
+    make_pair,
 )
 from mlx_specprefill.decoding.gate import DecodeCosts, ForwardCost
 from mlx_specprefill.engine import speculation as module
-from tests.tiny import generated, random_prompt, tiny_pair
+from tests.server.fakes import byte_tokenizer
+from tests.tiny import generated, random_prompt, tiny_model, tiny_pair
 
 SMALL = SpeculationConfig(budget=64, chunk=4, stride=12, sinks=4, window=16)
 NAMES: tuple[SpeculationName, ...] = ("draft", "retrieval", "triforce")
@@ -174,6 +178,31 @@ def test_sampled_rows_with_a_seed_repeat(engine: Engine) -> None:
         again, _ = generated(engine.generate(asked(5, how, sampling=sampling)))
         assert first == again
         assert len(first) == COUNT
+
+
+COLUMNS = len(byte_tokenizer()) + 9
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("how", NAMES)
+def test_drafted_answers_follow_their_grammar(how: SpeculationName, temperature: float) -> None:
+    """Both sides of a proposal are masked, so greedy answers are the plain ones and sampled ones are words of it."""
+    tokenizer, config = byte_tokenizer(), {"max_position_embeddings": 4096, "vocab_size": COLUMNS}
+    target, draft = (tiny_model("llama", seed=seed, vocab_size=COLUMNS) for seed in (3, 4))
+    pair = make_pair(target, tokenizer, config, draft=draft, draft_config=config)
+    request = GenerationRequest(
+        tuple(tokenizer.encode("a list of words ")) * 5,
+        60,
+        SamplingParams(temperature=temperature, seed=2),
+        stop_token_ids=frozenset(tokenizer.eos_token_ids),
+        constraint=Constraint("start: /(ab|cde?){6,9}x/"),
+    )
+    with Engine(pair, configured()) as engine:
+        plain, _ = generated(engine.generate(request))
+        drafted, last = generated(engine.generate(replace(request, specprefill=SpecPrefillOptions(speculative=how))))
+    assert told(last)[1].strategy == how
+    assert re.fullmatch("(ab|cde?){6,9}x", tokenizer.decode(drafted[:-1]))
+    assert temperature > 0 or drafted == plain
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_specprefill.adapters.capture import install_capture
 from mlx_specprefill.adapters.recurrence import install_replay
 from mlx_specprefill.adapters.rope import install_rope
+from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.config import SpeculationConfig
 from mlx_specprefill.decoding import verify
 from mlx_specprefill.decoding.laws import Chooser
@@ -117,6 +118,19 @@ def test_greedy_answers_are_identical(name: str, strategy: StrategyName) -> None
         assert logprob_error(events, expected) < CLOSE
         model(mx.array([tokens(expected)[-1:]]), cache=plain)
         assert_same_contents(running.cache, plain, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
+def test_a_draft_whose_cache_is_cut_down_to_what_the_target_kept(name: str) -> None:
+    model, config = model_of(name), replace(SMALL, gather_above=10)
+    for row in make_rows(VOCAB, 6, seed=3)[1::2]:
+        assert row.kept is not None
+        expected, _ = alone(model, row, COUNT)
+        events, running = speculate(name, "draft", row, config)
+        assert tokens(events) == tokens(expected)
+        held = [part.slots for part in running.proposer.drafter.cache if isinstance(part, PositionedKVCache)]  # type: ignore[attr-defined]
+        assert held
+        assert max(held) < row.kept.size + COUNT
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])

@@ -11,6 +11,8 @@ import mlx_specprefill  # noqa: F401
 from .scripted import Flavour, save_scripted
 from .serving import Server, start
 
+SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
+
 
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Flavour], Server]]:
@@ -23,7 +25,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Fla
             model = save_scripted(folder / "model", flavour)
             log = folder / "log"
             servers.callback(lambda: _no_traceback(log.read_text()))
-            return servers.enter_context(start(log, model, model, "--model-alias", "scripted"))
+            return servers.enter_context(start(log, model, model, *SCRIPTED))
 
         yield serve
 

@@ -50,6 +50,7 @@ def start(log: Path, target: Path, draft: Path | None, *options: str) -> Iterato
     pair = ["--target", str(target), *(["--draft", str(draft)] if draft else [])]
     command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *pair, "--port", str(port), *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_SPECPREFILL_")}
+    environment["MLX_SPECPREFILL_CALIBRATION_FILE"] = str(log.with_name("costs.json"))  # not the user's
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         server = Server(f"http://127.0.0.1:{port}", process)
         try:

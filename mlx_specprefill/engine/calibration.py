@@ -45,14 +45,21 @@ def calibrated(pair: ModelPair, config: EngineConfig) -> PairCost | None:
     if pair.draft is None or pair.sparse_refusal is not None:
         return None
     try:
-        key = _key(pair, config)
-        known = _stored(config.calibration_file).get(key)
+        known = _known(_stored(config.calibration_file).get(_key(pair, config)))
         if known is not None:
-            return PairCost(ModelCost(**known["target"]), ModelCost(**known["draft"]))
+            return known
         log.info("measuring what target and draft cost on this machine, once")
         return calibrate(pair, config)
     except Exception:
         log.exception("could not measure the pair: sparse prefill goes by the length of the prompt")
+        return None
+
+
+def _known(entry: Any) -> PairCost | None:
+    """An entry of the file; None where there is none, or one that another version wrote."""
+    try:
+        return PairCost(ModelCost(**entry["target"]), ModelCost(**entry["draft"]))
+    except (TypeError, KeyError):
         return None
 
 

@@ -12,6 +12,7 @@ import pytest
 from ..scripted import SCRIPTS, TEXT, Flavour, save_scripted, written
 from ..serving import Server, start
 
+UNMEASURED = ("--specprefill-threshold", "8192")
 WHOLE = [name for name, script in SCRIPTS.items() if not script.endless]
 
 
@@ -56,7 +57,9 @@ def test_logs_and_metrics_of_the_process(tmp_path: Path) -> None:
     """uvicorn's own records go the same way as ours, at the same level."""
     model = save_scripted(tmp_path / "model")
     log = tmp_path / "log"
-    with start(log, model, model, "--log-format", "json", "--strict-model", "--model-alias", "me") as server:
+    with start(
+        log, model, model, "--log-format", "json", "--strict-model", "--model-alias", "me", *UNMEASURED
+    ) as server:
         complete(server, "<|words:0|>", model="me")
         refused = httpx.post(f"{server.base}/v1/completions", json={"prompt": "x", "model": "you"})
         scraped = httpx.get(f"{server.base}/metrics").text

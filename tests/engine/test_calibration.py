@@ -59,6 +59,17 @@ def test_another_pair_and_a_broken_file_are_measured_anew(tmp_path):
 
 
 @pytest.mark.usefixtures("short_ladder")
+@pytest.mark.parametrize("entry", [{"target": {"token_ms": 1.0}, "draft": {}}, {"target": {}}, [], 1])
+def test_what_another_version_wrote_is_measured_anew(tmp_path, entry):
+    file = tmp_path / "costs.json"
+    calibrated(tiny.tiny_pair(), config(file))
+    (key,) = json.loads(file.read_text())
+    file.write_text(json.dumps({key: entry}))
+    assert calibrated(tiny.tiny_pair(), config(file)) is not None
+    assert json.loads(file.read_text())[key] != entry
+
+
+@pytest.mark.usefixtures("short_ladder")
 def test_a_folder_that_cannot_be_written_costs_nothing_but_the_keeping(tmp_path):
     (tmp_path / "file").write_text("")
     assert calibrated(tiny.tiny_pair(), config(tmp_path / "file" / "costs.json")) is not None

@@ -290,3 +290,24 @@ def _alternatives(token: int, count: int) -> tuple[Logprob, ...]:
 
 def _scored(prompt: Sequence[int], count: int) -> PromptLogprobs:
     return PromptLogprobs(tuple((Logprob(token, -0.5), _alternatives(token, count)) for token in prompt[1:]))
+
+
+def says_and_waits(engine: FakeEngine, text: str) -> threading.Event:
+    """Makes answers that say so much and never end by themselves; the event tells that all is said."""
+    said = threading.Event()
+
+    def script(request: GenerationRequest) -> Iterable[Step]:
+        yield from engine.tokens(text, end=False)
+        said.set()
+        yield threading.Event()
+
+    engine.script = script
+    return said
+
+
+def eventually(check: Callable[[], bool], within: float = 10.0) -> bool:
+    """Whether it holds, now or soon."""
+    until = time.monotonic() + within
+    while not check() and time.monotonic() < until:
+        time.sleep(0.01)
+    return check()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from mlx_specprefill_server.logs import set_up
 from mlx_specprefill_server.settings import Settings
 
 from .conftest import client_of
-from .fakes import FakeEngine
+from .fakes import FakeEngine, eventually, says_and_waits
 
 SECRET = "a-very-secret-prompt"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": SECRET}], "specprefill": True}
@@ -98,12 +97,13 @@ def test_the_line_of_a_client_that_left_knows_the_cost(
     engine: FakeEngine, live: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     base, _ = live()
-    engine.script = lambda request: [*engine.tokens("Hello", end=False), threading.Event()]
+    said = says_and_waits(engine, "Hello")
     with httpx.stream("POST", f"{base}/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
         next(answer.iter_lines())
+        assert said.wait(5)
     assert engine.idle()
-    httpx.get(f"{base}/version")  # the loop has seen the end by then
-    line = lines(caplog)[0]
+    assert eventually(lambda: bool(lines(caplog)))
+    (line,) = lines(caplog)
     assert (line["finish"], line["completion_tokens"], line["mode"]) == ("abort", 5, "sparse")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -20,7 +19,7 @@ from mlx_specprefill.request import Prediction
 from mlx_specprefill_server.generation import Ended
 from mlx_specprefill_server.metrics import Metrics, reason_label
 
-from .fakes import FakeEngine
+from .fakes import FakeEngine, eventually, says_and_waits
 
 MODEL = 'model_name="demo/target"'
 SPARSE = Account(
@@ -153,13 +152,16 @@ def test_the_endpoint(client: TestClient) -> None:
 
 def test_an_answer_that_nobody_waited_for_is_counted(engine: FakeEngine, live: Callable[..., Any]) -> None:
     base, _ = live()
-    engine.script = lambda request: [*engine.tokens("Hello", end=False), threading.Event()]
+    said = says_and_waits(engine, "Hello")
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
     with httpx.stream("POST", f"{base}/v1/chat/completions", json=body) as answer:
         next(answer.iter_lines())
+        assert said.wait(5)
     assert engine.idle()
+    aborted = f'vllm:request_success_total{{finished_reason="abort",{MODEL}}}'
+    assert eventually(lambda: aborted in samples(httpx.get(f"{base}/metrics").text))
     found = samples(httpx.get(f"{base}/metrics").text)
-    assert found[f'vllm:request_success_total{{finished_reason="abort",{MODEL}}}'] == 1
+    assert found[aborted] == 1
     assert found[f"vllm:generation_tokens_total{{{MODEL}}}"] == 5
 
 

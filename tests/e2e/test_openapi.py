@@ -29,6 +29,13 @@ def api(scripted: Callable[[Flavour], Server]) -> Any:
     return schemathesis.openapi.from_url(f"{scripted('hermes').base}/openapi.json")
 
 
+def _bound(body: Any) -> None:
+    """A model that recites scripts never comes to the end of a grammar."""
+    for name in ("max_tokens", "max_output_tokens", "max_completion_tokens") if isinstance(body, dict) else ():
+        if body.get(name) is None or (isinstance(body[name], int) and (body[name] > 8 or body[name] == -1)):
+            body[name] = 8
+
+
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_nothing_is_a_server_error(api: Any, mode: GenerationMode) -> None:
     """`mode`: requests that the document allows, and others."""
@@ -40,6 +47,7 @@ def test_nothing_is_a_server_error(api: Any, mode: GenerationMode) -> None:
         @BOUNDED
         @given(case=operation.as_strategy(generation_mode=mode))
         def call(case: Any) -> None:
+            _bound(case.body)
             answer = case.call(timeout=60)
             case.validate_response(answer, checks=[not_a_server_error, status_code_conformance])
 

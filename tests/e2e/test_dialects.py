@@ -22,7 +22,19 @@ TOOL = {
         "required": ["city"],
     },
 }
-WRITTEN = [name for name, script in SCRIPTS.items() if not script.endless and not script.turns[0].raw]
+
+
+def typed(turn: Turn) -> bool:
+    """XML has no types of its own: what a tool gets that the request does not describe is text."""
+    others = [call for call in turn.calls if call.name != TOOL["name"]]
+    return all(isinstance(value, str) for call in others for value in call.arguments.values())
+
+
+WRITTEN = [
+    name
+    for name, script in SCRIPTS.items()
+    if not script.endless and not script.turns[0].raw and typed(script.turns[0])
+]
 SLIPS = {"no-outer-tag", "no-last-end"}  # calls all the same
 BROKEN = {"malformed", "unclosed"}
 Said = tuple[str, str, list[tuple[str, Any]]]  # reasoning, text, calls

@@ -155,7 +155,8 @@ def test_an_answer_that_nobody_waited_for_is_counted(engine: FakeEngine, live: C
     said = says_and_waits(engine, "Hello")
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
     with httpx.stream("POST", f"{base}/v1/chat/completions", json=body) as answer:
-        next(answer.iter_lines())
+        stream = answer.iter_lines()  # held: a dropped iterator closes the connection
+        next(stream)
         assert said.wait(5)
     assert engine.idle()
     aborted = f'vllm:request_success_total{{finished_reason="abort",{MODEL}}}'

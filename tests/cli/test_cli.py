@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from mlx_specprefill import PairCost
 from mlx_specprefill.prefill.cost import ModelCost
 from mlx_specprefill_server import cli
+from mlx_specprefill_server.cli import calibrating, common, serving
 from tests import tiny
 
 PROMPT = "w" + " w".join(str(n) for n in tiny.random_prompt(400))
@@ -93,7 +94,7 @@ class TestServe:
     @pytest.fixture
     def served(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
         calls: list[tuple[Any, Any]] = []
-        monkeypatch.setattr(cli, "serve_forever", lambda engine, settings: calls.append((engine, settings)))
+        monkeypatch.setattr(serving, "serve_forever", lambda engine, settings: calls.append((engine, settings)))
         return calls
 
     def test_options_become_settings(self, models: list[str], served: list[tuple[Any, Any]]) -> None:
@@ -221,8 +222,8 @@ class TestRefusals:
 
 
 def test_the_blas_notice_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    status = cli.BLAS.__class__("missing", notice="Install OpenBLAS.")
-    monkeypatch.setattr(cli, "BLAS", status)
+    status = common.BLAS.__class__("missing", notice="Install OpenBLAS.")
+    monkeypatch.setattr(common, "BLAS", status)
     done = run("serve", "--pair", "nonsense")
     assert done.stderr.splitlines()[0] == "note: Install OpenBLAS."
     assert done.stderr.count("OpenBLAS") == 1
@@ -241,7 +242,7 @@ class TestCalibrate:
         self, models: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         target, draft = ModelCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0), ModelCost(0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
-        monkeypatch.setattr(cli, "measure_pair", lambda *_: PairCost(target, draft))
+        monkeypatch.setattr(calibrating, "measure_pair", lambda *_: PairCost(target, draft))
         done = run("calibrate", *models)
         assert done.exit_code == 0, done.output
         assert "2,048" in done.stdout
@@ -251,7 +252,7 @@ class TestCalibrate:
 
     def test_it_needs_a_draft(self, models: list[str]) -> None:
         done = run("calibrate", *models[:2])
-        assert done.exit_code == cli.USAGE_ERROR
+        assert done.exit_code == common.USAGE_ERROR
         assert "no draft model is loaded" in done.stderr
 
 

@@ -7,8 +7,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -16,7 +18,9 @@ from rich.text import Text
 
 from mlx_specprefill import SpecPrefillError
 
-__all__ = ["StatsError", "StatsReader", "show_once", "watch"]
+from .common import one_line_errors
+
+__all__ = ["StatsError", "StatsReader", "top"]
 
 _TIMEOUT_S = 10.0
 _CONSUMERS = {
@@ -29,6 +33,24 @@ _CONSUMERS = {
     "active": "all arrays",
     "limit": "limit",
 }
+
+
+def top(
+    url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MLX_SPECPREFILL_API_KEY", help="If the server asks for one.")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the numbers once and end.")] = False,
+) -> None:
+    """Watch a running server: what it does, where its memory goes, what its last answers cost."""
+    with one_line_errors():
+        reader = StatsReader(url, api_key)
+        if once:
+            _show_once(reader, Console())
+            return
+        with suppress(KeyboardInterrupt):
+            _watch(reader, Console(), interval)
 
 
 class StatsError(SpecPrefillError):
@@ -71,12 +93,12 @@ def _refusal(url: str, status: int) -> str:
     return f"{url} answered with status {status}"
 
 
-def show_once(reader: StatsReader, console: Console) -> None:
+def _show_once(reader: StatsReader, console: Console) -> None:
     """Print the numbers; raises StatsError."""
     console.print(_panel(reader.read(), console.size.height))
 
 
-def watch(reader: StatsReader, console: Console, interval: float) -> None:
+def _watch(reader: StatsReader, console: Console, interval: float) -> None:
     """Show the numbers until interrupted. A server that goes away is waited for."""
     stats = reader.read()
     with Live(_panel(stats, console.size.height), console=console, screen=True, auto_refresh=False) as live:

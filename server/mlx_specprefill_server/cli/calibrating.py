@@ -1,0 +1,44 @@
+"""`mlx-specprefill calibrate`."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import Console
+
+from mlx_specprefill import SpecPrefillPolicy, break_even
+from mlx_specprefill import calibrate as measure_pair
+
+from .common import begin, choose, load, make_settings, notes, one_line_errors
+from .console import cost_table
+from .options import Draft, Dtype, Keep, Level, PairName, PairsFile, Target
+
+__all__ = ["calibrate"]
+
+
+def calibrate(
+    keep: Keep = None,
+    pair: PairName = "demo",
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    dtype: Dtype = "auto",
+    log_level: Level = "warning",
+) -> None:
+    """Measure target and draft on this machine, and show from which length on a sparse prefill pays."""
+    begin(log_level)
+    with one_line_errors():
+        chosen = choose(pair, pairs_file, target, draft)
+        config = make_settings(chosen, specprefill_keep_pct=keep).engine_config()
+        loaded = load(chosen, dtype)
+        with notes().status("Measuring"):
+            cost = measure_pair(loaded, config)
+        longest = min(loaded.context_length, loaded.draft_context or loaded.context_length)
+        Console().print(cost_table(cost, config.policy, longest))
+        typer.echo(_break_even_text(break_even(cost, config.policy, longest), config.policy))
+
+
+def _break_even_text(found: int | None, policy: SpecPrefillPolicy) -> str:
+    margins = f"saves {float(policy.min_saving_share):.0%} and {policy.min_saving_ms / 1e3:g} s"
+    if found is None:
+        return f"No prompt that fits the context {margins} at keep {float(policy.keep_pct):g}."
+    return f"At keep {float(policy.keep_pct):g} a sparse prefill {margins} from {found:,} uncached tokens on."

@@ -1,0 +1,142 @@
+"""What the commands have in common: errors in one line, settings by precedence, loading, the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from mlx_specprefill import BLAS, ModelPair, SpecPrefillError, SpecPrefillOptions, keep_pct, load_pair
+
+from ..conversation import conversation
+from ..evals.errors import EvaluationError
+from ..logs import set_up as set_up_logs
+from ..pairs import Pair, PairsError, find_pair
+from ..prompt import Prompt, PromptBuilder
+from ..settings import LogLevel, Settings
+from .options import DtypeName
+
+__all__ = [
+    "FAILED",
+    "ONE_SHOT",
+    "USAGE_ERROR",
+    "MissingOptionError",
+    "begin",
+    "choose",
+    "load",
+    "make_prompt",
+    "make_settings",
+    "note_blas",
+    "notes",
+    "one_line_errors",
+    "options_of",
+    "read_text",
+]
+
+USAGE_ERROR = 2  # the exit status of everything the user can put right
+FAILED = 1
+ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
+_ONE_SHOT_THRESHOLD = 8192  # tokens; measuring takes longer than one request saves
+
+
+class MissingOptionError(SpecPrefillError):
+    """The command needs an option that was not given."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What the user did wrong, in one line; everything else keeps its traceback."""
+    try:
+        yield
+    except (SpecPrefillError, PairsError, EvaluationError) as error:
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+    else:
+        return
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(USAGE_ERROR)
+
+
+def begin(level: LogLevel) -> None:
+    set_up_logs(level)
+    note_blas()
+
+
+def note_blas() -> None:
+    """Say on standard error what would make this machine faster."""
+    if BLAS.notice:
+        typer.echo(f"note: {BLAS.notice}", err=True)
+
+
+def notes() -> Console:
+    """Everything that is not the answer."""
+    return Console(stderr=True)
+
+
+def choose(name: str, pairs_file: Path | None, target: str | None, draft: str | None) -> Pair:
+    """The pair that the options mean.
+
+    Raises:
+        PairsError: no such pair, or an unreadable file.
+        MissingOptionError: a draft without a target.
+    """
+    if target is not None:
+        return Pair(target=target, draft=draft)
+    if draft is not None:
+        raise MissingOptionError("--draft needs --target")
+    return find_pair(name, pairs_file)
+
+
+def make_settings(pair: Pair, *, one_shot: bool = False, **given: Any) -> Settings:
+    """Options first, then the environment, then the pair's own values, then the built-in defaults.
+
+    Args:
+        given: by the settings' names; None or empty: not given.
+    """
+    options = {name: value for name, value in given.items() if value not in (None, (), [])}
+    known = Settings(**options).model_fields_set
+    pair_says = {
+        "specprefill_threshold": _ONE_SHOT_THRESHOLD if one_shot and pair.threshold is None else pair.threshold,
+        "specprefill_keep_pct": pair.keep_pct,
+        "model_alias": pair.alias,
+    }
+    for name, value in pair_says.items():
+        if value is not None and name not in known:
+            options[name] = value
+    return Settings(**options)
+
+
+def options_of(enabled: bool | None, keep: str | None) -> SpecPrefillOptions:
+    """What one request asks for."""
+    return SpecPrefillOptions(enabled, None if keep is None else keep_pct(keep, "--keep-pct"))
+
+
+def load(pair: Pair, dtype: DtypeName) -> ModelPair:
+    names = pair.target if pair.draft is None else f"{pair.target} and {pair.draft}"
+    with notes().status(f"Loading {names}"):
+        return load_pair(pair.target, pair.draft, dtype=dtype)
+
+
+def read_text(path: Path) -> str:
+    """The file's text, or standard input's for `-`; undecodable bytes become replacement characters."""
+    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    return data.decode("utf-8", errors="replace")
+
+
+def make_prompt(pair: ModelPair, text: str, question: str | None, raw: bool) -> Prompt:
+    """The text, with a question after it, as one user message or as it is."""
+    whole = text if question is None else f"{text.rstrip()}\n\n{question}"
+    builder = PromptBuilder(pair.tokenizer)
+    work = builder.raw(whole) if raw else builder.chat(conversation([{"role": "user", "content": whole}]))
+    return asyncio.run(work)

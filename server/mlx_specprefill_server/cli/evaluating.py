@@ -1,0 +1,80 @@
+"""`mlx-specprefill eval`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlx_specprefill import Engine
+
+from ..evals.arms import ARM_KINDS
+from ..evals.arms import arms as make_arms
+from ..evals.command import Options
+from ..evals.command import evaluate as run
+from ..evals.local import LocalExaminee, examination
+from ..evals.remote import RemoteExaminee
+from .common import begin, choose, load, one_line_errors
+from .options import Draft, Dtype, Level, PairName, PairsFile, Target
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    tasks: Annotated[
+        list[str] | None, typer.Option("--task", help="A task or a group: ruler, adversarial, more, all; repeat.")
+    ] = None,
+    lengths: Annotated[list[int] | None, typer.Option("--length", help="Prompt tokens; repeat. Default 1024.")] = None,
+    depths: Annotated[
+        list[float] | None, typer.Option("--depth", help="Place of a needle in [0, 1]; repeat. Default: anywhere.")
+    ] = None,
+    longbench: Annotated[list[Path] | None, typer.Option(help="A LongBench jsonl file; repeat.")] = None,
+    number: Annotated[int, typer.Option("-n", min=1, help="Items per task, length and depth.")] = 20,
+    arms: Annotated[
+        list[str] | None, typer.Option("--arm", help=f"{', '.join(ARM_KINDS)}; repeat. Default: sparse, random.")
+    ] = None,
+    keeps: Annotated[list[str] | None, typer.Option("--keep", help="Share of chunks; repeat. Default 0.2.")] = None,
+    probes: Annotated[
+        int,
+        typer.Option(min=0, help="Items per cell whose distributions are measured too: KL, attention, perplexity."),
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Number of the first item.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for items, report and plots; a run into the same folder goes on.")
+    ] = None,
+    server: Annotated[str | None, typer.Option(help="Ask the server at this address; no pair is loaded.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of that server. Default: the first it lists.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Of that server.")] = None,
+    pair: PairName = "demo",
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    dtype: Dtype = "auto",
+    log_level: Level = "warning",
+) -> None:
+    """Measure what sparse prefill keeps and loses on tasks with known answers. The last line is the report as JSON."""
+    begin(log_level)
+    with one_line_errors():
+        options = Options(
+            tasks=tuple(tasks or () if longbench else tasks or ("niah_single_2",)),
+            lengths=tuple(lengths or (1024,)),
+            depths=tuple(depths or ()),
+            files=tuple(longbench or ()),
+            arms=make_arms(arms or ["sparse"] + ([] if server else ["random"]), keeps or ["0.2"]),
+            number=number,
+            probes=probes,
+            seed=seed,
+            out=out,
+        )
+        if server is not None:
+            typer.echo(json.dumps(run(options, RemoteExaminee(server, model, api_key), _tell)))
+            return
+        chosen = choose(pair, pairs_file, target, draft)
+        with Engine(load(chosen, dtype), examination()) as engine:
+            typer.echo(json.dumps(run(options, LocalExaminee(engine), _tell)))
+
+
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)

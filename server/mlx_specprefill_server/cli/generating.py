@@ -1,0 +1,123 @@
+"""`mlx-specprefill generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mlx_specprefill import (
+    Engine,
+    EngineClosedError,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Progress,
+    SamplingParams,
+    TokenEvent,
+)
+
+from .common import (
+    FAILED,
+    ONE_SHOT,
+    begin,
+    choose,
+    load,
+    make_prompt,
+    make_settings,
+    notes,
+    one_line_errors,
+    options_of,
+    read_text,
+)
+from .console import StageBars, stage_bars, stage_summary, stage_table
+from .options import (
+    Draft,
+    Dtype,
+    Forced,
+    Keep,
+    KvBits,
+    Level,
+    PairName,
+    PairsFile,
+    PrefillStep,
+    Question,
+    Raw,
+    Target,
+)
+
+__all__ = ["generate"]
+
+PrefillMode = Literal["auto", "sparse", "full"]
+_ENABLED: dict[PrefillMode, bool | None] = {"auto": None, "sparse": True, "full": False}
+
+
+def generate(
+    prompt_file: Annotated[Path, typer.Option(help="A text file; - reads standard input.")],
+    question: Question = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    keep: Keep = None,
+    mode: Annotated[PrefillMode, typer.Option(help="auto: sparse above the pair's threshold.")] = "auto",
+    raw: Raw = False,
+    pair: PairName = "demo",
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    dtype: Dtype = "auto",
+    forced: Forced = "template",
+    prefill_step: PrefillStep = None,
+    kv_bits: KvBits = None,
+    log_level: Level = "warning",
+) -> None:
+    """Answer one prompt and show where the time went: the answer on standard output, the rest on standard error."""
+    begin(log_level)
+    with one_line_errors():
+        text = read_text(prompt_file)
+        options = options_of(_ENABLED[mode], keep)
+        chosen = choose(pair, pairs_file, target, draft)
+        settings = make_settings(
+            chosen, one_shot=True, forced_rule=forced, prefill_step=prefill_step, kv_bits=kv_bits, **ONE_SHOT
+        )
+        with Engine(load(chosen, dtype), settings.engine_config()) as engine:
+            prompt = make_prompt(engine.pair, text, question, raw)
+            request = GenerationRequest(
+                prompt.tokens,
+                max_tokens,
+                SamplingParams(temperature=temperature),
+                options,
+                spans=prompt.spans,
+                stop_token_ids=engine.pair.eos_token_ids,
+            )
+            _answer(engine, request)
+
+
+def _answer(engine: Engine, request: GenerationRequest) -> None:
+    console = notes()
+    with stage_bars(console) as bars:
+        last = _stream(engine, request, bars)
+    typer.echo()
+    if isinstance(last, Failed):
+        typer.echo(f"error: {last.error}", err=True)
+        raise typer.Exit(FAILED)
+    console.print(stage_table(last.account, last.completion_tokens))
+    console.print(stage_summary(last.account, last.completion_tokens), markup=False, highlight=False)
+
+
+def _stream(engine: Engine, request: GenerationRequest, bars: StageBars) -> Finished | Failed:
+    """Write the answer as it comes; the request's last event."""
+    text = engine.pair.tokenizer.detokenizer
+    for event in engine.generate(request):
+        match event:
+            case Progress():
+                bars.update(event)
+            case TokenEvent() if event.token not in request.stop_token_ids:
+                bars.stop()
+                text.add_token(event.token)
+                typer.echo(text.last_segment, nl=False)
+            case Finished() | Failed():
+                text.finalize()
+                typer.echo(text.last_segment, nl=False)
+                return event
+    raise EngineClosedError("the engine stopped before the answer was complete")

@@ -1,0 +1,88 @@
+"""`mlx-specprefill inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from mlx_specprefill import Engine, GenerationRequest, Inspection, keep_pct
+
+from ..explained import ExplainedChunk, explain_chunks
+from ..heatmap import render_heatmap
+from .common import (
+    ONE_SHOT,
+    MissingOptionError,
+    begin,
+    choose,
+    load,
+    make_prompt,
+    make_settings,
+    notes,
+    one_line_errors,
+    options_of,
+    read_text,
+)
+from .console import chunk_table, stage_bars, work_table
+from .options import Draft, Dtype, Forced, Keep, Level, PairName, PairsFile, Question, Raw, Target
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    prompt_file: Annotated[Path | None, typer.Option(help="A text file; - reads standard input.")] = None,
+    question: Question = None,
+    keep: Keep = None,
+    raw: Raw = False,
+    shape: Annotated[
+        str | None, typer.Option(help="Instead of a prompt: what a prefill computes in this model shape.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a heat map of the prompt to this file.")] = None,
+    show_dropped: Annotated[bool, typer.Option("--all", help="List the dropped chunks too.")] = False,
+    pair: PairName = "demo",
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    dtype: Dtype = "auto",
+    forced: Forced = "template",
+    log_level: Level = "warning",
+) -> None:
+    """Show which chunks of a prompt the draft would keep, and why, without running the target on it."""
+    begin(log_level)
+    with one_line_errors():
+        if shape is not None:
+            Console().print(work_table(shape, keep_pct(keep or "0.2", "--keep-pct")))
+            return
+        if prompt_file is None:
+            raise MissingOptionError("--prompt-file or --shape is needed")
+        text = read_text(prompt_file)
+        options = options_of(None, keep)
+        chosen = choose(pair, pairs_file, target, draft)
+        settings = make_settings(chosen, one_shot=True, forced_rule=forced, **ONE_SHOT)
+        with Engine(load(chosen, dtype), settings.engine_config()) as engine:
+            prompt = make_prompt(engine.pair, text, question, raw)
+            inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))
+            chunks = explain_chunks(engine.pair.tokenizer, prompt.tokens, inspection)
+            _show(inspection, chunks, dropped_too=show_dropped)
+            if html is not None:
+                names = f"target {engine.pair.target_id}, draft {engine.pair.draft_id or 'none'}"
+                html.write_text(render_heatmap(inspection, chunks, names), encoding="utf-8")
+                notes().print(f"Heat map written to {html}", markup=False)
+
+
+def _inspect(engine: Engine, request: GenerationRequest) -> Inspection:
+    with stage_bars(notes()) as bars:
+        return engine.inspect(request, bars.update)
+
+
+def _show(inspection: Inspection, chunks: list[ExplainedChunk], *, dropped_too: bool) -> None:
+    console = Console()
+    console.print(chunk_table(chunks, dropped_too=dropped_too))
+    kept = sum(chunk.kept for chunk in inspection.chunks)
+    summary = (
+        f"{inspection.kept_tokens} of {inspection.prompt_tokens} tokens kept, {kept} of {len(inspection.chunks)} "
+        f"chunks; mode {inspection.mode}: {inspection.reason}"
+    )
+    console.print(summary, markup=False, highlight=False)

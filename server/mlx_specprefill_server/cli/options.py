@@ -1,0 +1,43 @@
+"""The options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mlx_specprefill import ForcedRule
+
+from ..settings import LogLevel
+
+__all__ = [
+    "Draft",
+    "Dtype",
+    "DtypeName",
+    "Forced",
+    "Keep",
+    "KvBits",
+    "Level",
+    "PairName",
+    "PairsFile",
+    "PrefillStep",
+    "Question",
+    "Raw",
+    "Target",
+]
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+PairName = Annotated[str, typer.Option("--pair", help="A pair named in models/pairs.toml.")]
+PairsFile = Annotated[Path | None, typer.Option(help="Another file of named pairs.")]
+Target = Annotated[str | None, typer.Option(help="Folder or repository id of the target, instead of --pair.")]
+Draft = Annotated[str | None, typer.Option(help="Folder or repository id of the draft; none: full prefill only.")]
+Dtype = Annotated[DtypeName, typer.Option(help="auto: as stored on a GPU, float32 on a CPU.")]
+Forced = Annotated[ForcedRule, typer.Option("--forced", help="Which tokens are always kept.")]
+PrefillStep = Annotated[int | None, typer.Option(help="Tokens per target forward.")]
+KvBits = Annotated[int | None, typer.Option(help="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8.")]
+Question = Annotated[str | None, typer.Option(help="Put after the file's text, in the same user message.")]
+Keep = Annotated[str | None, typer.Option("--keep-pct", help="Share of chunks to keep, in (0, 1].")]
+Raw = Annotated[bool, typer.Option("--raw", help="No chat template: the text itself is the prompt.")]
+Level = Annotated[LogLevel, typer.Option("--log-level")]

@@ -1,0 +1,103 @@
+"""`mlx-specprefill serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mlx_specprefill import Engine, ForcedRule, SpeculationName
+
+from ..app import serve as serve_forever
+from ..logs import set_up as set_up_logs
+from ..parsers.formats import ReasoningParser, ToolParser
+from ..settings import LogFormat, LogLevel
+from .common import choose, load, make_settings, note_blas, one_line_errors
+from .options import Draft, Dtype, KvBits, PairName, PairsFile, PrefillStep, Target
+
+__all__ = ["serve"]
+
+_OF_THE_PAIR = ("pair", "pairs_file", "target", "draft", "dtype")  # every other parameter has its setting's name
+
+
+def serve(
+    context: typer.Context,
+    pair: PairName = "demo",
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    host: Annotated[str | None, typer.Option(help="Default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default 8000.")] = None,
+    dtype: Dtype = "auto",
+    specprefill_threshold: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompts with more uncached tokens than this are prefilled sparsely. Default: where it saves enough, "
+            "by times measured at the first start."
+        ),
+    ] = None,
+    specprefill_keep_pct: Annotated[str | None, typer.Option(help="Share of chunks to keep. Default 0.2.")] = None,
+    specprefill: Annotated[
+        bool | None, typer.Option(" /--no-specprefill", help="Sparse only when a request asks.")
+    ] = None,
+    forced_rule: Annotated[ForcedRule | None, typer.Option("--forced", help="Which tokens are always kept.")] = None,
+    speculative: Annotated[
+        SpeculationName | None,
+        typer.Option(
+            help="How answers are drafted: auto where it is measured to pay, or one way by name. Default off."
+        ),
+    ] = None,
+    prefill_step: PrefillStep = None,
+    max_rows: Annotated[int | None, typer.Option(help="Requests that run at the same time. Default 32.")] = None,
+    target_itl_ms: Annotated[
+        float | None, typer.Option(help="Milliseconds by which a prefill may delay a running answer. Default 200.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="For weights, requests and caches, as 48GB. Default: what the device recommends.")
+    ] = None,
+    prefix_cache_size: Annotated[
+        str | None, typer.Option(help="Memory for reusable prompt prefixes, 0: none. Default 2GB.")
+    ] = None,
+    prefix_cache_dir: Annotated[
+        Path | None, typer.Option(help="Folder in which prefixes outlive the server. Default: none.")
+    ] = None,
+    prefix_disk_size: Annotated[str | None, typer.Option(help="Disk space for that folder. Default 20GB.")] = None,
+    densify: Annotated[
+        bool | None,
+        typer.Option(" /--no-densify", help="Never prefill in full, in idle time, what was prefilled sparsely."),
+    ] = None,
+    kv_bits: KvBits = None,
+    api_keys: Annotated[list[str] | None, typer.Option("--api-key", help="Require this key; repeat for more.")] = None,
+    model_alias: Annotated[str | None, typer.Option(help="The model id that clients see.")] = None,
+    allowed_hosts: Annotated[
+        list[str] | None, typer.Option("--allowed-host", help="Answer to this Host name too; repeat for more, *: any.")
+    ] = None,
+    cors_origins: Annotated[
+        list[str] | None,
+        typer.Option("--cors-origin", help="Let pages of this origin call the server; repeat for more, *: any."),
+    ] = None,
+    strict_model: Annotated[
+        bool | None, typer.Option("--strict-model", help="404 for requests that name another model. Default: any name.")
+    ] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="Default info.")] = None,
+    log_format: Annotated[LogFormat | None, typer.Option(help="Default text.")] = None,
+    otel: Annotated[
+        bool | None, typer.Option("--otel", help="OpenTelemetry traces and metrics, to where the OTEL_* variables say.")
+    ] = None,
+    tool_parser: Annotated[
+        ToolParser | None, typer.Option(help="How the model writes tool calls. Default: as its chat template says.")
+    ] = None,
+    reasoning_parser: Annotated[
+        ReasoningParser | None, typer.Option(help="How it marks reasoning. Default: as its vocabulary says.")
+    ] = None,
+) -> None:
+    """Start the OpenAI-compatible server. Every setting also has an environment variable, MLX_SPECPREFILL_*."""
+    note_blas()
+    given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _OF_THE_PAIR}
+    with one_line_errors():
+        chosen = choose(pair, pairs_file, target, draft)
+        settings = make_settings(chosen, **given)
+        set_up_logs(settings.log_level, settings.log_format)
+        with Engine(load(chosen, dtype), settings.engine_config()) as engine:
+            serve_forever(engine, settings)

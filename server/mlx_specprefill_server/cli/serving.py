@@ -39,7 +39,7 @@ def serve(
     ] = None,
     specprefill_keep_pct: Annotated[str | None, typer.Option(help="Share of chunks to keep. Default 0.2.")] = None,
     specprefill: Annotated[
-        bool | None, typer.Option(" /--no-specprefill", help="Sparse only when a request asks.")
+        bool | None, typer.Option("--specprefill/--no-specprefill", help="Off: sparse only when a request asks.")
     ] = None,
     forced_rule: Annotated[ForcedRule | None, typer.Option("--forced", help="Which tokens are always kept.")] = None,
     speculative: Annotated[
@@ -65,7 +65,9 @@ def serve(
     prefix_disk_size: Annotated[str | None, typer.Option(help="Disk space for that folder. Default 20GB.")] = None,
     densify: Annotated[
         bool | None,
-        typer.Option(" /--no-densify", help="Never prefill in full, in idle time, what was prefilled sparsely."),
+        typer.Option(
+            "--densify/--no-densify", help="Prefill in full, in idle time, what was prefilled sparsely. Default on."
+        ),
     ] = None,
     kv_bits: KvBits = None,
     api_keys: Annotated[list[str] | None, typer.Option("--api-key", help="Require this key; repeat for more.")] = None,

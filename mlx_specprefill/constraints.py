@@ -88,7 +88,8 @@ class Guide:
             return None
         mask = self._by_grammar(size)
         stops = [stop for stop in self._stops if stop < size]
-        mask[stops] |= self._over or self._matcher.is_accepting()
+        if self._over or self._matcher.is_accepting():
+            mask[stops] = True
         if self._count < self._min_tokens and np.delete(mask, stops).any():
             mask[stops] = False
         if not mask.any():
@@ -96,13 +97,17 @@ class Guide:
         return mask
 
     def _by_grammar(self, size: int) -> Mask:
-        """What may continue the text; its end is told by the request's stop ids alone, if it has any."""
-        mask = np.zeros(size, np.bool_)
-        if not self._over:
-            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")[:size]
-            if self._matcher.is_error():
-                raise self._failed(_message(self._matcher))
-            mask[: bits.size] = bits
+        """What may continue the text; its end is told by the request's stop ids alone, if it has any.
+
+        A forward has just emptied the caches, so what counts here is how little code runs.
+        """
+        if self._over:
+            return np.zeros(size, np.bool_)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise self._failed(_message(self._matcher))
+        mask = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)  # zeros where there are no more bits
+        if self._foreign:
             mask[[token for token in self._foreign if token < size]] = False
         return mask
 

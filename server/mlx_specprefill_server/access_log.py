@@ -82,17 +82,18 @@ class Exchange:
 
 
 def _spent(answers: Sequence[Ended]) -> dict[str, Any]:
-    """The first answer's account stands for the prompt; what is generated is summed."""
-    accounts = [end.event.account for end in answers if end.event.account is not None]
-    if not accounts:
+    """The first prompt gives times and mode; tokens are summed, those of a prompt once for all its answers."""
+    told = [(end.copy, end.event.account) for end in answers if end.event.account is not None]
+    if not told:
         return {}
-    first = accounts[0]
+    prompts = [account for copy, account in told if not copy] or [told[0][1]]
+    first = prompts[0]
     return {
         "queue_ms": round(first.timings.queue_ms, 1),
         "ttft_ms": round(first.timings.queue_ms + first.timings.ttft_ms, 1),
-        "prompt_tokens": first.prompt_tokens,
-        "cached_tokens": first.cached_tokens,
-        "kept_tokens": first.kept_tokens,
+        "prompt_tokens": sum(account.prompt_tokens for account in prompts),
+        "cached_tokens": sum(account.cached_tokens for account in prompts),
+        "kept_tokens": sum(account.kept_tokens for account in prompts),
         "completion_tokens": sum(end.event.completion_tokens for end in answers if isinstance(end.event, Finished)),
         "mode": first.mode,
         "reason": first.reason,

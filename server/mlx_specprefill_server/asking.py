@@ -20,13 +20,13 @@ from .answers import AnswerPiece
 from .conversation import Conversation
 from .deltas import Delta
 from .deps import Service
-from .forced_calls import NamedTool, ToolChoice
 from .generation import Done, Generation, Idle, Job, Working
 from .output_format import OutputFormat, constraint_of
 from .prompt import Prompt
 from .reading import AnswerReader
+from .tool_choice import ToolChoice, offered
 
-__all__ = ["Ask", "Asked", "NamedTool", "ToolChoice", "ask", "copies", "room", "stop_ids"]
+__all__ = ["Ask", "Asked", "ask", "copies", "counted", "room", "stop_ids"]
 
 logger = logging.getLogger(__name__)
 
@@ -131,14 +131,24 @@ async def ask(service: Service, ask: Ask) -> Asked:
         InvalidRequestError, ContextLengthError: nothing has been started.
         EngineClosedError: the engine takes nothing more.
     """
-    if ask.tool_choice == "none":
-        ask = replace(ask, conversation=replace(ask.conversation, tools=()))
+    tools, choice = offered(ask.conversation.tools, ask.tool_choice)
+    ask = replace(ask, conversation=replace(ask.conversation, tools=tools), tool_choice=choice)
     prompt = await service.prompts.chat(ask.conversation)
     constraint = _constraint(service, ask, prompt)
     await service.compile(constraint)
     generation = service.submit(_jobs(service, ask, prompt, constraint))
     readers = [_reader(service, ask, prompt, i) for i in range(ask.n)]
     return Asked(prompt.tokens, generation, readers)
+
+
+async def counted(service: Service, conversation: Conversation, choice: ToolChoice) -> int:
+    """How many tokens the prompt has that `ask` would make.
+
+    Raises:
+        InvalidRequestError: the conversation or the choice is at fault.
+    """
+    tools, _ = offered(conversation.tools, choice)
+    return len((await service.prompts.chat(replace(conversation, tools=tools))).tokens)
 
 
 def _constraint(service: Service, ask: Ask, prompt: Prompt) -> Constraint | None:

@@ -6,20 +6,22 @@ They are straightened here, once, for all dialects.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
 from mlx_specprefill import InvalidRequestError
 
-__all__ = ["Conversation", "Message", "conversation"]
+__all__ = ["Conversation", "Ending", "Message", "conversation", "ending_of", "plainer"]
 
 Message = dict[str, Any]  # as templates read it: role, content (str), and what else the role has
+Ending = Literal["answer", "continue", "none"]
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_ONLY = {"role", "content", "name"}
 # the arguments of apply_chat_template itself, which a request must not reach
 RESERVED_KWARGS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
@@ -30,17 +32,24 @@ RESERVED_KWARGS = {
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages ready for a template. At most one is a system message, and it comes first."""
+    """Messages ready for a template. At most one is a system message, and it comes first.
+
+    Attributes:
+        ending: "answer": the prompt opens the assistant's answer; "continue": it breaks off within the last message,
+            which the answer goes on with; "none": it ends behind the last message.
+    """
 
     messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    ending: Ending = "answer"
 
 
 def conversation(
     messages: Sequence[Any],
     tools: Sequence[Any] = (),
     template_kwargs: Mapping[str, Any] | None = None,
+    ending: Ending = "answer",
 ) -> Conversation:
     """Checks and straightens OpenAI's chat messages.
 
@@ -54,7 +63,45 @@ def conversation(
         messages=tuple(_system_first(straight)),
         tools=tuple(_tools(tools)),
         template_kwargs=_template_kwargs(template_kwargs or {}),
+        ending=ending,
     )
+
+
+def ending_of(add_generation_prompt: bool | None, continue_final_message: bool) -> Ending:
+    """What vLLM's two fields mean together.
+
+    Raises:
+        InvalidRequestError: both are asked for.
+    """
+    if continue_final_message and add_generation_prompt:
+        message = "continue_final_message: can't be combined with add_generation_prompt"
+        raise InvalidRequestError(message, field="continue_final_message")
+    if continue_final_message:
+        return "continue"
+    return "none" if add_generation_prompt is False else "answer"
+
+
+def plainer(messages: Sequence[Message]) -> Iterator[tuple[Message, ...]]:
+    """Other forms of a conversation, for templates that refuse it as it is.
+
+    Some want user and assistant to take turns; some of those know no system message either.
+    """
+    yield tuple(_in_turns(messages))
+    if len(messages) > 1 and messages[0]["role"] == "system":
+        yield tuple(_in_turns([messages[0] | {"role": "user"}, *messages[1:]]))
+
+
+def _in_turns(messages: Sequence[Message]) -> list[Message]:
+    """Neighbours of one role become one message, unless calls or results would be torn apart."""
+    out: list[Message] = []
+    for message in messages:
+        before = out[-1] if out else None
+        if before is None or before["role"] != message["role"] or not _TEXT_ONLY.issuperset(before | message):
+            out.append(message)
+        else:
+            texts = filter(None, (before["content"], message["content"]))
+            out[-1] = before | {"content": "\n\n".join(texts)}
+    return out
 
 
 def _message(message: Any, where: str) -> Message:

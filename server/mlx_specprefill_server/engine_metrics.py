@@ -22,12 +22,14 @@ class Totals:
         self.read = self.made = 0
         self.read_s = self.made_s = 0.0
 
-    def add(self, account: Account, tokens: int) -> None:
+    def add_prompt(self, account: Account) -> None:
         times = account.timings
         self.read += account.prompt_tokens - account.cached_tokens
         self.read_s += (times.draft_ms + times.select_ms + times.prefill_ms) / 1e3
+
+    def add_answer(self, tokens: int, seconds: float) -> None:
         self.made += tokens
-        self.made_s += times.decode_ms / 1e3
+        self.made_s += seconds
 
 
 class EngineCollector(Collector):

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
 from mlx_specprefill import InvalidRequestError
 
 from .lark import Lark
+from .tool_choice import NamedTool, Tool, ToolChoice, tool_name
 
-__all__ = ["NamedTool", "ToolChoice", "calls_rule", "forced_tools", "has_grammar"]
+__all__ = ["calls_rule", "forced_tools", "has_grammar"]
 
-Tool = Mapping[str, Any]
 Schema = Mapping[str, Any]
 
 _SCALARS = {"number", "integer", "boolean", "null"}
 _TYPED = {"type", "anyOf", "oneOf", "allOf", "$ref", "const", "enum"}  # a schema without these says nothing of the type
 _NAME = re.compile(r"[\w.:/-]{1,256}")
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTool:
-    """The one tool that has to be called."""
-
-    name: str
-
-
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 def forced_tools(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
@@ -41,7 +30,7 @@ def forced_tools(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
     """
     if choice in ("auto", "none"):
         return ()
-    chosen = [tool for tool in tools if not isinstance(choice, NamedTool) or _name(tool) == choice.name]
+    chosen = [tool for tool in tools if not isinstance(choice, NamedTool) or tool_name(tool) == choice.name]
     if not chosen:
         missing = f"no tool is called {choice.name!r}" if isinstance(choice, NamedTool) else "needs tools"
         raise InvalidRequestError(f"tool_choice: {missing}", field="tool_choice")
@@ -67,17 +56,13 @@ def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, paral
 
 
 def _check(tool: Tool) -> None:
-    name = _name(tool)
+    name = tool_name(tool)
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(f"tools: {name!r:.40} can't be forced: letters, digits and _-.:/ only", "tools")
     try:
         orjson.dumps(tool)
     except TypeError as error:
         raise InvalidRequestError(f"tools: the parameters of {name} can't be read: {error}", "tools") from error
-
-
-def _name(tool: Tool) -> str:
-    return str(tool["function"]["name"])
 
 
 def _parameters(tool: Tool) -> Schema:
@@ -107,7 +92,7 @@ def _hermes(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     end = lark.literal("}\n</tool_call>")
     calls = []
     for tool in tools:
-        begin = lark.literal(f'<tool_call>\n{{"name": "{_name(tool)}", "arguments": ')
+        begin = lark.literal(f'<tool_call>\n{{"name": "{tool_name(tool)}", "arguments": ')
         calls.append(f"{begin} {_arguments(lark, tool)} {end}")
     return _several(lark, calls, parallel, "\n")
 
@@ -115,10 +100,10 @@ def _hermes(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
 def _mistral(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     """[TOOL_CALLS]f[ARGS]{...} with newer tokenizers, else [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]."""
     if "[ARGS]" in lark.special:
-        heads = [lark.literal(f"[TOOL_CALLS]{_name(tool)}[ARGS]") for tool in tools]
+        heads = [lark.literal(f"[TOOL_CALLS]{tool_name(tool)}[ARGS]") for tool in tools]
         calls = [f"{head} {_arguments(lark, tool)}" for head, tool in zip(heads, tools, strict=True)]
         return _several(lark, calls, parallel)
-    heads = [lark.literal(f'{{"name": "{_name(tool)}", "arguments": ') for tool in tools]
+    heads = [lark.literal(f'{{"name": "{tool_name(tool)}", "arguments": ') for tool in tools]
     calls = [f'{head} {_arguments(lark, tool)} "}}"' for head, tool in zip(heads, tools, strict=True)]
     inner = _several(lark, calls, parallel, ", ")
     return lark.rule("mistral", f'{lark.literal("[TOOL_CALLS]")} " "? "[" {inner} "]"')
@@ -128,7 +113,7 @@ def _harmony(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     """<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}; a message holds one call."""
     calls = []
     for tool in tools:
-        begin = lark.literal(f"<|channel|>commentary to=functions.{_name(tool)} <|constrain|>json<|message|>")
+        begin = lark.literal(f"<|channel|>commentary to=functions.{tool_name(tool)} <|constrain|>json<|message|>")
         calls.append(f"{begin} {_arguments(lark, tool)}")
     return lark.rule("harmony", f"{lark.analysis()} {_several(lark, calls, parallel=False)}")
 
@@ -198,7 +183,7 @@ def _xml(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     end = lark.literal("</function>\n</tool_call>")
     calls = []
     for tool in tools:
-        begin = lark.literal(f"<tool_call>\n<function={_name(tool)}>\n")
+        begin = lark.literal(f"<tool_call>\n<function={tool_name(tool)}>\n")
         fields = _tagged(lark, tool, lambda name: lark.literal(f"<parameter={name}>\n"), "\n</parameter>\n")
         calls.append(f"{begin} {fields} {end}")
     return _several(lark, calls, parallel, "\n")
@@ -213,7 +198,7 @@ def _glm(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
 
     calls = []
     for tool in tools:
-        head = lark.literal(f"<tool_call>{_name(tool)}")
+        head = lark.literal(f"<tool_call>{tool_name(tool)}")
         fields = _tagged(lark, tool, begin, "</arg_value>")
         calls.append(f"{head} {fields} {newline} {lark.literal('</tool_call>')}")
     return _several(lark, calls, parallel, "\n")
@@ -231,7 +216,7 @@ def _gemma(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     calls = []
     for tool in tools:
         fields = _gemma_object(lark, _parameters(tool), quote)
-        calls.append(f"{lark.literal(f'{begin}call:{_name(tool)}')} {fields} {lark.literal(end)}")
+        calls.append(f"{lark.literal(f'{begin}call:{tool_name(tool)}')} {fields} {lark.literal(end)}")
     return _several(lark, calls, parallel)
 
 

@@ -133,6 +133,7 @@ class Ended:
     request: GenerationRequest
     event: Finished | Failed
     stopped: bool  # by a stop string, which the engine sees as a cancellation
+    copy: bool = False  # a further answer to a prompt that was read for an earlier one
 
     @property
     def reason(self) -> Literal["stop", "length", "abort", "error"]:
@@ -244,7 +245,8 @@ class Generation:
 
     def _tell(self, index: int, event: Finished | Failed) -> None:
         answer = self._answers.get(index)
-        self._on_end(Ended(self._jobs[index].request, event, answer is not None and answer.stopped))
+        job = self._jobs[index]
+        self._on_end(Ended(job.request, event, answer is not None and answer.stopped, copy=job.follows is not None))
 
     def _nothing_came(self) -> None:
         if self._events.empty():  # else the client is slow to take what came

@@ -81,25 +81,29 @@ class Metrics:
         return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
     def ended(self, end: Ended) -> None:
-        """Counts one answer."""
+        """Counts one answer. The prompt of several answers, and the wait for it, count once."""
         self._success.labels(self._model, end.reason).inc()
         account = end.event.account
         if account is None:
             return
         tokens = end.event.completion_tokens if isinstance(end.event, Finished) else 0
-        self._count_tokens(account, tokens)
-        self._count_prefill(account)
-        if tokens:
-            self._time(account.timings, tokens)
+        self._count_answer(account.timings.decode_ms / 1e3, tokens)
+        if not end.copy:
+            self._count_prompt(account)
+            if tokens:
+                self._time(account.timings)
 
-    def _count_tokens(self, account: Account, tokens: int) -> None:
-        self._prompt.inc(account.prompt_tokens)
+    def _count_answer(self, seconds: float, tokens: int) -> None:
         self._generated.inc(tokens)
+        self._totals.add_answer(tokens, seconds)
+        if tokens:
+            self._gaps.observe(seconds, tokens - 1)
+
+    def _count_prompt(self, account: Account) -> None:
+        self._prompt.inc(account.prompt_tokens)
         self._queried.inc(account.prompt_tokens)
         self._hit.inc(account.cached_tokens)
-        self._totals.add(account, tokens)
-
-    def _count_prefill(self, account: Account) -> None:
+        self._totals.add_prompt(account)
         self._requests.labels(account.mode, reason_label(account.reason)).inc()
         self._skipped.inc(account.prompt_tokens - account.kept_tokens)
         if account.mode == "sparse":
@@ -107,11 +111,10 @@ class Metrics:
         if account.continuation is not None:
             self._continued.labels(account.continuation).inc()
 
-    def _time(self, times: Timings, tokens: int) -> None:
+    def _time(self, times: Timings) -> None:
         first = (times.queue_ms + times.ttft_ms) / 1e3
         self._first.observe(first)
         self._whole.observe(first + times.decode_ms / 1e3)
-        self._gaps.observe(times.decode_ms / 1e3, tokens - 1)
         for stage in STAGES:
             self._stages.labels(stage).observe(getattr(times, f"{stage}_ms") / 1e3)
 

@@ -11,6 +11,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from jinja2 import TemplateError
 
 from mlx_specprefill import InvalidRequestError, PromptSpan
 
-from .conversation import Conversation, Message
+from .conversation import Conversation, Message, plainer
 from .spans import locate, to_tokens, turn_ends
 
 __all__ = ["Prompt", "PromptBuilder"]
@@ -63,8 +64,7 @@ class PromptBuilder:
 
     async def text(self, conversation: Conversation) -> str:
         """The rendered conversation as text; raises as `chat`."""
-        self._needs_template()
-        return await self.run(partial(self._render, conversation, conversation.messages))
+        return (await self.run(partial(self._fitted, conversation)))[1]
 
     async def tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
         """The ids of a text; `special` adds what the tokenizer puts around prompts by itself."""
@@ -76,7 +76,6 @@ class PromptBuilder:
         Raises:
             InvalidRequestError: as `chat`; a text does not occur, or this tokenizer can't tell places.
         """
-        self._needs_template()
         return await self.run(partial(self._passages, conversation, texts))
 
     async def run(self, call: Callable[[], T]) -> T:
@@ -89,17 +88,15 @@ class PromptBuilder:
         return Prompt(tuple(self._tokenizer.encode(text, add_special_tokens=not has_start)))
 
     def _chat(self, conversation: Conversation) -> Prompt:
-        self._needs_template()
-        render = partial(self._render, conversation)
-        text = render(conversation.messages)
+        messages, text = self._fitted(conversation)
         tokens, offsets = self._tokenize(text)
         if offsets is None:
             return Prompt(tokens, ending=text[-ENDING:])
-        found = locate(conversation.messages, text, render, self._ends, bool(conversation.tools))
+        found = locate(messages, text, partial(self._render, conversation), self._ends, bool(conversation.tools))
         return Prompt(tokens, to_tokens(found, offsets), text[-ENDING:])
 
     def _passages(self, conversation: Conversation, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        whole = self._render(conversation, conversation.messages)
+        _, whole = self._fitted(conversation)
         _, offsets = self._tokenize(whole)
         places = [whole.find(text) for text in texts]
         if offsets is None or -1 in places:
@@ -114,13 +111,26 @@ class PromptBuilder:
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field="messages")
 
+    def _fitted(self, conversation: Conversation) -> tuple[Sequence[Message], str]:
+        """The messages in the first form that the template takes, and its rendering of them."""
+        self._needs_template()
+        try:
+            return conversation.messages, self._render(conversation, conversation.messages)
+        except InvalidRequestError as refusal:
+            for messages in plainer(conversation.messages):
+                with suppress(InvalidRequestError):
+                    return messages, self._render(conversation, messages)
+            raise refusal
+
     def _render(self, conversation: Conversation, messages: Sequence[Message]) -> str:
+        going_on = {"continue_final_message": True} if conversation.ending == "continue" else {}
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in conversation.tools] or None,
-                add_generation_prompt=True,
+                add_generation_prompt=conversation.ending == "answer",
                 tokenize=False,
+                **going_on,
                 **conversation.template_kwargs,
             )
         except (*TEMPLATE_ERRORS, TemplateError) as error:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from mlx_specprefill import InvalidRequestError
 
-from .conversation import Conversation, conversation
+from .conversation import Conversation, conversation, ending_of
 from .deps import Service, ServiceDep, body_of
 from .errors import JsonResponse
 from .fields import Body, Whole
@@ -31,10 +31,13 @@ class Rendered(Body):
     messages: list[Any] | None = None
     tools: list[Any] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
     def conversation(self) -> Conversation:
         """Straightened as for an answer."""
-        return conversation(self.messages or [], self.tools, self.chat_template_kwargs)
+        ending = ending_of(self.add_generation_prompt, self.continue_final_message)
+        return conversation(self.messages or [], self.tools, self.chat_template_kwargs, ending)
 
 
 class TokenizeRequest(Rendered):
@@ -59,14 +62,8 @@ def _one_prompt(body: Mapping[str, Any]) -> None:
     given = [name for name in ONE_OF if name in body]
     if len(given) != 1:
         raise InvalidRequestError(f"exactly one of {', '.join(ONE_OF)} is needed", field=given[1] if given else None)
-    _open_turn(body)
     if body.get("parse_special", True) is not True:
         raise InvalidRequestError("parse_special: only true is supported", field="parse_special")
-
-
-def _open_turn(body: Mapping[str, Any]) -> None:
-    if body.get("add_generation_prompt", True) is not True:
-        raise InvalidRequestError("add_generation_prompt: only true is supported", field="add_generation_prompt")
 
 
 def _nothing(body: Mapping[str, Any]) -> None:
@@ -118,7 +115,7 @@ async def detokenize(
 
 @router.post("/apply-template")
 async def apply_template(
-    service: ServiceDep, body: Annotated[Rendered, Depends(body_of(Rendered, _open_turn))]
+    service: ServiceDep, body: Annotated[Rendered, Depends(body_of(Rendered, _nothing))]
 ) -> Response:
     """The text that a conversation becomes, ready for the assistant's answer."""
     return JsonResponse({"prompt": await service.prompts.text(body.conversation())})

@@ -76,6 +76,13 @@ def test_answers_of_one_request_are_summed(client: TestClient, caplog: pytest.Lo
     client.post("/v1/completions", json={"prompt": ["a", "bc"]})
     (line,) = lines(caplog)
     assert line["completion_tokens"] == 12
+    assert line["prompt_tokens"] == 3
+
+
+def test_several_answers_to_one_prompt_count_it_once(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    client.post("/v1/completions", json={"prompt": "abc", "n": 3})
+    (line,) = lines(caplog)
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (3, 18)
 
 
 def test_a_refused_request_has_its_line(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:

@@ -260,3 +260,48 @@ def test_token_ids_of_reasoning_and_calls(client: TestClient, engine: FakeEngine
     assert ask(client, tools=TOOLS, return_token_ids=True)["choices"][0]["token_ids"] == ids
     chunks = stream(client, tools=TOOLS, return_token_ids=True)[:-1]
     assert [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]] == ids
+
+
+OTHER = {"type": "function", "function": {"name": "other"}}
+WEATHER = [tool for tool in TOOLS if tool["function"]["name"] == "get_weather"]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.fixture
+def showing(engine: FakeEngine) -> TestClient:
+    """Of a model whose template shows the tools."""
+    engine.pair.tokenizer = byte_tokenizer(QWEN_3)
+    return client_of(engine)
+
+
+def test_only_the_allowed_tools_are_offered(showing: TestClient, engine: FakeEngine) -> None:
+    ask(showing, tools=WEATHER)
+    ask(showing, tools=[OTHER, *WEATHER], tool_choice=allowed("auto", "get_weather"))
+    ask(showing, tools=[OTHER, *WEATHER], tool_choice="auto")
+    alone, limited, both = (request.prompt for request in engine.requests)
+    assert alone == limited != both
+    assert engine.requests[1].constraint is None
+
+
+def test_one_of_the_allowed_tools_can_be_demanded(client: TestClient, engine: FakeEngine) -> None:
+    engine.says(CALL)
+    body = ask(client, tools=[OTHER, *WEATHER], tool_choice=allowed("required", "get_weather"))
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+    assert engine.requests[0].constraint is not None
+    assert "get_weather" in engine.requests[0].constraint.grammar
+    assert "other" not in engine.requests[0].constraint.grammar
+
+
+def test_the_count_is_that_of_the_offered_tools(showing: TestClient, engine: FakeEngine) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [OTHER, *WEATHER]}
+    counts = []
+    for choice in ("auto", "none", allowed("auto", "get_weather")):
+        counted = showing.post("/v1/chat/completions/input_tokens", json=body | {"tool_choice": choice}).json()
+        showing.post("/v1/chat/completions", json=body | {"tool_choice": choice})
+        counts.append(len(engine.requests[-1].prompt))
+        assert counted["input_tokens"] == counts[-1]
+    assert len(set(counts)) == 3

@@ -359,6 +359,9 @@ def result(*blocks: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": "a", "content": list(blocks)}
 
 
+CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
+
+
 def said(role: str, *blocks: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}, *HI]}
 
@@ -371,7 +374,7 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
         ({"max_tokens": "10"}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "Hi"}, "messages"),
-        ({"messages": [*HI, {"role": "assistant", "content": "{"}]}, "messages"),
+        ({"messages": [*HI, CALLED]}, "messages"),
         ({"messages": ["Hi"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
@@ -427,3 +430,13 @@ def test_a_body_that_is_no_json(client: TestClient) -> None:
     assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
     wrong = client.get(URL)
     assert (wrong.status_code, wrong.json()["type"]) == (405, "error")
+
+
+def test_an_answer_can_be_begun(client: TestClient, engine: FakeEngine) -> None:
+    begun = {"role": "assistant", "content": [{"type": "text", "text": '{"name": '}]}
+    body = {"messages": [*HI, begun], "max_tokens": 10}
+    assert client.post("/v1/messages", json=body).json()["content"] == [{"type": "text", "text": "Hello"}]
+    prompt = engine.pair.tokenizer.decode(list(engine.requests[0].prompt))
+    assert prompt.endswith('<|im_start|>assistant\n{"name": ') or prompt.endswith('<|im_start|>assistant\n{"name":')
+    counted = client.post("/v1/messages/count_tokens", json=body).json()
+    assert counted == {"input_tokens": len(engine.requests[0].prompt)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -188,3 +189,25 @@ def test_what_the_planner_says_has_a_word(label: str, options: Any, config: Any,
     assert reason_label(plan.reason) == label
     assert reason_label(plan.as_full("fallback: draft failed: ValueError: x").reason) == "fallback"
     assert reason_label("something new about 1234 tokens") == "other"
+
+
+def test_a_prompt_with_several_answers_counts_once(engine: FakeEngine) -> None:
+    first = ended(SPARSE, 10)
+    copy = replace(ended(replace(SPARSE, cached_tokens=999), 5), copy=True)
+    found = counted(engine, first, copy)
+    assert found[f"vllm:prompt_tokens_total{{{MODEL}}}"] == found[f"vllm:prefix_cache_queries_total{{{MODEL}}}"] == 1000
+    assert found[f"vllm:prefix_cache_hits_total{{{MODEL}}}"] == 100
+    assert found[f"vllm:time_to_first_token_seconds_count{{{MODEL}}}"] == 1
+    assert found[f"vllm:generation_tokens_total{{{MODEL}}}"] == 15
+    assert found[f"vllm:inter_token_latency_seconds_count{{{MODEL}}}"] == 9 + 4
+    assert found['specprefill_requests_total{mode="sparse",reason="requested"}'] == 1
+    assert found["llamacpp:prompt_tokens_total"] == 900
+    assert found["llamacpp:tokens_predicted_total"] == 15
+
+
+def test_a_request_for_several_answers_counts_its_prompt_once(client: TestClient) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "n": 3}
+    usage = client.post("/v1/chat/completions", json=body).json()["usage"]
+    found = samples(client.get("/metrics").text)
+    assert found[f"vllm:prompt_tokens_total{{{MODEL}}}"] == usage["prompt_tokens"]
+    assert found[f"vllm:generation_tokens_total{{{MODEL}}}"] == usage["completion_tokens"]

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import processors
 
-from mlx_specprefill_server.conversation import conversation
+from mlx_specprefill import InvalidRequestError
+from mlx_specprefill_server.conversation import Ending, conversation, ending_of, plainer
 from mlx_specprefill_server.prompt import PromptBuilder
 
-from .fakes import byte_tokenizer
+from .fakes import CHATML, byte_tokenizer
+from .templates import MISTRAL, PLAIN
 
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 
@@ -50,3 +54,83 @@ def test_the_bundled_tokenizer() -> None:
     contents = [tokenizer.decode(list(prompt.tokens[s.content_start : s.content_end])) for s in prompt.spans]
     assert contents == [message["content"] for message in messages]
     assert [span.kind for span in prompt.spans] == ["system", "user"]
+
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "The environment."},
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Good."},
+]
+
+
+def rendered(template: str, messages: list[dict[str, Any]], ending: Ending = "answer") -> str:
+    return asyncio.run(PromptBuilder(byte_tokenizer(template)).text(conversation(messages, ending=ending)))
+
+
+def test_neighbours_are_joined_where_the_template_wants_turns() -> None:
+    builder = PromptBuilder(byte_tokenizer(MISTRAL))
+    prompt = asyncio.run(builder.chat(conversation(TURNS)))
+    whole = "<s>[INST] The environment.\n\nHello?[/INST] Yes.</s>[INST] Be brief.\n\nGood.[/INST]"
+    assert byte_tokenizer().decode(list(prompt.tokens)) == whole
+    assert [span.kind for span in prompt.spans] == ["user", "assistant", "system", "user"]
+
+
+def test_neighbours_stay_apart_where_the_template_takes_them() -> None:
+    assert rendered(CHATML, TURNS).count("<|im_start|>user") == 3
+
+
+def test_a_system_message_goes_to_the_user_where_the_template_knows_none() -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + PLAIN
+    )
+    assert rendered(template, TURNS).startswith("USER: Be brief.\n\nThe environment.\n\nHello?\nASSISTANT: Yes.")
+
+
+def test_calls_and_results_are_not_joined() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_call_id": "a"},
+        {"role": "tool", "content": "2", "tool_call_id": "b"},
+    ]
+    assert list(plainer(messages)) == [tuple(messages)]
+
+
+def test_what_no_form_helps_is_refused_in_the_templates_words() -> None:
+    messages = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}]
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        rendered(MISTRAL, messages)
+    assert caught.value.field == "messages"
+
+
+def test_how_a_prompt_ends() -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good mor"}]
+    assert rendered(CHATML, messages).endswith("Good mor<|im_end|>\n<|im_start|>assistant\n")
+    assert rendered(CHATML, messages, "continue").endswith("<|im_start|>assistant\nGood mor")
+    assert rendered(CHATML, messages, "none").endswith("Good mor<|im_end|>\n")
+
+
+def test_the_message_that_goes_on_has_its_span() -> None:
+    tokenizer = byte_tokenizer()
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good mor"}]
+    prompt = asyncio.run(PromptBuilder(tokenizer).chat(conversation(messages, ending="continue")))
+    last = prompt.spans[-1]
+    assert (last.kind, last.end) == ("assistant", len(prompt.tokens))
+    assert tokenizer.decode(list(prompt.tokens[last.content_start : last.content_end])) == "Good mor"
+
+
+@pytest.mark.parametrize(
+    ("add", "go_on", "ending"),
+    [
+        (None, False, "answer"),
+        (True, False, "answer"),
+        (False, False, "none"),
+        (None, True, "continue"),
+        (False, True, "continue"),
+    ],
+)
+def test_vllms_two_fields(add: bool | None, go_on: bool, ending: Ending) -> None:
+    assert ending_of(add, go_on) == ending

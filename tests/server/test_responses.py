@@ -21,7 +21,8 @@ from mlx_specprefill_server.settings import Settings
 
 from .answered import ACCOUNT, EVERYTHING, TEXT, THOUGHT, Given, call, done, named_events, streamed
 from .conftest import client_of
-from .fakes import FakeEngine
+from .fakes import FakeEngine, byte_tokenizer
+from .templates import QWEN_3
 
 URL = "/v1/responses"
 EVENTS: Any = TypeAdapter(ResponseStreamEvent)
@@ -272,12 +273,10 @@ def test_silence_is_filled_with_events(engine: FakeEngine) -> None:
 
 
 def test_progress_rides_on_events(client: TestClient, engine: FakeEngine) -> None:
-    engine.script = lambda request: [Progress("prefill", 3, 4), *engine.tokens("a")]
+    engine.script = lambda request: [Progress("queued", 0, 4), Progress("prefill", 3, 4, 0), *engine.tokens("a")]
     payloads = stream(client, return_progress=True)
-    progress = [payload["prompt_progress"] for payload in payloads if "prompt_progress" in payload]
-    n = len(engine.requests[0].prompt)
-    assert progress[0].items() >= {"total": n, "processed": 0}.items()
-    assert progress[-1].items() >= {"total": 4, "processed": 3, "stage": "prefill"}.items()
+    (progress,) = [payload["prompt_progress"] for payload in payloads if "prompt_progress" in payload]
+    assert progress.items() >= {"total": 4, "processed": 3, "stage": "prefill"}.items()
 
 
 def test_logprobs(client: TestClient) -> None:
@@ -473,3 +472,17 @@ def test_nothing_is_kept(client: TestClient) -> None:
 def test_a_key_is_asked_for(engine: FakeEngine) -> None:
     answer = client_of(engine, api_keys=("k",)).post(URL, json={"input": "Hi"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_some_of_the_tools_can_be_allowed(engine: FakeEngine) -> None:
+    engine.pair.tokenizer = byte_tokenizer(QWEN_3)
+    client = client_of(engine)
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("f", "g")]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}, {"type": "mcp"}]}
+    body = ask(client, tools=tools, tool_choice=choice)
+    Response.model_validate(body, strict=True)
+    ask(client, tools=tools[:1])
+    assert engine.requests[0].prompt == engine.requests[1].prompt
+    answer = client.post("/v1/responses", json={"input": "Hi", "tools": tools[1:], "tool_choice": choice})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "tool_choice: no tool is called 'f'"

@@ -76,7 +76,11 @@ def test_a_model_without_template_says_so() -> None:
         ("/tokenize", {"content": "a", "messages": HI}, "messages"),
         ("/tokenize", {"content": 1}, "content"),
         ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
-        ("/tokenize", {"messages": HI, "add_generation_prompt": False}, "add_generation_prompt"),
+        (
+            "/tokenize",
+            {"messages": HI, "add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [{"role": "nobody"}]}, "messages[0].role"),
         ("/detokenize", {}, "tokens"),
@@ -93,3 +97,11 @@ def test_what_makes_no_sense_is_refused(client: TestClient, path: str, body: Any
     answer = client.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_how_a_rendered_conversation_ends(client: TestClient) -> None:
+    body = {"messages": [*HI, {"role": "assistant", "content": "Good mor"}], "continue_final_message": True}
+    text = client.post("/apply-template", json=body).json()["prompt"]
+    assert text.endswith("assistant\nGood mor")
+    tokens = client.post("/tokenize", json=body).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": tokens}).json()["content"] == text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from time import monotonic
 from typing import Annotated, Any
 from uuid import uuid4
@@ -10,9 +10,11 @@ from uuid import uuid4
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from mlx_specprefill import InvalidRequestError
+
 from ..answers import AnswerDone, AnswerPiece, Idle
-from ..asking import Ask, Asked, ask
-from ..conversation import Conversation, conversation
+from ..asking import Ask, Asked, ask, counted
+from ..conversation import Conversation, Ending, Message, conversation
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse, anthropic_body
 from ..reminders import in_place
@@ -49,14 +51,21 @@ async def create(
 @router.post("/v1/messages/count_tokens")
 async def count(service: ServiceDep, body: Annotated[CountRequest, Depends(body_of(CountRequest, refuse))]) -> Response:
     """How many tokens the prompt has."""
-    prompt = await service.prompts.chat(_conversation(body))
-    return JsonResponse({"input_tokens": len(prompt.tokens)})
+    return JsonResponse({"input_tokens": await counted(service, _conversation(body), body.choice())})
 
 
 def _conversation(body: CountRequest) -> Conversation:
     messages = in_place(chat_messages(body.system, body.messages))
-    tools = function_tools(body.tools)
-    return conversation(messages, [] if body.choice() == "none" else tools, body.template_kwargs())
+    return conversation(messages, function_tools(body.tools), body.template_kwargs(), _ending(messages))
+
+
+def _ending(messages: Sequence[Message]) -> Ending:
+    """An assistant's message at the end is the beginning of the answer."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return "answer"
+    if "tool_calls" in messages[-1]:
+        raise InvalidRequestError("messages: the last tool_use has no tool_result", field="messages")
+    return "continue"
 
 
 def _ask(service: Service, body: MessagesRequest) -> Ask:

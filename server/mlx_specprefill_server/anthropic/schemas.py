@@ -9,9 +9,9 @@ from pydantic import AfterValidator, Field
 
 from mlx_specprefill import InvalidRequestError, SamplingParams
 
-from ..asking import NamedTool, ToolChoice
 from ..fields import Body, Number, SpecPrefillFields, Whole
 from ..output_format import OutputFormat
+from ..tool_choice import NamedTool, ToolChoice
 
 __all__ = ["CountRequest", "MessagesRequest", "refuse"]
 
@@ -85,16 +85,9 @@ class CountRequest(Body):
         return OutputFormat("json_schema", given["schema"], field=f"{field}.schema")
 
 
-def _user_last(messages: list[Any]) -> list[Any]:
-    if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
-        raise ValueError("must end with a user message; an assistant's message can't be continued")
-    return messages
-
-
 class MessagesRequest(CountRequest, SpecPrefillFields):
     """POST /v1/messages."""
 
-    messages: Annotated[list[Any], AfterValidator(_user_last)]
     max_tokens: Annotated[Whole, Field(ge=1)]
     stream: bool = False
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None

@@ -24,8 +24,7 @@ from ..answers import (
     TextDelta,
     Working,
 )
-from ..asking import Ask, Asked, ask
-from ..conversation import conversation
+from ..asking import Ask, Asked, ask, counted
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse
 from ..report import LiveTimings, Report
@@ -54,14 +53,13 @@ async def create(request: Request, service: ServiceDep, body: BodyDep) -> Respon
 @router.post("/v1/chat/completions/input_tokens")
 async def count(service: ServiceDep, body: BodyDep) -> Response:
     """How many tokens the prompt has, in llama.cpp's shape."""
-    functions = () if body.choice() == "none" else body.tools
-    prompt = await service.prompts.chat(conversation(body.messages, functions, body.template_kwargs()))
-    return JsonResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+    tokens = await counted(service, body.conversation(), body.choice())
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 def _ask(service: Service, body: ChatRequest) -> Ask:
     return Ask(
-        conversation=conversation(body.messages, body.tools, body.template_kwargs()),
+        conversation=body.conversation(),
         sampling=body.sampling(service.settings.temperature, service.vocabulary.size),
         specprefill=body.options(),
         max_tokens=body.limit(),

@@ -153,15 +153,13 @@ class CompletionAnswer:
         self._envelope = replace(self._envelope, null_usage=self._body.stream_options.include_usage)
         for choice in self._choices:
             yield self._chunk(choice, "", None, (), choice.prompt)
-        if self._body.return_progress:
-            yield self._progress(Working(0, "queued", 0, self._prompt_tokens), started)
         async for piece in generation.pieces(self._keep_alive):
             for written in self._written(piece):
                 yield self._chunk(*written)
             match piece:
                 case Idle():
                     yield KEEP_ALIVE
-                case Working() if self._body.return_progress:
+                case Working() if self._body.return_progress and piece.cached is not None:
                     yield self._progress(piece, started)
                 case Done():
                     for last in self._ending(piece):

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from mlx_specprefill import ContextLengthError, TokenEvent
 
 from ..answers import AnswerDone, AnswerPiece, Idle, Working
-from ..asking import Ask, Asked, ask
+from ..asking import Ask, Asked, ask, counted
 from ..conversation import Conversation, conversation
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse, api_error
@@ -49,14 +49,13 @@ async def create(request: Request, service: ServiceDep, body: BodyDep) -> Respon
 @router.post("/v1/responses/input_tokens")
 async def count(service: ServiceDep, body: BodyDep) -> Response:
     """How many tokens the prompt has."""
-    prompt = await service.prompts.chat(_conversation(body, function_tools(body.tools)))
-    return JsonResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+    tokens = await counted(service, _conversation(body, function_tools(body.tools)), body.choice())
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 def _conversation(body: ResponsesRequest, tools: Tools) -> Conversation:
     messages = in_place(chat_messages(body.instructions, body.input))
-    functions = () if body.choice() == "none" else tools.functions
-    return conversation(messages, functions, body.template_kwargs())
+    return conversation(messages, tools.functions, body.template_kwargs())
 
 
 def _ask(service: Service, body: ResponsesRequest, tools: Tools) -> Ask:
@@ -106,13 +105,11 @@ class ResponsesAnswer:
         started = time.monotonic()
         yield self._event({"type": "response.created", "response": self._response})
         yield self._in_progress()
-        if self._body.return_progress:
-            yield self._in_progress(progress(Working(0, "queued", 0, self._asked.prompt_tokens), started))
         async for piece in self._asked.stream(self._keep_alive):
             match piece:
                 case Idle():
                     yield self._in_progress()
-                case Working() if self._body.return_progress:
+                case Working() if self._body.return_progress and piece.cached is not None:
                     yield self._in_progress(progress(piece, started))
                 case _:
                     for event in self._written(piece):

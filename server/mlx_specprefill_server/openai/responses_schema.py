@@ -9,9 +9,9 @@ from pydantic import Field, PlainValidator
 
 from mlx_specprefill import InvalidRequestError
 
-from ..asking import NamedTool, ToolChoice
 from ..fields import Body, Whole
 from ..output_format import OutputFormat
+from ..tool_choice import NamedTool, ToolChoice, allowed_tools
 from .schemas import GenerationFields
 
 __all__ = ["ResponsesRequest", "refuse"]
@@ -75,7 +75,9 @@ class ResponsesRequest(GenerationFields):
                 return self.tool_choice
             case {"type": "function", "name": str(name)}:
                 return NamedTool(name)
-        rule = "must be auto, none, required or {'type': 'function', 'name': …}"
+            case dict(given) if given.get("type") == "allowed_tools":
+                return allowed_tools(given)
+        rule = "must be auto, none, required, {'type': 'function', 'name': …} or allowed_tools"
         raise InvalidRequestError(f"tool_choice: {rule}", field="tool_choice")
 
     def output(self) -> OutputFormat | None:

@@ -9,16 +9,16 @@ from pydantic import BeforeValidator, Field
 
 from mlx_specprefill import InvalidRequestError, SamplingParams
 
-from ..asking import NamedTool, ToolChoice
+from ..conversation import Conversation, conversation, ending_of
 from ..fields import Body, Number, SpecPrefillFields, Whole
 from ..output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
+from ..tool_choice import NamedTool, ToolChoice, allowed_tools
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat", "refuse_completion"]
 
 MAX_STOPS = 4
 MAX_PROMPTS = 128
 MAX_ANSWERS = 32
-CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
 UNLIMITED = -1  # max_tokens as llama.cpp's clients write "no limit"
 
 
@@ -146,6 +146,13 @@ class ChatRequest(GenerationFields):
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    def conversation(self) -> Conversation:
+        """The messages, straightened, with the tools."""
+        ending = ending_of(self.add_generation_prompt, self.continue_final_message)
+        return conversation(self.messages, self.tools, self._template_kwargs(), ending)
 
     def limit(self) -> int | None:
         """Tokens asked for; None: as many as fit."""
@@ -154,16 +161,17 @@ class ChatRequest(GenerationFields):
 
     def choice(self) -> ToolChoice:
         """Which tools have to be called, if any."""
-        choice = self.tool_choice
-        if isinstance(choice, str) and (known := CHOICES.get(choice)):
-            return known
-        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            message = 'tool_choice: "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
-            raise InvalidRequestError(message, field="tool_choice")
-        return NamedTool(function["name"])
+        match self.tool_choice:
+            case "auto" | "none" | "required":
+                return self.tool_choice
+            case {"type": "function", "function": {"name": str(name)}}:
+                return NamedTool(name)
+            case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
+                return allowed_tools(allowed)
+        rule = '"none", "auto", "required", {"type": "function", "function": {"name": …}} or allowed_tools'
+        raise InvalidRequestError(f"tool_choice: must be {rule}", field="tool_choice")
 
-    def template_kwargs(self) -> dict[str, Any]:
+    def _template_kwargs(self) -> dict[str, Any]:
         """reasoning_effort reaches templates under its own name; "none" turns thinking off."""
         if self.reasoning_effort is None:
             return self.chat_template_kwargs
@@ -190,10 +198,6 @@ def _is(*allowed: Any) -> Callable[[Any], bool]:
 
 
 # field: (is this value harmless?, why others are refused)
-REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "continue_final_message": (_is(False), "not supported"),
-    "add_generation_prompt": (_is(True), "not supported"),
-}
 REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "functions": (_is([]), "not supported; use tools"),
     "function_call": (_is("auto", "none"), "not supported; use tools"),
@@ -205,7 +209,10 @@ REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 def refuse_chat(body: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError on what chat completions don't do."""
-    _refuse(body, {**REFUSED, **REFUSED_IN_CHAT})
+    _refuse_best_of(body)
+    for name, (harmless, why) in REFUSED_IN_CHAT.items():
+        if name in body and not harmless(body[name]):
+            raise InvalidRequestError(f"{name}: {why}", field=name)
     for name in ("max_tokens", "max_completion_tokens"):
         if body.get(name) == 0:
             raise InvalidRequestError(f"{name}: must be at least 1", field=name)
@@ -215,15 +222,12 @@ def refuse_chat(body: Mapping[str, Any]) -> None:
 
 def refuse_completion(body: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError on what completions don't do."""
-    _refuse(body, REFUSED)
+    _refuse_best_of(body)
     if body.get("max_tokens") == 0 and not body.get("echo"):
         raise InvalidRequestError("max_tokens: 0 is only possible with echo", field="max_tokens")
 
 
-def _refuse(body: Mapping[str, Any], refused: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
+def _refuse_best_of(body: Mapping[str, Any]) -> None:
     n = body.get("n", 1)
     if body.get("best_of", n) != n:
         raise InvalidRequestError("best_of: only the value of n is supported", field="best_of")
-    for name, (harmless, why) in refused.items():
-        if name in body and not harmless(body[name]):
-            raise InvalidRequestError(f"{name}: {why}", field=name)

@@ -1,0 +1,74 @@
+"""Which of the tools the model may call, and whether it has to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlx_specprefill import InvalidRequestError
+
+__all__ = ["AllowedTools", "NamedTool", "Tool", "ToolChoice", "allowed_tools", "offered", "tool_name"]
+
+Tool = Mapping[str, Any]  # in the form of chat completions
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """The one tool that has to be called."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTools:
+    """Some of the tools, of which one may be called ("auto") or has to be ("required")."""
+
+    names: frozenset[str]
+    mode: Literal["auto", "required"]
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool | AllowedTools
+
+
+def tool_name(tool: Tool) -> str:
+    return str(tool["function"]["name"])
+
+
+def allowed_tools(given: Mapping[str, Any]) -> AllowedTools:
+    """OpenAI's object with `mode` and `tools`; tools that are no functions are the provider's own and left out.
+
+    Raises:
+        InvalidRequestError: it is no such object.
+    """
+    mode, tools = given.get("mode"), given.get("tools")
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        message = "tool_choice: allowed_tools needs mode ('auto' or 'required') and tools (an array)"
+        raise InvalidRequestError(message, field="tool_choice")
+    functions = [tool for tool in tools if isinstance(tool, dict) and tool.get("type", "function") == "function"]
+    return AllowedTools(frozenset(map(_given_name, functions)), mode)
+
+
+def _given_name(tool: Mapping[str, Any]) -> str:
+    """In the form of chat completions or of responses."""
+    match tool:
+        case {"function": {"name": str(name)}} | {"name": str(name)}:
+            return name
+    raise InvalidRequestError("tool_choice: each of the allowed tools needs a name", field="tool_choice")
+
+
+def offered(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that the model gets to see, and what is left of the choice among them.
+
+    Raises:
+        InvalidRequestError: a tool is allowed that is not there.
+    """
+    match choice:
+        case "none":
+            return (), choice
+        case AllowedTools():
+            missing = choice.names - {tool_name(tool) for tool in tools}
+            if missing:
+                raise InvalidRequestError(f"tool_choice: no tool is called {min(missing)!r}", field="tool_choice")
+            return tuple(tool for tool in tools if tool_name(tool) in choice.names), choice.mode
+    return tuple(tools), choice

@@ -1,17 +1,22 @@
 #!/usr/bin/env python3
 """Time to first token, sparse against full, through one code path.
 
-Both arms run the library's own stages on the same prompts, interleaved, in this process; the figures are medians. The
-limit of a sparse prefill is what no implementation can avoid: reading the M prompt tokens with the draft and the kept
-tokens with the target. Both parts are measured here, as plain prefills of those lengths:
+Both arms run the library's own stages on the same prompts, interleaved, in this process; the figures are medians over
+the repetitions. The limit of a sparse prefill is what no implementation can avoid: reading the M prompt tokens with the
+draft and the kept tokens with the target. Both parts are measured here, as plain prefills of those lengths:
 
-    share_of_limit = (T_draft(M) + T_target(kept)) / TTFT_sparse        1.0 is the best possible
-    r              = T_draft(M) / T_target(M)
-    speedup        = TTFT_full / TTFT_sparse
-    rest_of_full   = (TTFT_sparse - T_draft(M) - T_target(kept)) / TTFT_full, what is neither of the two prefills
+    share_of_limit  = (T_draft(M) + T_target(kept)) / TTFT_sparse        1.0 is the best possible
+    r               = T_draft(M) / T_target(M)
+    speedup         = TTFT_full / TTFT_sparse
+    rest_of_full    = (TTFT_sparse - T_draft(M) - T_target(kept)) / TTFT_full, what is neither of the two prefills
+    between_of_full = (look-ahead and scores, selection, first token) / TTFT_full, the same by the clock of each stage
+    between_growth  = exponent of that time over the prompt length, between the two longest; 1 is linear
+
+Memory is what the arms hold beside the weights: the KV caches when the prefill is done, what the look-ahead needs
+beyond the draft's cache, and the allocator's peak up to the first token.
 
 Models are a checkpoint pair or random weights in a real shape (`--shape`). Before the cells, both models are calibrated
-as at a server's start; the predictions are that calibration's, for the same step sizes.
+as at a server's start; the step sizes and the predictions are that calibration's.
 
 The last line of the output is one JSON object; scripts/plot_ttft.py draws it.
 """
@@ -20,10 +25,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -38,15 +44,16 @@ from rich.table import Table
 from mlx_specprefill import BLAS, EngineConfig, ModelPair, SpecPrefillError, keep_pct, load_pair
 
 import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_specprefill.cache.positioned import make_positioned_cache
+from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.decoding.autoregressive import decode
 from mlx_specprefill.engine.calibration import calibrate
 from mlx_specprefill.prefill.cost import PairCost
 from mlx_specprefill.prefill.forced import forced_mask, forced_ranges
 from mlx_specprefill.prefill.scoring import score_prompt
-from mlx_specprefill.prefill.selection import chunk_means, select_chunks
+from mlx_specprefill.prefill.selection import carried, chunk_means, select_chunks
 from mlx_specprefill.prefill.sparse import prefill
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.shapes import SHAPES
@@ -54,6 +61,7 @@ from mlx_specprefill.shapes import SHAPES
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = EngineConfig()
 DECODED = 24  # tokens after each arm, for the decode rate
+Run = dict[str, float]  # what one repetition measured
 
 
 @dataclass(frozen=True)
@@ -77,12 +85,34 @@ class Row:
     r: float
     share_of_limit: float
     rest_of_full: float
+    between_ms: float
+    between_of_full: float
     full_peak_mib: float
     sparse_peak_mib: float
+    full_kv_mib: float
+    sparse_kv_mib: float
+    draft_kv_mib: float
+    scoring_mib: float
     full_decode_tps: float
     sparse_decode_tps: float
     predicted_full_ms: float
     predicted_sparse_ms: float
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The pair, what it was measured to cost, and the tokens per forward that follow from that, for every arm."""
+
+    pair: ModelPair
+    cost: PairCost
+    target_step: int
+    draft_step: int
+
+
+def set_up(pair: ModelPair) -> Setup:
+    cost = calibrate(pair, CONFIG)
+    longest = CONFIG.prefill_step
+    return Setup(pair, cost, cost.target.best_step(longest), cost.draft.best_step(longest))
 
 
 def finish(stages: Any) -> Any:
@@ -104,8 +134,8 @@ def first_token(logits: mx.array) -> int:
     return int(np.array(mx.argmax(logits, axis=-1))[0])
 
 
-def full_prefill(model: Any, cache: list[Any], prompt: list[int]) -> mx.array:
-    return finish(prefill(model, cache, prompt, None, CONFIG.prefill_step))
+def full_prefill(model: Any, cache: list[Any], prompt: list[int], step: int) -> mx.array:
+    return finish(prefill(model, cache, prompt, None, step))
 
 
 def decode_tps(model: Any, cache: list[Any], logits: mx.array) -> float:
@@ -114,89 +144,127 @@ def decode_tps(model: Any, cache: list[Any], logits: mx.array) -> float:
     return 1e3 * DECODED / ms
 
 
-def full_arm(pair: ModelPair, prompt: list[int]) -> dict[str, float]:
+def held_mib(cache: list[Any]) -> float:
+    """What the tokens in a cache take, without the room that it grows into."""
+    arrays = [value for part in leaves(cache) for _, value in tree_flatten(part.state) if isinstance(value, mx.array)]
+    return sum(int(array.nbytes) for array in arrays) / 2**20
+
+
+class Peak:
+    """The allocator's highest mark above what was in use at the start, in MiB; in parts, each with its own mark."""
+
+    def __init__(self) -> None:
+        self._start = self._part = mx.get_active_memory()
+        self._highest = 0
+        mx.reset_peak_memory()
+
+    def part(self) -> float:
+        """What the part that ends now needed beyond what was in use when it began."""
+        self._highest = max(self._highest, mx.get_peak_memory())
+        needed = mx.get_peak_memory() - self._part
+        self._part = mx.get_active_memory()
+        mx.reset_peak_memory()
+        return needed / 2**20
+
+    def highest(self) -> float:
+        self.part()
+        return (self._highest - self._start) / 2**20
+
+
+def full_arm(setup: Setup, prompt: list[int]) -> Run:
     """A prefill of everything, then some decoding."""
-    mx.reset_peak_memory()
-    before, cache = mx.get_active_memory(), make_positioned_cache(pair.target)
-    prefill_ms, logits = timed(lambda: full_prefill(pair.target, cache, prompt))
+    target = setup.pair.target
+    peak, cache = Peak(), make_positioned_cache(target)
+    prefill_ms, logits = timed(lambda: full_prefill(target, cache, prompt, setup.target_step))
     token_ms, _ = timed(lambda: first_token(logits))
-    peak = (mx.get_peak_memory() - before) / 2**20
-    tps = decode_tps(pair.target, cache, logits)
-    return {"full_ttft_ms": prefill_ms + token_ms, "full_peak_mib": peak, "full_decode_tps": tps}
+    run = {"full_ttft_ms": prefill_ms + token_ms, "full_peak_mib": peak.highest(), "full_kv_mib": held_mib(cache)}
+    return run | {"full_decode_tps": decode_tps(target, cache, logits)}
 
 
-def score(pair: ModelPair, prompt: list[int]) -> tuple[float, Any]:
-    """The draft's scores, and the milliseconds that followed its last slice of prompt tokens."""
-    slices = score_prompt(pair.draft, prompt, CONFIG.scoring, pair.eos_token_ids)
-    mark = time.perf_counter()
+def score(setup: Setup, prompt: list[int], peak: Peak) -> tuple[Run, np.ndarray]:
+    """The stages of the draft, and its importance; its cache is gone afterwards, as in the engine."""
+    begun = mark = time.perf_counter()
+    draft, stops = setup.pair.draft, setup.pair.eos_token_ids
+    slices = score_prompt(draft, prompt, CONFIG.scoring, stops, step=lambda: setup.draft_step)
     while True:
         try:
             if next(slices).done < len(prompt):
+                peak.part()
                 mark = time.perf_counter()
         except StopIteration as done:
-            return 1e3 * (time.perf_counter() - mark), done.value
+            end, scores = time.perf_counter(), done.value
+            break
+    run = {"draft_ms": 1e3 * (end - begun), "lookahead_ms": 1e3 * (end - mark), "scoring_mib": peak.part()}
+    return run | {"draft_kv_mib": held_mib(scores.cache)}, scores.importance
 
 
-def sparse_arm(pair: ModelPair, prompt: list[int], keep: Fraction) -> dict[str, float]:
+def select(importance: np.ndarray, keep: Fraction) -> np.ndarray:
+    rule = CONFIG.selection
+    forced = forced_mask(forced_ranges((), importance.size, rule), importance.size)
+    means = carried(chunk_means(importance, rule.chunk_size), rule.carry)
+    return select_chunks(means, forced, keep, rule.chunk_size).kept
+
+
+def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
     """The stages of a sparse request and their sum, then some decoding."""
-    size = CONFIG.selection.chunk_size
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    draft_ms, (lookahead_ms, scores) = timed(lambda: score(pair, prompt))
-
-    def select() -> np.ndarray:
-        forced = forced_mask(forced_ranges((), len(prompt), CONFIG.selection), len(prompt))
-        return select_chunks(chunk_means(scores.importance, size), forced, keep, size).kept
-
-    select_ms, kept = timed(select)
-    cache = make_positioned_cache(pair.target)
-    prefill_ms, logits = timed(lambda: finish(prefill(pair.target, cache, prompt, kept, CONFIG.prefill_step)))
+    target, peak = setup.pair.target, Peak()
+    run, importance = score(setup, prompt, peak)
+    select_ms, kept = timed(lambda: select(importance, keep))
+    cache = make_positioned_cache(target)
+    prefill_ms, logits = timed(lambda: finish(prefill(target, cache, prompt, kept, setup.target_step)))
     token_ms, _ = timed(lambda: first_token(logits))
-    peak = (mx.get_peak_memory() - before) / 2**20
-    return {
-        "draft_ms": draft_ms,
-        "lookahead_ms": lookahead_ms,
+    return run | {
         "select_ms": select_ms,
         "prefill_ms": prefill_ms,
         "first_token_ms": token_ms,
-        "sparse_ttft_ms": draft_ms + select_ms + prefill_ms + token_ms,
+        "sparse_ttft_ms": run["draft_ms"] + select_ms + prefill_ms + token_ms,
+        "between_ms": run["lookahead_ms"] + select_ms + token_ms,
         "kept_tokens": float(kept.size),
-        "sparse_peak_mib": peak,
-        "sparse_decode_tps": decode_tps(pair.target, cache, logits),
+        "sparse_peak_mib": peak.highest(),
+        "sparse_kv_mib": held_mib(cache),
+        "sparse_decode_tps": decode_tps(target, cache, logits),
     }
 
 
-def limit_arm(pair: ModelPair, prompt: list[int], kept: int) -> dict[str, float]:
-    """What no sparse prefill can avoid: the draft over everything, the target over as many tokens as were kept."""
-    draft, target = pair.draft, pair.target
-    return {
-        "draft_alone_ms": timed(lambda: full_prefill(draft, make_prompt_cache(draft), prompt))[0],
-        "target_kept_ms": timed(lambda: full_prefill(target, make_prompt_cache(target), prompt[-kept:]))[0],
-    }
+def alone(model: Any, prompt: list[int], step: int) -> float:
+    """Milliseconds of a plain prefill."""
+    return timed(lambda: full_prefill(model, make_prompt_cache(model), prompt, step))[0]
 
 
-def measure(pair: ModelPair, cost: PairCost, prompt: list[int], keep: Fraction, repeats: int) -> Row:
-    """Both arms and the limit in turn, `repeats` times."""
-    runs: list[dict[str, float]] = []
-    for _ in range(repeats):
-        run = sparse_arm(pair, prompt, keep)
-        run |= limit_arm(pair, prompt, int(run["kept_tokens"]))
-        run |= full_arm(pair, prompt)
-        runs.append(run)
-    m = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    limit = m["draft_alone_ms"] + m["target_kept_ms"]
-    step = CONFIG.prefill_step
-    predicted = cost.predict(len(prompt), int(m["kept_tokens"]), step=step, draft_step=CONFIG.scoring.prefill_step)
-    m["kept_tokens"] = int(m["kept_tokens"])
+def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[Run]:
+    """Full, then sparse and its limit for every keep share: one run per share, with the ratios of this repetition."""
+    pair, full = setup.pair, full_arm(setup, prompt)
+    draft_alone = alone(pair.draft, prompt, setup.draft_step)
+    runs = []
+    for keep in shares:
+        run = full | sparse_arm(setup, prompt, keep)
+        kept_alone = alone(pair.target, prompt[-int(run["kept_tokens"]) :], setup.target_step)
+        limit = draft_alone + kept_alone
+        runs.append(
+            run
+            | {
+                "draft_alone_ms": draft_alone,
+                "target_kept_ms": kept_alone,
+                "limit_ms": limit,
+                "speedup": run["full_ttft_ms"] / run["sparse_ttft_ms"],
+                "r": draft_alone / run["full_ttft_ms"],
+                "share_of_limit": limit / run["sparse_ttft_ms"],
+                "rest_of_full": (run["sparse_ttft_ms"] - limit) / run["full_ttft_ms"],
+                "between_of_full": run["between_ms"] / run["full_ttft_ms"],
+            }
+        )
+    return runs
+
+
+def row(setup: Setup, tokens: int, keep: Fraction, runs: Sequence[Run]) -> Row:
+    medians: dict[str, Any] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    kept = int(medians.pop("kept_tokens"))
+    predicted = setup.cost.predict(tokens, kept, step=setup.target_step, draft_step=setup.draft_step)
     return Row(
-        tokens=len(prompt),
+        tokens=tokens,
         keep=float(keep),
-        **m,
-        limit_ms=limit,
-        speedup=m["full_ttft_ms"] / m["sparse_ttft_ms"],
-        r=m["draft_alone_ms"] / m["full_ttft_ms"],
-        share_of_limit=limit / m["sparse_ttft_ms"],
-        rest_of_full=(m["sparse_ttft_ms"] - limit) / m["full_ttft_ms"],
+        kept_tokens=kept,
+        **medians,
         predicted_full_ms=predicted.full_ms,
         predicted_sparse_ms=predicted.sparse_ms,
     )
@@ -238,6 +306,7 @@ COLUMNS = {
     "speed-up": "speedup",
     "share": "share_of_limit",
     "rest": "rest_of_full",
+    "between": "between_of_full",
     "MiB": "full_peak_mib",
     "sparse MiB": "sparse_peak_mib",
     "tok/s": "full_decode_tps",
@@ -264,9 +333,9 @@ def errors(row: Row) -> tuple[float, float]:
     return row.predicted_full_ms / row.full_ttft_ms - 1, row.predicted_sparse_ms / row.sparse_ttft_ms - 1
 
 
-def summary(rows: list[Row], pair: ModelPair) -> dict[str, Any]:
+def summary(rows: list[Row], setup: Setup) -> dict[str, Any]:
     """Headline figures at the longest prompt and a keep of 0.2 (or the nearest measured), and every row."""
-    longest = max(row.tokens for row in rows)
+    pair, longest = setup.pair, max(row.tokens for row in rows)
     head = min((row for row in rows if row.tokens == longest), key=lambda row: abs(row.keep - 0.2))
     return {
         "benchmark": "ttft",
@@ -276,15 +345,33 @@ def summary(rows: list[Row], pair: ModelPair) -> dict[str, Any]:
         "target": pair.target_id,
         "draft": pair.draft_id,
         "dtype": pair.dtype,
+        "target_step": setup.target_step,
+        "draft_step": setup.draft_step,
         "tokens": head.tokens,
         "keep": head.keep,
         "speedup": round(head.speedup, 3),
         "r": round(head.r, 4),
         "share_of_limit": round(head.share_of_limit, 4),
         "rest_of_full": round(head.rest_of_full, 4),
+        "between_of_full": round(head.between_of_full, 4),
+        "between_growth": growth(rows, head.keep),
+        "target_weights_mib": round(weights_mib(pair.target), 1),
+        "draft_weights_mib": round(weights_mib(pair.draft), 1),
         "worst_prediction": round(max(abs(error) for row in rows for error in errors(row)), 4),
-        "rows": [{k: round(v, 4) for k, v in asdict(row).items()} for row in rows],
+        "rows": [{name: round(value, 4) for name, value in asdict(row).items()} for row in rows],
     }
+
+
+def growth(rows: list[Row], keep: float) -> float | None:
+    """Exponent of the time between the two prefills over the prompt length; None with a single length."""
+    last = sorted((row for row in rows if row.keep == keep), key=lambda row: row.tokens)[-2:]
+    if len(last) < 2:
+        return None
+    return round(math.log(last[1].between_ms / last[0].between_ms) / math.log(last[1].tokens / last[0].tokens), 3)
+
+
+def weights_mib(model: Any) -> float:
+    return sum(int(array.nbytes) for _, array in tree_flatten(model.parameters())) / 2**20
 
 
 def load(options: argparse.Namespace) -> ModelPair:
@@ -303,16 +390,16 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     rng = np.random.default_rng(0)
-    cost = calibrate(pair, CONFIG)
-    measure(pair, cost, [int(token) for token in rng.integers(0, pair.vocab_size, 512)], shares[0], 1)  # not counted
-    cells = [(length, share) for length in options.lengths for share in shares]
+    setup = set_up(pair)
+    repetition(setup, [int(token) for token in rng.integers(0, pair.vocab_size, 512)], shares[:1])  # not counted
     rows = []
-    for length, share in track(cells, description="measuring", console=console):
+    for length in track(options.lengths, description="measuring", console=console):
         # What the prompt says does not change the time it takes.
         prompt = [int(token) for token in rng.integers(0, pair.vocab_size, length)]
-        rows.append(measure(pair, cost, prompt, share, options.repeats))
+        runs = [repetition(setup, prompt, shares) for _ in range(options.repeats)]
+        rows += [row(setup, length, share, part) for share, part in zip(shares, zip(*runs, strict=True), strict=True)]
     show(rows, Console(width=160))
-    print(json.dumps(summary(rows, pair)))
+    print(json.dumps(summary(rows, setup)))
     return 0
 
 

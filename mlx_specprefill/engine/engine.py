@@ -500,9 +500,8 @@ class Engine:
     def _slice_size(self, kind: str) -> int:
         job = self._slicing
         background = job is not None and job.background
-        self._given = self._sizer.size(
-            kind, bool(self._scheduler.decoding), background, 0 if job is None else job.depth(kind)
-        )
+        size = self._sizer.size(kind, bool(self._scheduler.decoding), background, 0 if job is None else job.depth(kind))
+        self._given = min(size, self.prefiller.longest_slice(kind))
         return self._given
 
     def _prefill(self) -> None:

@@ -82,6 +82,12 @@ class Prefiller:
         steps = self.slice_size("prefill"), self.slice_size("draft")
         return self.cost.predict(tokens, kept, cached, cached, *steps)
 
+    def longest_slice(self, kind: str) -> int:
+        """Tokens per forward of "draft" or "prefill" above which a prompt is read more slowly, as far as is known."""
+        if self.cost is None:
+            return self.config.prefill_step
+        return (self.cost.draft if kind == "draft" else self.cost.target).best_step(self.config.prefill_step)
+
     def run(self, sequence: Sequence) -> Slices:
         """Yields between slices, returns the logits (1, V). Throw `RequestCancelled` into it to stop."""
         request = sequence.request

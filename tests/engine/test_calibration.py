@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mlx_specprefill import (
@@ -14,7 +15,9 @@ from mlx_specprefill import (
     EngineConfig,
     GenerationRequest,
     PairCost,
+    Progress,
     SparseUnsupportedError,
+    SpecPrefillOptions,
     SpecPrefillPolicy,
     calibrate,
 )
@@ -96,6 +99,17 @@ def test_the_engine_goes_sparse_only_where_the_prediction_pays(monkeypatch, draf
     assert last.account.predicted is not None
     assert last.account.to_dict()["predicted"]["full_ms"] == pytest.approx(2990, rel=0.02)
     assert ("too little to gain" in last.account.reason) == (mode == "full")
+
+
+@pytest.mark.parametrize(("square_ms", "longest"), [(0.0, 512), (0.1, 128)])
+def test_slices_are_no_longer_than_what_was_measured_to_pay(monkeypatch, square_ms, longest):
+    target = ModelCost(0.0, 1.0, 0.0, square_ms, 0.0, 0.0)
+    monkeypatch.setattr("mlx_specprefill.engine.engine.calibrated", lambda *_: PairCost(target, DEAR))
+    rule = replace(config(), prefill_step=512, slice_target_ms=1e6)
+    request = GenerationRequest(tuple(tiny.random_prompt(1500)), 1, specprefill=SpecPrefillOptions(enabled=False))
+    with Engine(tiny.tiny_pair(), rule) as engine:
+        done = [event.done for event in engine.generate(request) if isinstance(event, Progress)]
+    assert max(np.diff(done)) == longest
 
 
 def test_a_threshold_measures_nothing(monkeypatch):

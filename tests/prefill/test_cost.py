@@ -32,6 +32,21 @@ def test_a_prefill_is_the_sum_of_its_slices(tokens, offset, step):
     assert TARGET.prefill_ms(tokens, offset, step) == pytest.approx(by_slices(TARGET, tokens, offset, step))
 
 
+@pytest.mark.parametrize(("square_of_pair", "expected"), [(0.5, 2048), (1.0, 512)])
+def test_the_best_step_is_long_where_attention_skips_what_is_masked(square_of_pair, expected):
+    cost = ModelCost(5.0, 0.4, 2e-4, square_of_pair * 2e-4, 3.0, 1e-4)
+    assert cost.best_step(2048) == expected
+    soonest = min(by_slices(cost, 8192, 0, step) for step in (128, 256, 512, 1024, 2048))
+    assert by_slices(cost, 8192, 0, expected) <= 1.02 * soonest
+
+
+def test_the_best_step_is_never_longer_than_allowed_and_needs_no_powers_of_two():
+    free = ModelCost(0.0, 0.4, 0.0, 0.0, 3.0, 0.0)
+    assert [free.best_step(longest) for longest in (1, 100, 1000)] == [1, 100, 1000]
+    costly = ModelCost(0.0, 0.0, 0.0, 1e-3, 3.0, 0.0)
+    assert costly.best_step(1000) == 250  # half of it would be below the shortest
+
+
 def test_a_prediction_adds_the_draft_over_everything_and_the_target_over_what_is_kept():
     predicted = PAIR.predict(8000, 1600, cached=2000, draft_cached=1000, step=512, draft_step=1024)
     assert predicted.full_ms == pytest.approx(by_slices(TARGET, 6000, 2000, 512))

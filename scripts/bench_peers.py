@@ -3,15 +3,18 @@
 
     cold     time to first token of prompts that nobody has seen
     warm     the same for a second question behind a shared prefix of that length
-    decode   tokens per second of one answer after its first token
+    decode   time per token of one streamed answer after its first token
     streams  tokens per second of 1, 4 and 8 answers at once
     load     requests that arrive at random moments at a given rate: mean time to first token, a timeout counting as
              that much time (SpecPrefill, figure 1)
 
 Arms: ours in full, ours sparse, `mlx_lm.server`, and `vllm-mlx` with its own sparse prefill and without, if
 `--vllm-mlx` names its executable (it needs an environment of its own). All get the same float32 copy of the checkpoint
-and the same BLAS. Ratios are medians over the repetitions with 95 % bootstrap intervals; above 1 ours is faster. The
-last line of the output is one JSON object.
+and the same BLAS. Ratios are medians over the repetitions with 95 % bootstrap intervals; above 1 ours is faster.
+
+Two more figures come from the same models in this process, without a server: `mlx_lm.generate.generate_step`, from
+which a server's own cost per token is told, and the limit of a sparse prefill (the draft over the prompt and the target
+over as many tokens as were kept), of which ours sparse reaches a share. The last line of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,6 +35,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from bare_loop import BareLoop
 from rich.console import Console
 from rich.table import Table
 from servers import DENSE, ROOT, BenchError, Reply, Server, Text, copy_checkpoint, module, preload, running, user
@@ -39,126 +43,219 @@ from servers import DENSE, ROOT, BenchError, Reply, Server, Text, copy_checkpoin
 from mlx_specprefill import BLAS
 
 SPARSE = {"specprefill": True, "specprefill_keep_pct": 0.2}
-OURS = "ours, full"
+OURS, OURS_SPARSE = "ours, full", "ours, sparse"
 STREAMS = (1, 4, 8)
 TIMEOUT_S = 15.0
+PARTS = ("cold", "warm", "decode", "streams", "load")
+Interval = tuple[float, float, float]  # median and the ends of its 95 % bootstrap interval
+
+
+@dataclass
+class Figures:
+    """What was measured of one contender, per repetition, and why a part is missing."""
+
+    name: str
+    values: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def add(self, figure: str, value: float) -> None:
+        self.values.setdefault(figure, []).append(value)
 
 
 @dataclass
 class Arm:
     """A server and how it is asked."""
 
-    name: str
+    figures: Figures
     server: Server
     options: dict[str, Any]
-    failure: str = ""
-    figures: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, figure: str, value: float) -> None:
-        self.figures.setdefault(figure, []).append(value)
 
     def ask(self, text: str, tokens: int) -> Reply:
         return self.server.ask(user(text), tokens, **self.options)
 
 
-def cold(arm: Arm, text: Text, length: int) -> None:
-    arm.add(f"cold {length} ms", 1e3 * arm.ask(text.of(length), 2).first_s)
+@dataclass
+class Bench:
+    """Everything that takes part."""
 
+    arms: list[Arm]
+    bare: BareLoop
+    loop: Figures
+    text: Text
 
-def warm(arm: Arm, text: Text, length: int) -> None:
-    shared = text.of(length)
-    arm.ask(f"{shared} {text.of(20)}", 2)
-    arm.add(f"warm {length} ms", 1e3 * arm.ask(f"{shared} {text.of(20)}", 2).first_s)
-
-
-def decode(arm: Arm, text: Text, length: int, tokens: int) -> None:
-    reply = arm.ask(text.of(length), tokens)
-    arm.add(f"decode after {length} tok/s", (reply.completion_tokens - 1) / (reply.total_s - reply.first_s))
-
-
-def streams(arm: Arm, text: Text, tokens: int) -> None:
-    for count in STREAMS:
-        prompts = [text.of(40) for _ in range(count)]
-        begun = time.perf_counter()
-        with ThreadPoolExecutor(count) as pool:
-            replies = list(pool.map(lambda prompt: arm.ask(prompt, tokens), prompts))
-        total = sum(reply.completion_tokens for reply in replies)
-        arm.add(f"{count} streams tok/s", total / (time.perf_counter() - begun))
-
-
-def load(arm: Arm, text: Text, length: int, rate: float, count: int, seed: int) -> None:
-    """`count` requests, Poisson at `rate` per second, the same moments for every arm."""
-    rng, at, moments = random.Random(seed), 0.0, []
-    for _ in range(count):
-        at += rng.expovariate(rate)
-        moments.append(at)
-    prompts, begun = [text.of(length) for _ in moments], time.perf_counter()
-
-    def one(moment: float, prompt: str) -> float:
-        time.sleep(max(0.0, begun + moment - time.perf_counter()))
-        try:
-            return min(arm.ask(prompt, 2).first_s, TIMEOUT_S)
-        except (BenchError, httpx.HTTPError):
-            return TIMEOUT_S
-
-    with ThreadPoolExecutor(count) as pool:
-        times = list(pool.map(one, moments, prompts))
-    arm.add(f"load {rate:g}/s ms", 1e3 * statistics.mean(times))
-
-
-def attempt(arm: Arm, work: Any, *arguments: Any) -> None:
-    """A peer that fails is out of the rest of the run, with the reason."""
-    if arm.failure:
-        return
-    try:
-        work(arm, *arguments)
-    except (BenchError, httpx.HTTPError, ZeroDivisionError) as error:
-        arm.failure = f"{work.__name__}: {type(error).__name__}: {str(error)[:200]}"
-        print(f"note: {arm.name} drops out: {arm.failure}", file=sys.stderr)
-
-
-def measure(arms: Sequence[Arm], options: argparse.Namespace) -> None:
-    """Every measurement on every arm in turn, again and again: what disturbs the machine disturbs all of them."""
-    text = Text(0)
-    text.calibrate(arms[0].server)
-    for arm in arms:  # not counted: first requests compile and load
-        attempt(arm, lambda arm: arm.ask(text.of(600), 4))
-    for repeat in range(options.repeats):
-        for length in options.lengths:
-            for work in (cold, warm):
-                for arm in arms:
-                    attempt(arm, work, text, length)
-            for arm in arms:
-                attempt(arm, decode, text, length, options.tokens)
-        for arm in arms:
-            attempt(arm, streams, text, options.tokens)
-        print(f"repetition {repeat + 1} of {options.repeats} done", file=sys.stderr, flush=True)
-    for rate in options.rates:
-        for arm in arms:
-            attempt(arm, load, text, options.load_length, rate, options.load_requests, 1)
-
-
-def ratio(ours: list[float], theirs: list[float], faster_is_more: bool) -> tuple[float, float, float]:
-    """How much faster ours is, with the 95 % interval of a paired bootstrap of the median."""
-    pairs = np.array([(a / b if faster_is_more else b / a) for a, b in zip(ours, theirs, strict=True)])
-    draws = np.random.default_rng(0).choice(pairs, (2000, pairs.size))
-    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
-    return float(np.median(pairs)), float(low), float(high)
-
-
-def ratios(arms: Sequence[Arm]) -> dict[str, dict[str, list[float]]]:
-    """Ours in full and ours sparse over every other arm, per figure."""
-    table: dict[str, dict[str, list[float]]] = {}
-    for mine in arms[:2]:
-        for other in arms:
-            if other is mine or (other.name == "ours, sparse"):
+    def attempt(self, part: str, work: Callable[[Arm], None]) -> None:
+        """On every arm in turn; one that fails is out of the rest of that part, with the reason."""
+        for arm in self.arms:
+            if part in arm.figures.failures:
                 continue
-            shared = [name for name in mine.figures if len(other.figures.get(name, ())) == len(mine.figures[name])]
-            table[f"{mine.name} / {other.name}"] = {
-                name: [round(x, 3) for x in ratio(mine.figures[name], other.figures[name], "tok/s" in name)]
-                for name in shared
-            }
-    return table
+            try:
+                work(arm)
+            except (BenchError, httpx.HTTPError) as error:
+                reason = f"{type(error).__name__}: {str(error)[:300]}"
+                arm.figures.failures[part] = reason
+                print(f"note: {arm.figures.name} drops out of {part}: {reason}", file=sys.stderr)
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def cold(self, length: int) -> None:
+        kept = []
+
+        def one(arm: Arm) -> None:
+            reply = arm.ask(self.text.of(length), 2)
+            arm.figures.add(f"cold {length} ms", 1e3 * reply.first_s)
+            if arm.figures.name == OURS_SPARSE:
+                kept.append(int(reply.report["kept_tokens"]))
+
+        self.attempt("cold", one)
+        self.loop.add(f"cold {length} ms", 1e3 * self.bare.generate(self.text.of(length), 2)[0])
+        if kept:
+            self.loop.add(f"limit {length} ms", 1e3 * self.bare.limit(self.text.of(length), kept[0]))
+
+    def warm(self, length: int) -> None:
+        def one(arm: Arm) -> None:
+            shared = self.text.of(length)
+            arm.ask(f"{shared} {self.text.of(20)}", 2)
+            arm.figures.add(f"warm {length} ms", 1e3 * arm.ask(f"{shared} {self.text.of(20)}", 2).first_s)
+
+        self.attempt("warm", one)
+
+    def decode(self, length: int, tokens: int) -> None:
+        figure = f"decode after {length} ms"
+
+        def one(arm: Arm) -> None:
+            reply = arm.ask(self.text.of(length), tokens)
+            if reply.pieces < reply.completion_tokens // 2:
+                raise BenchError(f"an answer of {reply.completion_tokens} tokens came in {reply.pieces} pieces")
+            arm.figures.add(figure, 1e3 * (reply.total_s - reply.first_s) / (reply.completion_tokens - 1))
+
+        self.attempt("decode", one)
+        self.loop.add(figure, 1e3 * self.bare.generate(self.text.of(length), tokens)[1])
+
+    def streams(self, count: int, tokens: int) -> None:
+        def one(arm: Arm) -> None:
+            prompts = [self.text.of(40) for _ in range(count)]
+            begun = time.perf_counter()
+            with ThreadPoolExecutor(count) as pool:
+                replies = list(pool.map(lambda prompt: arm.ask(prompt, tokens), prompts))
+            total = sum(reply.completion_tokens for reply in replies)
+            arm.figures.add(f"{count} streams tok/s", total / (time.perf_counter() - begun))
+
+        self.attempt(f"{count} streams", one)
+
+    def load(self, length: int, rate: float, count: int) -> None:
+        """`count` requests, Poisson at `rate` per second, the same moments for every arm."""
+        rng, at, moments = random.Random(1), 0.0, []
+        for _ in range(count):
+            at += rng.expovariate(rate)
+            moments.append(at)
+
+        def one(arm: Arm) -> None:
+            prompts, begun = [self.text.of(length) for _ in moments], time.perf_counter()
+
+            def request(moment: float, prompt: str) -> float:
+                time.sleep(max(0.0, begun + moment - time.perf_counter()))
+                try:
+                    return min(arm.ask(prompt, 2).first_s, TIMEOUT_S)
+                except (BenchError, httpx.HTTPError):
+                    return TIMEOUT_S
+
+            with ThreadPoolExecutor(count) as pool:
+                times = list(pool.map(request, moments, prompts))
+            arm.figures.add(f"load {rate:g}/s ms", 1e3 * statistics.mean(times))
+            arm.figures.add(f"load {rate:g}/s timeouts", sum(seconds == TIMEOUT_S for seconds in times))
+
+        self.attempt("load", one)
+
+    # --- all of them -------------------------------------------------------------------------------------------------
+
+    def run(self, options: argparse.Namespace) -> None:
+        """Again and again in turn: what disturbs the machine disturbs all of them."""
+        self.text.calibrate(self.arms[0].server)
+        self.attempt("warm-up", self._first_requests)
+        self.bare.generate(self.text.of(600), 4)
+        for repeat in range(options.repeats):
+            for measure in self._parts(options):
+                measure()
+            print(f"repetition {repeat + 1} of {options.repeats} done", file=sys.stderr, flush=True)
+        if "load" in options.parts:
+            for rate in options.rates:
+                self.load(options.load_length, rate, options.load_requests)
+
+    def _first_requests(self, arm: Arm) -> None:
+        arm.ask(self.text.of(600), 4)  # compiles and loads
+
+    def _parts(self, options: argparse.Namespace) -> Iterator[Callable[[], None]]:
+        for length in options.lengths:
+            if "cold" in options.parts:
+                yield lambda length=length: self.cold(length)
+            if "warm" in options.parts:
+                yield lambda length=length: self.warm(length)
+            if "decode" in options.parts:
+                yield lambda length=length: self.decode(length, options.tokens)
+        if "streams" in options.parts:
+            for count in STREAMS:
+                yield lambda count=count: self.streams(count, options.tokens)
+
+
+# --- what follows from the figures -----------------------------------------------------------------------------------
+
+
+def interval(values: Sequence[float]) -> Interval:
+    array = np.array(values)
+    draws = np.random.default_rng(0).choice(array, (2000, array.size))
+    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
+    return round(float(np.median(array)), 3), round(float(low), 3), round(float(high), 3)
+
+
+def compare(
+    mine: Figures, other: Figures, how: Callable[[str, float, float], float], figures: str = ""
+) -> dict[str, Interval]:
+    """`how` of every repetition that both have, for the figures whose name begins so."""
+    return {
+        name: interval([how(name, a, b) for a, b in zip(values, other.values[name], strict=True)])
+        for name, values in mine.values.items()
+        if name.startswith(figures) and "timeouts" not in name and len(other.values.get(name, ())) == len(values)
+    }
+
+
+def faster(name: str, mine: float, other: float) -> float:
+    return mine / other if "tok/s" in name else other / mine
+
+
+def report(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    full, sparse, *others = (arm.figures for arm in bench.arms)
+    ratios = {f"{full.name} / {bench.loop.name}": compare(full, bench.loop, faster)}
+    for other in others:
+        ratios |= {f"{mine.name} / {other.name}": compare(mine, other, faster) for mine in (full, sparse)}
+    ratios[f"{sparse.name} / {full.name}"] = compare(sparse, full, faster)
+    limits = {name.replace("limit", "cold"): ms for name, ms in bench.loop.values.items() if name.startswith("limit")}
+    everybody = [*(arm.figures for arm in bench.arms), bench.loop]
+    return {
+        "benchmark": "peers",
+        "blas": BLAS.library,
+        "repeats": options.repeats,
+        "medians": {f.name: {name: round(statistics.median(v), 2) for name, v in f.values.items()} for f in everybody},
+        "ratios": ratios,
+        "overhead_ms_per_token": {
+            f.name: compare(f, bench.loop, lambda _, server, loop: server - loop, "decode") for f in everybody[:-1]
+        },
+        "sparse_share_of_limit": compare(Figures("limit", limits), sparse, lambda _, limit, ms: limit / ms),
+        "failures": {f.name: f.failures for f in everybody if f.failures},
+    }
+
+
+def show(bench: Bench, console: Console) -> None:
+    everybody = [*(arm.figures for arm in bench.arms), bench.loop]
+    table = Table(title="medians")
+    for column in ("", *(figures.name for figures in everybody)):
+        table.add_column(column, justify="right")
+    for name in dict.fromkeys(name for figures in everybody for name in figures.values):
+        values = [figures.values.get(name) for figures in everybody]
+        table.add_row(name, *("" if not value else f"{statistics.median(value):,.4g}" for value in values))
+    console.print(table)
+
+
+# --- start -----------------------------------------------------------------------------------------------------------
 
 
 def arguments() -> argparse.Namespace:
@@ -166,10 +263,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=ROOT / "models/demo/target")
     parser.add_argument("--draft", type=Path, default=ROOT / "models/demo/draft")
     parser.add_argument("--vllm-mlx", type=Path, help="the executable of vllm-mlx, in an environment of its own")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--tokens", type=int, default=96, help="of each answer when decoding is compared")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rates", type=float, nargs="*", default=[0.25, 0.5, 1.0], help="requests per second")
+    parser.add_argument("--rates", type=float, nargs="*", default=[0.5, 1.0, 2.0], help="requests per second")
     parser.add_argument("--load-length", type=int, default=2048)
     parser.add_argument("--load-requests", type=int, default=12)
     parser.add_argument("--start-s", type=float, default=90.0)
@@ -180,62 +278,45 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def start(options: argparse.Namespace, stack: ExitStack, folder: Path) -> list[Arm]:
+def start(options: argparse.Namespace, stack: ExitStack, folder: Path) -> Bench:
     """One process per server; the arms of one server share it."""
     target = copy_checkpoint(options.target, folder / "target")
     draft = copy_checkpoint(options.draft, folder / "draft")
+    costs = folder / "costs.json"
+
+    def serve(name: str, command: list[str], **more: str) -> Server:
+        log = folder / f"{name.replace(', ', '-')}.log"
+        return stack.enter_context(running(name, command, log, options.start_s, **more))
+
     command = module("mlx_specprefill_server", "serve", "--target", str(target), "--draft", str(draft))
-    more = ["--dtype", "float32", "--specprefill-threshold", "512", "--no-densify"]
-    ours = stack.enter_context(running("ours", command + more, folder / "ours.log", options.start_s))
-    command = module("mlx_lm.server", "--model", str(target))
-    lm = stack.enter_context(running("mlx_lm.server", command, folder / "lm.log", options.start_s, **preload()))
-    arms = [Arm(OURS, ours, DENSE), Arm("ours, sparse", ours, SPARSE), Arm("mlx_lm.server", lm, {})]
+    ours = serve("ours", [*command, "--dtype", "float32", "--no-densify"], MLX_SPECPREFILL_CALIBRATION_FILE=str(costs))
+    lm = serve("mlx_lm.server", module("mlx_lm.server", "--model", str(target)), **preload())
+    arms = [
+        Arm(Figures(OURS), ours, DENSE),
+        Arm(Figures(OURS_SPARSE), ours, SPARSE),
+        Arm(Figures("mlx_lm.server"), lm, {}),
+    ]
     if options.vllm_mlx:
         command = [str(options.vllm_mlx), "serve", str(target)]
         sparse = ["--specprefill", "--specprefill-draft-model", str(draft), "--specprefill-threshold", "512"]
         batching = ["--continuous-batching"]  # which turns its sparse prefill off
         for name, extra, asked in (("vllm-mlx, sparse", sparse, SPARSE), ("vllm-mlx, full", batching, DENSE)):
-            log = folder / f"{name.replace(', ', '-')}.log"
-            server = stack.enter_context(
-                running(name, command + extra, log, options.start_s, model=str(target), **preload())
-            )
-            arms.append(Arm(name, server, asked))
-    return arms
-
-
-def show(arms: Sequence[Arm], console: Console) -> None:
-    names = list(dict.fromkeys(name for arm in arms for name in arm.figures))
-    table = Table(title="medians")
-    for column in ("", *(arm.name for arm in arms)):
-        table.add_column(column, justify="right")
-    for name in names:
-        values = [arm.figures.get(name) for arm in arms]
-        table.add_row(name, *("" if not value else f"{statistics.median(value):,.0f}" for value in values))
-    console.print(table)
+            server = serve(name, command + extra, model=str(target), **preload())
+            arms.append(Arm(Figures(name), server, asked))
+    return Bench(arms, BareLoop.of(target, draft, costs), Figures("generate loop"), Text(0))
 
 
 def main() -> int:
     options = arguments()
     try:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            arms = start(options, stack, Path(folder))
-            measure(arms, options)
+            bench = start(options, stack, Path(folder))
+            bench.run(options)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    show(arms, Console(width=120))
-    report = {
-        "benchmark": "peers",
-        "blas": BLAS.library,
-        "repeats": options.repeats,
-        "medians": {
-            arm.name: {name: round(statistics.median(values), 2) for name, values in arm.figures.items()}
-            for arm in arms
-        },
-        "ratios": ratios(arms),
-        "failures": {arm.name: arm.failure for arm in arms if arm.failure},
-    }
-    print(json.dumps(report))
+    show(bench, Console(width=140))
+    print(json.dumps(report(bench, options)))
     return 0
 
 

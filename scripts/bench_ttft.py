@@ -145,7 +145,7 @@ def decode_tps(model: Any, cache: list[Any], logits: mx.array) -> float:
 
 
 def held_mib(cache: list[Any]) -> float:
-    """What the tokens in a cache take, without the room that it grows into."""
+    """What a cache's arrays take, with the room that they have grown."""
     arrays = [value for part in leaves(cache) for _, value in tree_flatten(part.state) if isinstance(value, mx.array)]
     return sum(int(array.nbytes) for array in arrays) / 2**20
 
@@ -398,7 +398,7 @@ def main() -> int:
         prompt = [int(token) for token in rng.integers(0, pair.vocab_size, length)]
         runs = [repetition(setup, prompt, shares) for _ in range(options.repeats)]
         rows += [row(setup, length, share, part) for share, part in zip(shares, zip(*runs, strict=True), strict=True)]
-    show(rows, Console(width=160))
+    show(rows, Console(width=200))
     print(json.dumps(summary(rows, setup)))
     return 0
 

@@ -1,0 +1,66 @@
+"""The same models without a server: mlx-lm's own generate loop, and the prefills that bound a sparse one."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from servers import user
+
+import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load
+
+from mlx_specprefill.prefill.cost import ModelCost
+from mlx_specprefill.prefill.sparse import prefill
+
+__all__ = ["BareLoop"]
+
+LONGEST_STEP = 2048  # tokens, what every server here uses at most
+
+
+@dataclass
+class BareLoop:
+    """Target and draft in this process. Nothing of the library touches them before their prefill."""
+
+    target: Any
+    draft: Any
+    tokenizer: Any
+    costs: Path
+
+    @classmethod
+    def of(cls, target: Path, draft: Path, costs: Path) -> BareLoop:
+        """`costs` is where the server keeps what it has measured at its start."""
+        model, tokenizer = load(str(target))[:2]
+        return cls(model, load(str(draft))[0], tokenizer, costs)
+
+    def tokens(self, text: str) -> list[int]:
+        """The prompt as a server renders it."""
+        return list(self.tokenizer.apply_chat_template(user(text), add_generation_prompt=True))
+
+    def generate(self, text: str, count: int) -> tuple[float, float]:
+        """Seconds to the first token, and per token after it, of `mlx_lm.generate.generate_step`."""
+        prompt, begun = mx.array(self.tokens(text)), time.perf_counter()
+        steps = generate_step(prompt, self.target, max_tokens=count)
+        next(steps)
+        first = time.perf_counter()
+        rest = sum(1 for _ in steps)
+        return first - begun, (time.perf_counter() - first) / max(rest, 1)
+
+    def limit(self, text: str, kept: int) -> float:
+        """Seconds of what a sparse prefill can't avoid: the draft over everything, the target over `kept` tokens."""
+        prompt = self.tokens(text)
+        return self._read("draft", self.draft, prompt) + self._read("target", self.target, prompt[-kept:])
+
+    def _read(self, side: str, model: Any, tokens: list[int]) -> float:
+        """With the step size that suits this machine."""
+        (measured,) = json.loads(self.costs.read_text()).values()
+        step = ModelCost(**measured[side]).best_step(LONGEST_STEP)
+        begun = time.perf_counter()
+        for _ in prefill(model, list(make_prompt_cache(model)), tokens, None, step):
+            pass
+        return time.perf_counter() - begun

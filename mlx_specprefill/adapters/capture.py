@@ -21,6 +21,7 @@ from ..config import HeadRule
 __all__ = ["AttentionRecord", "QueryCapture", "install_capture", "pool", "prompt_attention", "recorded_attention"]
 
 _active = threading.local()
+TILE = 1 << 20  # logits that are scored at a time; about a dozen arrays of that size exist meanwhile
 
 
 def pool(rows: mx.array, width: int) -> mx.array:
@@ -94,25 +95,47 @@ class QueryCapture:
         """One attention call: queries (1, H, 1, D), keys (1, H_kv, S, D)."""
         if queries.shape[0] != 1 or queries.shape[-2] != 1 or keys.shape[-2] != self._span:
             return
-        heads, kv_heads = queries.shape[1], keys.shape[1]
-        grouped = queries.reshape(1, kv_heads, heads // kv_heads, queries.shape[-1])
-        logits = ((grouped * scale) @ keys.swapaxes(-1, -2)).reshape(1, heads, 1, -1)
+        heads, kv_heads, S = queries.shape[1], keys.shape[1], keys.shape[-2]
         if isinstance(mask, mx.array):
-            logits = mx.where(mask, logits, -mx.inf) if mask.dtype == mx.bool_ else logits + mask
-        self._add(logits.reshape(heads, -1), sinks)
+            mask = mx.broadcast_to(mask, (1, heads, 1, S)).reshape(kv_heads, -1, S)
+        grouped = (queries * scale).reshape(kv_heads, heads // kv_heads, queries.shape[-1])
+        sinks = None if sinks is None else sinks.reshape(kv_heads, -1)
+        for part in _tiles(kv_heads, heads // kv_heads, S):
+            logits = self._after(grouped[part]) @ keys[0, part[0]].swapaxes(-1, -2)
+            if isinstance(mask, mx.array):
+                logits = mx.where(mask[part], logits, -mx.inf) if mask.dtype == mx.bool_ else logits + mask[part]
+            self._add(logits.reshape(-1, S), None if sinks is None else sinks[part].reshape(-1))
+        self._count += 1
 
     def observe_logits(self, logits: mx.array) -> None:
         """One hand-written softmax: (1, H, 1, S) or (1, H_kv, group, 1, S)."""
         if logits.ndim < 4 or logits.shape[0] != 1 or logits.shape[-2] != 1 or logits.shape[-1] != self._span:
             return
-        self._add(logits.reshape(-1, logits.shape[-1]), None)
+        rows = logits.reshape(1, -1, logits.shape[-1])
+        for part in _tiles(1, rows.shape[1], rows.shape[2]):
+            self._add(self._after(rows[part]).reshape(-1, rows.shape[2]), None)
+        self._count += 1
+
+    def _after(self, tile: mx.array) -> mx.array:
+        """The tile, to be computed when the ones before it are done; else the graph advances all of them together."""
+        if self._best is None:
+            return tile
+        (ordered,) = mx.depends([tile], [self._best])
+        return ordered
 
     def _add(self, logits: mx.array, sinks: mx.array | None) -> None:
         rows = pool(prompt_attention(logits, self.prompt_len, sinks), self.pool_width)
         join, row = (mx.maximum, rows.max(axis=0)) if self.heads == "max" else (mx.add, rows.sum(axis=0))
         self._best = row if self._best is None else join(self._best, row)
         self._summed += rows.shape[0]
-        self._count += 1
+
+
+def _tiles(kv_heads: int, group: int, span: int) -> Iterator[tuple[slice, slice]]:
+    """Parts of (H_kv, group) heads whose rows of `span` logits together are no more than a tile, or one row."""
+    rows = max(1, TILE // span)
+    for first in range(0, kv_heads, max(1, rows // group)):
+        for member in range(0, group, rows):
+            yield slice(first, first + max(1, rows // group)), slice(member, member + rows)
 
 
 class AttentionRecord:

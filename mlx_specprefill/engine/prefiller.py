@@ -149,6 +149,7 @@ class Prefiller:
         sequence.speculation = self._speculator.decide(sequence, start + int(kept.size), read=True)
         if _drafts(sequence):
             sequence.draft_cache, sequence.lookahead = scores.cache, scores.lookahead
+        del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
         logits = yield from self._feed_kept(sequence, start, kept)
         held = sequence.kept if sequence.continuation == "extend" else np.arange(S, dtype=np.int32)
         assert held is not None

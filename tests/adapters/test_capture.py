@@ -22,6 +22,7 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from mlx_specprefill.adapters.capture import QueryCapture, install_capture, pool, prompt_attention
+from mlx_specprefill.config import HeadRule
 from tests.oracle import tiny_models
 
 Rows = npt.NDArray[np.float64]
@@ -182,11 +183,13 @@ def recorded_inputs(layers: list[nn.Module]) -> Iterator[dict[int, list[Rows]]]:
         kind.__call__ = original
 
 
-def capture_rows(model: nn.Module, width: int, caches: list[Any] | None = None) -> QueryCapture:
+def capture_rows(
+    model: nn.Module, width: int, caches: list[Any] | None = None, heads: HeadRule = "max"
+) -> QueryCapture:
     """Rows of the last prompt token and of three tokens after it."""
     caches = make_prompt_cache(model) if caches is None else caches
     mx.eval(model(mx.array(TOKENS[: M - 1])[None], cache=caches))
-    capture = QueryCapture(M, width)
+    capture = QueryCapture(M, width, heads)
     for step in range(LOOK_AHEAD + 1):
         with capture.row(M + step):
             model(mx.array([[TOKENS[M - 1 + step]]]), cache=caches)
@@ -261,6 +264,37 @@ def test_rows_equal_attention_by_hand(name: str, width: int) -> None:
         expected = reference_pool(np.concatenate(per_layer), width).max(axis=0)
         np.testing.assert_allclose(np.array(row), expected, rtol=2e-4, atol=1e-6)
         assert expected.max() > 2 / M or width > 1  # far from uniform, or the comparison says little
+
+
+@pytest.mark.parametrize("heads", ["max", "mean"])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_tiles_of_any_size_give_the_same_rows(name: str, heads: HeadRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(FAMILIES[name].model, **FAMILIES[name].changes)
+    whole = capture_rows(model, 13, heads=heads)
+    for tile in (1, 2 * (M + LOOK_AHEAD), 3 * (M + LOOK_AHEAD)):  # one row at a time, two, three
+        monkeypatch.setattr("mlx_specprefill.adapters.capture.TILE", tile)
+        tiled = capture_rows(model, 13, heads=heads)
+        assert tiled.layers == whole.layers
+        for row, expected in zip(tiled.rows, whole.rows, strict=True):
+            np.testing.assert_allclose(np.array(row), np.array(expected), rtol=1e-5, atol=1e-8)
+
+
+def test_tiles_take_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    span = 1 << 18
+    queries, keys = mx.random.normal((1, 32, 1, 4)), mx.random.normal((1, 8, span, 4))
+    mx.eval(queries, keys)
+
+    def peak() -> int:
+        before, capture = mx.get_active_memory(), QueryCapture(span, 13)
+        mx.reset_peak_memory()
+        with capture.row(span):
+            capture.observe(queries, keys, 1.0, None, None)
+        mx.eval(capture.rows)
+        return mx.get_peak_memory() - before
+
+    in_tiles = peak()
+    monkeypatch.setattr("mlx_specprefill.adapters.capture.TILE", 32 * span)
+    assert in_tiles < peak() / 2
 
 
 def test_a_sink_takes_part_of_every_row() -> None:

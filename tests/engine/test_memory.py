@@ -1,0 +1,50 @@
+"""What a sparse request holds while its target reads: nothing of the draft's, unless somebody needs it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillOptions
+from mlx_specprefill.cache.positioned import leaves
+from mlx_specprefill.engine import prefiller
+from tests import tiny
+
+
+class Watch:
+    """Weak references to what the draft left behind, and how many of them live when the target starts to read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: list[weakref.ref[Any]] = []
+        self.alive: list[int] = []
+        score, read = prefiller.score_prompt, prefiller.prefill
+
+        def watched_score(*args: Any) -> Iterator[Any]:
+            scores = yield from score(*args)
+            self.left += [weakref.ref(part) for part in leaves(scores.cache)] + [weakref.ref(scores.importance)]
+            return scores
+
+        def watched_read(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            gc.collect()
+            self.alive.append(sum(left() is not None for left in self.left))
+            return (yield from read(*args, **kwargs))
+
+        monkeypatch.setattr(prefiller, "score_prompt", watched_score)
+        monkeypatch.setattr(prefiller, "prefill", watched_read)
+
+
+@pytest.mark.parametrize(("speculative", "held"), [("off", False), ("draft", True)])
+def test_the_drafts_cache_and_scores_are_gone_before_the_target_reads(monkeypatch, speculative, held):
+    watch = Watch(monkeypatch)
+    sparse = SpecPrefillOptions(enabled=True, speculative=speculative)
+    request = GenerationRequest(tuple(tiny.random_prompt(300)), 4, specprefill=sparse)
+    with Engine(tiny.tiny_pair(), EngineConfig(prefix_cache_bytes=0)) as engine:
+        *_, last = engine.generate(request)
+    assert isinstance(last, Finished)
+    assert last.account.mode == "sparse"
+    assert len(watch.left) > 1
+    assert (watch.alive[0] > 0) == held

@@ -35,13 +35,9 @@ class BenchError(Exception):
 
 @dataclass
 class Reply:
-    """One answer, as a client sees it. Seconds; `report` is this project's account of the prefill.
-
-    `pieces` counts the chunks that brought text.
-    """
+    """One answer, as a client sees it. Seconds; `report` is this project's account of the prefill."""
 
     text: str = ""
-    pieces: int = 0
     first_s: float = 0.0
     total_s: float = 0.0
     completion_tokens: int = 0
@@ -84,7 +80,6 @@ class Server:
             if text and not reply.text:
                 reply.first_s = time.perf_counter() - begun
             reply.text += text
-            reply.pieces += bool(text)
         report = chunk.get("specprefill")
         reply.report = report if isinstance(report, dict) else reply.report
         usage = chunk.get("usage")

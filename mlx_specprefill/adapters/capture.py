@@ -120,8 +120,8 @@ class QueryCapture:
         """The tile, to be computed when the ones before it are done; else the graph advances all of them together."""
         if self._best is None:
             return tile
-        (ordered,) = mx.depends([tile], [self._best])
-        return ordered
+        ordered: list[mx.array] = mx.depends([tile], [self._best])
+        return ordered[0]
 
     def _add(self, logits: mx.array, sinks: mx.array | None) -> None:
         rows = pool(prompt_attention(logits, self.prompt_len, sinks), self.pool_width)

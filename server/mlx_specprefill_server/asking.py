@@ -42,7 +42,6 @@ class Ask:
         n: answers.
         logprobs: None, or how many alternatives per token (0..20).
         min_tokens: before this many tokens the model can't end its answer.
-        field: of the dialect's body; what errors about the prompt name.
     """
 
     conversation: Conversation
@@ -58,7 +57,6 @@ class Ask:
     ignore_eos: bool = False
     min_tokens: int = 0
     return_token_ids: bool = False
-    field: str = "messages"
 
 
 class Asked:
@@ -186,9 +184,10 @@ def room(prompt_tokens: int, asked: int | None, context_length: int, field: str)
 
 
 def _jobs(service: Service, ask: Ask, prompt: Prompt, constraint: Constraint | None) -> Sequence[Job]:
+    field = ask.conversation.field
     if not prompt.tokens:
-        raise InvalidRequestError(f"{ask.field}: the prompt has no tokens", field=ask.field)
-    max_tokens = room(len(prompt.tokens), ask.max_tokens, service.context_length, ask.field)
+        raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
+    max_tokens = room(len(prompt.tokens), ask.max_tokens, service.context_length, field)
     request = GenerationRequest(
         prompt=prompt.tokens,
         max_tokens=max_tokens,

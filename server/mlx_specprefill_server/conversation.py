@@ -37,12 +37,14 @@ class Conversation:
     Attributes:
         ending: "answer": the prompt opens the assistant's answer; "continue": it breaks off within the last message,
             which the answer goes on with; "none": it ends behind the last message.
+        field: of the dialect's body; what errors about the prompt name.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     ending: Ending = "answer"
+    field: str = "messages"
 
 
 def conversation(
@@ -50,6 +52,7 @@ def conversation(
     tools: Sequence[Any] = (),
     template_kwargs: Mapping[str, Any] | None = None,
     ending: Ending = "answer",
+    field: str = "messages",
 ) -> Conversation:
     """Checks and straightens OpenAI's chat messages.
 
@@ -58,12 +61,13 @@ def conversation(
     """
     straight = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not straight:
-        raise InvalidRequestError("messages must not be empty", field="messages")
+        raise InvalidRequestError(f"{field} must not be empty", field=field)
     return Conversation(
         messages=tuple(_system_first(straight)),
         tools=tuple(_tools(tools)),
         template_kwargs=_template_kwargs(template_kwargs or {}),
         ending=ending,
+        field=field,
     )
 
 

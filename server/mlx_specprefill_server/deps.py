@@ -193,8 +193,9 @@ def _validated(model: type[Model], body: dict[str, Any]) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         field = _path(first["loc"])
-        given = "" if first["type"] == "missing" or isinstance(first["input"], dict | list) else _shown(first["input"])
         message = first["msg"].removeprefix("Value error, ").removeprefix(f"{field} ")
+        told = first["type"] == "missing" or isinstance(first["input"], dict | list) or ", got " in message
+        given = "" if told else _shown(first["input"])
         raise InvalidRequestError(f"{field}: {message}{given}", field=field) from error
 
 

@@ -122,6 +122,9 @@ def error_response(exc: Exception, path: str) -> Response:
 
 
 async def _known(request: Request, exc: Exception) -> Response:
+    if isinstance(exc, HTTPException) and exc.status_code == 404:
+        message = f"There is nothing at {request.url.path[:200]}; most paths of this API begin with /v1/."
+        exc = ApiError(404, message, code="unknown_url")
     if api_error(exc).status == 500:
         logger.error("%s %s: %s", request.method, request.url.path, exc, exc_info=exc)
     return error_response(exc, request.url.path)

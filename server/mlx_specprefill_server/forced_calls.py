@@ -19,6 +19,7 @@ Schema = Mapping[str, Any]
 
 _SCALARS = {"number", "integer", "boolean", "null"}
 _TYPED = {"type", "anyOf", "oneOf", "allOf", "$ref", "const", "enum"}  # a schema without these says nothing of the type
+_OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "not"}
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 
 
@@ -71,7 +72,23 @@ def _parameters(tool: Tool) -> Schema:
 
 def _arguments(lark: Lark, tool: Tool) -> str:
     """As JSON: an object, whatever else the schema says."""
-    return _json(lark, {"type": "object", **_parameters(tool)}, tool)
+    return _json(lark, _closed({"type": "object", **_parameters(tool)}), tool)
+
+
+def _closed(schema: Schema) -> Schema:
+    """Without members that nobody has described: a tool can't use them, and a model may go on with them for ever.
+
+    JSON schema allows them unless it is told otherwise; schemas that are put together from others stay as they are.
+    """
+    out = dict(schema)
+    if isinstance(items := schema.get("items"), dict):
+        out["items"] = _closed(items)
+    properties = schema.get("properties")
+    if isinstance(properties, dict):
+        out["properties"] = {n: _closed(inner) if isinstance(inner, dict) else inner for n, inner in properties.items()}
+        if _OPEN.isdisjoint(schema) and set(_items(schema.get("required"))) <= set(properties):
+            out["additionalProperties"] = False
+    return out
 
 
 def _json(lark: Lark, schema: Schema, tool: Tool) -> str:

@@ -100,20 +100,17 @@ class PromptBuilder:
         _, offsets = self._tokenize(whole)
         places = [whole.find(text) for text in texts]
         if offsets is None or -1 in places:
-            raise InvalidRequestError("passages can't be located in this prompt", field="messages")
+            raise InvalidRequestError("passages can't be located in this prompt", field=conversation.field)
         starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
         return tuple(
             (bisect_right(ends, place), bisect_left(starts, place + len(text)))
             for place, text in zip(places, texts, strict=True)
         )
 
-    def _needs_template(self) -> None:
-        if not self._tokenizer.has_chat_template:
-            raise InvalidRequestError("This model has no chat template; use /v1/completions.", field="messages")
-
     def _fitted(self, conversation: Conversation) -> tuple[Sequence[Message], str]:
         """The messages in the first form that the template takes, and its rendering of them."""
-        self._needs_template()
+        if not self._tokenizer.has_chat_template:
+            raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
         try:
             return conversation.messages, self._render(conversation, conversation.messages)
         except InvalidRequestError as refusal:
@@ -135,7 +132,7 @@ class PromptBuilder:
             )
         except (*TEMPLATE_ERRORS, TemplateError) as error:
             message = f"The model's chat template refuses this conversation: {error}"
-            raise InvalidRequestError(message[:1000], field="messages") from error
+            raise InvalidRequestError(message[:1000], field=conversation.field) from error
         return str(text)
 
     def _tokenize(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]] | None]:

@@ -24,6 +24,11 @@ MESSAGE = st.fixed_dictionaries(
     optional={"tool_calls": st.lists(CALL, max_size=2) | JSON, "reasoning": JSON, "name": JSON, "tool_call_id": JSON},
 )
 TOOL = st.fixed_dictionaries({"type": st.just("function") | JSON, "function": JSON})
+LIMITED = st.fixed_dictionaries(
+    {"mode": st.sampled_from(["auto", "required"]) | JSON, "tools": st.lists(TOOL | JSON, max_size=2) | JSON}
+)
+ALLOWED = st.fixed_dictionaries({"type": st.just("allowed_tools"), "allowed_tools": LIMITED})
+ENDINGS = {"add_generation_prompt": st.booleans() | JSON, "continue_final_message": st.booleans() | JSON}
 COMMON: dict[str, st.SearchStrategy[Any]] = {
     "model": JSON,
     "stream": st.booleans() | JSON,
@@ -53,7 +58,8 @@ CHAT = st.fixed_dictionaries(
     optional={
         **COMMON,
         "tools": st.lists(TOOL, max_size=2) | JSON,
-        "tool_choice": JSON,
+        "tool_choice": JSON | ALLOWED,
+        **ENDINGS,
         "top_logprobs": JSON | st.integers(0, 20),
         "max_completion_tokens": JSON,
         "reasoning_effort": JSON,
@@ -142,7 +148,9 @@ RESPONSES = st.fixed_dictionaries(
         "instructions": SCALARS,
         "max_output_tokens": st.integers(1, 9) | JSON,
         "tools": st.lists(NAMESPACE | FUNCTION, max_size=2) | JSON,
-        "tool_choice": st.sampled_from(["auto", "required"]) | JSON,
+        "tool_choice": st.sampled_from(["auto", "required"])
+        | LIMITED.map(lambda given: {"type": "allowed_tools"} | given)
+        | JSON,
         "text": st.fixed_dictionaries({"format": JSON}) | JSON,
         "reasoning": st.fixed_dictionaries({"effort": JSON}) | JSON,
         "top_logprobs": st.integers(0, 20) | JSON,
@@ -166,7 +174,7 @@ TEXTS = st.fixed_dictionaries(
         "with_pieces": st.booleans() | JSON,
         "return_token_strs": st.booleans() | JSON,
         "parse_special": JSON,
-        "add_generation_prompt": JSON,
+        **ENDINGS,
         "model": JSON,
     },
 )

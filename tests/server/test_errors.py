@@ -40,6 +40,7 @@ def test_every_path_answers_in_openais_shape(
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", code)
     assert error["message"]
+    assert code != "unknown_url" or path in error["message"]
     if status == 405:
         assert answer.headers["allow"]
 

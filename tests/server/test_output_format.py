@@ -290,6 +290,28 @@ def test_forced_calls(tool_format: str, call: str, other: str, bad: list[str], b
         assert not accepts(named, other + between + other)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "fits"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, '{"a": 1}', True),
+        ({"properties": {"a": {"type": "integer"}}}, '{"a": 1, "more": 2}', False),
+        ({"properties": {}}, '{"more": 2}', False),
+        ({"properties": {"a": {"properties": {"b": {}}}}}, '{"a": {"b": 1, "more": 2}}', False),
+        ({"properties": {"a": {"items": {"properties": {"b": {}}}}}}, '{"a": [{"more": 2}]}', False),
+        ({"properties": {"a": {}}, "additionalProperties": True}, '{"a": 1, "more": 2}', True),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "integer"}}, '{"more": 2}', True),
+        ({"properties": {"a": {}}, "required": ["b"]}, '{"b": 1}', True),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, '{"a": 1, "b": 2}', True),
+        ({}, '{"more": 2}', True),
+    ],
+)
+def test_arguments_have_only_the_members_that_the_tool_describes(parameters: Any, arguments: str, fits: bool) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **parameters}}}
+    constraint = constraint_of(None, [tool], "required", "hermes", special=SPECIAL)
+    call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    assert accepts(constraint, call) is fits
+
+
 def test_mistral_with_argument_markers() -> None:
     special = {**SPECIAL, "[ARGS]": SPECIAL["[INST]"]}
     required = constraint_of(None, TOOLS, "required", "mistral", special=special)

@@ -441,6 +441,8 @@ def said(*parts: Any, role: str = "user") -> dict[str, Any]:
         ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [1]}]}, "tools[0].tools[0]"),
         ({"tool_choice": "any"}, "tool_choice"),
+        ({"n": 2}, "n"),
+        ({"input": [{"type": "web_search_call"}]}, "input"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,77 @@ def test_everything_is_reached_with_the_tab_key(page: Page, live: Any, width: st
         page.driver.switch_to.active_element.send_keys(Keys.TAB)
         reached.add(page.driver.switch_to.active_element.get_attribute("id"))
     assert {"theme", "browse", "document", "question", "keep", "compare", "send", "score", "clear"} <= reached
+
+
+def test_a_key_can_be_declined_and_entered_later(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live(api_keys=("geheim",))
+    page.open(base)
+    page.until(lambda: page.find("#key-dialog").is_displayed())
+    assert not page.find("#key-refused").is_displayed()
+    page.find("#key").send_keys(Keys.ESCAPE)
+    page.until(lambda: "Incorrect API key" in page.find("#notice").text)
+    assert not page.find("#key-dialog").is_displayed()
+    page.find("#question").send_keys("Hello")
+    page.find("#send").click()
+    page.until(lambda: page.find("#key-dialog").is_displayed())
+    page.find("#key").send_keys("wrong", Keys.ENTER)
+    page.until(lambda: page.find("#key-refused").is_displayed())
+    page.find("#key").send_keys("geheim", Keys.ENTER)
+    page.until(lambda: page.all(".answer") and page.find(".answer").text == "Hello")
+
+
+def test_reasoning_is_shown_apart_from_the_answer(page: Page, live: Any, engine: FakeEngine) -> None:
+    engine.says("<think>Let me see.</think>Good day", end=False)
+    base, _ = live()
+    page.open(base)
+    page.find("#question").send_keys("Hello")
+    page.press("#send")
+    assert page.find(".thought").text == "Let me see."
+    assert page.find(".answer").text == "Good day"
+    assert "cut off there" in page.find(".lane").text
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_a_refusal_is_told_in_the_servers_words(page: Page, live: Any, engine: FakeEngine, status: int) -> None:
+    engine.full = status == 503
+    base, _ = live()
+    page.open(base)
+    page.drop("words " * (20_000 if status == 400 else 1))
+    page.find("#question").send_keys("Hello")
+    page.press("#send")
+    said = "maximum context length" if status == 400 else "requests are waiting already"
+    assert said in page.find("#notice").text
+    assert page.find(".ttft .big").text == "–"
+    assert page.find("#question").get_property("value") == "Hello"  # to be asked again
+    page.driver.get_log("browser")  # the browser notes what the page has handled
+
+
+def test_a_server_that_goes_away_in_the_middle(page: Page, live: Any, engine: FakeEngine) -> None:
+    release = threading.Event()
+    engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]
+    base, server = live()
+    page.open(base)
+    page.find("#question").send_keys("Hello")
+    page.find("#send").click()
+    page.until(lambda: page.all(".answer") and page.find(".answer").text == "The beginning")
+    for connection in list(server.server_state.connections):
+        connection.loop.call_soon_threadsafe(connection.transport.abort)
+    page.until(lambda: "The answer broke off" in page.find("#notice").text)
+    assert page.find("#send").is_enabled()
+    assert page.find(".answer").text == "The beginning"
+    release.set()
+    page.driver.get_log("browser")
+
+
+def test_the_focus_is_not_lost_when_an_answer_is_stopped(page: Page, live: Any, engine: FakeEngine) -> None:
+    release = threading.Event()
+    engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]
+    base, _ = live()
+    page.open(base)
+    page.find("#question").send_keys("Hello")
+    page.find("#send").click()
+    page.until(lambda: page.all(".answer") and page.find(".answer").text == "The beginning")
+    page.find("#stop").click()
+    page.until(lambda: page.find("#notice").text == "Stopped.")
+    assert page.driver.switch_to.active_element.get_attribute("id") == "question"
+    release.set()

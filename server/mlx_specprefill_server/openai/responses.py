@@ -55,7 +55,7 @@ async def count(service: ServiceDep, body: BodyDep) -> Response:
 
 def _conversation(body: ResponsesRequest, tools: Tools) -> Conversation:
     messages = in_place(chat_messages(body.instructions, body.input))
-    return conversation(messages, tools.functions, body.template_kwargs())
+    return conversation(messages, tools.functions, body.template_kwargs(), field="input")
 
 
 def _ask(service: Service, body: ResponsesRequest, tools: Tools) -> Ask:
@@ -71,7 +71,6 @@ def _ask(service: Service, body: ResponsesRequest, tools: Tools) -> Ask:
         logprobs=body.logprobs_wanted(),
         ignore_eos=body.ignore_eos,
         min_tokens=body.min_tokens,
-        field="input",
     )
 
 

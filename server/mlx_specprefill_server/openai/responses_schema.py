@@ -107,6 +107,8 @@ def refuse(body: Mapping[str, Any]) -> None:
     for name in ("previous_response_id", "conversation"):
         if body.get(name):
             raise InvalidRequestError(f"{name}: {STATELESS}", field=name)
+    if body.get("n", 1) != 1:
+        raise InvalidRequestError("n: a response is one answer", field="n")
     for name in ("background", "prompt"):
         if body.get(name):
             raise InvalidRequestError(f"{name}: not supported", field=name)

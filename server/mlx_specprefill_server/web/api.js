@@ -13,33 +13,33 @@ export class ApiError extends Error {
 
 let asking = null; // one dialog for all requests that were refused meanwhile
 
-function askForKey() {
+/** Whether a key was entered; `refused`: the one that the server has just turned down. */
+function askForKey(refused) {
   asking ??= new Promise((resolve) => {
     const dialog = find("key-dialog");
     const field = find("key");
-    field.value = "";
+    find("key-refused").hidden = !refused;
+    field.value = dialog.returnValue = "";
     dialog.addEventListener("close", () => {
-      sessionStorage.setItem(KEY, field.value.trim());
+      const entered = dialog.returnValue === "use";
+      if (entered) sessionStorage.setItem(KEY, field.value.trim());
       field.value = "";
       asking = null;
-      resolve();
+      resolve(entered);
     }, { once: true });
     dialog.showModal();
   });
   return asking;
 }
 
-/** A response that succeeded; asks for a key as often as one is needed. */
+/** A response that succeeded; asks for a key as often as one is needed, until the dialog is closed without one. */
 export async function request(path, { method = "GET", body, signal } = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const headers = body === undefined ? {} : { "content-type": "application/json" };
     if (key) headers.authorization = `Bearer ${key}`;
     const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
-    if (response.status === 401) {
-      await askForKey();
-      continue;
-    }
+    if (response.status === 401 && await askForKey(key)) continue;
     if (!response.ok) throw new ApiError(response.status, await failure(response));
     return response;
   }

@@ -4,6 +4,7 @@ import { ApiError, events, json } from "./api.js";
 import { count, element, find, percent, seconds } from "./format.js";
 import { StageBar } from "./stages.js";
 
+const LONGEST_ANSWER = 2048; // tokens
 const LARGEST = 16 * 1024 * 1024; // bytes of a dropped file; the server takes 32 MB in all
 
 export class Conversation {
@@ -85,9 +86,11 @@ export class Conversation {
     } catch (error) {
       this.#notice(error.name === "AbortError" ? "Stopped." : describe(error));
     } finally {
+      const focused = document.activeElement;
       this.running = null;
       find("send").disabled = find("score").disabled = false;
       find("stop").hidden = true;
+      if (focused === find("stop") || focused === document.body) find("question").focus();
     }
   }
 
@@ -137,51 +140,62 @@ class Lane {
     this.mode = mode;
     this.text = "";
     this.pieces = 0;
+    this.cut = this.finished = false;
     this.stages = new StageBar();
     this.ttft = element("span", { className: "figure big", textContent: "…" });
     this.title = element("h3", { textContent: mode === "auto" ? "Auto" : mode === "sparse" ? "Sparse" : "Full" });
     this.facts = element("p", { className: "faint" });
     this.why = element("p", { className: "why", hidden: true });
+    this.thought = element("p", { className: "thought faint", hidden: true });
     this.answer = element("p", { className: "answer" });
     const head = element("header", {}, this.title,
       element("p", { className: "ttft" }, this.ttft, element("span", { className: "faint", textContent: "to the first token" })));
-    this.element = element("article", { className: "lane" }, head, this.stages.element, this.why, this.answer, this.facts);
+    this.element = element("article", { className: "lane" }, head, this.stages.element, this.why, this.thought,
+      this.answer, this.facts);
+    this.element.setAttribute("aria-live", "polite"); // read out when it is no longer busy
   }
 
   async run(messages, options, signal) {
     const begun = performance.now();
     const stream = { stream: true, stream_options: { include_usage: true }, return_progress: true };
-    const body = { messages, max_tokens: 512, ...stream, ...options };
+    const body = { messages, max_tokens: LONGEST_ANSWER, ...stream, ...options };
     this.element.setAttribute("aria-busy", "true");
     try {
       for await (const chunk of events("/v1/chat/completions", { method: "POST", body, signal })) {
         if (chunk.prompt_progress) this.stages.progress(chunk.prompt_progress);
-        const delta = chunk.choices?.[0]?.delta;
-        if (delta?.content || delta?.reasoning_content) this.#add(delta.content || "", begun);
+        const choice = chunk.choices?.[0];
+        this.#add(choice?.delta ?? {}, begun);
+        this.cut ||= choice?.finish_reason === "length";
         if (chunk.specprefill) this.#finish(chunk);
         if (chunk.engine_error) throw new Error(chunk.engine_error.message);
       }
+      if (!this.finished) throw new Error("the server closed the connection.");
     } finally {
+      if (!this.pieces) this.ttft.textContent = "–";
       this.element.removeAttribute("aria-busy");
     }
   }
 
-  #add(text, begun) {
+  #add({ content, reasoning_content: thought }, begun) {
+    if (!content && !thought) return;
     if (!this.pieces) this.ttft.textContent = seconds(performance.now() - begun);
     this.pieces += 1;
-    this.text += text;
+    this.text += content ?? "";
     this.answer.textContent = this.text;
+    this.thought.append(thought ?? "");
+    this.thought.hidden = !this.thought.textContent;
     this.stages.decoding(this.pieces);
   }
 
   #finish({ specprefill: account, usage }) {
+    this.finished = true;
     this.stages.finish(account);
     const sparse = account.mode === "sparse";
     this.title.textContent = sparse ? "Sparse" : "Full";
     const cached = account.cached_tokens ? `, ${count(account.cached_tokens)} of them from the cache` : "";
     const read = `${count(account.kept_tokens)} of ${count(account.prompt_tokens)} prompt tokens`;
     const share = sparse ? ` (${percent(account.kept_tokens / account.prompt_tokens)})` : "";
-    this.facts.textContent = `The target read ${read}${share}${cached}; ${count(usage?.completion_tokens ?? this.pieces)} tokens answered.`;
+    this.facts.textContent = `The target read ${read}${share}${cached}; ${count(usage?.completion_tokens ?? this.pieces)} tokens answered${this.cut ? ", cut off there" : ""}.`;
     this.why.hidden = sparse || this.mode === "full";
     this.why.textContent = sparse ? "" : `Why full: ${account.reason}.`;
   }

@@ -41,6 +41,10 @@ export class LivePanel {
         }
       } catch (error) {
         if (signal.aborted) return;
+        if (error.status === 401) {
+          this.#refused(error);
+          return;
+        }
         find("live-state").textContent = `No connection to the server: ${error.message}`;
       }
       await new Promise((resolve) => setTimeout(resolve, 2000));
@@ -51,8 +55,15 @@ export class LivePanel {
     try {
       renderCache((await json("/v1/specprefill/cache", { signal: this.looking?.signal })).data, (id) => this.#drop(id));
     } catch (error) {
-      if (error.name !== "AbortError") find("live-state").textContent = error.message;
+      if (error.status === 401) this.#refused(error);
+      else if (error.name !== "AbortError") find("live-state").textContent = error.message;
     }
+  }
+
+  /** Nobody is asked for the key every few seconds. */
+  #refused(error) {
+    this.hide();
+    find("live-state").textContent = `${error.message} Reload the page to enter a key.`;
   }
 
   async #drop(id) {

@@ -51,7 +51,7 @@ def _arm(name: str, records: Sequence[Record]) -> dict[str, Any]:
         return {}
     scores = [record.arms[name]["score"] for record in having]
     full = [record.arms["full"]["score"] for record in having]
-    row: dict[str, Any] = {"accuracy": float(np.mean(scores))}
+    row: dict[str, Any] = {"n": len(having), "accuracy": float(np.mean(scores))}
     if name != "full":
         if np.mean(full) < DENSE_FLOOR:
             row["difference"] = None
@@ -80,7 +80,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
                 fields = [
                     where,
                     str(cell["length"]),
-                    str(cell["n"]),
+                    str(row["n"]),
                     f"{cell['full']:.2f}",
                     name,
                     f"{row['accuracy']:.2f}",

@@ -56,7 +56,7 @@ class ScoringConfig:
 
     rows: int = 8  # N: query rows whose attention is averaged
     include_last_prompt_query: bool = True  # row 0 is the last prompt token; False: all N rows are generated tokens
-    heads: HeadRule = "max"  # how the layers' and heads' rows become one; "max" is the paper's rule
+    heads: HeadRule | None = None  # how the layers' and heads' rows become one; None: what the draft's family does best
     pool_width: int = 13  # taps of the zero-padded mean over neighbouring tokens; odd
     prefill_step: int = 2048  # tokens per draft forward
 

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import MODEL_REMAPPING
 
+from ..config import HeadRule
 from . import dynamic_ntk, ministral3
 
 __all__ = [
@@ -101,6 +102,9 @@ _FAMILIES: Mapping[str, str] = {
     "qwen3_next": "qwen3_5",
 }
 
+# Drafts with few attention layers: one head that looks elsewhere wins the maximum, the mean outvotes it.
+_FEW_ATTENTION_LAYERS = frozenset({"gpt_oss", "nemotron_h", "qwen3_5"})
+
 # Queries scaled by position, weighted norms after the rotation, a gate computed from rotated queries.
 _ABSOLUTE = frozenset({"hunyuan", "hunyuan_v1_dense", "iquestloopcoder", "ministral3", "mistral3", "mistral4"})
 
@@ -122,6 +126,7 @@ class Adapter:
         batch_refusal: why it can't decode several sequences in one forward; None if it can.
         speculation_refusal: why it can't verify several tokens in one forward; None if it can.
         absolute: it depends on absolute positions by design, so moving a whole sequence changes its logits.
+        heads: how its heads' attention becomes a score when it is the draft.
     """
 
     family: str
@@ -131,6 +136,7 @@ class Adapter:
     batch_refusal: str | None = None
     speculation_refusal: str | None = None
     absolute: bool = False
+    heads: HeadRule = "max"
 
 
 @cache
@@ -162,6 +168,7 @@ def adapter_for(model_type: str) -> Adapter:
         batch_refusal=BATCH_REFUSALS.get(architecture),
         speculation_refusal=SPECULATION_REFUSALS.get(architecture),
         absolute=architecture in _ABSOLUTE,
+        heads="mean" if family in _FEW_ATTENTION_LAYERS else "max",
     )
 
 

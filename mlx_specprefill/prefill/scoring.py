@@ -1,7 +1,8 @@
 """Importance of every prompt token, from the draft's attention (SpecPrefill, section 3.2; algorithms in docs).
 
 The draft reads the prompt, then a few tokens ahead. Each captured query row gives one pooled attention row per layer
-and head; the importance is the mean over rows of the maximum (the paper's rule) or mean over layers and heads.
+and head; the importance is the mean over rows of the maximum (the paper's rule) or mean over layers and heads,
+whichever kept more of what answers need in the draft's family (decision 18).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..adapters.capture import QueryCapture
+from ..adapters.registry import adapter_for, architecture_of
 from ..cache.positioned import leaves
 from ..config import ScoringConfig
 from ..errors import SparseUnsupportedError, SpecPrefillError
@@ -88,7 +90,8 @@ def _look_ahead(
 
     All steps are queued without waiting for a token's value: the end of the answer is looked for afterwards.
     """
-    capture = QueryCapture(M, config.pool_width, config.heads)
+    heads = config.heads or adapter_for(architecture_of(draft)).heads
+    capture = QueryCapture(M, config.pool_width, heads)
     if config.include_last_prompt_query:
         with capture.row(M):
             logits = draft(last, cache=cache)

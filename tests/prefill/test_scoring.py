@@ -18,6 +18,7 @@ from mlx_specprefill.prefill.scoring import score_prompt
 from tests.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
 
 M = 90
+HYBRID = ("gpt_oss", "nemotron_h", "qwen3_5")
 
 
 def run(draft, prompt, config=None, stops=frozenset(), cache=None):
@@ -49,7 +50,8 @@ def attention_inputs(model, tokens):
 
 
 def brute_force(model, family, prompt, config):
-    """All rows of all layers, softmax over the prompt's keys, zero-padded mean, max, mean: numpy float64."""
+    """All rows of all layers, softmax over the prompt's keys, zero-padded mean, joined, mean: numpy float64."""
+    join = {"max": np.max, "mean": np.mean}[config.heads or ("mean" if family in HYBRID else "max")]
     tokens = list(prompt)
     for _ in range(config.rows):
         tokens.append(int(np.argmax(attention_inputs(model, tokens)[1][-1])))
@@ -59,7 +61,7 @@ def brute_force(model, family, prompt, config):
         calls = calls[1::2]  # the other layers have a window that is shorter than the prompt
     per_row = []
     for row in range(first, first + config.rows):
-        best = np.zeros(M)
+        rows = []
         for q, k, sinks, scale in calls:
             group = q.shape[1] // k.shape[1]
             for head in range(q.shape[1]):
@@ -67,16 +69,16 @@ def brute_force(model, family, prompt, config):
                 sink = [sinks[head]] if sinks is not None else []
                 weights = np.exp(np.append(logits, sink) - np.append(logits, sink).max())
                 smooth = np.convolve(weights[:M] / weights.sum(), np.ones(config.pool_width), "same")
-                best = np.maximum(best, smooth / config.pool_width)
-        per_row.append(best)
+                rows.append(smooth / config.pool_width)
+        per_row.append(join(rows, axis=0))
     return np.mean(per_row, axis=0), tuple(tokens[M:])
 
 
-@pytest.mark.parametrize("include_last", [True, False])
+@pytest.mark.parametrize(("include_last", "heads"), [(True, None), (True, "max"), (False, "mean")])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_importance_equals_brute_force(family, include_last):
+def test_importance_equals_brute_force(family, include_last, heads):
     model, prompt = tiny_model(family, seed=3), random_prompt(M)
-    config = ScoringConfig(rows=4, include_last_prompt_query=include_last, prefill_step=37)
+    config = ScoringConfig(rows=4, include_last_prompt_query=include_last, heads=heads, prefill_step=37)
     install_rope(), install_capture()
     scores, _ = run(model, prompt, config)
     expected, lookahead = brute_force(model, family, prompt, config)

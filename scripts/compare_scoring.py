@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""Ways to turn a draft's attention into chunk scores, compared by what they select. No target runs.
+
+    python scripts/compare_scoring.py --pair demo-gpt_oss --task niah_single_2 niah_multikey_1 -n 100 --seed 30000
+
+Query rows: `look`, the last prompt token and the look-ahead (the paper's); `question`, the question's own tokens;
+`both`, half of each. Heads: their maximum (the paper's), their mean, or the one head that looked most at gold in
+`--calibrate` items of the first task, which are not measured. Carry: the share of a chunk's score that the next chunk
+gets at least. Printed is the share of items of which every gold token is kept, and in brackets the difference to the
+paper's rule with the engine's carry, over the same items, with its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_specprefill import ModelPair, SelectionConfig, keep_pct, load_pair
+from mlx_specprefill.adapters import capture
+from mlx_specprefill.prefill.forced import forced_mask, forced_ranges
+from mlx_specprefill.prefill.selection import carried, chunk_means, select_chunks
+from mlx_specprefill_server.conversation import conversation
+from mlx_specprefill_server.evals.statistics import paired_difference
+from mlx_specprefill_server.evals.tasks import TASKS, Item, Space, make_item
+from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
+from mlx_specprefill_server.prompt import PromptBuilder
+
+import mlx.core as mx  # isort: skip - after the library, which loads a fast BLAS
+from mlx_lm.models.cache import make_prompt_cache  # isort: skip
+
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+ROWS, WIDTH, STEP = 8, 13, 512
+CARRIES = (0.0, 0.1, 0.25, 0.5)
+STOCK = ("look", "max", 0.25)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a draft said about one prompt of M tokens: attention per query row and head, pooled; gold and forced tokens."""
+
+    look: Floats  # (rows, heads, M)
+    question: Floats  # (question tokens, heads, M)
+    gold: Bools
+    forced: Bools
+
+
+class Attention:
+    """The rows over the prompt of every attention call that spans it, all heads of all layers."""
+
+    def __init__(self, prompt_len: int) -> None:
+        self._prompt_len = prompt_len
+        self._span = 0
+        self._rows: list[mx.array] = []
+
+    @contextmanager
+    def of(self, span: int) -> Iterator[list[mx.array]]:
+        """Collects the calls of one forward after which a full-length cache holds `span` tokens: (heads, L, M) each."""
+        self._span, self._rows = span, []
+        capture._active.capture = self
+        try:
+            yield self._rows
+        finally:
+            capture._active.capture = None
+
+    def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
+        heads, L, S = queries.shape[1], queries.shape[2], keys.shape[2]
+        if self._span != S:
+            return
+        grouped = (queries * scale).reshape(1, keys.shape[1], -1, L, queries.shape[-1])
+        logits = (grouped @ keys[:, :, None].swapaxes(-1, -2)).reshape(heads, L, S).astype(mx.float32)
+        causal = mx.arange(S)[None] <= mx.arange(S - L, S)[:, None]
+        logits = mx.where(causal, logits, -mx.inf)[..., : self._prompt_len]
+        if sinks is not None:
+            column = mx.broadcast_to(sinks.astype(mx.float32).reshape(-1, 1, 1), (heads, L, 1))
+            logits = mx.concatenate([logits, column], axis=-1)
+        rows = mx.softmax(logits, axis=-1)[..., : min(S, self._prompt_len)]
+        self._rows.append(mx.pad(rows, [(0, 0), (0, 0), (0, self._prompt_len - rows.shape[-1])]))
+
+    def observe_logits(self, logits: mx.array) -> None:
+        """Hand-written attention is left out."""
+
+
+class Reader:
+    """Asks one pair's draft."""
+
+    def __init__(self, pair: ModelPair) -> None:
+        self._pair = pair
+        self._builder = PromptBuilder(pair.tokenizer)
+
+    def count(self, text: str) -> int:
+        return len(self._pair.tokenizer.encode(text, add_special_tokens=False))
+
+    def read(self, item: Item) -> Read:
+        said = conversation(_messages(item))
+        prompt = asyncio.run(self._builder.chat(said))
+        gold = asyncio.run(self._builder.passages(said, item.gold))
+        M, end = len(prompt.tokens), prompt.spans[-1].content_end
+        start = end - self.count(item.turns[-1].question.rpartition("\n\n")[2])
+        look, question = self._attention(mx.array(prompt.tokens)[None], start, end)
+        forced = forced_mask(forced_ranges(prompt.spans, M, SelectionConfig()), M)
+        return Read(look, question, _mask(gold, M), forced)
+
+    def _attention(self, prompt: mx.array, start: int, end: int) -> tuple[Floats, Floats]:
+        M, cache, draft = prompt.shape[1], make_prompt_cache(self._pair.draft), self._pair.draft
+        attention = Attention(M)
+        assert draft is not None
+        for at in range(0, start, STEP):
+            draft(prompt[:, at : min(at + STEP, start)], cache=cache)
+            mx.eval([part.state for part in cache])
+        with attention.of(end) as calls:
+            draft(prompt[:, start:end], cache=cache)
+        question = mx.concatenate(calls).swapaxes(0, 1)
+        draft(prompt[:, end : M - 1], cache=cache)
+        look, token = [], prompt[:, -1:]
+        for row in range(ROWS):
+            with attention.of(M + row) as calls:
+                token = draft(token, cache=cache)[:, -1:].argmax(axis=-1)
+            look.append(mx.concatenate(calls)[:, 0])
+            if token.item() in self._pair.eos_token_ids:
+                break
+        return tuple(np.array(capture.pool(rows, WIDTH)) for rows in (mx.stack(look), question))  # type: ignore[return-value]
+
+
+def _messages(item: Item) -> list[dict[str, str]]:
+    turns = [({"role": "user", "content": t.question}, {"role": "assistant", "content": t.answer}) for t in item.turns]
+    return [message for turn in turns for message in turn][:-1]
+
+
+def _mask(spans: Sequence[tuple[int, int]], length: int) -> Bools:
+    mask = np.zeros(length, dtype=np.bool_)
+    for start, end in spans:
+        mask[start:end] = True
+    return mask
+
+
+def _importance(read: Read, rows: str, heads: str, best: int) -> Floats:
+    joined = {"max": lambda a: a.max(axis=1), "mean": lambda a: a.mean(axis=1), "best": lambda a: a[:, best]}[heads]
+    look, question = joined(read.look).mean(axis=0), joined(read.question).mean(axis=0)
+    return {"look": look, "question": question, "both": look / look.sum() + question / question.sum()}[rows]
+
+
+def _holds_all(read: Read, chunk_scores: Floats, share: str, carry: float) -> float:
+    size = SelectionConfig().chunk_size
+    kept = select_chunks(carried(chunk_scores, carry), read.forced, keep_pct(share), size).kept
+    return float(np.isin(np.flatnonzero(read.gold), kept).all())
+
+
+def _outcomes(read: Read, shares: Sequence[str], best: int) -> dict[tuple[str, str, float, str], float]:
+    found = {}
+    for rows in ("look", "question", "both"):
+        for heads in ("max", "mean", "best"):
+            means = chunk_means(_importance(read, rows, heads, best), SelectionConfig().chunk_size)
+            for carry in CARRIES:
+                for share in shares:
+                    found[rows, heads, carry, share] = _holds_all(read, means, share, carry)
+    return found
+
+
+def _best_head(reads: Sequence[Read]) -> int:
+    """The head whose look-ahead rows put most on gold, beyond an even spread (QRHead, arXiv 2506.09944)."""
+    gain = [r.look.mean(axis=0)[:, r.gold].sum(axis=-1) - r.look.mean(axis=(0, 2)) * r.gold.sum() for r in reads]
+    return int(np.mean(gain, axis=0).argmax())
+
+
+def _table(outcomes: Mapping[str, Sequence[Mapping[tuple[str, str, float, str], float]]], shares: Sequence[str]) -> None:
+    columns = [(name, share) for name in outcomes for share in shares]
+    print("| rows | heads | carry | " + " | ".join(f"{name} at {share}" for name, share in columns) + " |")
+    print("|" + " --- |" * (3 + len(columns)))
+    rules = dict.fromkeys(key[:3] for found in outcomes.values() for key in found[0])
+    for rule in rules:
+        cells = [_cell([(f[(*STOCK, share)], f[(*rule, share)]) for f in outcomes[name]]) for name, share in columns]
+        print(f"| {rule[0]} | {rule[1]} | {rule[2]:g} | " + " | ".join(cells) + " |", flush=True)
+
+
+def _cell(pairs: Sequence[tuple[float, float]]) -> str:
+    stock, other = zip(*pairs, strict=True)
+    mean, low, high = paired_difference(stock, other)
+    return f"{np.mean(other):.3f} ({mean:+.3f}: {low:+.3f} to {high:+.3f})"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a table per pair; the last line is one JSON object with the shares of items that kept all gold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", nargs="+", default=["demo"], help="names in models/pairs.toml")
+    parser.add_argument("--task", nargs="+", default=["niah_single_2", "niah_multikey_1"], choices=sorted(TASKS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024])
+    parser.add_argument("--keep", nargs="+", default=["0.1", "0.2"])
+    parser.add_argument("-n", type=int, default=100, help="items per task and length")
+    parser.add_argument("--calibrate", type=int, default=20, help="items before the first one, to choose a head by")
+    parser.add_argument("--seed", type=int, default=30_000, help="number of the first item")
+    options = parser.parse_args(arguments)
+    report = {name: _examine(name, options) for name in options.pair}
+    print(json.dumps(report))
+
+
+def _examine(name: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    known = read_pairs(CLONE_PAIRS)[name]
+    reader = Reader(load_pair(known.target, known.draft))
+
+    def reads(task: str, length: int, numbers: range) -> Iterator[Read]:
+        for number in numbers:
+            yield reader.read(make_item(TASKS[task], task, number, Space(length, reader.count)))
+
+    before = range(options.seed - options.calibrate, options.seed)
+    best = _best_head(list(reads(options.task[0], options.lengths[0], before)))
+    numbers = range(options.seed, options.seed + options.n)
+    outcomes = {
+        f"{task}, {length} tokens": [_outcomes(read, options.keep, best) for read in reads(task, length, numbers)]
+        for task in options.task
+        for length in options.lengths
+    }
+    print(f"\n{name}, N = {options.n} per column, best head {best}\n")
+    _table(outcomes, options.keep)
+    return {
+        column: {" ".join(map(str, key)): float(np.mean([f[key] for f in found])) for key in found[0]}
+        for column, found in outcomes.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

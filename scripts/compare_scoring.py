@@ -45,7 +45,7 @@ STOCK = ("look", "max", 0.25)
 
 @dataclass(frozen=True)
 class Read:
-    """What a draft said about one prompt of M tokens: attention per query row and head, pooled; gold and forced tokens."""
+    """One prompt of M tokens: the draft's pooled attention per query row and head, and gold and forced tokens."""
 
     look: Floats  # (rows, heads, M)
     question: Floats  # (question tokens, heads, M)
@@ -171,7 +171,9 @@ def _best_head(reads: Sequence[Read]) -> int:
     return int(np.mean(gain, axis=0).argmax())
 
 
-def _table(outcomes: Mapping[str, Sequence[Mapping[tuple[str, str, float, str], float]]], shares: Sequence[str]) -> None:
+def _table(
+    outcomes: Mapping[str, Sequence[Mapping[tuple[str, str, float, str], float]]], shares: Sequence[str]
+) -> None:
     columns = [(name, share) for name in outcomes for share in shares]
     print("| rows | heads | carry | " + " | ".join(f"{name} at {share}" for name, share in columns) + " |")
     print("|" + " --- |" * (3 + len(columns)))

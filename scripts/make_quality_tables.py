@@ -38,7 +38,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Replace all tables of pairs that have runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="folder that `eval_quality.py --out` wrote")
-    runs = {file.parent.name: _records(file) for file in sorted(parser.parse_args(arguments).runs.glob("*/items.jsonl"))}
+    runs = {
+        file.parent.name: _records(file) for file in sorted(parser.parse_args(arguments).runs.glob("*/items.jsonl"))
+    }
     page = PAGE.read_text(encoding="utf-8")
     for name, records in runs.items():
         summary = summarise(records, ARMS)

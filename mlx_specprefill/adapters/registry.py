@@ -102,8 +102,8 @@ _FAMILIES: Mapping[str, str] = {
     "qwen3_next": "qwen3_5",
 }
 
-# Drafts with few attention layers: one head that looks elsewhere wins the maximum, the mean outvotes it.
-_FEW_ATTENTION_LAYERS = frozenset({"gpt_oss", "nemotron_h", "qwen3_5"})
+# Families whose drafts were measured to choose better by the mean of their heads (scripts/compare_scoring.py).
+_MEAN_HEADS = frozenset({"gpt_oss", "nemotron_h"})
 
 # Queries scaled by position, weighted norms after the rotation, a gate computed from rotated queries.
 _ABSOLUTE = frozenset({"hunyuan", "hunyuan_v1_dense", "iquestloopcoder", "ministral3", "mistral3", "mistral4"})
@@ -168,7 +168,7 @@ def adapter_for(model_type: str) -> Adapter:
         batch_refusal=BATCH_REFUSALS.get(architecture),
         speculation_refusal=SPECULATION_REFUSALS.get(architecture),
         absolute=architecture in _ABSOLUTE,
-        heads="mean" if family in _FEW_ATTENTION_LAYERS else "max",
+        heads="mean" if family in _MEAN_HEADS else "max",
     )
 
 

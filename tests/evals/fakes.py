@@ -8,9 +8,9 @@ from mlx_specprefill_server.evals.tasks import Item
 
 
 class FakeExaminee:
-    """`answer` gets the arm, the item and its number; it may raise."""
+    """`answer` gets the arm, the item and its number; it may raise, and None says that the arm does not apply."""
 
-    def __init__(self, answer: Callable[[Arm, Item, int], str]) -> None:
+    def __init__(self, answer: Callable[[Arm, Item, int], str | None]) -> None:
         self.answer = answer
         self.asked: list[tuple[int, tuple[str, ...]]] = []
 
@@ -23,7 +23,9 @@ class FakeExaminee:
 
     def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
         self.asked.append((seed, tuple(arm.name for arm in arms)))
-        return {arm: Reply(self.answer(arm, item, seed), 0.25, {"kl": 0.5} if probe else {}) for arm in arms}
+        answers = {arm: self.answer(arm, item, seed) for arm in arms}
+        measures = {"kl": 0.5} if probe else {}
+        return {arm: Reply(answer, 0.25, measures) for arm, answer in answers.items() if answer is not None}
 
 
 def gold(arm: Arm, item: Item, number: int) -> str:

@@ -18,7 +18,7 @@ from mlx_specprefill.prefill.scoring import score_prompt
 from tests.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
 
 M = 90
-HYBRID = ("gpt_oss", "nemotron_h", "qwen3_5")
+MEAN_HEADS = ("gpt_oss", "nemotron_h")
 
 
 def run(draft, prompt, config=None, stops=frozenset(), cache=None):
@@ -51,7 +51,7 @@ def attention_inputs(model, tokens):
 
 def brute_force(model, family, prompt, config):
     """All rows of all layers, softmax over the prompt's keys, zero-padded mean, joined, mean: numpy float64."""
-    join = {"max": np.max, "mean": np.mean}[config.heads or ("mean" if family in HYBRID else "max")]
+    join = {"max": np.max, "mean": np.mean}[config.heads or ("mean" if family in MEAN_HEADS else "max")]
     tokens = list(prompt)
     for _ in range(config.rows):
         tokens.append(int(np.argmax(attention_inputs(model, tokens)[1][-1])))

@@ -2,7 +2,7 @@
 
 The draft reads the prompt, then a few tokens ahead. Each captured query row gives one pooled attention row per layer
 and head; the importance is the mean over rows of the maximum (the paper's rule) or mean over layers and heads,
-whichever kept more of what answers need in the draft's family (decision 18).
+whichever kept more of what answers need in the draft's family (decision 19).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ __all__ = [
 
 _LONG_PROMPT = 8192  # tokens
 
-SpeculationName = Literal["auto", "off", "draft", "retrieval", "triforce"]
+SpeculationName = Literal["auto", "off", "draft", "retrieval", "triforce", "mtp"]
 SPECULATION_NAMES: tuple[SpeculationName, ...] = get_args(SpeculationName)
 ForcedRule = Literal["template", "last-token"]
 HeadRule = Literal["max", "mean"]
@@ -113,7 +113,7 @@ class SpeculationConfig:
     """
 
     strategy: SpeculationName = "off"  # what requests get that don't say; "auto" engages what is measured to pay
-    gamma: int = 3  # tokens that the draft model proposes at a time
+    gamma: int = 3  # tokens that the draft model or the MTP head proposes at a time
     gamma1: int = 2  # triforce: tokens of the small model per inner verification
     gamma2: int = 4  # retrieval and triforce: tokens per verification on the whole cache
     budget: int = 4096  # tokens of the retrieved part of the cache

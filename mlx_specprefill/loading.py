@@ -12,8 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import hf_repo_to_path
 
 from .adapters.capture import install_capture
+from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.probe import probe_sparse
 from .adapters.recurrence import install_replay
 from .adapters.registry import adapter_for, architecture_of
@@ -38,6 +40,7 @@ class ModelPair:
     Attributes:
         tokenizer: mlx-lm's wrapper around the target's tokenizer.
         sparse_refusal: why prompts can't be prefilled sparsely, None when they can.
+        mtp: the target's head for multi-token prediction, or why it has none.
         context_length: the target's window in tokens; `draft_context` the draft's, None without one.
         dtype: of the target's floating-point weights.
         target_config, draft_config: what their config.json held.
@@ -56,6 +59,7 @@ class ModelPair:
     sparse_refusal: str | None
     target_config: dict[str, Any]
     draft_config: dict[str, Any] | None
+    mtp: MTPHead | str
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -74,8 +78,9 @@ def load_pair(target: str | Path, draft: str | Path | None = None, *, dtype: Dty
         PairMismatchError: the two don't share one tokenizer.
     """
     model, tokenizer, config = _load(target, dtype)
+    mtp = _load_head(model, target, dtype)
     if draft is None:
-        return make_pair(model, tokenizer, config, target_id=_name(target))
+        return make_pair(model, tokenizer, config, target_id=_name(target), mtp=mtp)
     draft_model, draft_tokenizer, draft_config = _load(draft, dtype)
     check_same_tokenizer(tokenizer, draft_tokenizer)
     return make_pair(
@@ -86,6 +91,7 @@ def load_pair(target: str | Path, draft: str | Path | None = None, *, dtype: Dty
         draft=draft_model,
         draft_config=draft_config,
         draft_id=_name(draft),
+        mtp=mtp,
     )
 
 
@@ -98,6 +104,7 @@ def make_pair(
     draft: nn.Module | None = None,
     draft_config: dict[str, Any] | None = None,
     draft_id: str = "draft",
+    mtp: MTPHead | str = "it was not loaded from a checkpoint",
 ) -> ModelPair:
     """Join loaded models: install what they need, once, and find out whether this pair can prefill sparsely."""
     install_rope()
@@ -122,6 +129,7 @@ def make_pair(
         sparse_refusal=refusal,
         target_config=config,
         draft_config=draft_config,
+        mtp=mtp,
     )
 
 
@@ -161,6 +169,21 @@ def _load(where: str | Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrap
     _cast(model, dtype)
     mx.eval(model.parameters())
     return model, tokenizer, config
+
+
+def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:
+    """The MTP head that mlx-lm left in the target's files, or why there is none to use. It costs an answer nothing."""
+    path = Path(where).expanduser()
+    try:
+        head = load_mtp_head(model, path if path.exists() else hf_repo_to_path(str(where)))
+    except LoadError as error:
+        return str(error)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        log.warning("%s: its MTP head can't be read: %s", where, error)
+        return f"its MTP head can't be read: {error}"
+    _cast(head.layers, dtype)
+    mx.eval(head.layers.parameters())
+    return head
 
 
 def _cast(model: nn.Module, dtype: DtypeName) -> None:

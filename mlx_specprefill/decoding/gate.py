@@ -31,10 +31,11 @@ class ForwardCost:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
-    """Measured forwards of the target by their number of rows, and of the draft with one row."""
+    """Measured forwards of the target by their number of rows, and of the draft and the MTP head with one row."""
 
     target: Mapping[int, ForwardCost]
     draft: ForwardCost | None = None
+    head: ForwardCost | None = None
 
 
 @dataclass
@@ -88,6 +89,8 @@ def predicted_gain(strategy: str, costs: DecodeCosts, config: SpeculationConfig,
     draft = 0.0 if costs.draft is None else costs.draft.at(outlook.draft_context)
     if strategy == "draft":
         gamma, proposing = config.gamma, config.gamma * draft
+    elif strategy == "mtp":
+        gamma, proposing = config.gamma, config.gamma * (0.0 if costs.head is None else costs.head.at(outlook.context))
     elif strategy == "retrieval":
         gamma, proposing = config.gamma2, config.gamma2 * costs.target[1].at(small)
     else:

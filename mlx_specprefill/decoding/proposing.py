@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..adapters.capture import AttentionRecord
 from ..adapters.rewind import Trail
 from ..cache.streaming import StreamingKVCache
 from .laws import Chooser
@@ -34,14 +34,14 @@ class Verified:
         length: generated tokens that the target's cache holds now.
         proposed, accepted: tokens of the proposal.
         row: of the verification's forward, that of the last token that stayed.
-        attention: of that forward, if the proposer wants it.
+        seen: what the proposer was watching in that forward.
     """
 
     length: int
     proposed: int
     accepted: int
     row: int
-    attention: AttentionRecord | None = None
+    seen: Any = None
 
 
 @dataclass
@@ -65,12 +65,14 @@ class Proposer(Protocol):
     """One row's source of proposals. Its generators yield between forwards.
 
     Attributes:
-        wants_attention: `Verified.attention` has to be filled.
         inner: how the level below fared, if there is one.
     """
 
-    wants_attention: bool
     inner: Tally | None
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """The context in which a forward of the target runs; what it gives becomes `Verified.seen`."""
+        ...
 
     def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
         """About `count` tokens that may follow the generated `text`, all of which is final; fewer if it can't."""
@@ -148,11 +150,13 @@ class Drafter:
 class ModelDrafts:
     """Proposals of a drafter, as they are."""
 
-    wants_attention = False
     inner: Tally | None = None
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+
+    def watching(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
         return self.drafter.propose(text, count, chooser)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
-from ..adapters.capture import AttentionRecord
+from ..adapters.capture import AttentionRecord, recorded_attention
 from ..adapters.rewind import Rewind
 from ..cache.positioned import PositionedKVCache, leaves
 from ..cache.retrieval import RetrievalKVCache
@@ -97,18 +98,18 @@ class RetrievedCache:
 class _OnRetrieval:
     """What both strategies share: the cache, and keeping it up to date."""
 
-    wants_attention = True
-
     def __init__(self, model: nn.Module, source: Sequence[Any], config: SpeculationConfig) -> None:
         self.model = model
         self.retrieved = RetrievedCache(source, config)
+
+    def watching(self) -> AbstractContextManager[AttentionRecord]:
+        return recorded_attention()
 
     def settle(self, verified: Verified) -> None:
         retrieved = self.retrieved
         retrieved.observe(verified.proposed, verified.accepted)
         if retrieved.due(verified.length):
-            assert verified.attention is not None
-            retrieved.rebuild(verified.attention, verified.row, verified.length)
+            retrieved.rebuild(verified.seen, verified.row, verified.length)
         retrieved.follow()
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..adapters.capture import AttentionRecord, recorded_attention
 from ..adapters.rewind import Rewind
 from ..request import TokenEvent
 from .choice import token_event
@@ -165,14 +164,14 @@ class SpeculativeRow:
             yield
         fed = [self._next, *tokens]
         rewind = Rewind(self.cache, self._shift)
-        rows, attention = self._forward(rewind, fed)
+        rows, seen = self._forward(rewind, fed)
         verdict = verify(self._chooser.laws(rows, text, tokens), laws, tokens, self._chooser.dice)
         self.tally.add(len(tokens), verdict.accepted)
         kept = self.limits.cut(fed[: 1 + verdict.accepted], len(self.tokens))
         rewind.keep(kept)
         self._next = verdict.token
         events = self._commit(fed[:kept], rows[:kept])
-        self._verified = Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1, attention)
+        self._verified = Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1, seen)
         return events
 
     def _propose(self, text: list[int], count: int) -> Generator[None, None, Proposal]:
@@ -183,12 +182,10 @@ class SpeculativeRow:
         self.proposing = False
         return proposal
 
-    def _forward(self, rewind: Rewind, fed: list[int]) -> tuple[mx.array, AttentionRecord | None]:
+    def _forward(self, rewind: Rewind, fed: list[int]) -> tuple[mx.array, Any]:
         self.steps += 1
-        if not self.proposer.wants_attention:
-            return rewind.forward(self.model, mx.array([fed])), None
-        with recorded_attention() as attention:
-            return rewind.forward(self.model, mx.array([fed])), attention
+        with self.proposer.watching() as seen:
+            return rewind.forward(self.model, mx.array([fed])), seen
 
     def _commit(self, tokens: list[int], rows: mx.array) -> list[TokenEvent]:
         """Tokens whose forward gave the logits `rows` (R, V) are part of the answer."""

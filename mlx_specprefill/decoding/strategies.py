@@ -13,6 +13,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..adapters.capture import recorded_attention
+from ..adapters.mtp import MTPHead
 from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rewind import rewind_refusal
 from ..adapters.rope import observed_rotations
@@ -21,12 +22,13 @@ from ..cache.streaming import StreamingKVCache
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
 from ..request import Progress
+from .mtp import HeadDrafts, PromptReader
 from .proposing import Drafter, ModelDrafts, Proposer
 from .retrieval import HierarchicalDrafts, RetrievalDrafts, RetrievedCache
 
 __all__ = ["STRATEGIES", "Drafting", "Strategy", "StrategyName", "gathered", "refusals", "streaming_drafter"]
 
-StrategyName = Literal["draft", "retrieval", "triforce"]
+StrategyName = Literal["draft", "retrieval", "triforce", "mtp"]
 _STREAM_STEP = 256  # tokens per forward while the small model reads
 
 
@@ -39,6 +41,7 @@ class Drafting:
         prompt: the token ids of the prompt.
         draft: the small model; `draft_cache` holds exactly the prompt in it, if it was read.
         kept: prompt indices that the target holds, None for all.
+        reader: the target's MTP head, which has read the prompt along with it.
     """
 
     target: nn.Module
@@ -48,6 +51,7 @@ class Drafting:
     draft: nn.Module | None = None
     draft_cache: list[Any] | None = None
     kept: npt.NDArray[np.int32] | None = None
+    reader: PromptReader | None = None
 
 
 Start = Generator[Progress, None, Proposer]
@@ -61,6 +65,7 @@ class Strategy:
         needs_draft: a small model.
         needs_reading: a small model that has read the prompt.
         needs_retrieval: a target whose attention can be pointed to a part of its cache.
+        needs_head: a target with an MTP head that has read the prompt.
         start: makes a row's proposer; yields between forwards.
         gamma: tokens to ask it for at a time.
     """
@@ -70,6 +75,7 @@ class Strategy:
     needs_draft: bool = False
     needs_reading: bool = False
     needs_retrieval: bool = False
+    needs_head: bool = False
 
 
 def _draft(given: Drafting) -> Start:
@@ -93,24 +99,38 @@ def _triforce(given: Drafting) -> Start:
     return HierarchicalDrafts(given.target, given.cache, given.config, drafter, given.config.gamma1)
 
 
+def _mtp(given: Drafting) -> Start:
+    assert given.reader is not None
+    return HeadDrafts(given.reader)
+    yield
+
+
 STRATEGIES: dict[StrategyName, Strategy] = {
     "draft": Strategy(_draft, lambda config: config.gamma, needs_draft=True, needs_reading=True),
     "retrieval": Strategy(_retrieval, lambda config: config.gamma2, needs_retrieval=True),
     "triforce": Strategy(_triforce, lambda config: config.gamma2, needs_draft=True, needs_retrieval=True),
+    "mtp": Strategy(_mtp, lambda config: config.gamma, needs_head=True),
 }
 
 
-def refusals(target: nn.Module, draft: nn.Module | None, quantized: bool = False) -> dict[StrategyName, str | None]:
+def refusals(
+    target: nn.Module, draft: nn.Module | None, mtp: MTPHead | str, quantized: bool = False
+) -> dict[StrategyName, str | None]:
     """Why each strategy can't run with these models; None where it can. Runs a few short forwards.
 
     Args:
+        mtp: the target's MTP head, or why it has none.
         quantized: the target's cache will be.
     """
     general = _target_refusal(target)
     small = "there is no draft model" if draft is None else _draft_refusal(draft)
     part = "parts of a quantised cache can't be retrieved" if quantized else general or _retrieval_refusal(target)
+    headless = mtp if isinstance(mtp, str) else None
     return {
-        name: general or (small if strategy.needs_draft else None) or (part if strategy.needs_retrieval else None)
+        name: general
+        or (small if strategy.needs_draft else None)
+        or (part if strategy.needs_retrieval else None)
+        or (headless if strategy.needs_head else None)
         for name, strategy in STRATEGIES.items()
     }
 

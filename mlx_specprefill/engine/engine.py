@@ -419,7 +419,9 @@ class Engine:
     def _prepare(self) -> None:
         """Measure what a sequence costs. A model that can't even do this is told to its first request."""
         limit = self.config.memory_limit or default_limit()
-        self._weights = (weight_bytes(self.pair.target), weight_bytes(self.pair.draft) if self.pair.draft else 0)
+        head = 0 if isinstance(self.pair.mtp, str) else self.pair.mtp.nbytes
+        draft = weight_bytes(self.pair.draft) if self.pair.draft else 0
+        self._weights = (weight_bytes(self.pair.target) + head, draft)
         try:
             if self.config.policy.threshold is None:
                 self.prefiller.cost = calibrated(self.pair, self.config)

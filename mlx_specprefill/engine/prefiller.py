@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import EngineConfig
+from ..decoding.mtp import read_along
 from ..decoding.speculative import LastForward
 from ..decoding.strategies import STRATEGIES
 from ..errors import RequestCancelled, SparseUnsupportedError
@@ -233,6 +234,7 @@ class Prefiller:
             cuts=(run,) if run else (),
             last_forward=self._last_forward(sequence),
         )
+        slices = read_along(slices, self._speculator.reader(sequence, kept))
         while True:
             try:
                 progress = next(slices)
@@ -253,12 +255,14 @@ class Prefiller:
         if _drafts(sequence):
             yield from self._read_with_draft(sequence)
         sequence.stage = "prefill"
+        reader = self._speculator.reader(sequence, np.arange(S, len(request.prompt), dtype=np.int32))
         if request.prompt_logprobs is not None:
-            return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs))
+            return (yield from read_along(self._with_prompt_logprobs(sequence, request.prompt_logprobs), reader))
         cuts = [cut - S for cut in self._checkpoints(sequence) if cut > S]
         slices = prefill(
             self.pair.target, sequence.cache, request.prompt[S:], None, lambda: self.slice_size("prefill"), cuts=cuts
         )
+        slices = read_along(slices, reader)
         done = 0
         try:
             while True:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..constraints import Guide
+from ..decoding.mtp import PromptReader
 from ..decoding.proposing import Proposer
 from ..decoding.speculative import LastForward, SpeculativeRow
 from ..decoding.strategies import StrategyName
@@ -32,6 +33,7 @@ class Speculation:
         auto: engaged because it was predicted to pay.
         context: tokens in the target's cache after the prefill.
         last: the prefill's last forward.
+        reader: the target's MTP head, which reads the prompt along with it.
     """
 
     strategy: StrategyName | None
@@ -39,6 +41,7 @@ class Speculation:
     auto: bool = False
     context: int = 0
     last: LastForward | None = None
+    reader: PromptReader | None = None
     proposer: Proposer | None = None
     row: SpeculativeRow | None = None
     free_tokens: int = 0

@@ -12,11 +12,14 @@ from collections import deque
 from collections.abc import Callable, Generator
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from ..config import EngineConfig, SpeculationName
 from ..decoding.gate import Acceptance, DecodeCosts, Outlook, predicted_gain
 from ..decoding.laws import Chooser
-from ..decoding.measuring import measure_forwards
+from ..decoding.measuring import measure_forwards, measure_head
+from ..decoding.mtp import PromptReader
 from ..decoding.speculative import Limits, SpeculativeRow
 from ..decoding.strategies import STRATEGIES, Drafting, StrategyName, refusals
 from ..errors import RequestCancelled
@@ -28,7 +31,7 @@ from .sequence import Sequence, Speculation
 __all__ = ["Speculator"]
 
 log = logging.getLogger(__name__)
-_PRIORS: dict[StrategyName, float] = {"draft": 0.75, "retrieval": 0.9, "triforce": 0.9}
+_PRIORS: dict[StrategyName, float] = {"draft": 0.75, "retrieval": 0.9, "triforce": 0.9, "mtp": 0.7}
 _INNER_PRIOR = 0.7
 _ENOUGH = 24  # judged tokens after which a row's own acceptance counts
 
@@ -74,7 +77,7 @@ class Speculator:
     def refusals(self) -> dict[StrategyName, str | None]:
         """Why a strategy can't run with this pair, None where it can."""
         if self._refusals is None:
-            self._refusals = refusals(self.pair.target, self.pair.draft, self._quantized)
+            self._refusals = refusals(self.pair.target, self.pair.draft, self.pair.mtp, self._quantized)
         return self._refusals
 
     def _automatic(self, request: GenerationRequest, context: int, read: bool) -> Speculation:
@@ -107,10 +110,20 @@ class Speculator:
             config = self.config
             rows = (1, config.gamma + 1, config.gamma1 + 1, config.gamma2 + 1)
             draft = None if self.pair.draft is None else measure_forwards(self.pair.draft, (1,))[1]
-            self._costs = DecodeCosts(measure_forwards(self.pair.target, rows), draft)
+            head = None if isinstance(self.pair.mtp, str) else measure_head(self.pair.mtp)
+            self._costs = DecodeCosts(measure_forwards(self.pair.target, rows), draft, head)
         return self._costs
 
     # --- from the prefill to a row -----------------------------------------------------------------------------------
+
+    def reader(self, sequence: Sequence, fed: npt.NDArray[np.int32]) -> PromptReader | None:
+        """What reads the prompt's indices `fed` along with the target, if the answer needs it."""
+        chosen, head = sequence.speculation, self.pair.mtp
+        if chosen is None or chosen.strategy is None or not STRATEGIES[chosen.strategy].needs_head:
+            return None
+        assert not isinstance(head, str)
+        chosen.reader = PromptReader(head, sequence.request.prompt, fed)
+        return chosen.reader
 
     def start(self, sequence: Sequence) -> Generator[Progress, None, None]:
         """Make the proposer of a prefilled sequence; whatever fails here costs the saving, never the answer."""
@@ -125,6 +138,7 @@ class Speculator:
             self.pair.draft,
             sequence.draft_cache,
             sequence.kept,
+            chosen.reader,
         )
         try:
             chosen.proposer = yield from STRATEGIES[chosen.strategy].start(given)

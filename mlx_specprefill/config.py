@@ -119,7 +119,7 @@ class SpeculationConfig:
     budget: int = 4096  # tokens of the retrieved part of the cache
     chunk: int = 16  # tokens per retrieved chunk
     stride: int = 128  # generated tokens after which chunks are chosen anew
-    rebuild_below: float = 0.7  # moving average of acceptance under which they are chosen anew at once
+    rebuild_below: float = 0.9  # moving average of acceptance under which they are chosen anew at once
     sinks: int = 16  # first tokens that triforce's small model keeps
     window: int = 1024  # recent tokens that it keeps
     gather_above: int = 16384  # prompt tokens above which a draft's cache is cut down to what the target kept

@@ -5,7 +5,7 @@
 
 Three parts, chosen with `--parts`:
 
-- `needle`: questions about a fact in a long text, answered by the trained pair. Acceptance at both levels, tokens per
+- `needle`: questions about codes in a long text, answered by the trained pair. Acceptance at both levels, tokens per
   target forward and time per token, for every strategy and for a StreamingLLM cache of the retrieval's budget that the
   target drafts on (the comparison of TriForce's table 1).
 - `shape`: random weights in a shape whose decoding reads far more keys and values than weights, on a cache of random
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from needles import needle_prompt
+from needles import codes_prompt
 
 from mlx_specprefill import (
     Account,
@@ -59,7 +59,7 @@ from mlx_specprefill.prefill.sparse import prefill
 from mlx_specprefill.sampling import make_sampler
 
 PLAIN, STREAMING = "autoregressive", "streaming"
-ARMS = (PLAIN, *STRATEGIES, STREAMING)
+ARMS = (PLAIN, *(name for name, strategy in STRATEGIES.items() if not strategy.needs_head), STREAMING)
 SINKS = 16
 
 Row = dict[str, Any]
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16000], help="prompt tokens")
     parser.add_argument("--arms", nargs="+", choices=ARMS[1:], default=list(ARMS[1:]), help="beside plain decoding")
     parser.add_argument("-n", type=int, default=10, help="questions per length")
+    parser.add_argument("--codes", type=int, default=4, help="six-digit codes in an answer")
     parser.add_argument("--budget", type=int, default=512, help="tokens that are retrieved, or kept by StreamingLLM")
     parser.add_argument("--context", type=int, default=16384, help="cached tokens of the random shape")
     parser.add_argument("--noise", nargs="+", type=float, default=[0.0, 0.3], help="of the random draft")
@@ -183,27 +184,38 @@ def shown(head: Row, answers: list[dict[str, Row]], arms: Sequence[str]) -> list
 
 
 def needle(pair: ModelPair, options: argparse.Namespace, length: int) -> list[Row]:
-    """The values that were asked for, after a full prefill; greedy, so every arm must give the same tokens."""
+    """The codes that were asked for, after a full prefill; greedy, so every arm must give the same tokens."""
     assert pair.draft is not None
     config = SpeculationConfig(budget=options.budget)
-    answers, arms = [], (PLAIN, *options.arms)
+    answers, arms, right = [], (PLAIN, *options.arms), 0
     for seed in range(options.n):
         depth = 0.1 + 0.6 * seed / max(1, options.n - 1)  # never among the recent tokens that every arm sees
-        prompt = needle_prompt(pair.tokenizer, 7000 + seed, length, depth, begun=True)
+        prompt, value = codes_prompt(pair.tokenizer, 7000 + seed, length, depth, options.codes)
         caches = make_positioned_cache(pair.target), list(make_prompt_cache(pair.draft))
         logits, _ = (
             finish(prefill(m, c, prompt, None, 512)) for m, c in zip((pair.target, pair.draft), caches, strict=True)
         )
 
         def fresh(prompt: Any = prompt, caches: Any = caches, logits: Any = logits) -> tuple[Drafting, mx.array]:
-            cache, read = copy.deepcopy(caches)
+            cache, read = (written_to(m, c) for m, c in zip((pair.target, pair.draft), caches, strict=True))
             return Drafting(pair.target, cache, prompt, config, pair.draft, read), logits
 
-        answers.append(compared(fresh, arms, Limits(48, pair.eos_token_ids), SamplingParams()))
+        answers.append(compared(fresh, arms, Limits(16 * options.codes, pair.eos_token_ids), SamplingParams()))
         different = [arm for arm in arms if answers[-1][arm]["tokens"] != answers[-1][PLAIN]["tokens"]]
         if different:
             raise SystemExit(f"error: {different} answered something else than plain decoding")
-    return shown({"part": "needle", "context": length, "n": options.n}, answers, arms)
+        right += value in pair.tokenizer.decode(answers[-1][PLAIN]["tokens"])
+    head = {"part": "needle", "context": length, "codes": options.codes, "n": options.n, "right": right}
+    return shown(head, answers, arms)
+
+
+def written_to(model: nn.Module, cache: list[Any]) -> list[Any]:
+    """A copy of a cache of keys and values. The first write copies the arrays: it is made here, and taken back."""
+    ours = copy.deepcopy(cache)
+    mx.eval(model(mx.array([[2]]), cache=ours))
+    for part in ours:
+        part.trim(1)
+    return ours
 
 
 # --- random weights --------------------------------------------------------------------------------------------------
@@ -279,16 +291,17 @@ def shape(options: argparse.Namespace, noise: float) -> list[Row]:
 
 
 def gate(pair: ModelPair, options: argparse.Namespace) -> Row:
-    """The demonstration pair at a short context reads weights, not keys, and its draft is a third of the target."""
+    """The demonstration pair at a short context reads weights, not keys; whole requests are timed."""
     times: dict[str, list[float]] = {"off": [], "auto": []}
     reasons: set[str] = set()
     prompt = tuple(np.random.default_rng(1).integers(10, 4000, 200).tolist())
     with Engine(pair, EngineConfig(prefix_cache_bytes=0)) as engine:
         for repeat in range(2 * options.n + 1):
             for how in ("off", "auto") if repeat % 2 else ("auto", "off"):
+                begun = time.perf_counter()
                 account = spoken(engine, prompt, how)
                 if repeat:  # the first one measures the pair
-                    times[how].append(account.timings.decode_ms)
+                    times[how].append(1e3 * (time.perf_counter() - begun))
                 if account.speculation is not None and how == "auto":
                     reasons.add(account.speculation.reason)
     medians = {how: statistics.median(values) for how, values in times.items()}

@@ -23,7 +23,6 @@ from typing import Any
 from needles import needle_prompt
 
 from mlx_specprefill import (
-    SPECULATION_NAMES,
     Engine,
     EngineConfig,
     Failed,
@@ -36,8 +35,7 @@ from mlx_specprefill import (
     TokenEvent,
     load_pair,
 )
-
-NAMES: tuple[SpeculationName, ...] = tuple(name for name in SPECULATION_NAMES if name not in ("auto", "off"))
+from mlx_specprefill.decoding.strategies import StrategyName, refusals
 
 
 def main() -> None:
@@ -45,15 +43,16 @@ def main() -> None:
     options = _parser().parse_args()
     pair = load_pair(options.target, options.draft)
     config = EngineConfig(policy=SpecPrefillPolicy(densify=False), speculation=SpeculationConfig(budget=options.budget))
+    names = [name for name, why in refusals(pair.target, pair.draft, pair.mtp).items() if why is None]
     counts: Counter[str] = Counter()
     started = time.perf_counter()
     with Engine(pair, config) as engine:
-        for seed in range(options.n):
+        for seed in range(options.first, options.n):
             prompt = needle_prompt(pair.tokenizer, 9000 + seed, options.length, 0.1 + 0.1 * (seed % 9))
             request = GenerationRequest(prompt, options.tokens)
-            counts += compared(engine, request)
-            print(f"{seed + 1} prompts, {dict(counts)}, {time.perf_counter() - started:.0f} s", flush=True)
-    print(json.dumps({"check": "lossless", "prompts": options.n, "tokens": options.tokens, **counts}))
+            counts += compared(engine, request, names)
+            print(f"prompt {seed}: {dict(counts)}, {time.perf_counter() - started:.0f} s", flush=True)
+    print(json.dumps({"check": "lossless", "prompts": options.n - options.first, "tokens": options.tokens, **counts}))
     sys.exit(1 if counts["different"] else 0)
 
 
@@ -62,22 +61,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", default="models/demo/target")
     parser.add_argument("--draft", default="models/demo/draft")
     parser.add_argument("-n", type=int, default=100, help="prompts")
+    parser.add_argument("--first", type=int, default=0, help="prompts to leave out, to go on after an interruption")
     parser.add_argument("--length", type=int, default=700, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=256, help="generated per answer; the end of text does not end it")
     parser.add_argument("--budget", type=int, default=256, help="of the retrieved cache, so that it is not everything")
     return parser
 
 
-def compared(engine: Engine, request: GenerationRequest) -> Counter[str]:
+def compared(engine: Engine, request: GenerationRequest, names: Sequence[StrategyName]) -> Counter[str]:
     """Identical and different answers of one prompt."""
     counts: Counter[str] = Counter()
     truths = {}
     for sparse in (False, True):
         truths[sparse] = ask_all(engine, [asked(request, sparse, None)])[0]
-        for name in NAMES:
+        for name in names:
             (answer,) = ask_all(engine, [asked(request, sparse, name)])
             counts["identical" if answer == truths[sparse] else "different"] += 1
-    kinds = [(sparse, name) for sparse in (False, True) for name in (None, *NAMES)]
+    kinds = [(sparse, name) for sparse in (False, True) for name in (None, *names)]
     mixed = ask_all(engine, [asked(request, *kind) for kind in kinds])
     for (sparse, _), answer in zip(kinds, mixed, strict=True):
         counts["identical" if answer == truths[sparse] else "different"] += 1

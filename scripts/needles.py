@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import random
+
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from training import tasks
 
-__all__ = ["needle_prompt"]
+from mlx_specprefill_server.evals import words
+from mlx_specprefill_server.evals.facts import Fact, needle, six_digits
+from mlx_specprefill_server.evals.haystack import FILLERS, document
+
+__all__ = ["codes_prompt", "needle_prompt"]
 
 
-def needle_prompt(
-    tokenizer: TokenizerWrapper, seed: int, length: int, depth: float, begun: bool = False
-) -> tuple[int, ...]:
-    """At most `length` tokens, the fact at `depth` (0 to 1) of the text; names and words that no training used.
-
-    Args:
-        begun: the answer is begun, up to the value: what follows can only be known from the text (RULER's prefix).
-    """
+def needle_prompt(tokenizer: TokenizerWrapper, seed: int, length: int, depth: float) -> tuple[int, ...]:
+    """At most `length` tokens, the fact at `depth` (0 to 1) of the text; names and words that no training used."""
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
     sample = tasks.needle_sample(seed, length, depth, count)
-    prompt = tokenizer.apply_chat_template(sample.messages()[:-1], add_generation_prompt=True)
-    answer = sample.turns[0].answer
-    beginning = answer[: answer.index(tasks.expected_value(answer))].rstrip() if begun else ""
-    return tuple(prompt) + tuple(tokenizer.encode(beginning, add_special_tokens=False))
+    return tuple(tokenizer.apply_chat_template(sample.messages()[:-1], add_generation_prompt=True))
+
+
+def codes_prompt(
+    tokenizer: TokenizerWrapper, seed: int, length: int, depth: float, codes: int
+) -> tuple[tuple[int, ...], str]:
+    """A needle whose value is so many six-digit codes, and that value.
+
+    The answer is begun up to the value (RULER's prefix), so all of what follows can only be known from the needle.
+    """
+
+    def encoded(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    rng = random.Random(f"codes/{seed}/{length}/{depth}/{codes}")
+    value = " ".join(six_digits(rng) for _ in range(codes))
+    fact: Fact = needle(words.person(rng, held_out=True), value)
+    budget = length - len(encoded(fact.turn.question)) - len(encoded(fact.turn.answer)) - 16
+    kinds = rng.sample(sorted(FILLERS), rng.choice((1, 2)))
+    text = document(rng, fact.pieces, kinds, budget, lambda part: len(encoded(part)), depths=[depth], held_out=True)
+    messages = [{"role": "user", "content": f"{text}\n\n{fact.turn.question}"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return (*prompt, *encoded(fact.turn.answer.partition(value)[0].rstrip())), value

@@ -19,6 +19,7 @@ from .positioned import PositionedKVCache
 __all__ = ["RetrievalKVCache", "best_chunks"]
 
 _MAX_RING = 512
+_CARRY = 0.25  # of a chunk's score that the next one gets at least: what is being copied goes on there
 
 
 def best_chunks(queries: mx.array, means: mx.array, count: int) -> mx.array:
@@ -29,12 +30,14 @@ def best_chunks(queries: mx.array, means: mx.array, count: int) -> mx.array:
         means: of each chunk's keys, (H_kv, C, D), C >= count.
 
     A head's score is its attention to the mean keys, softmax(q k / sqrt(D)); query heads that share keys and values
-    are joined by their maximum, so that one head that retrieves is not outvoted (the paper has no such heads).
+    are joined by their maximum, so that one head that retrieves is not outvoted (the paper has no such heads). A passage
+    may cross a chunk's border: a quarter of a score carries over to the next chunk.
     """
     heads, D = means.shape[0], means.shape[-1]
     grouped = queries.reshape(heads, -1, D).astype(mx.float32)
     logits = grouped @ means.astype(mx.float32).swapaxes(-1, -2) * D**-0.5
     scores = mx.softmax(logits, axis=-1).max(axis=1)
+    scores[:, 1:] = mx.maximum(scores[:, 1:], _CARRY * scores[:, :-1])
     scores[:, 0] = mx.inf
     chosen = mx.argpartition(-scores, min(count, scores.shape[1] - 1), axis=-1)[:, :count]
     return mx.sort(chosen, axis=-1)

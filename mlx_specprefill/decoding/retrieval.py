@@ -27,7 +27,7 @@ from .verify import verify
 
 __all__ = ["HierarchicalDrafts", "RetrievalDrafts", "RetrievedCache"]
 
-_SMOOTH = 0.9  # of the moving average of acceptance
+_SMOOTH = 0.5  # of the moving average of acceptance
 
 
 class RetrievedCache:
@@ -52,7 +52,7 @@ class RetrievedCache:
     def due(self, length: int) -> bool:
         """Whether chunks should be chosen anew after `length` generated tokens."""
         age = length - self._built_at
-        poor = self._average < self._config.rebuild_below and age >= self._config.chunk
+        poor = self._average < self._config.rebuild_below
         return not self.built or poor or age >= self._config.stride or any(p.full for p in self._small.values())
 
     def rebuild(self, attention: AttentionRecord, row: int, length: int) -> None:

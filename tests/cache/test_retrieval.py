@@ -34,6 +34,7 @@ def brute_force(queries: np.ndarray, keys: np.ndarray, chunks: int, chunk: int, 
             means = np.stack([keys[head, c * chunk : (c + 1) * chunk].mean(axis=0) for c in range(chunks)])
             weights = np.exp(means @ query / np.sqrt(D))
             best = np.maximum(best, weights / weights.sum())
+        best = np.array([max(score, 0.25 * before) for score, before in zip(best, [0.0, *best[:-1]], strict=True)])
         best[0] = np.inf
         chosen.append(sorted(np.argsort(-best)[:count].tolist()))
     return chosen
@@ -107,3 +108,11 @@ def test_one_head_that_retrieves_is_not_outvoted() -> None:
     queries = np.zeros((4, D), dtype=np.float32)
     queries[0, 0], queries[1:, 1] = 1.0, 1.0
     assert 7 in np.array(best_chunks(mx.array(queries), mx.array(means), 2)).tolist()[0]
+
+
+def test_a_passage_goes_on_in_the_next_chunk() -> None:
+    means = np.zeros((1, 10, D), dtype=np.float32)
+    means[0, 4, 0] = 30.0
+    queries = np.zeros((4, D), dtype=np.float32)
+    queries[:, 0] = 1.0
+    assert np.array(best_chunks(mx.array(queries), mx.array(means), 3)).tolist() == [[0, 4, 5]]

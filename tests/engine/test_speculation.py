@@ -6,6 +6,7 @@ import queue
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -32,10 +33,10 @@ from mlx_specprefill import (
 from mlx_specprefill.decoding.gate import DecodeCosts, ForwardCost
 from mlx_specprefill.engine import speculation as module
 from tests.server.fakes import byte_tokenizer
-from tests.tiny import generated, random_prompt, tiny_model, tiny_pair
+from tests.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
 
 SMALL = SpeculationConfig(budget=64, chunk=4, stride=12, sinks=4, window=16)
-NAMES: tuple[SpeculationName, ...] = ("draft", "retrieval", "triforce")
+NAMES: tuple[SpeculationName, ...] = ("draft", "retrieval", "triforce", "mtp")
 COUNT = 30
 
 
@@ -59,7 +60,9 @@ def told(last: Any) -> tuple[Account, SpeculationAccount]:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5", "gpt_oss"])
 def pair(request: pytest.FixtureRequest) -> ModelPair:
-    return tiny_pair(request.param, "llama")
+    """The hybrid target has an MTP head; the others decode plainly where one is asked for."""
+    pair = tiny_pair(request.param, "llama")
+    return replace(pair, mtp=tiny_head(pair.target)) if request.param == "qwen3_5" else pair
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +81,13 @@ def test_an_answer_is_the_plain_one(engine: Engine, how: SpeculationName, sparse
     assert drafted == plain
     account, speculation = told(last)
     assert account.mode == ("sparse" if sparse else "full")
+    assert "speculation" in account.to_dict()
+    if how == "mtp" and isinstance(engine.pair.mtp, str):
+        assert (speculation.strategy, speculation.reason) == ("autoregressive", engine.pair.mtp)
+        return
     assert (speculation.strategy, speculation.reason) == (how, "requested")
     assert speculation.tokens_per_step is not None
     assert 1.0 <= speculation.tokens_per_step <= 9.0
-    assert "speculation" in account.to_dict()
 
 
 def collected(inbox: queue.SimpleQueue[Any]) -> tuple[list[int], Any]:
@@ -93,7 +99,7 @@ def collected(inbox: queue.SimpleQueue[Any]) -> tuple[list[int], Any]:
 
 def test_rows_of_all_kinds_beside_each_other(engine: Engine) -> None:
     """Plain, drafted, sparse and dense rows that start while others run; each answers what it answers alone."""
-    kinds: tuple[SpeculationName | None, ...] = (None, *NAMES, None, "triforce", "draft")
+    kinds: tuple[SpeculationName | None, ...] = (None, *NAMES, "triforce", None, "draft")
     requests = [asked(seed, how, seed % 2 == 0) for seed, how in enumerate(kinds)]
     plain = [replace(r, specprefill=replace(r.specprefill, speculative=None)) for r in requests]
     alone = [generated(engine.generate(request))[0] for request in plain]
@@ -160,14 +166,21 @@ def test_what_a_drafted_turn_leaves_serves_the_next_one(engine: Engine) -> None:
 
 
 def test_a_cancelled_row_ends_within_a_forward(engine: Engine) -> None:
+    """Rows beside it, drafted or not, go on as if nothing had been."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    others: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(2)]
+    requests = [asked(5, "draft"), asked(6, None)]
+    alone = [generated(engine.generate(request))[0] for request in requests]
     handle = engine.submit(asked(4, "triforce", count=2000), inbox.put)
+    for request, other in zip(requests, others, strict=True):
+        engine.submit(request, other.put)
     while not isinstance(inbox.get(timeout=60), TokenEvent):
         pass
     handle.cancel()
     _, last = collected(inbox)
     assert isinstance(last, Finished)
     assert last.reason == "cancelled"
+    assert [collected(other)[0] for other in others] == alone
     assert len(engine.speculator) == 0
 
 
@@ -180,11 +193,63 @@ def test_sampled_rows_with_a_seed_repeat(engine: Engine) -> None:
         assert len(first) == COUNT
 
 
+@pytest.mark.parametrize("how", NAMES)
+def test_what_is_reported_and_adjusted_is_that_of_a_plain_answer(engine: Engine, how: SpeculationName) -> None:
+    """Penalties and biases follow the text inside a proposal, held-back stops stay away; log-probabilities are the
+    target's."""
+    penalised = SamplingParams(presence_penalty=1.5, repetition_penalty=1.2, logit_bias={EOS: 40.0})
+    request = asked(8, how, True, sampling=penalised, logprobs=2, min_tokens=9, stop_token_ids=frozenset({EOS}))
+    plain = replace(request, specprefill=replace(request.specprefill, speculative=None))
+    ours, theirs = (
+        [event for event in engine.generate(each) if isinstance(event, TokenEvent)] for each in (request, plain)
+    )
+    assert [event.token for event in ours] == [event.token for event in theirs]
+    assert len(ours) >= 10
+    assert [event.logprob for event in ours] == pytest.approx([event.logprob for event in theirs], abs=1e-4)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert [best.token for best in mine.top_logprobs] == [best.token for best in other.top_logprobs]
+
+
+@pytest.mark.parametrize("how", NAMES)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_no_token_more_than_was_asked_for(engine: Engine, how: SpeculationName, count: int) -> None:
+    answer, _ = generated(engine.generate(asked(3, None, True)))
+    tokens, last = generated(engine.generate(asked(3, how, True, count=count)))
+    assert tokens == answer[:count]
+    assert isinstance(last, Finished)
+    assert (last.reason, last.completion_tokens) == ("length", count)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "nemotron_h"])
+def test_a_draft_like_its_target_is_always_right(family: str) -> None:
+    """Look-ahead tokens are verified in the prefill's last forward; a recurrent draft then goes on from before them.
+
+    A share of 99 % keeps every chunk of so short a prompt, so both models have read the same.
+    """
+    target = tiny_model(family, seed=1)
+    pair = replace(tiny_pair(family, family), target=target, draft=target)
+    with Engine(pair, configured()) as engine:
+        for sparse in (False, True):
+            request = asked(1, "draft", sparse)
+            request = replace(request, specprefill=replace(request.specprefill, keep_pct=Fraction(99, 100)))
+            tokens, last = generated(engine.generate(request))
+            account, speculation = told(last)
+            assert account.mode == ("sparse" if sparse else "full")
+            assert account.kept_tokens == account.prompt_tokens
+            assert speculation.acceptance_rate == 1.0
+            ahead = engine.config.scoring.rows
+            if EOS in tokens[:ahead]:  # nobody looks further ahead
+                ahead = tokens.index(EOS) + 1
+            assert speculation.free_tokens == (ahead if sparse else 0)
+            steps = -(-(COUNT - speculation.free_tokens) // (SMALL.gamma + 1))
+            assert speculation.tokens_per_step == (COUNT - speculation.free_tokens) / steps
+
+
 COLUMNS = len(byte_tokenizer()) + 9
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("how", NAMES)
+@pytest.mark.parametrize("how", NAMES[:3])
 def test_drafted_answers_follow_their_grammar(how: SpeculationName, temperature: float) -> None:
     """Both sides of a proposal are masked, so greedy answers are the plain ones and sampled ones are words of it."""
     tokenizer, config = byte_tokenizer(), {"max_position_embeddings": 4096, "vocab_size": COLUMNS}
@@ -210,6 +275,19 @@ def test_drafted_answers_follow_their_grammar(how: SpeculationName, temperature:
 
 def fail(*_: Any, **__: Any) -> Any:
     raise ArithmeticError("no way on")
+
+
+@pytest.mark.parametrize("how", NAMES)
+def test_a_prefill_that_falls_back_is_drafted_all_the_same(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, how: SpeculationName
+) -> None:
+    plain, _ = generated(engine.generate(asked(9, None)))
+    monkeypatch.setattr("mlx_specprefill.engine.prefiller.select_chunks", fail)
+    tokens, last = generated(engine.generate(asked(9, how, True)))
+    assert tokens == plain
+    account, speculation = told(last)
+    assert account.reason.startswith("fallback: select failed")
+    assert speculation.reason in ("requested", engine.pair.mtp)
 
 
 @pytest.mark.parametrize("where", ["start", "propose", "settle"])
@@ -239,6 +317,7 @@ def test_what_a_pair_cannot_do_is_told() -> None:
             _, speculation = told(last)
             assert (speculation.strategy, speculation.reason) == ("autoregressive", reason)
         assert told(generated(engine.generate(asked(1, "retrieval")))[1])[1].strategy == "retrieval"
+        assert "checkpoint" in told(generated(engine.generate(asked(1, "mtp")))[1])[1].reason
 
 
 def test_a_quantised_cache_drafts_but_is_not_retrieved() -> None:

@@ -13,12 +13,15 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.capture import install_capture
+from mlx_specprefill.adapters.mtp import ARCHITECTURES as HEADED
+from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.adapters.recurrence import install_replay
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.config import SpeculationConfig
 from mlx_specprefill.decoding import verify
 from mlx_specprefill.decoding.laws import Chooser
+from mlx_specprefill.decoding.mtp import PromptReader, read_along
 from mlx_specprefill.decoding.speculative import LastForward, Limits, SpeculativeRow
 from mlx_specprefill.decoding.strategies import STRATEGIES, Drafting, StrategyName, refusals
 from mlx_specprefill.decoding.verify import Dice
@@ -27,13 +30,13 @@ from mlx_specprefill.prefill.sparse import prefill
 from mlx_specprefill.request import SamplingParams, TokenEvent
 from mlx_specprefill.sampling import logits_processors
 from tests.decoding.chances import enumerate_law, total_variation
-from tests.oracle import build, vocabulary
+from tests.oracle import build, on_the_cpu_unfused, vocabulary
 from tests.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens
-from tests.tiny import FAMILIES, VOCAB, tiny_model
+from tests.tiny import CONFIGS, FAMILIES, VOCAB, tiny_head, tiny_model
 
 CLOSE = 1e-4
 COUNT = 40
-MORE = ("lfm2", "granitemoehybrid", "gemma3_text", "falcon_h1")
+MORE = ("lfm2", "granitemoehybrid", "gemma3_text", "falcon_h1", "qwen3_5_moe")
 T = TypeVar("T")
 
 
@@ -41,7 +44,7 @@ T = TypeVar("T")
 def _on_the_cpu() -> Iterator[None]:
     install_rope()
     install_capture()
-    with mx.stream(mx.cpu):
+    with on_the_cpu_unfused():
         yield
 
 
@@ -50,6 +53,33 @@ def model_of(name: str, seed: int = 0) -> Any:
     model = tiny_model(name, seed) if name in FAMILIES else build(name, seed=seed)
     install_replay(model)
     return model
+
+
+@cache
+def head_of(name: str) -> MTPHead | None:
+    return tiny_head(model_of(name)) if name in HEADED else None
+
+
+def cases(*names: str) -> list[tuple[str, StrategyName]]:
+    """Every strategy that a model of that name can have."""
+    return [(name, strategy) for name in names for strategy in STRATEGIES if strategy != "mtp" or name in HEADED]
+
+
+@cache
+def rows_of(name: str, seed: int = 3) -> list[Row]:
+    """Dense and sparse by turns, shorter and longer than windows and budget; log-probabilities of the first two."""
+    made = make_rows(vocabulary(model_of(name)), 4, seed=seed)
+    return [replace(row, logprobs=row.logprobs if index < 2 else None) for index, row in enumerate(made)]
+
+
+@cache
+def plain(name: str, index: int, seed: int = 3) -> tuple[list[TokenEvent], list[Any]]:
+    """The answer without proposals, and the cache that holds all of it. Nobody may write to it."""
+    model, row = model_of(name), rows_of(name, seed)[index]
+    events, prompt_cache = alone(model, row, COUNT)
+    model(mx.array([tokens(events)[-1:]]), cache=prompt_cache)
+    mx.eval([part.state for part in prompt_cache])
+    return events, prompt_cache
 
 
 def finish(generator: Generator[Any, None, T]) -> T:
@@ -82,9 +112,13 @@ def speculate(
     model = model_of(name)
     draft = model if draft is None else draft
     prompt_cache, first = empty_cache(model), LastForward(model, ahead)
-    logits = finish(prefill(model, prompt_cache, row.prompt, row.kept, 16, last_forward=first))
-    given = Drafting(model, prompt_cache, row.prompt, config, draft, read(draft, row.prompt), row.kept)
-    chosen, vocab = STRATEGIES[strategy], logits.shape[-1]
+    chosen, head = STRATEGIES[strategy], head_of(name)
+    fed = np.arange(len(row.prompt), dtype=np.int32) if row.kept is None else row.kept
+    reader = PromptReader(head, row.prompt, fed) if chosen.needs_head and head is not None else None
+    logits = finish(read_along(prefill(model, prompt_cache, row.prompt, row.kept, 16, last_forward=first), reader))
+    reading = read(draft, row.prompt) if chosen.needs_reading else None
+    given = Drafting(model, prompt_cache, row.prompt, config, draft, reading, row.kept, reader)
+    vocab = logits.shape[-1]
     chooser = Chooser(row.sampling, vocab, logits_processors(row.sampling))
     chooser.dice = dice or chooser.dice
     limits, gamma = Limits(count, stops), chosen.gamma(config)
@@ -101,31 +135,29 @@ def speculate(
 SMALL = SpeculationConfig(budget=64, chunk=4, stride=12, sinks=4, window=16)
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
-@pytest.mark.parametrize("name", [*FAMILIES, *MORE])
+@pytest.mark.parametrize(("name", "strategy"), cases(*FAMILIES, *MORE))
 def test_greedy_answers_are_identical(name: str, strategy: StrategyName) -> None:
-    """Dense and sparse rows, shorter and longer than windows and budget, drafted by the same and by another model.
+    """Drafted by the same and by another model.
 
     Afterwards the target's cache is that of a plain run, whatever was accepted and rejected on the way.
     """
     model = model_of(name)
-    assert refusals(model, model)[strategy] is None
-    for index, row in enumerate(make_rows(vocabulary(model), 4, seed=3)):
-        expected, plain = alone(model, row, COUNT)
+    assert refusals(model, model, head_of(name) or "no head")[strategy] is None
+    for index, row in enumerate(rows_of(name)):
+        expected, held = plain(name, index)
         draft = model if index % 2 else model_of(name, 9)
         events, running = speculate(name, strategy, row, SMALL, draft)
         assert tokens(events) == tokens(expected)
-        assert logprob_error(events, expected) < CLOSE
-        model(mx.array([tokens(expected)[-1:]]), cache=plain)
-        assert_same_contents(running.cache, plain, atol=1e-3)
+        assert row.logprobs is None or logprob_error(events, expected) < CLOSE
+        assert_same_contents(running.cache, held, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
 def test_a_draft_whose_cache_is_cut_down_to_what_the_target_kept(name: str) -> None:
-    model, config = model_of(name), replace(SMALL, gather_above=10)
-    for row in make_rows(VOCAB, 6, seed=3)[1::2]:
+    config = replace(SMALL, gather_above=10)
+    for index in (1, 3):
+        row, (expected, _) = rows_of(name)[index], plain(name, index)
         assert row.kept is not None
-        expected, _ = alone(model, row, COUNT)
         events, running = speculate(name, "draft", row, config)
         assert tokens(events) == tokens(expected)
         held = [part.slots for part in running.proposer.drafter.cache if isinstance(part, PositionedKVCache)]  # type: ignore[attr-defined]
@@ -138,9 +170,8 @@ def test_a_draft_whose_cache_is_cut_down_to_what_the_target_kept(name: str) -> N
 def test_any_number_of_proposed_tokens(name: str, gammas: tuple[int, int]) -> None:
     gamma1, gamma2 = gammas
     config = replace(SMALL, gamma=gamma2, gamma1=gamma1, gamma2=gamma2)
-    row = make_rows(VOCAB, 4, seed=8)[3]
-    expected, _ = alone(model_of(name), row, COUNT)
-    for strategy in STRATEGIES:
+    row, (expected, _) = rows_of(name, 8)[3], plain(name, 3, 8)
+    for _, strategy in cases(name):
         events, _ = speculate(name, strategy, row, config, model_of(name, 9))
         assert tokens(events) == tokens(expected)
 
@@ -148,7 +179,7 @@ def test_any_number_of_proposed_tokens(name: str, gammas: tuple[int, int]) -> No
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "nemotron_h", "gemma3_text"])
 def test_a_budget_for_everything_accepts_everything(name: str) -> None:
     """The retrieved part is then the whole cache, so whatever it proposes is right."""
-    row = make_rows(vocabulary(model_of(name)), 4, seed=3)[1]
+    row = rows_of(name)[1]
     config = replace(SMALL, budget=2048)
     _, running = speculate(name, "retrieval", row, config)
     assert running.tally.rate == 1.0
@@ -157,7 +188,7 @@ def test_a_budget_for_everything_accepts_everything(name: str) -> None:
     assert running.tally.rate == 1.0
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("strategy", ["draft", "retrieval", "triforce"])
 def test_answers_longer_than_the_budget(strategy: StrategyName) -> None:
     """Rings fill up many times, and chunks of the answer itself are chosen."""
     row = make_rows(VOCAB, 4, seed=3)[2]
@@ -167,28 +198,26 @@ def test_answers_longer_than_the_budget(strategy: StrategyName) -> None:
     assert len(running.tokens) > 3 * SMALL.budget
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
+@pytest.mark.parametrize(("name", "strategy"), cases("llama", "qwen3_5", "gpt_oss"))
 def test_nothing_follows_the_end(name: str, strategy: StrategyName) -> None:
-    """Every token of the answer ends it once; what is left of the row is what a plain one leaves."""
-    row = replace(make_rows(VOCAB, 4, seed=3)[3], logprobs=None)
-    answer, _ = alone(model_of(name), row, 16)
-    for stop in sorted(set(tokens(answer))):
-        length = tokens(answer).index(stop) + 1
-        events, running = speculate(
-            name, strategy, row, SMALL, stops=frozenset({stop}), ahead=tuple(tokens(answer)[:6])
-        )
-        assert tokens(events) == tokens(answer)[:length]
-        _, plain = alone(model_of(name), row, length + 1)
-        assert_same_contents(running.cache, plain, atol=1e-3)
+    """Looked ahead, first and last of a round, in its middle; what is left of the row is what a plain one leaves."""
+    row, answer = rows_of(name)[3], tokens(plain(name, 3)[0])
+    for stop in {answer[index] for index in (0, 4, 6, 7, 8, 15)}:
+        length = answer.index(stop) + 1
+        events, running = speculate(name, strategy, row, SMALL, stops=frozenset({stop}), ahead=tuple(answer[:6]))
+        assert tokens(events) == answer[:length]
+        assert_same_contents(running.cache, left_after(name, length), atol=1e-3)
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "lfm2"])
+@cache
+def left_after(name: str, length: int) -> list[Any]:
+    return alone(model_of(name), rows_of(name)[3], length + 1)[1]
+
+
+@pytest.mark.parametrize(("name", "strategy"), cases("llama", "qwen3_5", "gpt_oss", "lfm2"))
 def test_tokens_looked_ahead_are_free(name: str, strategy: StrategyName) -> None:
     """They change nothing but the number of forwards, be they right, wrong, or right at first."""
-    row = make_rows(vocabulary(model_of(name)), 4, seed=4)[1]
-    answer, _ = alone(model_of(name), row, COUNT)
+    row, (answer, _) = rows_of(name, 4)[1], plain(name, 1, 4)
     right = tuple(tokens(answer)[:7])
     for ahead, early in ((right, 7), ((*right[:3], right[3] ^ 1, *right[4:]), 3), ((right[0] ^ 1,), 0)):
         events, running = speculate(name, strategy, row, SMALL, ahead=ahead)
@@ -216,11 +245,11 @@ def test_the_draft_holds_what_precedes_the_next_token() -> None:
 PENALISED = SamplingParams(presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: 2.0})
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_penalties_follow_the_text_inside_a_proposal(strategy: StrategyName) -> None:
+@pytest.mark.parametrize(("name", "strategy"), [*cases("llama"), ("qwen3_5", "mtp")])
+def test_penalties_follow_the_text_inside_a_proposal(name: str, strategy: StrategyName) -> None:
     row = replace(make_rows(VOCAB, 4, seed=3)[1], sampling=PENALISED)
-    expected, _ = alone(model_of("llama"), row, COUNT)
-    events, _ = speculate("llama", strategy, row, SMALL, model_of("llama", 9))
+    expected, _ = alone(model_of(name), row, COUNT)
+    events, _ = speculate(name, strategy, row, SMALL, model_of(name, 9))
     assert tokens(events) == tokens(expected)
     assert logprob_error(events, expected) < CLOSE
 
@@ -237,6 +266,16 @@ def true_law(target: Any, prompt: tuple[int, ...], params: SamplingParams, count
     return law
 
 
+@cache
+def two_tokens(name: str, seed: int) -> Any:
+    shape = {"vocab_size": 2, "num_hidden_layers": 2}
+    model = tiny_model(
+        name, seed, **({"text_config": {**CONFIGS[name]["text_config"], **shape}} if name in HEADED else shape)
+    )
+    install_replay(model)
+    return model
+
+
 @pytest.mark.parametrize(("strategy", "mutated"), [*((name, False) for name in STRATEGIES), ("draft", True)])
 def test_the_running_code_has_the_targets_law(
     strategy: StrategyName, mutated: bool, monkeypatch: pytest.MonkeyPatch
@@ -245,8 +284,11 @@ def test_the_running_code_has_the_targets_law(
 
     The model's float32 logits differ by rounding between forwards of one row and of several.
     """
-    small = {seed: tiny_model("llama", seed, vocab_size=2, num_hidden_layers=2) for seed in (0, 9)}
+    name = "qwen3_5" if strategy == "mtp" else "llama"
+    small = {seed: two_tokens(name, seed) for seed in (0, 9)}
+    head = tiny_head(small[0]) if strategy == "mtp" else None
     monkeypatch.setitem(globals(), "model_of", lambda name, seed=0: small[seed])
+    monkeypatch.setitem(globals(), "head_of", lambda name: head)
     if mutated:
         monkeypatch.setattr(verify, "residual", lambda p, q: p)
     params = SamplingParams(temperature=1.5)
@@ -254,8 +296,8 @@ def test_the_running_code_has_the_targets_law(
     config = replace(SMALL, budget=8, chunk=2, gamma=2, gamma1=1, gamma2=2)
 
     def answer(dice: Dice) -> tuple[int, ...]:
-        events, _ = speculate("llama", strategy, Row(prompt, None, params), config, small[9], count=4, dice=dice)
-        return tuple(tokens(events)[:3])
+        events, _ = speculate(name, strategy, Row(prompt, None, params), config, small[9], count=3, dice=dice)
+        return tuple(tokens(events))
 
     error = total_variation(enumerate_law(answer), true_law(small[0], prompt, params, 3))
     assert error > 1e-3 if mutated else error < 1e-5

@@ -30,8 +30,8 @@ def best_chunks(queries: mx.array, means: mx.array, count: int) -> mx.array:
         means: of each chunk's keys, (H_kv, C, D), C >= count.
 
     A head's score is its attention to the mean keys, softmax(q k / sqrt(D)); query heads that share keys and values
-    are joined by their maximum, so that one head that retrieves is not outvoted (the paper has no such heads). A passage
-    may cross a chunk's border: a quarter of a score carries over to the next chunk.
+    are joined by their maximum, so that one head that retrieves is not outvoted (the paper has no such heads). Passages
+    cross the borders of chunks: a quarter of a score carries over to the next one.
     """
     heads, D = means.shape[0], means.shape[-1]
     grouped = queries.reshape(heads, -1, D).astype(mx.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,29 @@ from .export import read
 from .families import Family
 from .network import Network, Sizes
 
+WHOLE_LENGTH = 256  # tokens of a short document that has to be read as a whole
+
 
 @dataclass(frozen=True)
 class Stage:
-    """`steps` optimiser steps on batches of `batch` samples of `length` tokens."""
+    """`steps` optimiser steps on batches of `batch` samples of `length` tokens.
+
+    `wholes` more samples per step are short documents that have to be read as a whole: they have one answer each, so
+    that long ones would teach little per token.
+    """
 
     length: int
     batch: int
     steps: int
+    wholes: int = 0
+
+    def batches(self, seed: str, data: DataConfig, tokenizer: Tokenizer) -> list[Batch]:
+        """The batches of one step."""
+        made = [make_batch(seed, self.length, self.batch, data, tokenizer)]
+        if self.wholes:
+            alone = replace(data, copy_share=0.0, mixture=replace(data.mixture, whole=1.0, greeting=0.0))
+            made.append(make_batch(f"{seed}/wholes", WHOLE_LENGTH, self.wholes, alone, tokenizer))
+        return made
 
 
 @dataclass(frozen=True)
@@ -137,12 +152,13 @@ def _advance(
     started = time.perf_counter()
     stage = config.stage_at(progress.step)
     optim.set_rate(optimisers, config.rate_at(progress.step))
-    batch = make_batch(f"{config.seed}/{progress.step}", stage.length, stage.batch, config.data, tokenizer)
-    loss, accuracy = backward(model, batch, config, device)
+    made = stage.batches(f"{config.seed}/{progress.step}", config.data, tokenizer)
+    results = [backward(model, batch, config, device) for batch in made]
+    loss, accuracy = (sum(values) / len(made) for values in zip(*results, strict=True))
     for optimiser in optimisers:
         optimiser.step()
         optimiser.zero_grad()
-    progress.record(loss, accuracy, stage.length * stage.batch, time.perf_counter() - started)
+    progress.record(loss, accuracy, sum(batch.tokens.numel() for batch in made), time.perf_counter() - started)
 
 
 def backward(model: Network, batch: Batch, config: RunConfig, device: torch.device) -> tuple[float, float]:

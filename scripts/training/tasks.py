@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from mlx_specprefill_server.evals import facts as shared
 from mlx_specprefill_server.evals import words
-from mlx_specprefill_server.evals.aggregates import AGGREGATES
+from mlx_specprefill_server.evals.aggregates import AGGREGATES, occurrences
 from mlx_specprefill_server.evals.facts import Fact, Turn, needle, six_digits
 from mlx_specprefill_server.evals.haystack import FILLERS, Count, around, document
 
@@ -141,7 +141,15 @@ FACTS: dict[str, Callable[[random.Random], Fact]] = {
     "variables": _variables,
     "record": _record,
 } | {f"shared.{name}": build for name, build in shared.FACTS.items()}
-CROWDS = ("needle", "shared.uuid_needle", "shared.record", "shared.order", "shared.tool")  # kinds that crowd documents
+CROWDS = {  # what crowds the documents in which facts of a kind are looked for
+    "needle": "needle",
+    "shared.several_questions": "needle",
+    "shared.uuid_needle": "shared.uuid_needle",
+    "shared.record": "shared.record",
+    "shared.three_records": "shared.record",
+    "shared.order": "shared.order",
+    "shared.tool": "shared.tool",
+}
 
 
 # --- training samples ------------------------------------------------------------------------------------------------
@@ -173,7 +181,9 @@ def training_sample(rng: random.Random, length: int, mixture: Mixture, count: Co
     if rng.random() < mixture.whole:
         return _whole(rng, length, count)
     wanted = rng.randint(*mixture.turns)
-    facts = _fitting(_draw_facts(rng, mixture, wanted), length, count)
+    kinds = _draw_kinds(rng, mixture, wanted)
+    facts = _fitting([FACTS[kind](rng) for kind in kinds], length, count)
+    crowds = [CROWDS[kind] for kind in kinds[: len(facts)] if kind in CROWDS]
     frame = Sample(
         system=_system(rng),
         document="x",
@@ -185,13 +195,14 @@ def training_sample(rng: random.Random, length: int, mixture: Mixture, count: Co
     )
     overhead = sum(count(message["content"]) + 5 for message in frame.messages())
     rng.shuffle(facts)
-    return replace(frame, document=_document(rng, facts, length - overhead - 4, mixture, count))
+    crowd = rng.choice(crowds) if crowds and rng.random() < mixture.crowd else ""
+    return replace(frame, document=_document(rng, facts, length - overhead - 4, crowd, count))
 
 
-def _document(rng: random.Random, facts: Sequence[Fact], budget: int, mixture: Mixture, count: Count) -> str:
+def _document(rng: random.Random, facts: Sequence[Fact], budget: int, crowd: str, count: Count) -> str:
     pieces = [piece for fact in facts for piece in fact.pieces]
-    if rng.random() < mixture.crowd:
-        build = FACTS[rng.choice(CROWDS)]
+    if crowd:
+        build = FACTS[crowd]
         return around(rng, pieces, iter(lambda: "\n" + build(rng).pieces[0], ""), budget, count)
     kinds = rng.sample(sorted(FILLERS), rng.choice((1, 1, 2, 3)))
     variety = rng.choice((1, 2, 4, 8, 16)) if rng.random() < REPEATED_FILLER else 0
@@ -199,15 +210,18 @@ def _document(rng: random.Random, facts: Sequence[Fact], budget: int, mixture: M
 
 
 def _whole(rng: random.Random, length: int, count: Count) -> Sample:
-    whole = AGGREGATES[rng.choice(sorted(AGGREGATES))](rng, length - 72, count, False)
+    kind, room = rng.choice(sorted(AGGREGATES)), length - 72
+    if kind == "occurrences":  # short documents count as far as long ones
+        whole = occurrences(rng, room, count, most=max(4, min(12, room // 20)))
+    else:
+        whole = AGGREGATES[kind](rng, room, count, False)
     return Sample("", whole.document, (whole.turn,))
 
 
-def _draw_facts(rng: random.Random, mixture: Mixture, number: int) -> list[Fact]:
+def _draw_kinds(rng: random.Random, mixture: Mixture, number: int) -> list[str]:
     names, weights = list(mixture.shares), list(mixture.shares.values())
     # Half of the chats hold one kind of fact, so that the questions differ in the name only.
-    kinds = rng.choices(names, weights) * number if rng.random() < 0.5 else rng.choices(names, weights, k=number)
-    return [FACTS[kind](rng) for kind in kinds]
+    return rng.choices(names, weights) * number if rng.random() < 0.5 else rng.choices(names, weights, k=number)
 
 
 def _fitting(facts: Sequence[Fact], length: int, count: Count) -> list[Fact]:

@@ -1,6 +1,7 @@
 """Facts and whole documents: what is asked is in the document, the values are in the answer, the split is kept."""
 
 import random
+import re
 
 import pytest
 
@@ -19,7 +20,8 @@ def test_the_answer_restates_the_pieces_and_holds_every_value(kind: str) -> None
         fact = FACTS[kind](rng, held_out)
         assert fact.values
         assert all(value in fact.turn.answer for value in fact.values)
-        restated = fact.turn.answer.replace("/>", "/>. ").replace("} {", "}. {").split(". ")
+        answer = re.sub(r"(?:Id|first|second|third) (?=\d)", '{"id": ', re.sub(r"^For [^:]*: ", "", fact.turn.answer))
+        restated = answer.replace("/>", "/>. ").replace("; {", ". {").split(". ")
         assert all(any(part.strip(". ") in piece for piece in fact.pieces) for part in restated)
         assert not any(value in fact.turn.question for value in fact.values if value.isdigit() and len(value) > 3)
 
@@ -34,7 +36,7 @@ def test_the_seed_decides(kind: str) -> None:
         assert a == b != c
 
 
-@pytest.mark.parametrize("kind", sorted(set(FACTS) - {"uuid_key"}))
+@pytest.mark.parametrize("kind", sorted(set(FACTS) - {"uuid_key", "record"}))
 def test_training_and_evaluation_share_no_subject(kind: str) -> None:
     sides = []
     for held_out in (False, True):

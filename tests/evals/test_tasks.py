@@ -1,5 +1,6 @@
 """Every task at several lengths: what is asked is there, the right answer scores 1, a wrong one 0, it fits."""
 
+import json
 import re
 
 import pytest
@@ -83,9 +84,13 @@ def test_haystacks_of_needles_have_no_other_text() -> None:
 def test_records_are_at_most_eighty_and_three_are_asked_for() -> None:
     for length, records in ((2500, range(5, 80)), (30_000, range(80, 81))):
         made = item("json", 0, length)
-        assert made.turns[0].question.count('{"id":') in records
-        assert made.turns[0].question.rsplit("\n\n", 1)[1].count("?") == 3
-        assert len(made.values) == 3
+        ids = re.findall(r'"id": (\d+)', made.turns[0].question)
+        assert len(ids) == len(set(ids)) in records
+        question = made.turns[0].question.rsplit("\n\n", 1)[1]
+        asked = re.findall(r"\w+ (\d+), its (\w+)", question)
+        assert len(asked) == 3
+        stored = {str(record["id"]): record for record in map(json.loads, made.gold)}
+        assert made.values == tuple(str(stored[number][field]) for number, field in asked)
 
 
 def test_the_module_has_one_bug() -> None:

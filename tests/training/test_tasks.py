@@ -66,8 +66,25 @@ def test_needle_sits_at_its_depth_and_the_document_fits(length: int, depth: floa
 def test_every_answer_is_in_the_document() -> None:
     for sample in samples(100):
         for turn in sample.turns:
-            pieces = re.split(r"(?<=[.}]) (?=[A-Z{])", turn.answer)  # an answer may restate several facts
-            assert not sample.document or all(piece in sample.document for piece in pieces), turn
+            answer = re.sub(r"(?:Id|first|second|third) (?=\d)", '{"id": ', re.sub(r"^For [^:]*: ", "", turn.answer))
+            pieces = re.split(r"(?<=[.}]) (?=[A-Z{])|; ", answer)  # an answer may restate several facts
+            assert not sample.document or all(p.rstrip(".") in sample.document for p in pieces), turn
+
+
+@pytest.mark.parametrize(("kind", "opening"), [("shared.three_records", '{"id": '), ("needle", "The secret code for ")])
+def test_a_crowd_is_of_the_kind_that_is_asked_for(kind: str, opening: str) -> None:
+    mixture = tasks.Mixture({kind: 1.0}, turns=(1, 1), greeting=0.0, crowd=1.0)
+    sample = tasks.training_sample(random.Random(2), 1500, mixture, count)
+    assert sample.document.count(opening) > 8
+    crowd = [line for line in sample.document.split("\n") if line.startswith(opening)]
+    assert len("".join(crowd)) > 0.7 * len(sample.document)
+
+
+def test_short_documents_count_as_far_as_long_ones() -> None:
+    mixture = tasks.Mixture({"needle": 1.0}, greeting=0.0, whole=1.0)
+    answers = [tasks.training_sample(random.Random(seed), 256, mixture, count).turns[0].answer for seed in range(80)]
+    counts = {int(match[1]) for answer in answers if (match := re.match(r"The text says so (\d+) times", answer))}
+    assert set(range(3, 9)) <= counts
 
 
 def test_needle_has_the_documented_wording() -> None:

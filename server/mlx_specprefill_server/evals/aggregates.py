@@ -29,7 +29,7 @@ class Whole:
 
 POOL = tuple(sorted(set(words.ITEMS) | set(words.PLACES)))
 LONG = 16384  # tokens; from here on as many words are asked for as in the published task
-HEAD_COUNTS = (9, 7, 5)  # times a common word occurs for each time that another one does
+HEAD_COUNTS = (12, 8, 5)  # times a common word occurs for each time that another one does
 
 
 def common_words(rng: random.Random, length: int, count: Count, held_out: bool = False) -> Whole:
@@ -82,10 +82,13 @@ def _stream(rng: random.Random, ranks: list[str], number: int) -> list[str]:
     return stream
 
 
-def occurrences(rng: random.Random, length: int, count: Count, held_out: bool = False) -> Whole:
-    """Prose in which one sentence form with a rare word occurs 3 to 40 times, more often in longer documents."""
+def occurrences(rng: random.Random, length: int, count: Count, held_out: bool = False, most: int = 0) -> Whole:
+    """Prose in which one sentence form with a rare word occurs 3 to 40 times, more often in longer documents.
+
+    `most` is the largest number of times, if the length is not to decide.
+    """
     rare = words.invented_word(rng, held_out, syllables=2)
-    times = rng.randint(3, min(40, 4 + length // 512))
+    times = rng.randint(3, most or min(40, 4 + length // 512))
     passages = tuple(f"Here is one {rare}." for _ in range(times))
     text = haystack.document(rng, passages, ["prose"], length, count, held_out=held_out)
     turn = Turn(f"How many times does the text say that here is one {rare}?", f"The text says so {times} times.")

@@ -43,6 +43,7 @@ TRANSLATIONS = {
     "Russian": "Секретный код для {name}: {value}.",
     "Arabic": "الرمز السري لـ {name} هو {value}.",
 }
+RECORD_FIELDS = ("salary", "name", "city")  # what can be asked for
 DEPARTMENTS = "sales research finance legal support marketing production security".split()
 
 
@@ -60,13 +61,6 @@ def needle(name: str, value: str) -> Fact:
     """The fact of the acceptance test."""
     sentence = f"The secret code for {name} is {value}."
     return Fact((sentence,), Turn(f"What is the secret code for {name}?", sentence), (value,))
-
-
-def joined(facts: Sequence[Fact]) -> Fact:
-    """Several facts as one: their questions one after another, and their answers."""
-    turn = Turn(" ".join(fact.turn.question for fact in facts), " ".join(fact.turn.answer for fact in facts))
-    pieces = tuple(piece for fact in facts for piece in fact.pieces)
-    return Fact(pieces, turn, tuple(value for fact in facts for value in fact.values))
 
 
 def number_needle(rng: random.Random, held_out: bool = False) -> Fact:
@@ -125,29 +119,50 @@ def two_hops(rng: random.Random, held_out: bool = False) -> Fact:
     return Fact(pieces, Turn(f"In which city does {person} work?", " ".join(pieces)), (city,))
 
 
-def record(rng: random.Random, held_out: bool = False) -> Fact:
-    """One JSON record and a question about one of its fields; the answer reads the record out."""
+def _record(rng: random.Random, held_out: bool, number: int) -> dict[str, str | int]:
+    """Numbers of three digits are one token, with or without a space before them, in the bundled tokenizer."""
     person = words.person(rng, held_out)
     city = words.invented_word(rng, held_out, syllables=2).capitalize()
-    number = rng.randrange(1000, 100_000)
-    start = date(2000, 1, 1) + timedelta(days=rng.randrange(9000))
-    fields = {
+    return {
         "id": number,
-        "name": person,
-        "dept": rng.choice(DEPARTMENTS),
         "salary": rng.randrange(1000, 10_000),
+        "name": person,
         "city": city,
-        "start_date": start.isoformat(),
+        "dept": rng.choice(DEPARTMENTS),
+        "start_date": (date(2000, 1, 1) + timedelta(days=rng.randrange(9000))).isoformat(),
         "email": f"{person.lower().replace(' ', '.')}@{city.lower()}.org",
     }
-    asked = rng.choice(("name", "salary", "city", "start_date", "email"))
-    text = json.dumps(fields)
-    return Fact((text,), Turn(f"What is the {asked} in the record with id {number}?", text), (str(fields[asked]),))
 
 
-def three_records(rng: random.Random, held_out: bool = False) -> Fact:
-    """Fields of three records, asked for in one question."""
-    return joined([record(rng, held_out) for _ in range(3)])
+def _read_out(fields: dict[str, str | int]) -> str:
+    """A record from its number to the last field that can be asked for."""
+    text = json.dumps({name: fields[name] for name in ("id", *RECORD_FIELDS)})
+    return text.removeprefix('{"id": ').removesuffix("}")
+
+
+def record(rng: random.Random, held_out: bool = False, number: int = 0) -> Fact:
+    """One JSON record and a question about one of its fields."""
+    fields = _record(rng, held_out, number or rng.randrange(100, 1000))
+    asked = rng.choice(RECORD_FIELDS)
+    turn = Turn(f"What is the {asked} in the record with id {fields['id']}?", f"Id {_read_out(fields)}.")
+    return Fact((json.dumps(fields),), turn, (str(fields[asked]),))
+
+
+def three_records(rng: random.Random, held_out: bool = False, numbers: Sequence[int] = ()) -> Fact:
+    """Fields of three records, asked for in one question.
+
+    The answer names the three numbers before it reads the records out: what an answer begins with is what a draft
+    looks ahead at.
+    """
+    numbers = numbers or rng.sample(range(100, 1000), 3)
+    records = [_record(rng, held_out, number) for number in numbers]
+    asked = rng.choices(RECORD_FIELDS, k=3)
+    listed = "{}, {} and {}".format(*numbers)
+    each = list(zip(ORDINALS, records, asked, strict=False))
+    wanted = "; ".join(f"{nth} {fields['id']}, its {field}" for nth, fields, field in each)
+    found = "; ".join(f"{nth} {_read_out(fields)}" for nth, fields, _ in each)
+    turn = Turn(f"Look up the ids {listed}: {wanted}.", f"For {listed}: {found}.")
+    return Fact(tuple(map(json.dumps, records)), turn, tuple(str(fields[field]) for _, fields, field in each))
 
 
 def order(rng: random.Random, held_out: bool = False) -> Fact:

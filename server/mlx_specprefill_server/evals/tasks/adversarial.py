@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
 from itertools import islice
 
@@ -51,28 +51,24 @@ def _vault_code(depth: float, rng: random.Random, space: Space) -> Item:
 
 
 def _json(rng: random.Random, space: Space) -> Item:
-    return _collection(rng, space, facts.record, 3, RECORDS, ("[", ",\n", "]"))
+    numbers = rng.sample(range(100, 1000), RECORDS)
+    others = (facts.record(rng, True, number).pieces[0] for number in numbers[3:])
+    return _collection(rng, space, facts.three_records(rng, True, numbers[:3]), others, ("[", ",\n", "]"))
 
 
 def _xml(rng: random.Random, space: Space) -> Item:
-    return _collection(rng, space, facts.order, 1, ORDERS, ("<orders>\n", "\n", "\n</orders>"))
+    others = (facts.order(rng, True).pieces[0] for _ in range(ORDERS - 1))
+    return _collection(rng, space, facts.order(rng, True), others, ("<orders>\n", "\n", "\n</orders>"))
 
 
 def _collection(
-    rng: random.Random,
-    space: Space,
-    build: Callable[[random.Random, bool], Fact],
-    asked: int,
-    most: int,
-    marks: tuple[str, str, str],
+    rng: random.Random, space: Space, fact: Fact, others: Iterable[str], marks: tuple[str, str, str]
 ) -> Item:
-    """As many pieces of one kind as fit, at most `most`, then prose; some of them are asked for."""
-    wanted = [build(rng, True) for _ in range(asked)]
-    fact = wanted[0] if asked == 1 else facts.joined(wanted)
+    """What is asked for among as many others as fit, then prose."""
     opening, between, closing = marks
     left = space.without(fact.turn.question, *(piece + between for piece in fact.pieces)) - 8
     pieces: list[str] = []
-    for piece in islice(iter(lambda: build(rng, True).pieces[0], ""), most - asked):
+    for piece in others:
         size = space.count(piece + between)
         if size > left:
             break

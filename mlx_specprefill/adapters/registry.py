@@ -103,7 +103,7 @@ _FAMILIES: Mapping[str, str] = {
 }
 
 # Families whose drafts were measured to choose better by the mean of their heads (scripts/compare_scoring.py).
-_MEAN_HEADS = frozenset({"gpt_oss", "nemotron_h"})
+_MEAN_HEADS = frozenset({"gpt_oss", "nemotron_h", "qwen3_5"})
 
 # Queries scaled by position, weighted norms after the rotation, a gate computed from rotated queries.
 _ABSOLUTE = frozenset({"hunyuan", "hunyuan_v1_dense", "iquestloopcoder", "ministral3", "mistral3", "mistral4"})

@@ -20,7 +20,7 @@ OPTIONS = Options(
     depths=(),
     files=(),
     arms=arms(["sparse"], ["0.2"]),
-    number=40,  # two losses are allowed; a pair that loses more than one today is mended, not excused
+    number=20,  # one loss is allowed: no pair has any today, so one item that rounding turns over fails nothing
 )
 
 

@@ -18,7 +18,7 @@ from mlx_specprefill.prefill.scoring import score_prompt
 from tests.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
 
 M = 90
-MEAN_HEADS = ("gpt_oss", "nemotron_h")
+MEAN_HEADS = ("gpt_oss", "nemotron_h", "qwen3_5")
 
 
 def run(draft, prompt, config=None, stops=frozenset(), cache=None):

@@ -55,6 +55,17 @@ def test_a_short_chat(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens == account(answer)["prompt_tokens"] == account(answer)["kept_tokens"]
 
 
+@pytest.mark.parametrize("options", [{"specprefill": False}, {"specprefill": True}])
+def test_a_message_goes_on(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    """The answer is what is still missing, and nothing of what was there."""
+    code, messages = needle(0, salt=9)
+    begun = {"role": "assistant", "content": "The secret code for Anna is"}
+    extra = {**options, "continue_final_message": True, "add_generation_prompt": False}
+    answer = client.chat.completions.create(model="any", messages=[*messages, begun], max_tokens=30, extra_body=extra)
+    assert answer.choices[0].message.content == f" {code}."
+    assert account(answer)["mode"] == ("sparse" if options["specprefill"] else "full")
+
+
 @pytest.mark.parametrize(
     ("salt", "options"), [(1, {}), (2, {"specprefill": True}), (3, {"specprefill": None, "specprefill_keep_pct": 0.3})]
 )

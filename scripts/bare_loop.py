@@ -15,7 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 
-from mlx_specprefill.prefill.cost import ModelCost
+from mlx_specprefill.prefill.cost import ModelCost, PairCost
 from mlx_specprefill.prefill.sparse import prefill
 
 __all__ = ["BareLoop"]
@@ -51,16 +51,27 @@ class BareLoop:
         rest = sum(1 for _ in steps)
         return first - begun, (time.perf_counter() - first) / max(rest, 1)
 
-    def limit(self, text: str, kept: int) -> float:
-        """Seconds of what a sparse prefill can't avoid: the draft over everything, the target over `kept` tokens."""
-        prompt = self.tokens(text)
-        return self._read("draft", self.draft, prompt) + self._read("target", self.target, prompt[-kept:])
+    def cpu_per_token(self, text: str, count: int) -> float:
+        """Processor seconds per token of the same, a short prompt included."""
+        begun = time.process_time()
+        self.generate(text, count)
+        return (time.process_time() - begun) / count
 
-    def _read(self, side: str, model: Any, tokens: list[int]) -> float:
-        """With the step size that suits this machine."""
+    def limit(self, text: str, kept: int) -> float:
+        """Seconds of what a sparse prefill can't avoid: the draft over everything, the target over `kept` tokens.
+
+        Both with the step sizes that were measured to suit this machine.
+        """
         (measured,) = json.loads(self.costs.read_text()).values()
-        step = ModelCost(**measured[side]).best_step(LONGEST_STEP)
-        begun = time.perf_counter()
-        for _ in prefill(model, list(make_prompt_cache(model)), tokens, None, step):
-            pass
-        return time.perf_counter() - begun
+        cost = PairCost(ModelCost(**measured["target"]), ModelCost(**measured["draft"]))
+        target_step, draft_step = cost.steps(LONGEST_STEP)
+        prompt = self.tokens(text)
+        return read(self.draft, prompt, draft_step) + read(self.target, prompt[-kept:], target_step)
+
+
+def read(model: Any, tokens: list[int], step: int) -> float:
+    """Seconds of a plain prefill."""
+    begun = time.perf_counter()
+    for _ in prefill(model, list(make_prompt_cache(model)), tokens, None, step):
+        pass
+    return time.perf_counter() - begun

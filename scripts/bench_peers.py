@@ -4,7 +4,7 @@
     cold     time to first token of prompts that nobody has seen
     warm     the same for a second question behind a shared prefix of that length
     decode   time per token of one streamed answer after its first token
-    streams  tokens per second of 1, 4 and 8 answers at once
+    streams  tokens per second of 1, 4 and 8 answers at once, and processor time per token
     load     requests that arrive at random moments at a given rate: mean time to first token, a timeout counting as
              that much time (SpecPrefill, figure 1)
 
@@ -134,15 +134,20 @@ class Bench:
         self.loop.add(figure, bare_ms)
 
     def streams(self, count: int, tokens: int) -> None:
+        cpu = f"{count} streams CPU ms"
+
         def one(arm: Arm) -> None:
             prompts = [self.text.of(40) for _ in range(count)]
-            begun = time.perf_counter()
+            begun, used = time.perf_counter(), arm.server.cpu_s()
             with ThreadPoolExecutor(count) as pool:
                 replies = list(pool.map(lambda prompt: arm.ask(prompt, tokens), prompts))
             total = sum(reply.completion_tokens for reply in replies)
             arm.figures.add(f"{count} streams tok/s", total / (time.perf_counter() - begun))
+            arm.figures.add(cpu, 1e3 * (arm.server.cpu_s() - used) / total)
 
         self.attempt(f"{count} streams", one)
+        if count == 1:
+            self.loop.add(cpu, 1e3 * self.bare.cpu_per_token(self.text.of(40), tokens))
 
     def load(self, length: int, rate: float, count: int) -> None:
         """`count` requests, Poisson at `rate` per second, the same moments for every arm."""
@@ -238,8 +243,9 @@ def report(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         "repeats": options.repeats,
         "medians": {f.name: {name: round(statistics.median(v), 2) for name, v in f.values.items()} for f in everybody},
         "ratios": ratios,
-        "overhead_ms_per_token": {
-            f.name: compare(f, bench.loop, lambda _, server, loop: server - loop, "decode") for f in everybody[:-1]
+        "overhead_cpu_ms_per_token": {
+            f.name: compare(f, bench.loop, lambda _, server, loop: server - loop, "1 streams CPU")
+            for f in everybody[:-1]
         },
         "sparse_share_of_limit": compare(Figures("limit", limits), sparse, lambda _, limit, ms: limit / ms),
         "failures": {f.name: f.failures for f in everybody if f.failures},

@@ -111,8 +111,7 @@ class Setup:
 
 def set_up(pair: ModelPair) -> Setup:
     cost = calibrate(pair, CONFIG)
-    longest = CONFIG.prefill_step
-    return Setup(pair, cost, cost.target.best_step(longest), cost.draft.best_step(longest))
+    return Setup(pair, cost, *cost.steps(CONFIG.prefill_step))
 
 
 def finish(stages: Any) -> Any:

@@ -53,7 +53,12 @@ class Server:
     name: str
     base: str
     client: httpx.Client
+    pid: int
     model: str = "default_model"
+
+    def cpu_s(self) -> float:
+        """Processor seconds that the server has used so far, all of its threads together, to a hundredth."""
+        return cpu_seconds(self.pid)
 
     def ask(self, messages: list[dict[str, str]], tokens: int, **options: Any) -> Reply:
         """One streamed answer."""
@@ -213,7 +218,7 @@ def running(
         httpx.Client(timeout=300, limits=limits) as client,
     ):
         try:
-            server = Server(name, f"http://127.0.0.1:{port}", client, model)
+            server = Server(name, f"http://127.0.0.1:{port}", client, process.pid, model)
             wait_for(server, process, log, start_s)
             yield server
         finally:
@@ -222,6 +227,19 @@ def running(
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process, from /proc or, where there is none, from ps."""
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.exists():
+        fields = stat.read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    shown = subprocess.run(["ps", "-o", "cputime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
+    seconds = 0.0
+    for part in shown.strip().split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds
 
 
 def wait_for(server: Server, process: subprocess.Popen[bytes], log: Path, start_s: float) -> None:

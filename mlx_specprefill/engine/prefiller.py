@@ -87,7 +87,8 @@ class Prefiller:
         """Tokens per forward of "draft" or "prefill" above which a prompt is read more slowly, as far as is known."""
         if self.cost is None:
             return self.config.prefill_step
-        return (self.cost.draft if kind == "draft" else self.cost.target).best_step(self.config.prefill_step)
+        target, draft = self.cost.steps(self.config.prefill_step)
+        return draft if kind == "draft" else target
 
     def run(self, sequence: Sequence) -> Slices:
         """Yields between slices, returns the logits (1, V). Throw `RequestCancelled` into it to stop."""

@@ -82,6 +82,15 @@ class PairCost:
     target: ModelCost
     draft: ModelCost
 
+    def steps(self, longest: int) -> tuple[int, int]:
+        """The best tokens per forward of target and draft.
+
+        The draft's are no more than the target's: a forward's activations grow with them, and a sparse prefill should
+        never need more memory than a full one.
+        """
+        target = self.target.best_step(longest)
+        return target, self.draft.best_step(target)
+
     def predict(
         self, tokens: int, kept: int, cached: int = 0, draft_cached: int = 0, step: int = 2048, draft_step: int = 2048
     ) -> Prediction:

@@ -47,6 +47,12 @@ def test_the_best_step_is_never_longer_than_allowed_and_needs_no_powers_of_two()
     assert costly.best_step(1000) == 250  # half of it would be below the shortest
 
 
+def test_a_draft_takes_no_longer_steps_than_its_target():
+    wasteful, skipping = (ModelCost(5.0, 0.4, 2e-4, square, 3.0, 1e-4) for square in (2e-4, 1e-4))
+    assert PairCost(wasteful, skipping).steps(2048) == (512, 512)
+    assert PairCost(skipping, wasteful).steps(2048) == (2048, 512)
+
+
 def test_a_prediction_adds_the_draft_over_everything_and_the_target_over_what_is_kept():
     predicted = PAIR.predict(8000, 1600, cached=2000, draft_cached=1000, step=512, draft_step=1024)
     assert predicted.full_ms == pytest.approx(by_slices(TARGET, 6000, 2000, 512))

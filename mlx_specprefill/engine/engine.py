@@ -425,8 +425,8 @@ class Engine:
         try:
             if self.config.policy.threshold is None:
                 self.prefiller.cost = calibrated(self.pair, self.config)
-            self._target_cost = measure_footprint(self.pair.target, self.config.prefill_step)
-            self._draft_cost = measure_footprint(self.pair.draft, self.config.scoring.prefill_step)
+            self._target_cost = measure_footprint(self.pair.target, self.prefiller.longest_slice("prefill"))
+            self._draft_cost = measure_footprint(self.pair.draft, self.prefiller.longest_slice("draft"))
         except Exception:
             log.exception("could not measure memory use: requests are admitted without a prediction")
             limit = None

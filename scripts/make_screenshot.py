@@ -6,11 +6,13 @@ scripts/make_screenshot.py [docs/images/page.png]
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -29,10 +31,11 @@ def main() -> None:
     options = webdriver.ChromeOptions()
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
         options.add_argument(argument)
+    driver = shutil.which("chromedriver")  # selenium looks for one on the network if it is not told
     with (
         tempfile.TemporaryDirectory() as folder,
         start(Path(folder) / "log", *PAIR, "--specprefill-threshold", "512", "--model-alias", "demo") as server,
-        webdriver.Chrome(options=options) as browser,
+        webdriver.Chrome(options=options, service=Service(driver) if driver else None) as browser,
     ):
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", SIZE)
         browser.get(server.base)

@@ -90,7 +90,7 @@ export class Conversation {
       this.running = null;
       find("send").disabled = find("score").disabled = false;
       find("stop").hidden = true;
-      if (focused === find("stop") || focused === document.body) find("question").focus();
+      if (focused === find("stop") || focused === document.body) find("question").focus({ preventScroll: true });
     }
   }
 

@@ -27,7 +27,8 @@ from .config import (
     keep_pct,
 )
 from .engine.calibration import calibrate
-from .engine.engine import Engine, EngineHealth, RequestHandle
+from .engine.engine import Engine, EngineHealth
+from .engine.handle import RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
 from .engine.replay import Replay
 from .engine.stats import CachedTokens, EngineStats, MemoryUse

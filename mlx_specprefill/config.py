@@ -95,7 +95,7 @@ class SpecPrefillPolicy:
     min_saving_share: Fraction = Fraction(1, 5)  # of the full prefill's time; sparse prefill is lossy: it must pay
     min_saving_ms: float = 1000.0
     keep_pct: Fraction = Fraction(1, 5)
-    extend_share: Fraction = Fraction(9, 10)  # of what a question asks for that an earlier sparse turn must hold
+    extend_share: Fraction = Fraction(49, 50)  # of what a question asks for that an earlier sparse turn must hold
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
 
     @property

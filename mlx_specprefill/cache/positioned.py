@@ -33,6 +33,8 @@ __all__ = [
     "PositionedKVCache",
     "PositionedRotatingKVCache",
     "Runs",
+    "can_cut",
+    "cut",
     "leaves",
     "make_positioned_cache",
     "next_position",
@@ -337,6 +339,17 @@ def place(cache: Sequence[Any], positions: Positions) -> None:
     for part in leaves(cache):
         if isinstance(part, Positioned):
             part.place(positions, on_device)
+
+
+def can_cut(cache: Sequence[Any]) -> bool:
+    """Whether every layer can go back by some tokens."""
+    return all(part.is_trimmable() for part in leaves(cache))
+
+
+def cut(cache: Sequence[Any], count: int) -> None:
+    """Go back by `count` positions, in a cache of which `can_cut` is true."""
+    for part in leaves(cache) if count else ():
+        part.trim(count)
 
 
 def next_position(cache: Sequence[Any]) -> int:

@@ -1,7 +1,8 @@
 """Whole caches of conversations, such as the ones that a sparse prefill leaves. Never a source of dense prefixes.
 
-A sparse cache depends on the question it was made for and can only be extended, not shared or cut. It is kept as it is
-under the full list of logical tokens (prompt and answer, dropped tokens included) that it stands for.
+A sparse cache depends on the question it was made for and can only be extended, or cut back and then extended, not
+shared. It is kept as it is under the full list of logical tokens (prompt and answer, dropped tokens included) that it
+stands for.
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from .fingerprint import block_digest, root_digest
 from .memory import ByteBudget, Entry
-from .positioned import leaves
+from .positioned import can_cut, cut, leaves
 
 __all__ = ["SessionEntry", "SessionHit", "SessionStore"]
+
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionHit:
-    """`cache` stands for the first `length` logical tokens and is the caller's to change; `extra` is as stored."""
+    """`cache` stands for the first `length` logical tokens and is the caller's to change."""
 
     length: int
     cache: list[Any]
-    extra: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +50,20 @@ class _Session(Entry):
         budget: ByteBudget,
         key: tuple[int, ...],
         cache: list[Any],
-        extra: Any,
     ) -> None:
         super().__init__(sum(int(part.nbytes) for part in leaves(cache)))
         self._siblings = siblings
         self._budget = budget
         self.key = key
         self.cache = cache
-        self.extra = extra
+        self._tokens = np.array(key, dtype=np.int32)
+
+    def common(self, tokens: Ints) -> int:
+        """How many of `tokens` its cache can stand for: of caches that can't be cut all of its key, or none."""
+        length = min(tokens.size, self._tokens.size)
+        differing = np.flatnonzero(self._tokens[:length] != tokens[:length])
+        common = int(differing[0]) if differing.size else length
+        return common if common == self._tokens.size or can_cut(self.cache) else 0
 
     def evict(self) -> None:
         del self._siblings[self.key]
@@ -82,30 +93,38 @@ class SessionStore:
         stores = tuple(self._sessions.values())
         return sum(session.nbytes for sessions in stores for session in tuple(sessions.values()))
 
-    def lookup(self, namespace: str, tokens: Sequence[int], limit: int | None = None) -> SessionHit | None:
-        """A copy of the cache with the longest key that `tokens`, cut to `limit`, starts with."""
-        self._budget.begin_lookup()
-        wanted = tuple(tokens[:limit])
-        sessions = self._sessions.get(namespace, {})
-        keys = [key for key in sessions if wanted[: len(key)] == key]
-        if not keys:
-            return None
-        session = sessions[max(keys, key=len)]
-        self._budget.touch(session, hit=True)
-        return SessionHit(len(session.key), copy.deepcopy(session.cache), session.extra)
+    def lookup(self, namespace: str, tokens: Sequence[int]) -> SessionHit | None:
+        """A copy of the cache that stands for the most of `tokens`, and of one that is cut for half of them at least.
 
-    def store(self, namespace: str, tokens: Sequence[int], cache: list[Any], extra: Any = None) -> bool:
+        Clients change what was said: a cache is cut back to where its key differs, if it can be.
+        """
+        self._budget.begin_lookup()
+        wanted = np.array(tokens, dtype=np.int32)
+        found = [
+            (length, length == len(session.key), session)
+            for session in self._sessions.get(namespace, {}).values()
+            if (length := session.common(wanted))
+        ]
+        usable = [one for one in found if one[1] or 2 * one[0] >= wanted.size]
+        if not usable:
+            return None
+        length, _, session = max(usable, key=lambda one: one[:2])
+        self._budget.touch(session, hit=True)
+        cache = copy.deepcopy(session.cache)
+        cut(cache, len(session.key) - length)
+        return SessionHit(length, cache)
+
+    def store(self, namespace: str, tokens: Sequence[int], cache: list[Any]) -> bool:
         """Keep a cache under its logical tokens in place of the caches that it extends; False when there is no room.
 
         Args:
             cache: the store's own from here on.
-            extra: what belongs to it and never changes, such as its kept indices or its shift. Not counted in bytes.
         """
         self._budget.begin_store()
         key = tuple(tokens)
         sessions = self._sessions.setdefault(namespace, {})
         extended = [session for old, session in sessions.items() if key[: len(old)] == old]
-        session = _Session(sessions, self._budget, key, cache, extra)
+        session = _Session(sessions, self._budget, key, cache)
         session.hits = max((old.hits for old in extended), default=0)
         for old in extended:
             old.evict()

@@ -37,6 +37,13 @@ class Session:
     cache: list[Any]
     kept: npt.NDArray[np.int32]
 
+    @property
+    def held(self) -> npt.NDArray[np.bool_]:
+        """(length,) whether a token is held."""
+        held = np.zeros(self.length, dtype=np.bool_)
+        held[self.kept] = True
+        return held
+
 
 def empty_cache(model: nn.Module) -> list[Any]:
     """With positions where the model allows it, so that every row can join every batch."""
@@ -112,10 +119,10 @@ class EngineCaches:
         _store(self._draft, tokens, cache)
 
     def session(self, tokens: Sequence[int], keep: Fraction) -> Session | None:
-        """The longest sparse turn, made with the same share, that these tokens continue."""
+        """The sparse turn, made with the same share, that stands for the most of these tokens."""
         if not self.enabled:
             return None
-        hit = self.sessions.lookup(f"{self._pair_name}:{keep}", tokens, len(tokens) - 1)
+        hit = self.sessions.lookup(f"{self._pair_name}:{keep}", tokens)
         if hit is None:
             return None
         full = next((part for part in leaves(hit.cache) if isinstance(part, PositionedKVCache)), None)

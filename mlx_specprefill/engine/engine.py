@@ -41,7 +41,9 @@ from ..sampling import LogitsProcessor, check_sampling, held_back, logits_proces
 from .admission import Admission, Footprint
 from .caches import EngineCaches
 from .calibration import calibrated
+from .densify import DensifyQueue, SparseTurn
 from .footprint import default_limit, measure_footprint, weight_bytes
+from .handle import RequestHandle
 from .inspection import Inspection, inspect_prompt
 from .prefiller import Prefiller
 from .replay import Replay, replay_continuation
@@ -50,7 +52,7 @@ from .sequence import Sequence
 from .speculation import Speculator
 from .stats import CachedTokens, EngineStats, MemoryUse, Meter
 
-__all__ = ["Engine", "EngineHealth", "RequestHandle"]
+__all__ = ["Engine", "EngineHealth"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -58,6 +60,7 @@ OnEvent = Callable[[Event], None]
 _IDLE_BEAT_S = 0.5
 _QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
 _TELLING = 32  # tokens of a slice from which on its time says something about speed
+_PATIENCE = 4  # times `slice_target_ms`: how long a prefill may wait while others are served
 _TICK_SHARE = 0.25  # of `slice_target_ms`: short slices share a tick until that much time is spent
 _THREAD_EXIT_S = 0.1
 _ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
@@ -71,21 +74,6 @@ class EngineHealth:
     heartbeat_age_s: float
     running: int
     queued: int
-
-
-class RequestHandle:
-    """The caller's end of a submitted request."""
-
-    def __init__(self) -> None:
-        self._cancelled = threading.Event()
-
-    def cancel(self) -> None:
-        """Stop within one slice of work; the last event is then `Finished` with reason "cancelled"."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled.is_set()
 
 
 @dataclass
@@ -117,7 +105,7 @@ class Engine:
         self.caches = EngineCaches(pair, self.config)
         self.speculator = Speculator(pair, self.config, lambda: bool(self._scheduler.decoding))
         self.prefiller = Prefiller(pair, self.config, self.caches, self._slice_size, self.speculator)
-        self._scheduler = Scheduler(self.config.max_rows)
+        self._scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.slice_target_ms) or 1)
         self._sizer = SliceSizer(
             self.config.prefill_step, min(64, self.config.prefill_step), self.config.slice_target_ms
         )
@@ -126,7 +114,8 @@ class Engine:
         self._jobs: dict[int, _Job] = {}
         self._admission = Admission(None, 0)
         self._target_cost = self._draft_cost = Footprint(0, 0, 0)
-        self._densify: list[tuple[int, ...]] = []
+        self._densify = DensifyQueue()
+        self._densifying: tuple[SparseTurn, RequestHandle] | None = None
         self._last_end = 0.0  # of a request, by the monotonic clock
         self._slicing: _Job | None = None
         self._given = 0  # tokens of the latest slice at most
@@ -346,7 +335,7 @@ class Engine:
             try:
                 done.put(call())
             except Exception as error:  # noqa: BLE001 - it belongs to the caller, not to the loop
-                done.put(error)
+                done.put(_bare(error))
 
         with self._lock:
             if not self._open:
@@ -552,7 +541,7 @@ class Engine:
         depth = job.depth(event.stage)
         tokens = max(0, event.done - job.done.get(event.stage, 0))
         job.done[event.stage] = event.done
-        self._scheduler.served(job.uid, tokens)
+        self._scheduler.served(job.uid, tokens, round(ms))
         if job.sequence is not None:
             job.sequence.spend(event.stage, ms)
         # More than was given out came from the draft's cache; next to nothing is not about speed.
@@ -621,7 +610,7 @@ class Engine:
         except Exception as error:
             log.exception("decode step failed")
             for uid in self._batch.uids:
-                self._end(self._jobs[uid], Failed(error, self._sequence(uid).account()))
+                self._fail(self._jobs[uid], error)
             self._batch = DecodeBatch(self.pair.target)
             return
         self._meter.add(len(events))
@@ -674,7 +663,7 @@ class Engine:
         sequence = self._sequence(job.uid)
         cache, tokens = self._remove(job.uid)
         if sequence.shift == 0 and self.config.kv_bits is None:
-            self._keep(sequence, (*sequence.request.prompt, *tokens), cache)
+            self._keep(sequence, (*sequence.request.prompt, *tokens), cache, job.handle)
         self._end(job, Finished(reason, len(sequence.tokens), sequence.account()))
 
     def _remove(self, uid: int) -> tuple[list[Any], tuple[int, ...]]:
@@ -686,30 +675,42 @@ class Engine:
         self.speculator.remove(uid)
         return row.cache, tuple(row.tokens)
 
-    def _keep(self, sequence: Sequence, tokens: tuple[int, ...], cache: list[Any]) -> None:
+    def _keep(self, sequence: Sequence, tokens: tuple[int, ...], cache: list[Any], handle: RequestHandle) -> None:
         if sequence.kept is None:
             self.caches.keep_target(tokens, cache)
             return
         assert sequence.plan is not None
         self.caches.keep_session(tokens, cache, sequence.plan.keep)
         if self.config.policy.densify and self.caches.enabled:
-            self._densify = [*self._densify[-7:], (*sequence.request.prompt, *sequence.tokens)]
+            self._densify.add(SparseTurn(sequence.request.prompt, tuple(sequence.tokens), handle))
 
     def _background(self) -> None:
-        """With nothing else to do, make the newest sparse turn's prompt dense in the exact cache."""
-        if not self._scheduler.idle or not self._densify or self._rest_s > 0:
+        """With nothing else to do, make the prompt of a sparse turn dense in the exact cache."""
+        turn = self._densify.first()
+        if turn is None or self._scheduler.running or self._scheduler.waiting or self._rest_s > 0:
             return
-        tokens = self._densify.pop()
-        slices = self.prefiller.dense(tokens)
-        on_end = partial(self._densified, len(tokens))
-        job = _Job(self._next_uid(), lambda _: None, RequestHandle(), slices, on_end=on_end, background=True)
+        if self._densifying is None:
+            self._start_densifying(turn)
+        elif turn.outranks(self._densifying[0]):
+            self._densifying[1].cancel()  # its finished slices stay in the cache, and its turn in the queue
+
+    def _start_densifying(self, turn: SparseTurn) -> None:
+        handle = RequestHandle()
+        slices = self.prefiller.dense(turn.tokens)
+        on_end = partial(self._densified, turn)
+        job = _Job(self._next_uid(), lambda _: None, handle, slices, on_end=on_end, background=True)
+        self._densifying = turn, handle
         self._jobs[job.uid] = job
         self._scheduler.add_background(job.uid)
 
-    def _densified(self, tokens: int, result: object) -> None:
+    def _densified(self, turn: SparseTurn, result: object) -> None:
+        self._densifying = None
+        if isinstance(result, RequestCancelled):
+            return
+        self._densify.discard(turn)
         if not isinstance(result, Exception):
             self.densified += 1
-            self.densified_tokens += tokens
+            self.densified_tokens += len(turn.tokens)
 
     def _cancel(self, job: _Job) -> None:
         sequence = job.sequence
@@ -730,6 +731,7 @@ class Engine:
             job.on_end(RequestCancelled() if job.handle.cancelled else EngineClosedError("the engine was closed"))
 
     def _fail(self, job: _Job, error: Exception) -> None:
+        error = _bare(error)
         if job.sequence is not None:
             self._end(job, Failed(error, job.sequence.account()))
         else:
@@ -756,6 +758,16 @@ class Engine:
             if job.uid in self._jobs:
                 job.handle.cancel()
                 job.on_event = lambda _: None
+
+
+def _bare(error: Exception) -> Exception:
+    """Without the frames that it and its causes went through: their arrays would live as long as the event does."""
+    links: list[BaseException | None] = [error]
+    for link in links:
+        if link is not None and link.__traceback__ is not None:
+            link.__traceback__ = None
+            links += [link.__cause__, link.__context__]
+    return error
 
 
 def _result(done: queue.SimpleQueue[T | Exception]) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from ..cache.positioned import PositionedRotatingKVCache, leaves
+from ..cache.positioned import PositionedRotatingKVCache, can_cut, cut, leaves
 from ..config import EngineConfig
 from ..decoding.mtp import read_along
 from ..decoding.speculative import LastForward
@@ -23,11 +24,11 @@ from ..loading import ModelPair
 from ..prefill.cost import PairCost
 from ..prefill.plan import PrefillPlan, plan_prefill
 from ..prefill.scoring import Scores, score_prompt
-from ..prefill.selection import Selection, carried, chunk_means, held_share, select_chunks
+from ..prefill.selection import Selection, carried, chunk_means, held_part, select_chunks
 from ..prefill.sparse import prefill
 from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
 from ..sampling import top_logprobs
-from .caches import EngineCaches, empty_cache
+from .caches import EngineCaches, Session, empty_cache
 from .sequence import Sequence
 from .speculation import Speculator
 
@@ -140,12 +141,11 @@ class Prefiller:
     # --- sparse ------------------------------------------------------------------------------------------------------
 
     def _sparse(self, sequence: Sequence) -> Slices:
-        request, plan, S = sequence.request, sequence.plan, sequence.cached
-        assert plan is not None
+        request = sequence.request
         sequence.stage = "draft"
         scores = yield from self.scores(request)
         sequence.stage = "select"
-        start, kept = self._continue(sequence, self.select(scores, plan, S))
+        start, kept = self._continue(sequence, scores)
         yield Progress("select", int(kept.size), len(request.prompt))
         sequence.stage = "prefill"
         sequence.speculation = self._speculator.decide(sequence, start + int(kept.size), read=True)
@@ -153,8 +153,7 @@ class Prefiller:
             sequence.draft_cache, sequence.lookahead = scores.cache, scores.lookahead
         del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
         logits = yield from self._feed_kept(sequence, start, kept)
-        held = sequence.kept if sequence.continuation == "extend" else np.arange(S, dtype=np.int32)
-        assert held is not None
+        held = np.arange(start, dtype=np.int32) if sequence.kept is None else sequence.kept
         sequence.kept = np.concatenate([held, kept])
         return logits
 
@@ -190,29 +189,46 @@ class Prefiller:
         return scores
 
     def select(self, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
-        """Chunks of the suffix from `start` on; its `kept` counts from there."""
+        """Of the prompt from `start` on, which is where a chunk begins; its `kept` counts from there."""
         selection = self.config.selection
         means = carried(chunk_means(scores.importance[start:], selection.chunk_size), selection.carry)
         return select_chunks(means, plan.forced[start:], plan.keep, selection.chunk_size)
 
-    def _continue(self, sequence: Sequence, selection: Selection) -> tuple[int, Kept]:
-        """Extend the session's sparse cache if it holds what this question wants; else start over.
+    def _continue(self, sequence: Sequence, scores: Scores) -> tuple[int, Kept]:
+        """What of the session's sparse cache holds what this question wants, and what comes on top of it.
 
-        Returns the index where feeding starts and the indices to feed from there on.
+        All of it: extend. Otherwise start over, from the dense prefix or from where the first chunk is missing.
+
+        Returns:
+            The index where feeding starts, and the indices to feed from there on. `sequence.kept` is what the target
+            has seen before that, None for everything.
         """
-        assert sequence.plan is not None
-        S, wanted = sequence.cached, selection.kept + sequence.cached
-        session = self.caches.session(sequence.request.prompt, sequence.plan.keep)
+        plan, S, size = sequence.plan, sequence.cached, self.config.selection.chunk_size
+        assert plan is not None
+        first = S - S % size  # chunks lie where the earlier turn's lay
+        selection = self.select(scores, plan, first)
+        wanted = selection.kept[selection.kept >= S - first] + first
+        session = self._session(sequence.request, plan.keep)
         if session is None or session.length <= S:
             return S, wanted
-        sequence.continuation = "restart"
-        held = np.zeros(session.length, dtype=np.bool_)
-        held[session.kept] = True
-        if held_share(selection, held[S:]) < self.config.policy.extend_share:
+        share, missing = held_part(chunk_means(scores.importance[first:], size), selection, session.held[first:])
+        extends = share >= self.config.policy.extend_share
+        sequence.continuation = "extend" if extends else "restart"
+        if extends:
+            sequence.cache, sequence.kept = session.cache, session.kept
+            return session.length, self._new_tokens(sequence, wanted, session.length)
+        start = first + missing
+        if start <= S or not can_cut(session.cache):
             return S, wanted
-        sequence.continuation = "extend"
-        sequence.cache, sequence.kept = session.cache, session.kept
-        return session.length, self._new_tokens(sequence, wanted, session.length)
+        cut(session.cache, session.length - start)
+        sequence.cache, sequence.kept = session.cache, session.kept[session.kept < start]
+        return start, wanted[wanted >= start]
+
+    def _session(self, request: GenerationRequest, keep: Fraction) -> Session | None:
+        """An earlier sparse turn of the conversation; a caller's own scores mean what they say."""
+        if request.specprefill.importance is not None:
+            return None
+        return self.caches.session(request.prompt[: _usable_prefix(request)], keep)
 
     def _new_tokens(self, sequence: Sequence, wanted: Kept, start: int) -> Kept:
         """All of a short addition, the selected part of a long one."""
@@ -308,14 +324,12 @@ class Prefiller:
         self.caches.keep_draft(prompt, cache)
         sequence.draft_cache = cache
 
-    def dense(self, tokens: tuple[int, ...]) -> Generator[Progress, None, None]:
-        """Background: bring the exact cache up to `tokens`, preemptible at every slice."""
+    def dense(self, tokens: tuple[int, ...]) -> Generator[Progress | PromptLogprobs, None, None]:
+        """Background: bring the exact cache up to `tokens`, preemptible at every slice; cancelled, it keeps them."""
         sequence = Sequence(-1, GenerationRequest(tokens, 1), 0.0)
         self._from_prefix(sequence, again=True)
         if sequence.cached < len(tokens) - 1:
-            for progress in self._full(sequence):
-                assert isinstance(progress, Progress)
-                yield progress
+            yield from self._full(sequence)
 
     def _checkpoints(self, sequence: Sequence) -> list[int]:
         """Prompt lengths at which another request may branch off: only for state that can't be trimmed."""

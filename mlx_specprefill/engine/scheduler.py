@@ -2,8 +2,8 @@
 
 One tick of the engine is one decode step of everything that decodes, then at most one slice of one prefill. So a
 running answer waits for one slice at most, whatever arrives. Among prefills the one served least goes first, so a short
-prompt overtakes a long one at once, a long newcomer catches up, and then both advance evenly; whoever was passed over
-`patience` times in a row goes next regardless, so a stream of short prompts starves nobody.
+prompt overtakes a long one at once, a long newcomer catches up, and then both advance evenly; whoever has waited too
+long goes next regardless and gets a fifth of the time from then on, so a stream of short prompts starves nobody.
 Background jobs (densification) run only when nothing else wants the device.
 """
 
@@ -20,6 +20,7 @@ _START = 4  # times `smallest`: tokens of the first slice, whose speed is not kn
 # times `smallest`, because short slices cost large models more per token.
 _ALONE, _ALONE_FLOOR = 1.5, 2
 _REMEMBERED = 12  # slices
+_OTHERS = 4  # milliseconds that others may have for each of one's own, for whoever is out of patience
 _BACKGROUND = 0.25  # times `target_ms`: whoever comes while nobody was there should hardly notice
 
 
@@ -27,7 +28,7 @@ _BACKGROUND = 0.25  # times `target_ms`: whoever comes while nobody was there sh
 class _Job:
     uid: int
     served: int = 0  # tokens of prefill done
-    passed_over: int = 0
+    waited: int = 0  # milliseconds that others got, less what this one's own slices paid back
     background: bool = False
 
 
@@ -36,10 +37,10 @@ class Scheduler:
 
     Args:
         max_rows: requests that may hold a cache at once (prefilling or decoding); the rest wait in order of arrival.
-        patience: slices that may go to others before a waiting prefill must get one.
+        patience: milliseconds that may go to others before a waiting prefill must get a slice.
     """
 
-    def __init__(self, max_rows: int = 32, patience: int = 4) -> None:
+    def __init__(self, max_rows: int = 32, patience: int = 800) -> None:
         if max_rows < 1 or patience < 1:
             raise ValueError("max_rows and patience must be positive")
         self.max_rows = max_rows
@@ -90,26 +91,26 @@ class Scheduler:
         self._prefilling[uid] = _Job(uid)
 
     def pick(self) -> int | None:
-        """The prefill that gets the next slice. Counts as a slice for everyone else's patience."""
+        """The prefill that gets the next slice."""
         jobs = [job for job in self._prefilling.values() if not job.background]
         if not jobs:
             if self._decoding or self._waiting:
                 return None
             return next(iter(self._prefilling), None)
-        overdue = [job for job in jobs if job.passed_over >= self.patience]
-        # Overdue: longest passed over first. Else: least served, the latest arrival among equals.
-        chosen = (
-            max(overdue, key=lambda job: job.passed_over)
-            if overdue
-            else min(reversed(jobs), key=lambda job: job.served)
-        )
-        for job in jobs:
-            job.passed_over = 0 if job is chosen else job.passed_over + 1
-        return chosen.uid
+        # Who has waited longest, if too long. Else: least served, the latest arrival among equals.
+        overdue = max(jobs, key=lambda job: job.waited)
+        if overdue.waited >= self.patience:
+            return overdue.uid
+        return min(reversed(jobs), key=lambda job: job.served).uid
 
-    def served(self, uid: int, tokens: int) -> None:
-        """Account for the slice that `pick` gave out."""
-        self._prefilling[uid].served += tokens
+    def served(self, uid: int, tokens: int, ms: int) -> None:
+        """Account for the slice that `pick` gave out: what it got done, and how long all others waited for it."""
+        chosen = self._prefilling[uid]
+        chosen.served += tokens
+        chosen.waited = max(0, chosen.waited - _OTHERS * ms)
+        for job in self._prefilling.values():
+            if job is not chosen:
+                job.waited += ms
 
     def to_decode(self, uid: int) -> None:
         del self._prefilling[uid]

@@ -8,11 +8,13 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Selection", "carried", "chunk_means", "held_share", "kept_spans", "select_chunks"]
+__all__ = ["Selection", "carried", "chunk_means", "held_part", "kept_spans", "select_chunks"]
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]
+
+_STANDS_OUT = 5.0  # times the median chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +81,27 @@ def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_siz
     return Selection(np.flatnonzero(tokens).astype(np.int32), chunk_scores, chunk_forced, chosen, chunk_size)
 
 
-def held_share(selection: Selection, held: Bools) -> float:
-    """How much of what the selection asks for an earlier turn has kept already, between 0 and 1.
+def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float, int]:
+    """How much of what the selection asks for an earlier turn has kept already, and where the first of the rest lies.
 
-    A chosen chunk counts by how far its score lies above the best chunk that was left out. Chunks near that cutoff
-    change from question to question and matter little; one that stands out, like a needle, decides.
+    What it asks for are the chosen chunks that stand out: five times the score of an ordinary one. The others fill the
+    budget and change from question to question.
 
     Args:
+        scores: mean importance per chunk (C,), not carried: a chunk counts for what the draft saw in it.
         held: (L,) whether the earlier turn kept the token, for the first L <= M tokens; the rest is new to it.
+
+    Returns:
+        A share of importance between 0 and 1, and the first token that is asked for and not held, else L.
     """
-    left_out = selection.chunk_scores[~(selection.chunk_chosen | selection.chunk_forced)]
-    cutoff = float(left_out.max()) if left_out.size else 0.0
-    excess = np.where(selection.chunk_chosen, np.maximum(selection.chunk_scores - cutoff, 0.0), 0.0)
-    wanted = np.repeat(excess, selection.chunk_size)[: held.size]
-    total = float(wanted.sum())
-    return float(wanted[held].sum()) / total if total > 0 else 1.0
+    candidates = scores[~selection.chunk_forced]
+    ordinary = float(np.median(candidates)) if candidates.size else 0.0
+    stands_out = selection.chunk_chosen & (scores >= _STANDS_OUT * ordinary)
+    asked = np.repeat(np.where(stands_out, scores, 0.0), selection.chunk_size)[: held.size]
+    total = float(asked.sum())
+    missing = np.flatnonzero((asked > 0) & ~held)
+    share = float(asked[held].sum()) / total if total > 0 else 1.0
+    return share, int(missing[0]) if missing.size else held.size
 
 
 def kept_spans(kept: Indices) -> tuple[tuple[int, int], ...]:

@@ -16,7 +16,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
 )
 
-from .answers import AnswerPiece
+from .answers import AnswerDone, AnswerPiece
 from .conversation import Conversation
 from .deltas import Delta
 from .deps import Service
@@ -109,7 +109,7 @@ class Asked:
         reader = self._readers[piece.index]
         try:
             if isinstance(piece, Done):
-                return reader.finish(piece)
+                return self._ended(reader.finish(piece), piece.index)
             self._written[piece.index] = piece.completion_tokens
             self._ids[piece.index] += [event.token for event in piece.tokens]
             pieces = reader.push(piece)
@@ -119,6 +119,11 @@ class Asked:
             return [reader.failed(end)]
         if reader.over:
             self.generation.halt(piece.index)
+        return pieces
+
+    def _ended(self, pieces: list[AnswerPiece], index: int) -> list[AnswerPiece]:
+        if isinstance(pieces[-1], AnswerDone) and pieces[-1].finish_reason == "tool_calls":
+            self.generation.expect_more(index)
         return pieces
 
 

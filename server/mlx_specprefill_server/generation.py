@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 class Handle(Protocol):
     def cancel(self) -> None: ...
+    def expect_more(self) -> None: ...
 
 
 class Health(Protocol):
@@ -199,6 +200,10 @@ class Generation:
         if index in self._answers:
             self._answers[index].halt()
             self._handles[index].cancel()
+
+    def expect_more(self, index: int) -> None:
+        """Answer `index` called a tool, so the conversation goes on."""
+        self._handles[index].expect_more()
 
     def lose(self, index: int, error: Exception) -> Done:
         """Gives answer `index` up; there must have been no Done of it."""

@@ -584,12 +584,11 @@ def _session_bytes(sessions: SessionStore) -> int:
 def test_sessions_are_found_by_their_longest_key_in_their_namespace() -> None:
     sessions = SessionStore(ByteBudget(LARGE))
     caches = {end: sparse("llama", random_prompt(end)) for end in (20, 30)}
-    sessions.store("pair", random_prompt(20), caches[20], extra="twenty")
-    hit = sessions.lookup("pair", random_prompt(60), 30)
+    sessions.store("pair", random_prompt(20), caches[20])
+    hit = sessions.lookup("pair", random_prompt(30))
     assert hit is not None
-    assert (hit.length, hit.extra) == (20, "twenty")
+    assert hit.length == 20
     assert sessions.lookup("other", random_prompt(60)) is None
-    assert sessions.lookup("pair", random_prompt(60), 19) is None
     reference = copy.deepcopy(hit.cache)
     overwrite(hit.cache)
     again = sessions.lookup("pair", random_prompt(60))
@@ -604,11 +603,44 @@ def test_a_session_replaces_the_ones_it_extends() -> None:
     for key in (range(10), range(20), range(5), (1, 2, 3)):
         assert sessions.store("pair", key, filled(make, key))
     assert len(sessions) == 3
-    assert sessions.lookup("pair", range(15)).length == 5  # type: ignore[union-attr]
     assert sessions.lookup("pair", range(25)).length == 20  # type: ignore[union-attr]
+    assert sessions.lookup("pair", (*range(5), *range(50, 90))).length == 5  # type: ignore[union-attr]
     sessions.clear()
     assert len(sessions) == 0
     assert sessions._budget.used == 0
+
+
+@pytest.mark.parametrize("length", [60, 45])
+def test_a_session_is_cut_back_to_what_was_changed(length: int) -> None:
+    """The cut cache is that of a sparse prefill of what is left; a wanted prompt that ends early cuts it as well."""
+    sessions, key = SessionStore(ByteBudget(LARGE)), random_prompt(60)
+    sessions.store("pair", key, sparse("llama", key))
+    changed = (*key[:45], *random_prompt(length - 45, 7))
+    hit = sessions.lookup("pair", changed)
+    assert hit is not None
+    assert hit.length == 45
+    reference = sparse("llama", key[:45])
+    assert_close(hit.cache, reference)
+    ours, theirs = (decode(model_of("llama"), cache, mx.ones((1, 96)), 6) for cache in (hit.cache, reference))
+    assert ours[0] == theirs[0]
+    again = sessions.lookup("pair", key)
+    assert again is not None
+    assert again.length == 60
+
+
+def test_a_session_is_not_cut_for_the_sake_of_a_shared_beginning() -> None:
+    sessions, key = SessionStore(ByteBudget(LARGE)), random_prompt(60)
+    sessions.store("pair", key, sparse("llama", key))
+    assert sessions.lookup("pair", (*key[:20], *random_prompt(21, 7))) is None
+    assert sessions.lookup("pair", (*key[:20], *random_prompt(20, 7))).length == 20  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if STATEFUL[family]])
+def test_state_that_cannot_be_cut_serves_whole_sessions_only(family: str) -> None:
+    sessions, key = SessionStore(ByteBudget(LARGE)), random_prompt(60)
+    sessions.store("pair", key, sparse(family, key))
+    assert sessions.lookup("pair", (*key[:59], 3, 4)) is None
+    assert sessions.lookup("pair", (*key, 3)).length == 60  # type: ignore[union-attr]
 
 
 def test_a_session_that_does_not_fit_is_not_kept() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from fractions import Fraction
 
 import mlx.core as mx
@@ -22,6 +24,7 @@ from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.adapters.rope import PositionMappedRoPE
 from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.engine import caches as caches_module
+from mlx_specprefill.engine import engine as engine_module
 from mlx_specprefill.engine import prefiller as runner_module
 from tests.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
@@ -134,6 +137,28 @@ def test_a_full_prefill_that_fails_fails_alone(monkeypatch):
             assert tokens == []
             assert "injected" in str(last.error)
         assert generated(engine.generate(request()))[0] == expected
+
+
+def test_a_failure_keeps_nothing_of_the_prefill_alive(monkeypatch):
+    """An error holds the frames that it went through, and those hold caches, as long as somebody holds the event."""
+    held = []
+
+    def fails(*_, **__):
+        cache = np.zeros(1)
+        held.append(weakref.ref(cache))
+        try:
+            raise ValueError("the cause")
+        except ValueError as error:
+            raise RuntimeError("injected") from error
+
+    monkeypatch.setattr(runner_module, "prefill", fails)
+    monkeypatch.setattr(engine_module.log, "disabled", True)  # the test runner keeps records with their frames
+    with Engine(tiny_pair(), CONFIG) as engine:
+        _, last = generated(engine.generate(request(enabled=False)))
+    gc.collect()
+    assert isinstance(last.error, RuntimeError)
+    assert isinstance(last.error.__cause__, ValueError)
+    assert [ref() for ref in held] == [None]
 
 
 def test_without_a_tail_the_first_token_comes_from_the_wrong_place(monkeypatch):

@@ -25,7 +25,7 @@ from mlx_specprefill import (
     load_pair,
 )
 from mlx_specprefill.adapters.capture import QueryCapture
-from tests.engine.test_composition import wait_until
+from tests.engine.test_composition import masked_greedy, wait_until
 from tests.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -122,6 +122,83 @@ def test_a_question_about_a_dropped_chunk_starts_over_at_any_turn(family: str, m
             seen.append((last.account.continuation, set(range(640, 672)) <= kept_of(last)))
             prompt = (*prompt, *answer, *tool_result(turn))
     assert seen == [(None, False), ("extend", False), ("extend", False), ("restart", True), ("extend", True)]
+
+
+def wants(patch: pytest.MonkeyPatch, chunk: int) -> None:
+    """From now on the draft looks at one chunk."""
+
+    def looks_at(self: Any, *_: Any) -> None:
+        row = np.full(self.prompt_len, 1e-6, dtype=np.float32)
+        row[32 * chunk : 32 * chunk + 32] = 1.0
+        self._best = mx.array(row)
+
+    patch.setattr(QueryCapture, "_add", looks_at)
+
+
+@pytest.mark.parametrize(("family", "cuttable"), [("llama", True), ("qwen3", True), ("nemotron_h", False)])
+def test_starting_over_keeps_what_lies_before_the_missing_chunk(
+    family: str, cuttable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is that of the law on all that was kept, and the target reads less where its cache can be cut."""
+    pair = tiny_pair(family, "llama")
+    meter = Meter(pair, monkeypatch)
+    wants(monkeypatch, 12)
+    with Engine(pair, CONFIG) as engine:
+        prompt = random_prompt(FIRST)
+        answer, first = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
+        wants(monkeypatch, 20)
+        prompt = (*prompt, *answer, *tool_result(0))
+        meter.take()
+        tokens, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
+        fed, _ = meter.take()
+    kept = kept_of(last)
+    assert isinstance(last, Finished)
+    assert last.account.continuation == "restart"
+    assert set(range(640, 672)) <= kept
+    before = {i for i in kept if i < 640}
+    assert (before == {i for i in kept_of(first) if i < 640}) or not cuttable
+    assert fed - ANSWER == len(kept) - (len(before) if cuttable else last.account.cached_tokens)
+    if cuttable:
+        assert tokens == masked_greedy(pair.target, prompt, sorted(kept), ANSWER)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_changed_prompt_extends_what_is_left_of_the_session(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client writes the end of the last turn anew: nothing before it is read again."""
+    pair = tiny_pair(family, "llama")
+    meter = Meter(pair, monkeypatch)
+    wants(monkeypatch, 12)
+    prompt = random_prompt(FIRST)
+    changed = (*prompt[:-20], *random_prompt(30, 8))
+    with Engine(pair, CONFIG) as engine:
+        _, first = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
+        meter.take()
+        tokens, last = generated(engine.generate(GenerationRequest(changed, ANSWER, specprefill=AUTO)))
+        fed, _ = meter.take()
+    assert isinstance(last, Finished)
+    assert last.account.continuation == "extend"
+    assert kept_of(last) == {i for i in kept_of(first) if i < FIRST - 20} | set(range(FIRST - 20, FIRST + 10))
+    assert fed == 30 + ANSWER
+    assert tokens == masked_greedy(pair.target, changed, sorted(kept_of(last)), ANSWER)
+
+
+def test_own_scores_and_forced_requests_do_not_depend_on_a_session() -> None:
+    """The same prompt again, with scores of the caller's, and forced: what is kept is what the request asks for."""
+    prompt = random_prompt(FIRST)
+    importance = np.linspace(1, 2, FIRST, dtype=np.float32)
+    own = SpecPrefillOptions(True, return_spans=True, importance=importance)
+    forced = SpecPrefillOptions(True, return_spans=True)
+    with Engine(tiny_pair("llama"), CONFIG) as engine:
+        alone = [
+            kept_of(generated(engine.generate(GenerationRequest(prompt, 2, specprefill=how)))[1])
+            for how in (own, forced)
+        ]
+        generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
+        for how, expected in zip((own, forced), alone, strict=True):
+            _, last = generated(engine.generate(GenerationRequest(prompt, 2, specprefill=how)))
+            assert isinstance(last, Finished)
+            assert last.account.continuation is None
+            assert kept_of(last) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import InvalidRequestError, keep_pct
-from mlx_specprefill.prefill.selection import carried, chunk_means, held_share, kept_spans, select_chunks
+from mlx_specprefill.prefill.selection import carried, chunk_means, held_part, kept_spans, select_chunks
 
 
 def brute_force(scores: list[float], forced: list[bool], keep: Fraction, size: int) -> list[int]:
@@ -110,27 +110,50 @@ def test_chunk_scores_must_match_the_prompt():
         select_chunks(np.zeros(2, np.float32), np.zeros(65, dtype=bool), Fraction(1, 5), 32)
 
 
-def test_a_chunk_that_stands_out_decides_what_is_held():
-    """Chunks 1 and 3 are chosen, cutoff 0.2: 1 stands out by 0.7, 3 by 0.1."""
-    scores = np.array([0.1, 0.9, 0.2, 0.3, 0.1], dtype=np.float32)
-    selection = select_chunks(scores, np.zeros(10, dtype=bool), Fraction(2, 5), 2)
-    assert selection.chunk_chosen.nonzero()[0].tolist() == [1, 3]
-    held = np.zeros(10, dtype=bool)
-    held[2:4] = True
-    assert held_share(selection, held) == pytest.approx(7 / 8)
-    held[:] = True
-    held[2:4] = False
-    assert held_share(selection, held) == pytest.approx(1 / 8)
-    held[2] = True
-    assert held_share(selection, held) == pytest.approx(1 / 8 + 7 / 16)
+def selected(scores, keep, forced=()):
+    """Chunks of two tokens."""
+    scores = np.array(scores, dtype=np.float32)
+    mask = np.zeros(2 * scores.size, dtype=bool)
+    mask[list(forced)] = True
+    return scores, select_chunks(scores, mask, keep, 2)
+
+
+def tokens(count, *chunks):
+    mask = np.zeros(count, dtype=bool)
+    for chunk in chunks:
+        mask[2 * chunk : 2 * chunk + 2] = True
+    return mask
+
+
+def test_only_chunks_that_stand_out_decide_what_is_held():
+    """The median is 1; chunks 1 and 4 stand out with 12 and 6, chunk 3 is chosen with 4 and does not matter."""
+    scores, selection = selected([1, 12, 1, 4, 6, 1, 1], Fraction(3, 7))
+    assert selection.chunk_chosen.nonzero()[0].tolist() == [1, 3, 4]
+    assert held_part(scores, selection, tokens(14, 1, 4)) == (1.0, 14)
+    assert held_part(scores, selection, tokens(14, 1, 3)) == (pytest.approx(2 / 3), 8)
+    assert held_part(scores, selection, tokens(14, 3, 4)) == (pytest.approx(1 / 3), 2)
+    half = tokens(14, 4)
+    half[2] = True
+    assert held_part(scores, selection, half) == (pytest.approx(2 / 3), 3)
+
+
+def test_where_nothing_stands_out_everything_is_held():
+    scores, selection = selected([1, 4.9, 1, 2, 1], Fraction(2, 5))
+    assert held_part(scores, selection, np.zeros(10, dtype=bool)) == (1.0, 10)
+
+
+def test_forced_chunks_are_neither_ordinary_nor_asked_for():
+    """Chunk 0 is forced, seen by every turn, and draws most attention; without it the median is 1."""
+    scores, selection = selected([90, 1, 6, 1, 1], Fraction(2, 5), forced=(0, 1))
+    assert held_part(scores, selection, tokens(10, 0)) == (0.0, 4)
+    assert held_part(scores, selection, tokens(10, 2)) == (1.0, 10)
 
 
 def test_what_lies_after_the_earlier_turn_does_not_count():
-    scores = np.array([0.9, 0.1, 0.8], dtype=np.float32)
-    selection = select_chunks(scores, np.zeros(6, dtype=bool), Fraction(2, 3), 2)
-    assert held_share(selection, np.ones(3, dtype=bool)) == 1.0
-    assert held_share(selection, np.zeros(3, dtype=bool)) == 0.0
-    assert held_share(selection, np.zeros(0, dtype=bool)) == 1.0
+    scores, selection = selected([9, 1, 8, 1, 1], Fraction(2, 5))
+    assert held_part(scores, selection, np.ones(3, dtype=bool)) == (1.0, 3)
+    assert held_part(scores, selection, np.zeros(3, dtype=bool)) == (0.0, 0)
+    assert held_part(scores, selection, np.zeros(0, dtype=bool)) == (1.0, 0)
 
 
 def test_a_chunk_gets_a_share_of_the_score_before_it_and_no_more():

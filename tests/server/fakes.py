@@ -74,9 +74,13 @@ class FakePair:
 class FakeHandle:
     def __init__(self) -> None:
         self.cancelled = threading.Event()
+        self.expecting = False
 
     def cancel(self) -> None:
         self.cancelled.set()
+
+    def expect_more(self) -> None:
+        self.expecting = True
 
 
 # One step of an answer: a token, an event as it is, a wait, or a failure.

@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""When a conversation's sparse cache is extended and when it starts over, by what the next question needs.
+
+    python scripts/bench_sessions.py --pair demo --sessions 40 --seed 1000
+
+A session reads a document with one fact or twelve and asks for one of them. Each way to go on is tried from there, and
+again after four turns that each bring a fact and ask for it:
+
+    new      such a turn: nothing of the old text is needed
+    held     asks for a fact that the cache holds
+    dropped  asks for a fact that it does not hold
+    chat     brings text and asks nothing
+
+Only the draft runs: what the cache holds follows from the selections. Printed is how often each kind starts over, by
+the rule and by the one before it (importance above the best chunk left out, nine tenths of it held, chunks counted from
+the end of the dense prefix). Only `dropped` needs it. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_specprefill import (
+    EngineConfig,
+    GenerationRequest,
+    ModelPair,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+    load_pair,
+)
+from mlx_specprefill.prefill.plan import plan_prefill
+from mlx_specprefill.prefill.scoring import Scores, score_prompt
+from mlx_specprefill.prefill.selection import Selection, carried, chunk_means, held_part, select_chunks
+from mlx_specprefill_server.conversation import conversation
+from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
+from mlx_specprefill_server.prompt import PromptBuilder
+
+Bools = npt.NDArray[np.bool_]
+CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0))
+CHUNK = CONFIG.selection.chunk_size
+NAMES = "Anna Peter Maria Thomas Laura Daniel Sophie Martin Julia Simon Clara Robert".split()
+LATER = "Emma Paul Nora Victor".split()
+WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
+village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
+
+
+@dataclass
+class Session:
+    """A conversation as the draft sees it, and the tokens that the target's sparse cache holds."""
+
+    pair: ModelPair
+    rng: np.random.Generator
+    messages: list[dict[str, str]] = field(default_factory=list)
+    codes: dict[str, str] = field(default_factory=dict)
+    cache: list[Any] | None = None
+    prompt: tuple[int, ...] = ()
+    held: Bools = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+
+    def fork(self) -> Session:
+        return copy.deepcopy(self, {id(self.pair): self.pair})
+
+    def filler(self, words: int) -> str:
+        return " ".join("The " + " ".join(self.rng.choice(WORDS, 7)) + "." for _ in range(max(1, words // 8)))
+
+    def fact(self, name: str) -> str:
+        self.codes[name] = str(self.rng.integers(100_000, 1_000_000))
+        return f"The secret code for {name} is {self.codes[name]}."
+
+    def document(self, facts: int, words: int) -> str:
+        parts = [f"{self.filler(words // (facts + 1))} {self.fact(name)}" for name in NAMES[:facts]]
+        return " ".join([*parts, self.filler(words // (facts + 1))])
+
+    @property
+    def dense(self) -> int:
+        """Tokens before the first gap."""
+        return self.held.size if self.held.all() else int(np.argmin(self.held))
+
+    def ask(self, text: str) -> tuple[Scores, Bools]:
+        """What the draft makes of the next message, and the forced tokens."""
+        self.messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = asyncio.run(PromptBuilder(self.pair.tokenizer).chat(conversation(self.messages)))
+        self.prompt = prompt.tokens
+        options = SpecPrefillOptions(enabled=True)
+        request = GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans)
+        plan = plan_prefill(request, CONFIG, sparse_refusal=None)
+        scores = _last(score_prompt(self.pair.draft, self.prompt, CONFIG.scoring, self.pair.eos_token_ids, self.cache))
+        self.cache = scores.cache
+        return scores, plan.forced
+
+    def answer(self, text: str, held: Bools) -> None:
+        """The answer stays in the cache whole; its end marker is read with the next prompt."""
+        tokens = len(self.pair.tokenizer.encode(text, add_special_tokens=False))
+        self.messages = [*self.messages, {"role": "assistant", "content": text}]
+        self.held = np.concatenate([held, np.ones(tokens, dtype=np.bool_)])
+
+    def holds(self, text: str) -> bool:
+        """Whether every token that `text` begins or ends in is held."""
+        decoded, at = "", []
+        whole = self.pair.tokenizer.decode(list(self.prompt))
+        start = whole.index(text)
+        for index, token in enumerate(self.prompt):
+            begin = len(decoded)
+            decoded += self.pair.tokenizer.decode([token])
+            if begin < start + len(text) and len(decoded) > start:
+                at.append(index)
+        return bool(self.held[at].all())
+
+
+def _last(slices: Iterator[Any]) -> Any:
+    while True:
+        try:
+            next(slices)
+        except StopIteration as finished:
+            return finished.value
+
+
+def question(name: str) -> str:
+    return f"What is the secret code for {name}?"
+
+
+def selected(scores: Scores, forced: Bools, start: int) -> Selection:
+    means = carried(chunk_means(scores.importance[start:], CHUNK), CONFIG.selection.carry)
+    return select_chunks(means, forced[start:], CONFIG.policy.keep_pct, CHUNK)
+
+
+def starts_over(scores: Scores, forced: Bools, session: Session) -> dict[str, bool]:
+    """By the rule, and by the one before it."""
+    first = session.dense - session.dense % CHUNK
+    means = chunk_means(scores.importance[first:], CHUNK)
+    share, _ = held_part(means, selected(scores, forced, first), session.held[first:])
+    before = excess_held(selected(scores, forced, session.dense), session.held[session.dense :])
+    return {"now": share < CONFIG.policy.extend_share, "before": before < 0.9}
+
+
+def excess_held(selection: Selection, held: Bools) -> float:
+    left_out = selection.chunk_scores[~(selection.chunk_chosen | selection.chunk_forced)]
+    cutoff = left_out.max() if left_out.size else 0.0
+    excess = np.where(selection.chunk_chosen, np.maximum(selection.chunk_scores - cutoff, 0.0), 0.0)
+    wanted = np.repeat(excess, CHUNK)[: held.size]
+    return float(wanted[held].sum() / wanted.sum()) if wanted.sum() > 0 else 1.0
+
+
+Found = dict[str, list[dict[str, bool]]]
+
+
+def try_all(session: Session, found: Found) -> None:
+    """One question of each kind, from the same state."""
+    held = [name for name, code in session.codes.items() if session.holds(f"code for {name} is {code}")]
+    dropped = [name for name in session.codes if name not in held and not session.holds(session.codes[name])]
+    asked = {"held": question(session.rng.choice(held)) if held else None, "chat": session.filler(40)}
+    if dropped:
+        name = session.rng.choice(dropped)
+        asked |= {"dropped": question(name), "dropped, after text": f"{session.filler(40)} {question(name)}"}
+    for kind, text in asked.items():
+        if text is not None:
+            found[kind].append(starts_over(*session.fork().ask(text), session))
+
+
+def run(pair: ModelPair, seed: int, facts: int, tokens: int, found: Found) -> None:
+    session = Session(pair, np.random.default_rng(seed))
+    per_word = len(pair.tokenizer.encode(session.filler(400))) / 400
+    name = NAMES[seed % facts]
+    scores, forced = session.ask(f"{session.document(facts, int(tokens / per_word))}\n\n{question(name)}")
+    kept = np.zeros(len(session.prompt), dtype=np.bool_)
+    kept[selected(scores, forced, 0).kept] = True
+    session.answer(f"The secret code for {name} is {session.codes[name]}.", kept)
+    try_all(session, found)
+    for name in LATER:
+        text = f"{session.filler(25)} {session.fact(name)} {session.filler(25)}\n\n{question(name)}"
+        found["new"].append(starts_over(*session.ask(text), session))
+        new = np.ones(len(session.prompt) - session.held.size, dtype=np.bool_)
+        session.answer(f"The secret code for {name} is {session.codes[name]}.", np.concatenate([session.held, new]))
+    try_all(session, found)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", default="demo", help="a name in models/pairs.toml")
+    parser.add_argument("--sessions", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=2500, help="of the document")
+    options = parser.parse_args(arguments)
+    named = read_pairs(CLONE_PAIRS)[options.pair]
+    pair = load_pair(named.target, named.draft)
+    table = {}
+    for facts in (1, 12):
+        found: Found = defaultdict(list)
+        for seed in range(options.seed + facts, options.seed + facts + options.sessions):
+            run(pair, seed, facts, options.tokens, found)
+        for kind, outcomes in found.items():
+            table[f"{kind}, {facts} facts"] = {
+                "n": len(outcomes),
+                **{rule: float(np.mean([outcome[rule] for outcome in outcomes])) for rule in ("before", "now")},
+            }
+    print("| question | n | before | now |\n|---|---|---|---|")
+    for kind, row in table.items():
+        print(f"| {kind} | {row['n']} | {row['before']:.3f} | {row['now']:.3f} |")
+    print(json.dumps({"benchmark": "sessions", "pair": options.pair, "tokens": options.tokens, "starts_over": table}))
+
+
+if __name__ == "__main__":
+    main()

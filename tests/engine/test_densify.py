@@ -1,0 +1,141 @@
+"""Which sparse turn is made dense first, on integers and with a tiny engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Generator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    RequestHandle,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+)
+from mlx_specprefill.engine.densify import DensifyQueue, SparseTurn
+from tests.engine.test_composition import wait_until
+from tests.tiny import generated, random_prompt, tiny_pair
+
+CONFIG = EngineConfig(
+    policy=SpecPrefillPolicy(threshold=200, keep_pct=Fraction(3, 10)), prefill_step=128, prefix_cache_bytes=64 << 20
+)
+SPARSE = SpecPrefillOptions(enabled=True)
+LENGTH = 500
+
+
+def turn(*prompt: int, expecting: bool = False, answer: tuple[int, ...] = (0,)) -> SparseTurn:
+    handle = RequestHandle()
+    if expecting:
+        handle.expect_more()
+    return SparseTurn(prompt, answer, handle)
+
+
+def drained(turns: Sequence[SparseTurn]) -> list[tuple[int, ...]]:
+    queue, order = DensifyQueue(), []
+    for one in turns:
+        queue.add(one)
+    while (first := queue.first()) is not None:
+        order.append(first.prompt)
+        queue.discard(first)
+    assert not len(queue)
+    return order
+
+
+def test_outstanding_calls_come_first_and_the_newest_among_equals() -> None:
+    turns = [turn(1, expecting=True), turn(2), turn(3, expecting=True), turn(4)]
+    assert drained(turns) == [(3,), (1,), (4,), (2,)]
+
+
+def test_a_call_may_become_known_later() -> None:
+    queue, old = DensifyQueue(), turn(1)
+    queue.add(old)
+    queue.add(turn(2))
+    first = queue.first()
+    assert first is not None
+    assert first.prompt == (2,)
+    old.handle.expect_more()
+    assert queue.first() is old
+
+
+def test_a_conversation_is_there_once_with_its_newest_turn() -> None:
+    """Whatever became of the answer in the next prompt, and whether or not a call was outstanding before."""
+    assert drained([turn(1, 2, expecting=True), turn(7), turn(1, 2, 9, 3)]) == [(1, 2, 9, 3), (7,)]
+    assert drained([turn(1, 2, answer=(5,)), turn(1, 2, answer=(6,))]) == [(1, 2)]
+
+
+def test_a_replaced_turn_can_be_discarded() -> None:
+    queue, old, new = DensifyQueue(), turn(1), turn(1, 2)
+    queue.add(old)
+    queue.add(new)
+    queue.discard(old)
+    assert queue.first() is new
+
+
+def test_the_least_urgent_turn_goes_when_there_are_too_many() -> None:
+    waiting, rest = turn(0, expecting=True), [turn(i) for i in range(1, 10)]
+    assert drained([waiting, *rest]) == [(0,), *((i,) for i in range(9, 2, -1))]
+
+
+def ask(engine: Engine, prompt: tuple[int, ...]) -> RequestHandle:
+    """One sparse turn."""
+    ended = threading.Event()
+    handle = engine.submit(
+        GenerationRequest(prompt, 3, specprefill=SPARSE),
+        lambda event: ended.set() if isinstance(event, Finished) else None,
+    )
+    assert ended.wait(20)
+    return handle
+
+
+def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int]]:
+    """What is begun, in order: the prompt, and how much of it is dense by then."""
+    taken: list[tuple[tuple[int, ...], int]] = []
+    dense = engine.prefiller.dense
+
+    def watched(tokens: tuple[int, ...]) -> Generator[Any, None, None]:
+        hit = engine.caches.target_prefix(tokens)
+        taken.append((tokens[:LENGTH], 0 if hit is None else hit.length))
+        return dense(tokens)
+
+    patch.setattr(engine.prefiller, "dense", watched)
+    return taken
+
+
+def test_the_engine_takes_the_turn_with_a_call_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [random_prompt(LENGTH, seed) for seed in range(3)]
+    with Engine(tiny_pair(), CONFIG) as engine:
+        taken = watch(engine, monkeypatch)
+        handles = [ask(engine, prompt) for prompt in prompts]
+        handles[1].expect_more()
+        assert wait_until(lambda: engine.densified == 3, 60)
+    assert [prompt for prompt, _ in taken] == [prompts[1], prompts[2], prompts[0]]
+
+
+def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call of the older turn becomes known while the newer one is being made dense."""
+    prompts, slices = [random_prompt(LENGTH, seed) for seed in range(2)], []
+    with Engine(tiny_pair(), dataclasses.replace(CONFIG, slice_target_ms=0.01)) as engine:  # one slice per tick
+        taken = watch(engine, monkeypatch)
+        handles = [ask(engine, prompt) for prompt in prompts]
+
+        def size(kind: str) -> int:
+            if taken:
+                slices.append(kind)
+            if len(slices) == 3:
+                handles[0].expect_more()
+            return 64
+
+        monkeypatch.setattr(engine.prefiller, "slice_size", size)
+        assert wait_until(lambda: engine.densified == 2, 60)
+        _, last = generated(engine.generate(GenerationRequest((*prompts[1], 2, 3), 2)))
+    assert [prompt for prompt, _ in taken] == [prompts[1], prompts[0], prompts[1]]
+    assert taken[2][1] >= taken[0][1] + 3 * 64
+    assert isinstance(last, Finished)
+    assert last.account.cached_tokens >= LENGTH

@@ -10,7 +10,15 @@ import pytest
 from mlx_specprefill_server.evals.records import Cell, Record, Records
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_quality_tables.py"
-PAGE = "text\n<!-- tiny -->\nstale\n<!-- end -->\n<!-- tiny: distributions -->\n<!-- end -->\n<!-- positions -->\n<!-- end -->\n"
+PAGE = """text
+<!-- tiny -->
+stale
+<!-- end -->
+<!-- tiny: distributions -->
+<!-- end -->
+<!-- positions -->
+<!-- end -->
+"""
 
 
 @pytest.fixture

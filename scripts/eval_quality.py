@@ -27,7 +27,7 @@ from mlx_specprefill_server.evals.errors import EvaluationError
 from mlx_specprefill_server.evals.local import LocalExaminee, examination
 from mlx_specprefill_server.pairs import CLONE_PAIRS, Pair, PairsError, read_pairs
 
-QUICK: dict[str, Any] = {"task": ["niah_single_2", "niah_multikey_1"], "lengths": [1024, 2048], "n": 12, "depths": []}
+QUICK: dict[str, Any] = {"task": ["niah_single_2", "niah_multikey_1"], "lengths": [1024, 2048], "n": 8, "depths": []}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
         summary["cells"].sort(key=lambda cell: (cell["task"], cell["length"]))
         page = _replaced(page, name, _accuracy(summary["cells"]))
         page = _replaced(page, f"{name}: distributions", _distributions(summary["cells"]))
-        plots.plot_keeps(summary, PLOTS / f"keeps-{name}.svg")
+        swept = [cell for cell in summary["cells"] if "sparse@0.1" in cell["arms"]]
+        plots.plot_keeps({"cells": swept}, PLOTS / f"keeps-{name}.svg")
         plots.plot_depths(records, HEAT_MAP[1], HEAT_MAP[0], PLOTS / f"depths-{name}.svg")
     page = _replaced(page, "positions", _positions(runs))
     PAGE.write_text(page, encoding="utf-8")
@@ -94,7 +95,8 @@ def _entry(cell: Mapping[str, Any], arm: Arm) -> str:
     if row is None:
         return ""
     text = _short(row["accuracy"])
-    if found := row["difference"]:
+    found = row["difference"]
+    if found and (found["low"], found["high"]) != (0, 0):
         text += f" ({_short(found['low'], '+.2f')} to {_short(found['high'], '+.2f')})"
     return text if row["n"] == cell["n"] else f"{text} N={row['n']}"
 

@@ -12,6 +12,7 @@ from .records import Cell, Record
 
 try:
     from matplotlib import figure as figures
+    from matplotlib import rc_context
 except ImportError:
     figures = None  # type: ignore[assignment]
 
@@ -45,7 +46,7 @@ def plot_keeps(summary: Mapping[str, Any], file: Path) -> None:
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=7, fontsize=8)
     figure.supxlabel("share of chunks kept", y=0.06 if rows > 1 else 0.1, fontsize=9)
     figure.tight_layout(rect=(0, 0.1 if rows > 1 else 0.16, 1, 1))
-    figure.savefig(file)
+    _save(figure, file)
 
 
 def _lines(arms: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
@@ -73,7 +74,7 @@ def plot_depths(records: Iterable[Record], arms: Sequence[str], task: str, file:
     panels = figure.subplots(1, len(arms), squeeze=False, sharey=True)[0]
     for panel, arm in zip(panels, arms, strict=True):
         grid = [[float(np.mean(scores[arm].get(Cell(task, n, d), [np.nan]))) for n in lengths] for d in depths]
-        panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", alpha=0.6, aspect="auto")
         for (y, x), value in np.ndenumerate(np.array(grid)):
             if not np.isnan(value):
                 panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
@@ -82,4 +83,10 @@ def plot_depths(records: Iterable[Record], arms: Sequence[str], task: str, file:
         panel.set_xlabel("tokens")
     panels[0].set_ylabel("depth")
     figure.tight_layout()
-    figure.savefig(file)
+    _save(figure, file)
+
+
+def _save(figure: Any, file: Path) -> None:
+    """Text stays text and nothing depends on the day, so a plot that is made again is the same small file."""
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "plot"}):
+        figure.savefig(file, metadata={"Date": None})

@@ -320,11 +320,12 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             bench = start(options, stack, Path(folder))
             bench.run(options)
+            errors = {arm.server.name: arm.server.errors() for arm in bench.arms}
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     show(bench, Console(width=140))
-    print(json.dumps(report(bench, options)))
+    print(json.dumps(report(bench, options) | {"logged_errors": errors}))
     return 0
 
 

@@ -54,11 +54,17 @@ class Server:
     base: str
     client: httpx.Client
     pid: int
+    log: Path
     model: str = "default_model"
 
     def cpu_s(self) -> float:
         """Processor seconds that the server has used so far, all of its threads together, to a hundredth."""
         return cpu_seconds(self.pid)
+
+    def errors(self) -> list[str]:
+        """The first few different lines of its log that say ERROR."""
+        lines = (line.strip() for line in self.log.read_text(errors="replace").splitlines() if "ERROR" in line)
+        return list(dict.fromkeys(lines))[:3]
 
     def ask(self, messages: list[dict[str, str]], tokens: int, **options: Any) -> Reply:
         """One streamed answer."""
@@ -218,7 +224,7 @@ def running(
         httpx.Client(timeout=300, limits=limits) as client,
     ):
         try:
-            server = Server(name, f"http://127.0.0.1:{port}", client, process.pid, model)
+            server = Server(name, f"http://127.0.0.1:{port}", client, process.pid, log, model)
             wait_for(server, process, log, start_s)
             yield server
         finally:

@@ -23,7 +23,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.engine import calibration
 from mlx_specprefill.engine.calibration import calibrated
-from mlx_specprefill.prefill.cost import ModelCost
+from mlx_specprefill.prefill.cost import ModelCost, Sample
 from tests import tiny
 
 CHEAP, DEAR = ModelCost(0.0, 0.001, 0.0, 0.0, 0.0, 0.0), ModelCost(0.0, 10.0, 0.0, 0.0, 0.0, 0.0)
@@ -81,6 +81,19 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_keeping(tmp_path)
 def test_a_failing_measurement_leaves_the_length_to_decide(monkeypatch):
     monkeypatch.setattr(calibration, "calibrate", lambda *_: 1 / 0)
     assert calibrated(tiny.tiny_pair(), config()) is None
+
+
+@pytest.mark.usefixtures("short_ladder")
+def test_a_disturbed_forward_does_not_count(monkeypatch):
+    quiet = [Sample(n, n * i, 0.5 * n) for n in (64, 128) for i in range(2)]
+    disturbed = [replace(sample, ms=9 * sample.ms) for sample in quiet]
+    readings = iter([quiet, disturbed, disturbed, quiet])
+    monkeypatch.setattr(
+        calibration, "_climb", lambda *_: calibration._Samples(next(readings), [Sample(1, 128, 3.0)], seconds=1.0)
+    )
+    cost = calibrate(tiny.tiny_pair(), config())
+    assert cost.target.prefill_ms(129, 0, 64) == pytest.approx(0.5 * 128 + 3.0)
+    assert cost.draft.prefill_ms(129, 0, 64) == pytest.approx(0.5 * 128 + 3.0)
 
 
 def test_without_a_draft_there_is_nothing_to_measure():

@@ -46,10 +46,10 @@ def main(arguments: list[str] | None = None) -> None:
         summary = summarise(records, ARMS)
         summary["cells"].sort(key=lambda cell: (cell["task"], cell["length"]))
         page = _replaced(page, name, _accuracy(summary["cells"]))
-        page = _replaced(page, f"{name}: distributions", _distributions(summary["cells"]))
         swept = [cell for cell in summary["cells"] if "sparse@0.1" in cell["arms"]]
         plots.plot_keeps({"cells": swept}, PLOTS / f"keeps-{name}.svg")
         plots.plot_depths(records, HEAT_MAP[1], HEAT_MAP[0], PLOTS / f"depths-{name}.svg")
+    page = _replaced(page, "distributions", _distributions(runs))
     page = _replaced(page, "positions", _positions(runs))
     PAGE.write_text(page, encoding="utf-8")
 
@@ -109,14 +109,20 @@ def _short(value: float | None, form: str = ".2f") -> str:
     return text.replace("0.", ".", 1) if abs(value) < 1 and float(text) not in (1, -1) else text
 
 
-def _distributions(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _distributions(runs: Mapping[str, Sequence[Record]]) -> Iterator[str]:
+    """A row per arm over the probed items only."""
     rows = (
-        [cell["task"], str(cell["length"]), name, *(_short(row.get(key), ".3f") for key in PROBED)]
-        for cell in cells
-        for name, row in cell["arms"].items()
+        [name, cell["task"], str(cell["length"]), str(cell["n"]), arm, *(_short(row.get(key), ".3f") for key in PROBED)]
+        for name, records in runs.items()
+        for cell in summarise([r for r in records if _probed(r)], ARMS)["cells"]
+        for arm, row in cell["arms"].items()
         if "kl" in row
     )
-    return _rows(["task", "tokens", "arm", *PROBED.values()], rows)
+    return _rows(["pair", "task", "tokens", "N", "arm", *PROBED.values()], rows)
+
+
+def _probed(record: Record) -> bool:
+    return any("kl" in entry for entry in record.arms.values())
 
 
 def _positions(runs: Mapping[str, Sequence[Record]]) -> Iterator[str]:

@@ -14,7 +14,7 @@ PAGE = """text
 <!-- tiny -->
 stale
 <!-- end -->
-<!-- tiny: distributions -->
+<!-- distributions -->
 <!-- end -->
 <!-- positions -->
 <!-- end -->
@@ -57,11 +57,11 @@ def test_accuracy_interval_and_items_of_every_arm(tables, tmp_path):
     )
     assert "stale" not in page
     assert "| niah_single_2 | 1024 | 4 | 1.00 | .75 (-.75 to +.00) | .50 (-1.00 to +.00) N=2 | - / .50 |" in page
-    assert "| niah_single_2 | 1024 | sparse@0.2 | - | .250 | - | - |" in page
+    assert "| tiny | niah_single_2 | 1024 | 4 | sparse@0.2 | - | .250 | - | - |" in page
     assert "| tiny | niah_single_2 | 1024 | 2 | 1.00 | .50 | -0.500 (-1.000 to +0.000) |" in page
 
 
 def test_no_difference_where_full_prefill_fails(tables, tmp_path):
     page = made(tables, tmp_path, [record(0, 0.0, 0.0, full=0.0)])
     assert "| niah_single_2 | 1024 | 1 | .00 | .00 | .00 |" in page
-    assert "| tiny | niah_single_2" not in page
+    assert "not restored | difference (95 %) |\n| --- | --- | --- | --- | --- | --- | --- |\n\n<!-- end -->" in page

@@ -258,7 +258,7 @@ def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[
 def row(setup: Setup, tokens: int, keep: Fraction, runs: Sequence[Run]) -> Row:
     medians: dict[str, Any] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     kept = int(medians.pop("kept_tokens"))
-    predicted = setup.cost.predict(tokens, kept, step=setup.target_step, draft_step=setup.draft_step)
+    predicted = setup.cost.predict(tokens, kept, steps=(setup.target_step, setup.draft_step))
     return Row(
         tokens=tokens,
         keep=float(keep),

@@ -82,7 +82,7 @@ class Prefiller:
         """The draft's cache is taken to hold what the target's holds."""
         assert self.cost is not None
         steps = self.slice_size("prefill"), self.slice_size("draft")
-        return self.cost.predict(tokens, kept, cached, cached, *steps)
+        return self.cost.predict(tokens, kept, cached, cached, steps)
 
     def longest_slice(self, kind: str) -> int:
         """Tokens per forward of "draft" or "prefill" above which a prompt is read more slowly, as far as is known."""

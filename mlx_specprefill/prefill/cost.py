@@ -22,7 +22,7 @@ __all__ = ["ModelCost", "PairCost", "Sample", "break_even", "fit", "worthwhile"]
 
 _LONGEST = 1 << 20  # tokens; where the search for the break-even length gives up
 _TYPICAL = 8192  # tokens of the prompt that step sizes are compared on
-_SHORTEST_STEP = 128  # tokens
+_SHORTEST_STEP, _LONGEST_STEP = 128, 2048  # tokens
 _EQUAL = 1.02  # times the soonest end: among steps so close the longest is taken, which launches least
 
 
@@ -92,7 +92,7 @@ class PairCost:
         return target, self.draft.best_step(target)
 
     def predict(
-        self, tokens: int, kept: int, cached: int = 0, draft_cached: int = 0, step: int = 2048, draft_step: int = 2048
+        self, tokens: int, kept: int, cached: int = 0, draft_cached: int = 0, steps: tuple[int, int] | None = None
     ) -> Prediction:
         """Both ways to continue a prompt.
 
@@ -100,8 +100,9 @@ class PairCost:
             tokens: M, the whole prompt.
             kept: tokens of the uncached rest that the target would see.
             cached, draft_cached: prompt tokens that the target's and the draft's prefix cache hold.
-            step, draft_step: tokens per forward.
+            steps: tokens per forward of target and draft; None: the best up to 2048.
         """
+        step, draft_step = self.steps(_LONGEST_STEP) if steps is None else steps
         full = self.target.prefill_ms(tokens - cached, cached, step)
         draft = self.draft.prefill_ms(tokens - draft_cached, draft_cached, draft_step)
         return Prediction(full, draft + self.target.prefill_ms(kept, cached, step))

@@ -248,6 +248,7 @@ class TestCalibrate:
         assert "2,048" in done.stdout
         assert "8,192" not in done.stdout  # the models' context ends before
         # full M ms, sparse 0.3 M ms: a second is saved from 1429 tokens on
+        assert "read 2048 (target) and 2048 (draft) tokens at a time" in done.stdout
         assert "from 1,43" in done.stdout or "from 1,42" in done.stdout
 
     def test_it_needs_a_draft(self, models: list[str]) -> None:

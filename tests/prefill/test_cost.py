@@ -54,10 +54,14 @@ def test_a_draft_takes_no_longer_steps_than_its_target():
 
 
 def test_a_prediction_adds_the_draft_over_everything_and_the_target_over_what_is_kept():
-    predicted = PAIR.predict(8000, 1600, cached=2000, draft_cached=1000, step=512, draft_step=1024)
+    predicted = PAIR.predict(8000, 1600, cached=2000, draft_cached=1000, steps=(512, 1024))
     assert predicted.full_ms == pytest.approx(by_slices(TARGET, 6000, 2000, 512))
     sparse = by_slices(DRAFT, 7000, 1000, 1024) + by_slices(TARGET, 1600, 2000, 512)
     assert predicted.sparse_ms == pytest.approx(sparse)
+
+
+def test_without_steps_a_prediction_takes_the_best():
+    assert PAIR.predict(8000, 1600) == PAIR.predict(8000, 1600, steps=PAIR.steps(2048))
 
 
 def test_fit_finds_the_law_behind_exact_samples():

@@ -34,6 +34,9 @@ def calibrate(
             cost = measure_pair(loaded, config)
         longest = min(loaded.context_length, loaded.draft_context or loaded.context_length)
         Console().print(cost_table(cost, config.policy, longest))
+        typer.echo(
+            "Prompts are read {} (target) and {} (draft) tokens at a time.".format(*cost.steps(config.prefill_step))
+        )
         typer.echo(_break_even_text(break_even(cost, config.policy, longest), config.policy))
 
 

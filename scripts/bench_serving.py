@@ -194,8 +194,9 @@ def session(server: Server, text: Text, length: int) -> list[dict[str, Any]]:
             messages.append({"role": "user", "content": asked})
             reply = server.ask(messages, 16, **options)
             report = reply.report
-            extended = report["continuation"] == "extend"
-            fed = report["kept_tokens"] - (held if extended else reply.cached_tokens)
+            continued = report["continuation"]  # how much of the session a restart uses is not reported
+            already = {None: reply.cached_tokens, "extend": held}.get(continued)
+            fed = None if already is None else report["kept_tokens"] - already
             held = report["kept_tokens"] + reply.completion_tokens
             names = ("mode", "continuation", "prompt_tokens", "cached_tokens", "kept_tokens")
             row = {"arm": arm, "turn": turn, "ttft_ms": 1e3 * reply.first_s, "fed_tokens": fed}

@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]
 
-_STANDS_OUT = 5.0  # times the median chunk
+_STANDS_OUT = 6.0  # times the median chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_siz
 def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float, int]:
     """How much of what the selection asks for an earlier turn has kept already, and where the first of the rest lies.
 
-    What it asks for are the chosen chunks that stand out: five times the score of an ordinary one. The others fill the
+    What it asks for are the chosen chunks that stand out: six times the score of an ordinary one. The others fill the
     budget and change from question to question.
 
     Args:

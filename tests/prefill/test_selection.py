@@ -138,7 +138,7 @@ def test_only_chunks_that_stand_out_decide_what_is_held():
 
 
 def test_where_nothing_stands_out_everything_is_held():
-    scores, selection = selected([1, 4.9, 1, 2, 1], Fraction(2, 5))
+    scores, selection = selected([1, 5.9, 1, 2, 1], Fraction(2, 5))
     assert held_part(scores, selection, np.zeros(10, dtype=bool)) == (1.0, 10)
 
 

@@ -23,6 +23,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from operator import truediv
 from typing import Any
 
 from needles import codes_prompt
@@ -292,28 +293,25 @@ def shape(options: argparse.Namespace, noise: float) -> list[Row]:
 
 def gate(pair: ModelPair, options: argparse.Namespace) -> Row:
     """The demonstration pair at a short context reads weights, not keys; whole requests are timed."""
-    times: dict[str, list[float]] = {"off": [], "auto": []}
+    times: dict[str, list[Row]] = {"off": [], "auto": []}
     reasons: set[str] = set()
     prompt = tuple(np.random.default_rng(1).integers(10, 4000, 200).tolist())
     with Engine(pair, EngineConfig(prefix_cache_bytes=0)) as engine:
         for repeat in range(2 * options.n + 1):
             for how in ("off", "auto") if repeat % 2 else ("auto", "off"):
-                begun = time.perf_counter()
+                clock = Clock()
                 account = spoken(engine, prompt, how)
                 if repeat:  # the first one measures the pair
-                    times[how].append(1e3 * (time.perf_counter() - begun))
+                    times[how].append(clock.read())
                 if account.speculation is not None and how == "auto":
                     reasons.add(account.speculation.reason)
-    medians = {how: statistics.median(values) for how, values in times.items()}
-    return {
-        "part": "gate",
-        "n": 2 * options.n,
-        "off_ms": round(medians["off"], 2),
-        "auto_ms": round(medians["auto"], 2),
-        "loss": round(statistics.median(a / b for a, b in zip(times["auto"], times["off"], strict=True)) - 1, 4),
-        "fastest": {how: round(min(values), 2) for how, values in times.items()},
-        "reasons": sorted(reasons)[:3],
-    }
+    row: Row = {"part": "gate", "n": 2 * options.n}
+    for clock_name in ("ms", "cpu_ms"):
+        off, auto = ([each[clock_name] for each in times[how]] for how in ("off", "auto"))
+        row |= {f"off_{clock_name}": round(statistics.median(off), 2)}
+        row |= {f"auto_{clock_name}": round(statistics.median(auto), 2)}
+        row |= {clock_name.replace("ms", "loss"): round(statistics.median(map(truediv, auto, off)) - 1, 4)}
+    return {**row, "reasons": sorted(reasons)[:3]}
 
 
 def spoken(engine: Engine, prompt: tuple[int, ...], how: SpeculationName) -> Account:

@@ -56,13 +56,12 @@ class PromptReader:
         mx.eval(self.hidden, [] if self.cache.empty() else self.cache.state)
 
     def _read(self, hidden: mx.array) -> None:
-        at = self._fed[self._done : self._done + hidden.shape[1]]
-        rows = at.size  # fewer than were fed if tokens beyond the prompt were
+        first, end = self._done, self._done + hidden.shape[1]
         if self.hidden is not None:  # of the token before, whose next one is known now
-            hidden = mx.concatenate([self.hidden, hidden], axis=1)
-            at, rows = np.concatenate([self._fed[self._done - 1 : self._done], at]), rows + 1
-        self._done += hidden.shape[1] - (self.hidden is not None)
-        self.hidden = hidden[:, rows - 1 :]
+            first, hidden = first - 1, mx.concatenate([self.hidden, hidden], axis=1)
+        at = self._fed[first:end]  # ends with the prompt, whatever was fed beyond it
+        self._done = first + at.size
+        self.hidden = hidden[:, at.size - 1 :]
         followed = np.flatnonzero(np.diff(at) == 1)
         if followed.size:
             positions = at[followed]

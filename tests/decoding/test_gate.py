@@ -49,6 +49,12 @@ def test_triforce_pays_for_inner_rounds() -> None:
     assert predicted_gain("triforce", costs(1, 1e-3, 0.5), CONFIG, outlook) == pytest.approx(55 / (4 + 11))
 
 
+def test_a_head_pays_by_what_it_costs_on_a_long_cache() -> None:
+    """3 guesses at 1 + 0.01 * 100 ms each, verified at 10: 4 for 16 ms instead of 40."""
+    known = DecodeCosts({rows: ForwardCost(10, 0) for rows in (1, 4)}, None, ForwardCost(1, 0.01))
+    assert predicted_gain("mtp", known, CONFIG, Outlook(100, 0, 1.0)) == pytest.approx(40 / 16)
+
+
 def test_more_rows_cost_more() -> None:
     slow = DecodeCosts({1: ForwardCost(10, 0), 4: ForwardCost(30, 0)}, ForwardCost(1, 0))
     assert predicted_gain("draft", slow, CONFIG, Outlook(0, 0, 1.0)) == pytest.approx(40 / 33)

@@ -17,6 +17,7 @@ from mlx_specprefill.adapters.recurrence import install_replay
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from mlx_specprefill.decoding.laws import Chooser
+from mlx_specprefill.decoding.measuring import measure_head
 from mlx_specprefill.decoding.mtp import HeadDrafts, PromptReader, read_along
 from mlx_specprefill.decoding.speculative import Limits, SpeculativeRow
 from mlx_specprefill.engine.caches import empty_cache
@@ -148,6 +149,12 @@ def test_a_right_head_saves_forwards() -> None:
     row, answer = rows()[1], answer_of(1)
     running, _ = drafted(Knowing(tiny_head(model()), row.prompt, answer, frozenset()), row, COUNT, 3)
     assert running.steps == COUNT // 4
+
+
+def test_what_a_guess_costs_is_measured() -> None:
+    cost = measure_head(tiny_head(model()))
+    assert cost.base > 0
+    assert cost.per_token >= 0
 
 
 def test_a_prompt_of_one_token() -> None:

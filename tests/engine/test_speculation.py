@@ -165,6 +165,19 @@ def test_what_a_drafted_turn_leaves_serves_the_next_one(engine: Engine) -> None:
         assert generated(fresh.generate(later))[0] == tokens
 
 
+@pytest.mark.parametrize("how", NAMES)
+def test_a_prompt_from_the_cache_is_drafted_for(engine: Engine, how: SpeculationName) -> None:
+    """What drafts know of a prompt may then begin late; a repeated and a longer prompt get their plain answers."""
+    first, _ = generated(engine.generate(asked(21, None)))
+    same = asked(21, how)
+    longer = replace(same, prompt=(*same.prompt, *first, 5, 6, 7))
+    for request in (same, longer):
+        tokens, last = generated(engine.generate(request))
+        assert told(last)[0].cached_tokens > 0
+        plain = replace(request, specprefill=replace(request.specprefill, speculative=None))
+        assert tokens == generated(engine.generate(plain))[0]
+
+
 def test_a_cancelled_row_ends_within_a_forward(engine: Engine) -> None:
     """Rows beside it, drafted or not, go on as if nothing had been."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

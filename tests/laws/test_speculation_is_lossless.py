@@ -35,7 +35,7 @@ from tests.rows import Row, alone, assert_same_contents, logprob_error, make_row
 from tests.tiny import CONFIGS, FAMILIES, VOCAB, tiny_head, tiny_model
 
 CLOSE = 1e-4
-COUNT = 40
+COUNT = 24
 MORE = ("lfm2", "granitemoehybrid", "gemma3_text", "falcon_h1", "qwen3_5_moe")
 T = TypeVar("T")
 
@@ -191,11 +191,11 @@ def test_a_budget_for_everything_accepts_everything(name: str) -> None:
 @pytest.mark.parametrize("strategy", ["draft", "retrieval", "triforce"])
 def test_answers_longer_than_the_budget(strategy: StrategyName) -> None:
     """Rings fill up many times, and chunks of the answer itself are chosen."""
-    row = make_rows(VOCAB, 4, seed=3)[2]
-    expected, _ = alone(model_of("llama"), row, 200)
-    events, running = speculate("llama", strategy, row, SMALL, model_of("llama", 9), count=200)
+    row, config = rows_of("llama")[2], replace(SMALL, budget=32)
+    expected, _ = alone(model_of("llama"), row, 100)
+    events, running = speculate("llama", strategy, row, config, model_of("llama", 9), count=100)
     assert tokens(events) == tokens(expected)
-    assert len(running.tokens) > 3 * SMALL.budget
+    assert len(running.tokens) > 3 * config.budget
 
 
 @pytest.mark.parametrize(("name", "strategy"), cases("llama", "qwen3_5", "gpt_oss"))

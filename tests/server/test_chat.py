@@ -8,7 +8,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
-from mlx_specprefill import Failed, InvalidRequestError, Progress
+from mlx_specprefill import SPECULATION_NAMES, Failed, InvalidRequestError, Progress
 
 from .conftest import client_of, events
 from .fakes import FakeEngine, FakePair, account, byte_tokenizer
@@ -144,6 +144,12 @@ def test_specprefill_reaches_the_engine(client: TestClient, engine: FakeEngine, 
     assert engine.requests[0].specprefill.keep_pct == Fraction(7, 100)
 
 
+@pytest.mark.parametrize("sent", [*SPECULATION_NAMES, None])
+def test_the_way_to_draft_reaches_the_engine(client: TestClient, engine: FakeEngine, sent: Any) -> None:
+    ask(client, speculative=sent)
+    assert engine.requests[0].specprefill.speculative == sent
+
+
 def test_absent_fields_and_nulls_are_the_defaults(client: TestClient, engine: FakeEngine) -> None:
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens", "n",
              "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs",
@@ -223,6 +229,8 @@ def test_the_last_token_of_room_can_be_used(client: TestClient, engine: FakeEngi
         ("specprefill", "yes"),
         ("specprefill", 1),
         ("specprefill_return_spans", 1),
+        ("speculative", "fast"),
+        ("speculative", True),
         ("temperature", -0.1),
         ("temperature", 2.1),
         ("temperature", "hot"),

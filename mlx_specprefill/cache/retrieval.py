@@ -134,10 +134,10 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         self._means = fresh if self._means is None else mx.concatenate([self._means, fresh], axis=1)
 
     def _gathered(self, array: mx.array) -> mx.array:
+        """The chosen chunks, token by token: cut into chunks, the whole cache would be copied first."""
         assert self.chosen is not None
-        heads, D = array.shape[1], array.shape[-1]
-        blocks = array[0, :, : self._start, :].reshape(heads, -1, self.chunk, D)
-        return mx.take_along_axis(blocks, self.chosen[..., None, None], axis=1).reshape(1, heads, -1, D)
+        slots = (self.chosen[..., None] * self.chunk + mx.arange(self.chunk)).reshape(1, array.shape[1], -1, 1)
+        return mx.take_along_axis(array, slots, axis=2)
 
     def _reserve(self, end: int) -> None:
         assert self.keys is not None

@@ -35,7 +35,7 @@ class Gatekeeper:
 
     def _refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
         if not self._host_allowed(headers.get("host", "")):
-            message = "This Host header is not allowed; MLX_SPECPREFILL_ALLOWED_HOSTS names those that are."
+            message = "This Host header is not allowed; --allowed-host names those that are."
             return ApiError(403, message, code="host_not_allowed")
         if scope["method"] == "POST" and "origin" in headers and not _is_json(headers.get("content-type", "")):
             message = "Requests from a web page need Content-Type: application/json."

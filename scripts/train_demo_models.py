@@ -36,6 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
         _train_tokenizer(options.tokenizer)
     elif options.command == "verify":
         _verify(_tokenizer(options.tokenizer))
+    elif options.command == "average":
+        export.average(options.folder, options.other, options.share)
     elif options.command == "train":
         _keep_freed_memory()
         torch.set_num_threads(options.threads)
@@ -61,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     out = commands.add_parser("export", help="write both models of a family and check them against mlx-lm")
     out.add_argument("family", choices=FAMILIES)
     out.add_argument("--out", type=Path, help="a folder; that of the bundled pair if not given")
+    mix = commands.add_parser("average", help="move exported weights towards those they were trained from")
+    mix.add_argument("folder", type=Path)
+    mix.add_argument("other", type=Path)
+    mix.add_argument("--share", type=float, required=True, help="0: nothing changes, 1: all of the other's")
     commands.add_parser("verify", help="check recurrences and parity with mlx-lm on the untrained networks")
     return parser
 

@@ -45,6 +45,19 @@ def read(model: Network, folder: Path) -> None:
         raise ValueError(f"{folder} can't be read back into a network of this family")
 
 
+def average(folder: Path, other: Path, share: float) -> None:
+    """Move the weights in `folder` towards those in `other` by `share` in [0, 1], in place.
+
+    A model that went on training from `other` gets back some of what it forgot and keeps most of what it learned
+    (https://arxiv.org/abs/2109.01903).
+    """
+    path = folder / "model.safetensors"
+    ours, theirs = load_file(path), load_file(other / "model.safetensors")
+    mixed = {name: torch.lerp(value.float(), theirs[name].float(), share).half() for name, value in ours.items()}
+    save_file(mixed, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+
+
 def _tokenizer_config(length: int) -> dict[str, object]:
     """The content of tokenizer_config.json, chat template included."""
     return {

@@ -286,7 +286,8 @@ def test_leaving_during_prefill_stops_the_work(server: Server) -> None:
     text = haystack("Anna", "471128", 8000, 0.5, seed=3)  # some 48 steps of the engine
     body = {"messages": user(text), "stream": True, "return_progress": True, "specprefill": False}
     with httpx.stream("POST", f"{server.base}/v1/chat/completions", json=body, timeout=60) as answer:
-        for line in answer.iter_lines():
+        lines = answer.iter_lines()  # held: a dropped iterator closes the connection
+        for line in lines:
             if '"stage":"prefill"' in line:
                 break
             assert '"finish_reason":"' not in line

@@ -19,6 +19,7 @@ from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.prefill.sparse import prefill
 from mlx_specprefill.request import SamplingParams, TokenEvent
 from mlx_specprefill.sampling import logits_processors, make_sampler
+from tests.slices import finish
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,7 @@ def prefilled(model: nn.Module, row: Row) -> tuple[list[Any], mx.array]:
     """Its cache, and the logits of its last prompt token."""
     install_rope()
     cache = empty_cache(model)
-    slices = prefill(model, cache, row.prompt, row.kept, 16)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as done:
-            return cache, done.value
+    return cache, finish(prefill(model, cache, row.prompt, row.kept, 16))
 
 
 def choosers(row: Row, vocab: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from mlx_specprefill.adapters.rope import install_rope, observed_rotations
 from mlx_specprefill.cache.streaming import StreamingKVCache
 from mlx_specprefill.decoding.strategies import streaming_drafter
 from tests.oracle import build
+from tests.slices import finish
 from tests.tiny import VOCAB, tiny_model
 
 SINKS, WINDOW = 4, 12
@@ -64,13 +65,7 @@ def test_the_small_model_reads_first_and_recent_tokens_only() -> None:
     install_rope()
     model = tiny_model("llama")
     prompt = tuple(np.random.default_rng(1).integers(2, VOCAB, 300).tolist())
-    slices = streaming_drafter(model, prompt, SINKS, WINDOW)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as done:
-            drafter = done.value
-            break
+    drafter = finish(streaming_drafter(model, prompt, SINKS, WINDOW))
     left = [*prompt[:SINKS], *prompt[-WINDOW:]]
     ours = model(mx.array([[9]]), cache=drafter.cache)[0, -1]
     truth = model(mx.array([[*left, 9]]))[0, -1]

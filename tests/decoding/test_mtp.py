@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -24,10 +24,10 @@ from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.prefill.sparse import prefill
 from tests.oracle import on_the_cpu_unfused
 from tests.rows import Row, alone, assert_same_contents, tokens
+from tests.slices import finish
 from tests.tiny import VOCAB, random_prompt, tiny_head, tiny_model
 
 COUNT = 20
-T = TypeVar("T")
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +42,6 @@ def model() -> Any:
     built = tiny_model("qwen3_5")
     install_replay(built)
     return built
-
-
-def finish(generator: Generator[Any, None, T]) -> T:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as done:
-            result: T = done.value
-            return result
 
 
 @cache

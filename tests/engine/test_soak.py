@@ -44,6 +44,7 @@ from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine import engine as engine_module
 from mlx_specprefill.engine import prefiller as prefiller_module
 from mlx_specprefill.prefill.sparse import prefill
+from tests.slices import finish
 from tests.tiny import random_prompt, tiny_pair
 
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "200"))
@@ -225,7 +226,7 @@ class References:
         else:
             kept = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in spans])
             cache = make_positioned_cache(model)
-            logits = _result(prefill(model, cache, prompt, kept, 2048))
+            logits = finish(prefill(model, cache, prompt, kept, 2048))
         tokens, margins = [], []
         for _ in range(ANSWER):
             best = np.sort(np.array(logits.astype(mx.float32))[0])
@@ -233,14 +234,6 @@ class References:
             margins.append(float(best[-1] - best[-2]))
             logits = model(mx.array([[tokens[-1]]]), cache=cache)[:, -1]
         return tokens, margins
-
-
-def _result(slices: Any) -> Any:
-    while True:
-        try:
-            next(slices)
-        except StopIteration as finished:
-            return finished.value
 
 
 def pool_of(rng: random.Random) -> list[GenerationRequest]:

@@ -18,6 +18,7 @@ from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.prefill.sparse import prefill
 from tests import oracle
 from tests.oracle import EXACT, build, make_case, masked_dense, measure, relative_error, sparse, tiny_models
+from tests.slices import finish
 
 NAMED = (
     "llama",
@@ -90,13 +91,7 @@ def test_the_library_entry_point_is_what_was_verified(name: str) -> None:
     model = build(name)
     case = make_case(oracle.vocabulary(model), decoded=1)
     steps = prefill(model, make_positioned_cache(model), case.prompt.tolist(), case.kept, step=11)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            logits = np.array(done.value)
-            break
-    assert relative_error(logits, masked_dense(model, case)[:1]) < EXACT
+    assert relative_error(np.array(finish(steps)), masked_dense(model, case)[:1]) < EXACT
 
 
 def test_windows_wrap_in_prefill_and_while_decoding() -> None:

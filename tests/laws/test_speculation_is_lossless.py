@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -32,12 +32,12 @@ from mlx_specprefill.sampling import logits_processors
 from tests.decoding.chances import enumerate_law, total_variation
 from tests.oracle import build, on_the_cpu_unfused, vocabulary
 from tests.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens
+from tests.slices import finish
 from tests.tiny import CONFIGS, FAMILIES, VOCAB, tiny_head, tiny_model
 
 CLOSE = 1e-4
 COUNT = 24
 MORE = ("lfm2", "granitemoehybrid", "gemma3_text", "falcon_h1", "qwen3_5_moe")
-T = TypeVar("T")
 
 
 @pytest.fixture(autouse=True)
@@ -80,15 +80,6 @@ def plain(name: str, index: int, seed: int = 3) -> tuple[list[TokenEvent], list[
     model(mx.array([tokens(events)[-1:]]), cache=prompt_cache)
     mx.eval([part.state for part in prompt_cache])
     return events, prompt_cache
-
-
-def finish(generator: Generator[Any, None, T]) -> T:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as done:
-            result: T = done.value
-            return result
 
 
 def read(draft: Any, prompt: tuple[int, ...]) -> list[Any]:

@@ -12,6 +12,7 @@ from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, next_position, quantize_kv, shift_of
 from mlx_specprefill.decoding.autoregressive import decode
 from mlx_specprefill.prefill.sparse import prefill
+from tests.slices import finish
 from tests.tiny import FAMILIES, greedy, random_prompt, tiny_model
 
 M = 100
@@ -21,14 +22,6 @@ KEPT = np.r_[0:20, 33:41, 60:70, 90:100].astype(np.int32)
 @pytest.fixture(autouse=True)
 def _installed():
     install_rope()
-
-
-def finish(generator):
-    while True:
-        try:
-            next(generator)
-        except StopIteration as done:
-            return done.value
 
 
 def answer(model, cache, logits, count=8, shift=0):

@@ -1,12 +1,16 @@
-"""Which sparse turn is made dense next. Integers and flags only."""
+"""What the target saw in part is read in full when nobody waits: which turn is next, and the job that does it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+from ..errors import RequestCancelled
 from .handle import RequestHandle
+from .jobs import Job, nobody
+from .prefiller import Prefiller
 
-__all__ = ["DensifyQueue", "SparseTurn"]
+__all__ = ["Densifier", "DensifyQueue", "SparseTurn"]
 
 _LIMIT = 8  # turns
 
@@ -62,3 +66,40 @@ class DensifyQueue:
 
     def _in_order(self) -> list[SparseTurn]:
         return sorted(self._turns, key=lambda turn: not turn.handle.expecting)
+
+
+class Densifier:
+    """Makes one turn after another dense, the first of the queue at any time.
+
+    Attributes:
+        turns: still to be made dense.
+        count, tokens: turns that were, and their tokens.
+    """
+
+    def __init__(self, prefiller: Prefiller) -> None:
+        self._prefiller = prefiller
+        self._now: tuple[SparseTurn, RequestHandle] | None = None
+        self.turns = DensifyQueue()
+        self.count = self.tokens = 0
+
+    def job(self, uid: int) -> Job | None:
+        """The next turn's job under this uid; None while there is one. One that is outranked gives way."""
+        turn = self.turns.first()
+        if turn is None:
+            return None
+        if self._now is not None:
+            if turn.outranks(self._now[0]):
+                self._now[1].cancel()  # its finished slices stay in the cache, and its turn in the queue
+            return None
+        self._now = turn, RequestHandle()
+        slices = self._prefiller.dense(turn.tokens)
+        return Job(uid, nobody, self._now[1], slices, on_end=partial(self._ended, turn), background=True)
+
+    def _ended(self, turn: SparseTurn, result: object) -> None:
+        self._now = None
+        if isinstance(result, RequestCancelled):
+            return
+        self.turns.discard(turn)
+        if not isinstance(result, Exception):
+            self.count += 1
+            self.tokens += len(turn.tokens)

@@ -58,7 +58,7 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
         SparseUnsupportedError: there is no draft, or it can't score.
     """
     yield Progress("queued", 0, len(request.prompt))
-    plan = prefiller.plan(request)
+    plan = prefiller.planner.plan(request)
     scores = yield from prefiller.scores(request)
     selection = prefiller.select(scores, plan)
     size, M = selection.chunk_size, len(request.prompt)

@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Generator
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -21,14 +20,14 @@ from ..decoding.speculative import LastForward
 from ..decoding.strategies import STRATEGIES
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
-from ..prefill.cost import PairCost
-from ..prefill.plan import PrefillPlan, plan_prefill
+from ..prefill.plan import PrefillPlan
 from ..prefill.scoring import Scores, score_prompt
 from ..prefill.selection import Selection, carried, chunk_means, held_part, select_chunks
 from ..prefill.sparse import prefill
-from ..request import GenerationRequest, Prediction, Progress, PromptLogprobs
+from ..request import GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from .caches import EngineCaches, Session, empty_cache
+from .planning import Planner
 from .sequence import Sequence
 from .speculation import Speculator
 
@@ -41,14 +40,13 @@ _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
 
 
 class Prefiller:
-    """Plans and runs prefills.
+    """Runs prefills.
 
     Args:
+        planner: decides how a prompt is prefilled; `speculator`: how its answer is drafted.
         slice_size: tokens for the next forward of "draft" or "prefill".
-        speculator: decides how an answer is drafted.
 
     Attributes:
-        cost: what target and draft take on this machine, once measured.
         fallbacks: how often each stage of a sparse prefill failed and the request went on with a full one.
     """
 
@@ -57,44 +55,22 @@ class Prefiller:
         pair: ModelPair,
         config: EngineConfig,
         caches: EngineCaches,
+        planner: Planner,
         slice_size: Callable[[str], int],
         speculator: Speculator,
     ) -> None:
         self.pair = pair
         self.config = config
         self.caches = caches
+        self.planner = planner
         self.slice_size = slice_size
         self._speculator = speculator
         self.fallbacks: Counter[str] = Counter()
-        self.cost: PairCost | None = None
-
-    def plan(self, request: GenerationRequest, cached: int = 0) -> PrefillPlan:
-        return plan_prefill(
-            request,
-            self.config,
-            sparse_refusal=self.pair.sparse_refusal,
-            draft_context=self.pair.draft_context,
-            cached_tokens=cached,
-            predict=partial(self._predict, len(request.prompt), cached) if self.cost is not None else None,
-        )
-
-    def _predict(self, tokens: int, cached: int, kept: int) -> Prediction:
-        """The draft's cache is taken to hold what the target's holds."""
-        assert self.cost is not None
-        steps = self.slice_size("prefill"), self.slice_size("draft")
-        return self.cost.predict(tokens, kept, cached, cached, steps)
-
-    def longest_slice(self, kind: str) -> int:
-        """Tokens per forward of "draft" or "prefill" above which a prompt is read more slowly, as far as is known."""
-        if self.cost is None:
-            return self.config.prefill_step
-        target, draft = self.cost.steps(self.config.prefill_step)
-        return draft if kind == "draft" else target
 
     def run(self, sequence: Sequence) -> Slices:
         """Yields between slices, returns the logits (1, V). Throw `RequestCancelled` into it to stop."""
         request = sequence.request
-        sequence.plan = self.plan(request)
+        sequence.plan = self.planner.plan(request)
         yield Progress("queued", 0, len(request.prompt))
         if sequence.plan.mode == "sparse":
             logits = yield from self._sparse_or_full(sequence)
@@ -117,7 +93,7 @@ class Prefiller:
     def _sparse_or_full(self, sequence: Sequence) -> Slices:
         try:
             self._from_prefix(sequence)
-            sequence.plan = self.plan(sequence.request, sequence.cached)
+            sequence.plan = self.planner.plan(sequence.request, sequence.cached)
             if sequence.plan.mode == "sparse":
                 yield Progress("draft", 0, len(sequence.request.prompt))
                 return (yield from self._sparse(sequence))

@@ -144,6 +144,6 @@ def test_the_meter_counts_whole_seconds_of_the_last_five() -> None:
 
 def test_generated_tokens_are_metered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    monkeypatch.setattr(engine._meter, "add", counted.append)
+    monkeypatch.setattr(engine.loop.meter, "add", counted.append)
     ask(engine, sparse=False)
     assert sum(counted) == 3

@@ -105,7 +105,7 @@ def test_without_a_draft_there_is_nothing_to_measure():
 
 @pytest.mark.parametrize(("draft", "mode"), [(CHEAP, "sparse"), (DEAR, "full")])
 def test_the_engine_goes_sparse_only_where_the_prediction_pays(monkeypatch, draft, mode):
-    monkeypatch.setattr("mlx_specprefill.engine.engine.calibrated", lambda *_: PairCost(DEAR, draft))
+    monkeypatch.setattr("mlx_specprefill.engine.planning.calibrated", lambda *_: PairCost(DEAR, draft))
     with Engine(tiny.tiny_pair(), config()) as engine:
         *_, last = engine.generate(GenerationRequest(tuple(tiny.random_prompt(300)), 1))
     assert last.account.mode == mode
@@ -117,7 +117,7 @@ def test_the_engine_goes_sparse_only_where_the_prediction_pays(monkeypatch, draf
 @pytest.mark.parametrize(("square_ms", "longest"), [(0.0, 512), (0.1, 128)])
 def test_slices_are_no_longer_than_what_was_measured_to_pay(monkeypatch, square_ms, longest):
     target = ModelCost(0.0, 1.0, 0.0, square_ms, 0.0, 0.0)
-    monkeypatch.setattr("mlx_specprefill.engine.engine.calibrated", lambda *_: PairCost(target, DEAR))
+    monkeypatch.setattr("mlx_specprefill.engine.planning.calibrated", lambda *_: PairCost(target, DEAR))
     rule = replace(config(), prefill_step=512, slice_target_ms=1e6)
     request = GenerationRequest(tuple(tiny.random_prompt(1500)), 1, specprefill=SpecPrefillOptions(enabled=False))
     with Engine(tiny.tiny_pair(), rule) as engine:
@@ -126,7 +126,7 @@ def test_slices_are_no_longer_than_what_was_measured_to_pay(monkeypatch, square_
 
 
 def test_a_threshold_measures_nothing(monkeypatch):
-    monkeypatch.setattr("mlx_specprefill.engine.engine.calibrated", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("mlx_specprefill.engine.planning.calibrated", lambda *_: pytest.fail("measured"))
     with Engine(tiny.tiny_pair(), EngineConfig(policy=SpecPrefillPolicy(threshold=5))) as engine:
         *_, last = engine.generate(GenerationRequest(tuple(tiny.random_prompt(300)), 1))
     assert last.account.mode == "sparse"

@@ -201,7 +201,7 @@ def test_densified_in_idle_time_the_next_turn_is_an_ordinary_hit(family):
         answer, first = ask(engine, prompt, spans)
         assert first.account.mode == "sparse"
         more = (*prompt, *answer, *random_prompt(30, 4))
-        assert wait_until(lambda: engine.caches.target_prefix(more) is not None and engine.densified == 1)
+        assert wait_until(lambda: engine.caches.target_prefix(more) is not None and engine.stats().densified == 1)
         tokens, last = ask(engine, more)
     assert last.account.mode == "full"
     assert last.account.cached_tokens >= len(prompt)

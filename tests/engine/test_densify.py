@@ -114,7 +114,7 @@ def test_the_engine_takes_the_turn_with_a_call_first(monkeypatch: pytest.MonkeyP
         taken = watch(engine, monkeypatch)
         handles = [ask(engine, prompt) for prompt in prompts]
         handles[1].expect_more()
-        assert wait_until(lambda: engine.densified == 3, 60)
+        assert wait_until(lambda: engine.stats().densified == 3, 60)
     assert [prompt for prompt, _ in taken] == [prompts[1], prompts[2], prompts[0]]
 
 
@@ -133,7 +133,7 @@ def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(monkeypatch: pyt
             return 64
 
         monkeypatch.setattr(engine.prefiller, "slice_size", size)
-        assert wait_until(lambda: engine.densified == 2, 60)
+        assert wait_until(lambda: engine.stats().densified == 2, 60)
         _, last = generated(engine.generate(GenerationRequest((*prompts[1], 2, 3), 2)))
     assert [prompt for prompt, _ in taken] == [prompts[1], prompts[0], prompts[1]]
     assert taken[2][1] >= taken[0][1] + 3 * 64

@@ -24,7 +24,7 @@ from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.adapters.rope import PositionMappedRoPE
 from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.engine import caches as caches_module
-from mlx_specprefill.engine import engine as engine_module
+from mlx_specprefill.engine import loop as loop_module
 from mlx_specprefill.engine import prefiller as runner_module
 from tests.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
@@ -152,7 +152,7 @@ def test_a_failure_keeps_nothing_of_the_prefill_alive(monkeypatch):
             raise RuntimeError("injected") from error
 
     monkeypatch.setattr(runner_module, "prefill", fails)
-    monkeypatch.setattr(engine_module.log, "disabled", True)  # the test runner keeps records with their frames
+    monkeypatch.setattr(loop_module.log, "disabled", True)  # the test runner keeps records with their frames
     with Engine(tiny_pair(), CONFIG) as engine:
         _, last = generated(engine.generate(request(enabled=False)))
     gc.collect()

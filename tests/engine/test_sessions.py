@@ -301,12 +301,12 @@ def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool)
     with Engine(pair, EngineConfig(policy=policy)) as engine:
         for seed in range(4):
             chat, (text, codes) = Chat(engine), haystack(seed, 1200)
-            done = engine.densified
+            done = engine.stats().densified
             first, end = chat.ask(f"{text}\n\nWhat is the secret code for {NAMES[2]}?")
             assert end.account.mode == "sparse"
             dropped = next((name for name in NAMES if not in_kept(pair, chat, end, codes[name])), None)
             if idle:
-                assert wait_until(lambda done=done: engine.densified > done, 60)
+                assert wait_until(lambda done=done: engine.stats().densified > done, 60)
             if dropped is None or codes[NAMES[2]] not in first:
                 continue
             second, end = chat.ask(f"What is the secret code for {dropped}?")

@@ -41,8 +41,8 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.cache.positioned import make_positioned_cache
-from mlx_specprefill.engine import engine as engine_module
 from mlx_specprefill.engine import prefiller as prefiller_module
+from mlx_specprefill.engine import rows as rows_module
 from mlx_specprefill.prefill.sparse import prefill
 from tests.slices import finish
 from tests.tiny import random_prompt, tiny_pair
@@ -84,7 +84,7 @@ class Faults:
             for name in ("score_prompt", "select_chunks"):
                 patch.setattr(prefiller_module, name, self._before(name, getattr(prefiller_module, name)))
             patch.setattr(prefiller_module, "prefill", self._during(prefiller_module.prefill))
-            patch.setattr(engine_module, "logits_processors", self._processors(engine_module.logits_processors))
+            patch.setattr(rows_module, "logits_processors", self._processors(rows_module.logits_processors))
             yield
 
     def _before(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,7 +256,7 @@ def pool_of(rng: random.Random) -> list[GenerationRequest]:
 def settled(engine: Engine) -> bool:
     """Wait until background work is over too."""
     end = time.monotonic() + 60
-    while engine._jobs or engine._densify or not engine._scheduler.idle:
+    while engine.loop.jobs or engine.densifier.turns or not engine.scheduler.idle:
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
@@ -322,8 +322,8 @@ def test_soak(family: str, unheard: None) -> None:
         crowd.run(pool, count - count // 2)
         assert settled(engine)
         assert engine.health().alive
-        assert engine._admission.reserved == 0
-        assert len(engine._batch) == 0
+        assert engine.memory.admission.reserved == 0
+        assert len(engine.rows) == 0
     assert engine.health().running == engine.health().queued == 0
     ends = Counter(_ending(ticket) for ticket in crowd.tickets)
     assert ends["length"] > count / 3
@@ -337,7 +337,7 @@ def test_soak(family: str, unheard: None) -> None:
     assert engine.caches.budget.used == counted_bytes(engine) > 0
     engine.caches.clear()
     assert engine.caches.budget.used == engine.caches.budget.shared == 0
-    print(family, dict(ends), dict(faults.raised), dict(engine.prefiller.fallbacks), engine.densified)
+    print(family, dict(ends), dict(faults.raised), dict(engine.prefiller.fallbacks), engine.stats().densified)
     del engine, crowd, ticket
     gc.collect()
     assert mx.get_active_memory() <= 1.05 * memory
@@ -368,7 +368,7 @@ def test_a_first_choice_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) 
     with Engine(tiny_pair(), CONFIG) as engine:
         expected = [event for event in engine.generate(request) if isinstance(event, TokenEvent)]
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "logits_processors", failing)
+            patch.setattr(rows_module, "logits_processors", failing)
             last = list(engine.generate(request))[-1]
         assert isinstance(last, Failed)
         assert isinstance(last.error, Injected)
@@ -383,8 +383,8 @@ def test_a_fault_of_the_engine_itself_ends_what_runs_and_not_the_loop(monkeypatc
             raise Injected("scheduler")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._scheduler, "served", broken)
+            patch.setattr(engine.scheduler, "served", broken)
             last = list(engine.generate(request))[-1]
         assert isinstance(last, Failed)
         assert isinstance(list(engine.generate(request))[-1], Finished)
-        assert engine._admission.reserved == 0
+        assert engine.memory.admission.reserved == 0

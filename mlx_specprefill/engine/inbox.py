@@ -1,0 +1,124 @@
+"""The way from any thread to the MLX thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..errors import EngineClosedError
+from .jobs import Job, bare
+from .scheduler import Scheduler
+
+__all__ = ["Inbox", "Results"]
+
+T = TypeVar("T")
+Call = Callable[[], None]
+
+
+class Results(queue.SimpleQueue[T | Exception]):
+    """Where the MLX thread puts one result for a caller who waits."""
+
+    def wait(self) -> T:
+        """What was put there; an exception is raised."""
+        result = self.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+class Inbox:
+    """Jobs and calls in order of arrival. Takes them between `open` and `close`.
+
+    Args:
+        scheduler: learns of every job that the MLX thread takes out.
+        max_queue: jobs that may wait, here and there together.
+    """
+
+    def __init__(self, scheduler: Scheduler, max_queue: int) -> None:
+        self._scheduler = scheduler
+        self._max_queue = max_queue
+        self._posted: queue.SimpleQueue[Job | Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._uids = 0
+        self._unread = 0  # jobs
+        self._open = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that nobody works on yet."""
+        return self._scheduler.waiting + self._unread
+
+    def __bool__(self) -> bool:
+        """Whether there is something to take."""
+        return not self._posted.empty()
+
+    def open(self) -> None:
+        self._open = True
+
+    def close(self) -> bool:
+        """Take nothing more, and wake the MLX thread; False when it was closed already."""
+        with self._lock:
+            was_open, self._open = self._open, False
+        if was_open:
+            self._posted.put(None)
+        return was_open
+
+    def next_uid(self) -> int:
+        with self._lock:
+            self._uids += 1
+            return self._uids
+
+    def post(self, job: Job) -> None:
+        """Queue a job.
+
+        Raises:
+            EngineClosedError: the inbox is closed, or `max_queue` jobs wait already.
+        """
+        with self._lock:
+            self._check_open()
+            waiting = self.waiting
+            if waiting >= self._max_queue:
+                raise EngineClosedError(f"{waiting} requests are waiting already")
+            self._unread += 1
+        self._posted.put(job)
+
+    def call(self, call: Callable[[], T]) -> T:
+        """Call something on the MLX thread, between two slices; its result.
+
+        Raises:
+            EngineClosedError: the inbox is closed.
+        """
+        done = Results[T]()
+
+        def answer() -> None:
+            try:
+                done.put(call())
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller, not to the loop
+                done.put(bare(error))
+
+        with self._lock:
+            self._check_open()
+            self._posted.put(answer)
+        return done.wait()
+
+    def take(self, timeout: float) -> Job | Call | None:
+        """What came next, on the MLX thread; None after `timeout` seconds, or when the inbox was closed."""
+        try:
+            posted = self._posted.get(timeout=timeout) if timeout > 0 else self._posted.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(posted, Job):
+            with self._lock:
+                self._scheduler.add(posted.uid)
+                self._unread -= 1
+        return posted
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise EngineClosedError("the engine is not running")

@@ -1,0 +1,90 @@
+"""What the MLX thread works on: a request, an inspection or a background task, as slices and a way to report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import RequestCancelled
+from ..request import Event, Progress
+from .handle import RequestHandle
+from .sequence import Sequence
+
+__all__ = ["Job", "OnEvent", "bare", "nobody"]
+
+log = logging.getLogger(__name__)
+OnEvent = Callable[[Event], None]
+
+
+def nobody(_: object) -> None:
+    """A callback of those who don't listen."""
+
+
+@dataclass
+class Job:
+    """Lives on the MLX thread once it was posted.
+
+    Attributes:
+        slices: the work; yields events, returns what follows from it.
+        sequence: None for inspections and background tasks.
+        done: tokens per stage, as last reported.
+        on_end: gets the result or the exception of a job without sequence.
+        slice_s: seconds that its latest slice took.
+    """
+
+    uid: int
+    on_event: OnEvent
+    handle: RequestHandle
+    slices: Generator[Any, None, Any]
+    sequence: Sequence | None = None
+    on_end: Callable[[Any], None] = nobody
+    background: bool = False
+    done: dict[str, int] = field(default_factory=dict)
+    slice_s: float = 0.0
+
+    def depth(self, stage: str) -> int:
+        """Tokens that the model of this stage holds already."""
+        cached = self.sequence.cached if self.sequence is not None and stage == "prefill" else 0
+        return cached + self.done.get(stage, 0)
+
+    def advance(self) -> Event:
+        """Run one slice.
+
+        Raises:
+            StopIteration: that was the last; its value is what the slices returned.
+        """
+        event: Event = next(self.slices)
+        if isinstance(event, Progress) and event.stage != "queued" and self.sequence is not None:
+            return replace(event, cached=self.sequence.cached)
+        return event
+
+    def stop(self) -> None:
+        """End the slices as cancelled; they may keep what they have finished."""
+        try:
+            self.slices.throw(RequestCancelled())
+        except (RequestCancelled, StopIteration):
+            pass
+        except Exception:
+            log.exception("cleaning up a cancelled request failed")
+        self.slices.close()
+
+    def emit(self, event: Event) -> None:
+        """Report. A callback that raises cancels its own job, and hears no more."""
+        try:
+            self.on_event(event)
+        except Exception:
+            log.exception("a request's callback failed")
+            self.handle.cancel()
+            self.on_event = nobody
+
+
+def bare(error: Exception) -> Exception:
+    """Without the frames that it and its causes went through: their arrays would live as long as the event does."""
+    links: list[BaseException | None] = [error]
+    for link in links:
+        if link is not None and link.__traceback__ is not None:
+            link.__traceback__ = None
+            links += [link.__cause__, link.__context__]
+    return error

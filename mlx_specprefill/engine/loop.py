@@ -1,0 +1,269 @@
+"""What the MLX thread does: every array lives and dies in here.
+
+Each tick is one decode step of all running answers, then at most one slice of one prefill (`scheduler.py` says whose).
+Whatever happens to one request, the loop goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..config import EngineConfig
+from ..errors import EngineClosedError, RequestCancelled
+from ..request import Event, Failed, Finished, FinishReason, TokenEvent
+from .caches import EngineCaches
+from .densify import Densifier, SparseTurn
+from .inbox import Inbox
+from .jobs import Job, bare
+from .memory import Memory
+from .rows import Rows
+from .scheduler import Scheduler
+from .sequence import Sequence
+from .slicing import Slicing
+from .stats import Meter
+
+__all__ = ["Loop"]
+
+log = logging.getLogger(__name__)
+_IDLE_BEAT_S = 0.5
+_QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
+_TICK_SHARE = 0.25  # of `slice_target_ms`: short slices share a tick until that much time is spent
+
+
+class Loop:
+    """Takes jobs out of the inbox and brings each to its end.
+
+    Attributes:
+        jobs: in work or waiting, by uid.
+        beat: when it last did something, by the monotonic clock.
+        meter: of generated tokens.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        inbox: Inbox,
+        scheduler: Scheduler,
+        memory: Memory,
+        caches: EngineCaches,
+        slicing: Slicing,
+        rows: Rows,
+        densifier: Densifier,
+    ) -> None:
+        self._config = config
+        self._inbox = inbox
+        self._scheduler = scheduler
+        self._memory = memory
+        self._caches = caches
+        self._slicing = slicing
+        self._rows = rows
+        self._densifier = densifier
+        self._last_end = 0.0  # of a request, by the monotonic clock
+        self.jobs: dict[int, Job] = {}
+        self.beat = time.monotonic()
+        self.meter = Meter()
+
+    def run(self, ready: Callable[[], None]) -> None:
+        """Until the inbox is closed; what runs or waits then is cancelled. `ready` is called after measuring."""
+        try:
+            self._memory.measure()
+        finally:
+            ready()
+        while self._inbox.is_open or self._inbox:
+            self.beat = time.monotonic()
+            self._read_inbox()
+            if self._inbox.is_open:
+                self._guarded_tick()
+        for job in list(self.jobs.values()):
+            self._cancel(job)
+        self._caches.close()
+
+    def _read_inbox(self) -> None:
+        while (posted := self._inbox.take(self._rest_s)) is not None:
+            if isinstance(posted, Job):
+                self.jobs[posted.uid] = posted
+            else:
+                posted()
+
+    @property
+    def _rest_s(self) -> float:
+        """How long nothing is to be done unless a request comes."""
+        if not self._inbox.is_open or not self._scheduler.idle:
+            return 0.0
+        quiet = time.monotonic() - self._last_end
+        return min(_IDLE_BEAT_S, _QUIET_S - quiet) if self._densifier.turns else _IDLE_BEAT_S
+
+    def _guarded_tick(self) -> None:
+        """What no step could blame on one request ends those that run, never the loop."""
+        try:
+            self._tick()
+        except Exception as error:
+            log.exception("the engine starts over")
+            for job in list(self.jobs.values()):
+                self._fail(job, error)
+            self._rows.clear()
+
+    def _tick(self) -> None:
+        for job in [job for job in self.jobs.values() if job.handle.cancelled]:
+            self._cancel(job)
+        self._admit()
+        self._decode()
+        self._start_background()
+        self._prefill()
+
+    # --- from waiting to the answer ----------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while (uid := self._scheduler.next_waiting()) is not None:
+            job = self.jobs[uid]
+            need = 0 if job.sequence is None else self._memory.need(job.sequence.request)
+            if self._memory.admission.reserve(uid, need):
+                self._scheduler.admit(uid)
+                if job.sequence is not None:
+                    job.sequence.started = time.perf_counter()
+            elif self._scheduler.running == 0:
+                # Nothing will free memory any more: what the prediction counts is not in our hands.
+                self._end(job, Failed(EngineClosedError("not enough memory for this request now")))
+            else:
+                return
+
+    def _start_background(self) -> None:
+        """With nothing else to do, make the prompt of a sparse turn dense in the exact cache."""
+        if not self._densifier.turns or self._scheduler.running or self._scheduler.waiting or self._rest_s > 0:
+            return
+        job = self._densifier.job(self._inbox.next_uid())
+        if job is not None:
+            self.jobs[job.uid] = job
+            self._scheduler.add_background(job.uid)
+
+    def _prefill(self) -> None:
+        """One slice of one prefill; more of them if they are so short that several prompts can join the next step."""
+        end = time.perf_counter() + _TICK_SHARE * self._config.slice_target_ms / 1e3
+        while (uid := self._scheduler.pick()) is not None:
+            self._slice(self.jobs[uid])
+            if time.perf_counter() + self._longest_slice_s() >= end:
+                return
+
+    def _longest_slice_s(self) -> float:
+        """Seconds that the next slice may take, as far as is known; none is taken before a cancellation is seen."""
+        if any(job.handle.cancelled for job in self.jobs.values()):
+            return math.inf
+        decoding = self._scheduler.decoding
+        return max((job.slice_s for job in self.jobs.values() if job.uid not in decoding), default=0.0)
+
+    def _slice(self, job: Job) -> None:
+        begun = time.perf_counter()
+        self._slicing.begin(job)
+        try:
+            event = self._advance(job)
+        except Exception as error:
+            log.exception("prefill failed")
+            self._fail(job, error)
+            return
+        job.slice_s = time.perf_counter() - begun
+        if event is not None:
+            self._slicing.account(job, event)
+            self._emit(job, event)
+
+    def _advance(self, job: Job) -> Event | None:
+        """The event of one slice; None when the job's prefill was over, and it has gone on to what follows."""
+        try:
+            return job.advance()
+        except StopIteration as finished:
+            self._prefilled(job, finished.value)
+            return None
+
+    def _prefilled(self, job: Job, result: Any) -> None:
+        """The last slice is done: on to decoding, or, for other jobs, the result to whoever waits."""
+        sequence = job.sequence
+        if sequence is None:
+            self._forget(job)
+            job.on_end(result)
+            return
+        if sequence.request.max_tokens == 0:
+            self._end(job, Finished("length", 0, sequence.account()))
+            return
+        sequence.stage = "decode"
+        self._scheduler.to_decode(job.uid)
+        for event in self._rows.add(sequence, result):
+            self._decoded(job, event)
+
+    def _decode(self) -> None:
+        for uid, outcome in self._rows.step():
+            if isinstance(outcome, Exception):
+                self._fail(self.jobs[uid], outcome)
+            else:
+                self._decoded(self.jobs[uid], outcome)
+
+    def _decoded(self, job: Job, event: TokenEvent) -> None:
+        sequence = _answering(job)
+        self.meter.add(1)
+        sequence.record(event.token)
+        self._emit(job, event)
+        if event.token in sequence.request.stop_token_ids:
+            self._finish(job, "stop")
+        elif len(sequence.tokens) >= sequence.request.max_tokens:
+            self._finish(job, "length")
+
+    # --- how jobs end ------------------------------------------------------------------------------------------------
+
+    def _finish(self, job: Job, reason: FinishReason) -> None:
+        """End a decoding row; what its cache holds may serve the next turn."""
+        sequence = _answering(job)
+        cache, tokens = self._rows.remove(job.uid)
+        if sequence.shift == 0 and self._config.kv_bits is None:
+            self._keep(job, (*sequence.request.prompt, *tokens), cache)
+        self._end(job, Finished(reason, len(sequence.tokens), sequence.account()))
+
+    def _keep(self, job: Job, tokens: tuple[int, ...], cache: list[Any]) -> None:
+        sequence = _answering(job)
+        if sequence.kept is None:
+            self._caches.keep_target(tokens, cache)
+            return
+        assert sequence.plan is not None
+        self._caches.keep_session(tokens, cache, sequence.plan.keep)
+        if self._config.policy.densify and self._caches.enabled:
+            self._densifier.turns.add(SparseTurn(sequence.request.prompt, tuple(sequence.tokens), job.handle))
+
+    def _cancel(self, job: Job) -> None:
+        sequence = job.sequence
+        if sequence is not None and job.uid in self._scheduler.decoding:
+            self._finish(job, "cancelled")
+            return
+        job.stop()
+        if sequence is not None:
+            self._end(job, Finished("cancelled", 0, sequence.account()))
+        else:
+            self._forget(job)
+            job.on_end(RequestCancelled() if job.handle.cancelled else EngineClosedError("the engine was closed"))
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        error = bare(error)
+        if job.sequence is not None:
+            self._end(job, Failed(error, job.sequence.account()))
+        else:
+            self._forget(job)
+            job.on_end(error)
+
+    def _end(self, job: Job, event: Event) -> None:
+        self._last_end = time.monotonic()
+        self._forget(job)
+        self._emit(job, event)
+
+    def _forget(self, job: Job) -> None:
+        self.jobs.pop(job.uid, None)
+        self._scheduler.remove(job.uid)
+        self._memory.admission.release(job.uid)
+
+    def _emit(self, job: Job, event: Event) -> None:
+        self.beat = time.monotonic()
+        job.emit(event)
+
+
+def _answering(job: Job) -> Sequence:
+    assert job.sequence is not None
+    return job.sequence

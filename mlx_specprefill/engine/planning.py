@@ -1,0 +1,71 @@
+"""Sparse or full, for one request on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ..config import EngineConfig
+from ..loading import ModelPair
+from ..prefill.cost import PairCost
+from ..prefill.plan import PrefillPlan, plan_prefill
+from ..request import GenerationRequest, Prediction
+from .calibration import calibrated
+
+__all__ = ["Costs", "Planner"]
+
+
+class Costs:
+    """What target and draft take on this machine.
+
+    Attributes:
+        measured: None before `measure`, and where nothing can be told or a fixed threshold decides.
+    """
+
+    def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
+        self._pair = pair
+        self._config = config
+        self.measured: PairCost | None = None
+
+    def measure(self) -> None:
+        """On the MLX thread."""
+        if self._config.policy.threshold is None:
+            self.measured = calibrated(self._pair, self._config)
+
+    def longest_slice(self, kind: str) -> int:
+        """Tokens per forward of "draft" or "prefill" above which a prompt is read more slowly, as far as is known."""
+        if self.measured is None:
+            return self._config.prefill_step
+        target, draft = self.measured.steps(self._config.prefill_step)
+        return draft if kind == "draft" else target
+
+
+class Planner:
+    """Plans prefills, from any thread.
+
+    Args:
+        slice_size: tokens for the next forward of "draft" or "prefill".
+    """
+
+    def __init__(self, pair: ModelPair, config: EngineConfig, costs: Costs, slice_size: Callable[[str], int]) -> None:
+        self._pair = pair
+        self._config = config
+        self._costs = costs
+        self._slice_size = slice_size
+
+    def plan(self, request: GenerationRequest, cached: int = 0) -> PrefillPlan:
+        """How to prefill a request of which the target's cache holds the first `cached` tokens."""
+        cost = self._costs.measured
+        return plan_prefill(
+            request,
+            self._config,
+            sparse_refusal=self._pair.sparse_refusal,
+            draft_context=self._pair.draft_context,
+            cached_tokens=cached,
+            predict=None if cost is None else partial(self._predict, cost, len(request.prompt), cached),
+        )
+
+    def _predict(self, cost: PairCost, tokens: int, cached: int, kept: int) -> Prediction:
+        """The draft's cache is taken to hold what the target's holds."""
+        steps = self._slice_size("prefill"), self._slice_size("draft")
+        return cost.predict(tokens, kept, cached, cached, steps)

@@ -1,0 +1,153 @@
+"""All answers that are being written: plain rows in one batch, and rows that decode by proposals. MLX thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from ..cache.positioned import quantize_kv
+from ..config import EngineConfig
+from ..decoding.batch import DecodeBatch, DecodeRow, RowFailed
+from ..errors import SparseUnsupportedError
+from ..loading import ModelPair
+from ..request import GenerationRequest, TokenEvent
+from ..sampling import LogitsProcessor, held_back, logits_processors, make_sampler
+from .sequence import Sequence, Speculation
+from .speculation import Speculator
+
+__all__ = ["Outcome", "Rows"]
+
+log = logging.getLogger(__name__)
+Outcome = tuple[int, TokenEvent | Exception]  # of the row with this uid; one that failed is gone
+
+
+class Rows:
+    """Sequences between their prefill and their last token."""
+
+    def __init__(self, pair: ModelPair, config: EngineConfig, speculator: Speculator) -> None:
+        self._pair = pair
+        self._config = config
+        self._speculator = speculator
+        self._batch = DecodeBatch(pair.target)
+        self._drafted: dict[int, Sequence] = {}  # the speculator's rows
+
+    def __len__(self) -> int:
+        return len(self._batch) + len(self._speculator)
+
+    def add(self, sequence: Sequence, logits: mx.array) -> list[TokenEvent]:
+        """Let a prefilled sequence decode; it chooses its next token from `logits` (1, V).
+
+        Returns:
+            Tokens that the prefill has found already.
+        """
+        self._quantize(sequence)
+        row = self._speculator.add(sequence, logits, _processors(sequence.request))
+        if row is None:
+            self._add_plain(sequence, logits)
+            return []
+        sequence.cache = []  # the row owns it now
+        self._drafted[sequence.uid] = sequence
+        return row.early
+
+    def step(self) -> Iterator[Outcome]:
+        """One token of every plain row, then one forward of one drafted row. Rows may be removed in between."""
+        yield from self._step_batch()
+        yield from self._step_drafted()
+
+    def remove(self, uid: int) -> tuple[list[Any], tuple[int, ...]]:
+        """Take a row out: its cache, and the generated tokens in it."""
+        if uid not in self._drafted:
+            removed = self._batch.remove(uid)
+            return removed.cache, removed.tokens
+        row = self._speculator.row(uid)
+        self._remove_drafted(uid)
+        return row.cache, tuple(row.tokens)
+
+    def clear(self) -> None:
+        """Forget every row, whatever state it is in."""
+        self._batch = DecodeBatch(self._pair.target)
+        self._speculator.clear()
+        self._drafted.clear()
+
+    def _add_plain(self, sequence: Sequence, logits: mx.array) -> None:
+        request = sequence.request
+        self._batch.add(
+            DecodeRow(
+                uid=sequence.uid,
+                cache=sequence.cache,
+                logits=logits,
+                sampler=make_sampler(request.sampling, self._pair.vocab_size),
+                processors=_processors(request),
+                logprobs=request.logprobs,
+                shift=sequence.shift,
+                guide=sequence.guide,
+                generated=tuple(sequence.tokens),
+            )
+        )
+        sequence.cache = []  # the batch owns it now
+
+    def _quantize(self, sequence: Sequence) -> None:
+        bits, group = self._config.kv_bits, self._config.kv_group_size
+        if bits is None:
+            return
+        try:
+            sequence.cache, sequence.shift = quantize_kv(sequence.cache, group, bits)
+        except SparseUnsupportedError as error:
+            log.warning("the KV cache stays unquantised: %s", error.reason)
+
+    def _step_batch(self) -> list[Outcome]:
+        """A failing forward fails the rows in it; the next ones start with an empty batch."""
+        if not len(self._batch):
+            return []
+        try:
+            return list(self._batch.step())
+        except RowFailed as failed:
+            log.error("a row failed", exc_info=failed.__cause__)
+            self._batch.remove(failed.uid)
+            cause = failed.__cause__
+            return [(failed.uid, cause if isinstance(cause, Exception) else failed)]
+        except Exception as error:
+            log.exception("decode step failed")
+            lost = self._batch.uids
+            self._batch = DecodeBatch(self._pair.target)
+            return [(uid, error) for uid in lost]
+
+    def _step_drafted(self) -> Iterator[Outcome]:
+        uid = self._speculator.next_turn()
+        if uid is None:
+            return
+        outcomes, leaving = self._forward_drafted(uid)
+        yield from outcomes
+        if leaving is not None and uid in self._drafted:
+            self._join_batch(uid, leaving)
+
+    def _forward_drafted(self, uid: int) -> tuple[list[Outcome], str | None]:
+        """What came of it, and why the row has to go on as a plain one, if it has to."""
+        try:
+            events, leaving = self._speculator.step(uid, self._speculator.leaves(uid, len(self) - 1))
+        except Exception as error:
+            log.exception("a speculative row failed")
+            self._remove_drafted(uid)
+            return [(uid, error)], None
+        return [(uid, event) for event in events], leaving
+
+    def _join_batch(self, uid: int, why: str) -> None:
+        row, sequence = self._speculator.row(uid), self._drafted[uid]
+        self._remove_drafted(uid).reason += f"; then plain decoding: {why}"
+        sequence.cache = row.cache
+        self._add_plain(sequence, row.logits)
+
+    def _remove_drafted(self, uid: int) -> Speculation:
+        del self._drafted[uid]
+        return self._speculator.remove(uid)
+
+
+def _processors(request: GenerationRequest) -> list[LogitsProcessor]:
+    """Penalties and biases; a constraint keeps `min_tokens` itself."""
+    processors = logits_processors(request.sampling)
+    if request.min_tokens and request.constraint is None:
+        processors.append(held_back(request.stop_token_ids, request.min_tokens))
+    return processors

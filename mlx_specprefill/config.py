@@ -57,12 +57,15 @@ class ScoringConfig:
     rows: int = 8  # N: query rows whose attention is averaged
     include_last_prompt_query: bool = True  # row 0 is the last prompt token; False: all N rows are generated tokens
     heads: HeadRule | None = None  # how the layers' and heads' rows become one; None: what the draft's family does best
+    question_rows: int = 16  # last tokens of the last message: half of the importance is what they attend to; 0: none
     pool_width: int = 13  # taps of the zero-padded mean over neighbouring tokens; odd
     prefill_step: int = 2048  # tokens per draft forward
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"rows must be at least 1, got {self.rows}")
+        if self.question_rows < 0:
+            raise ValueError(f"question_rows must not be negative, got {self.question_rows}")
         if self.pool_width < 1 or self.pool_width % 2 == 0:
             raise ValueError(f"pool_width must be odd and positive, got {self.pool_width}")
         if self.prefill_step < 1:
@@ -74,7 +77,8 @@ class SelectionConfig:
     """Which tokens the target sees. Limits are tokens."""
 
     chunk_size: int = 32
-    carry: float = 0.25  # of a chunk's score that the next one gets at least; 0 is the paper's rule
+    unit_share: float = 0.75  # of a line's or sentence's best chunk that its other chunks get at least; 0: the paper
+    unit_limit: int = 96  # longer lines and sentences are not held together
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
     verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here
@@ -82,8 +86,8 @@ class SelectionConfig:
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be positive, got {self.chunk_size}")
-        if not 0 <= self.carry <= 1:
-            raise ValueError(f"carry must be in [0, 1], got {self.carry}")
+        if not 0 <= self.unit_share <= 1:
+            raise ValueError(f"unit_share must be in [0, 1], got {self.unit_share}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.prefill.plan import plan_prefill
 from mlx_specprefill.prefill.scoring import Scores, score_prompt
-from mlx_specprefill.prefill.selection import Selection, carried, chunk_means, held_part, select_chunks
+from mlx_specprefill.prefill.selection import Selection, chunk_means, held_part, select_tokens
+from mlx_specprefill.prefill.units import TextUnits
 from mlx_specprefill_server.conversation import conversation
 from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
 from mlx_specprefill_server.prompt import PromptBuilder
@@ -66,8 +67,11 @@ class Session:
     prompt: tuple[int, ...] = ()
     held: Bools = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
 
+    def __post_init__(self) -> None:
+        self.units = TextUnits(self.pair.tokenizer)
+
     def fork(self) -> Session:
-        return copy.deepcopy(self, {id(self.pair): self.pair})
+        return copy.deepcopy(self, {id(self.pair): self.pair, id(self.units): self.units})
 
     def filler(self, words: int) -> str:
         return " ".join("The " + " ".join(self.rng.choice(WORDS, 7)) + "." for _ in range(max(1, words // 8)))
@@ -85,8 +89,8 @@ class Session:
         """Tokens before the first gap."""
         return self.held.size if self.held.all() else int(np.argmin(self.held))
 
-    def ask(self, text: str) -> tuple[Scores, Bools]:
-        """What the draft makes of the next message, and the forced tokens."""
+    def ask(self, text: str) -> tuple[Scores, Bools, tuple[int, ...]]:
+        """What the draft makes of the next message, the forced tokens, and the prompt."""
         self.messages = [*self.messages, {"role": "user", "content": text}]
         prompt = asyncio.run(PromptBuilder(self.pair.tokenizer).chat(conversation(self.messages)))
         self.prompt = prompt.tokens
@@ -95,7 +99,7 @@ class Session:
         plan = plan_prefill(request, CONFIG, sparse_refusal=None)
         scores = _last(score_prompt(self.pair.draft, self.prompt, CONFIG.scoring, self.pair.eos_token_ids, self.cache))
         self.cache = scores.cache
-        return scores, plan.forced
+        return scores, plan.forced, self.prompt
 
     def answer(self, text: str, held: Bools) -> None:
         """The answer stays in the cache whole; its end marker is read with the next prompt."""
@@ -128,17 +132,17 @@ def question(name: str) -> str:
     return f"What is the secret code for {name}?"
 
 
-def selected(scores: Scores, forced: Bools, start: int) -> Selection:
-    means = carried(chunk_means(scores.importance[start:], CHUNK), CONFIG.selection.carry)
-    return select_chunks(means, forced[start:], CONFIG.policy.keep_pct, CHUNK)
+def selected(units: TextUnits, scores: Scores, forced: Bools, prompt: tuple[int, ...], start: int) -> Selection:
+    begins = units.starts(prompt[start:])
+    return select_tokens(scores.importance[start:], forced[start:], begins, CONFIG.policy.keep_pct, CONFIG.selection)
 
 
-def starts_over(scores: Scores, forced: Bools, session: Session) -> dict[str, bool]:
+def starts_over(scores: Scores, forced: Bools, prompt: tuple[int, ...], session: Session) -> dict[str, bool]:
     """By the rule, and by the one before it."""
     first = session.dense - session.dense % CHUNK
     means = chunk_means(scores.importance[first:], CHUNK)
-    share, _ = held_part(means, selected(scores, forced, first), session.held[first:])
-    before = excess_held(selected(scores, forced, session.dense), session.held[session.dense :])
+    share, _ = held_part(means, selected(session.units, scores, forced, prompt, first), session.held[first:])
+    before = excess_held(selected(session.units, scores, forced, prompt, session.dense), session.held[session.dense :])
     return {"now": share < CONFIG.policy.extend_share, "before": before < 0.9}
 
 
@@ -170,9 +174,9 @@ def run(pair: ModelPair, seed: int, facts: int, tokens: int, found: Found) -> No
     session = Session(pair, np.random.default_rng(seed))
     per_word = len(pair.tokenizer.encode(session.filler(400))) / 400
     name = NAMES[seed % facts]
-    scores, forced = session.ask(f"{session.document(facts, int(tokens / per_word))}\n\n{question(name)}")
+    scores, forced, prompt = session.ask(f"{session.document(facts, int(tokens / per_word))}\n\n{question(name)}")
     kept = np.zeros(len(session.prompt), dtype=np.bool_)
-    kept[selected(scores, forced, 0).kept] = True
+    kept[selected(session.units, scores, forced, prompt, 0).kept] = True
     session.answer(f"The secret code for {name} is {session.codes[name]}.", kept)
     try_all(session, found)
     for name in LATER:

@@ -3,11 +3,12 @@
 
     python scripts/compare_scoring.py --pair demo-gpt_oss --task niah_single_2 niah_multikey_1 -n 100 --seed 30000
 
-Query rows: `look`, the last prompt token and the look-ahead (the paper's); `question`, the question's own tokens;
-`both`, half of each. Heads: their maximum (the paper's), their mean, or the one head that looked most at gold in
-`--calibrate` items of the first task, which are not measured. Carry: the share of a chunk's score that the next chunk
-gets at least. Printed is the share of items of which every gold token is kept, and in brackets the difference to the
-paper's rule with the engine's carry, over the same items, with its 95 % interval.
+Query rows: `look`, the last prompt token and the look-ahead (the paper's); a number N, half of that and half the last N
+tokens of the question. Heads: their maximum (the paper's), their mean, or the one head that looked most at gold in
+`--calibrate` items of the first task, which are not measured. Unit: the share of the best chunk of a line or sentence
+that its other chunks get at least. Printed are the share of items of which every gold token is kept and the share of
+gold tokens that are, and in brackets the difference of the first to the paper's rule with the engine's share, over the
+same items, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import numpy.typing as npt
 from mlx_specprefill import ModelPair, SelectionConfig, keep_pct, load_pair
 from mlx_specprefill.adapters import capture
 from mlx_specprefill.prefill.forced import forced_mask, forced_ranges
-from mlx_specprefill.prefill.selection import carried, chunk_means, select_chunks
+from mlx_specprefill.prefill.selection import select_tokens
+from mlx_specprefill.prefill.units import TextUnits
 from mlx_specprefill_server.conversation import conversation
 from mlx_specprefill_server.evals.statistics import paired_difference
 from mlx_specprefill_server.evals.tasks import TASKS, Item, Space, make_item
@@ -38,9 +40,11 @@ from mlx_lm.models.cache import make_prompt_cache  # isort: skip
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+Rule = tuple[str, str, float, str]  # rows, heads, unit share, keep
 ROWS, WIDTH, STEP = 8, 13, 512
-CARRIES = (0.0, 0.1, 0.25, 0.5)
-STOCK = ("look", "max", 0.25)
+QUESTIONS = (0, 8, 16, 32, 64)
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+STOCK = ("look", "max", 0.75)
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,10 @@ class Read:
     """One prompt of M tokens: the draft's pooled attention per query row and head, and gold and forced tokens."""
 
     look: Floats  # (rows, heads, M)
-    question: Floats  # (question tokens, heads, M)
+    question: Floats  # (tokens before the end of the last message, heads, M)
     gold: Bools
     forced: Bools
+    units: npt.NDArray[np.int32]
 
 
 class Attention:
@@ -95,6 +100,7 @@ class Reader:
     def __init__(self, pair: ModelPair) -> None:
         self._pair = pair
         self._builder = PromptBuilder(pair.tokenizer)
+        self._units = TextUnits(pair.tokenizer)
 
     def count(self, text: str) -> int:
         return len(self._pair.tokenizer.encode(text, add_special_tokens=False))
@@ -104,10 +110,9 @@ class Reader:
         prompt = asyncio.run(self._builder.chat(said))
         gold = asyncio.run(self._builder.passages(said, item.gold))
         M, end = len(prompt.tokens), prompt.spans[-1].content_end
-        start = end - self.count(item.turns[-1].question.rpartition("\n\n")[2])
-        look, question = self._attention(mx.array(prompt.tokens)[None], start, end)
+        look, question = self._attention(mx.array(prompt.tokens)[None], max(0, end - max(QUESTIONS)), end)
         forced = forced_mask(forced_ranges(prompt.spans, M, SelectionConfig()), M)
-        return Read(look, question, _mask(gold, M), forced)
+        return Read(look, question, _mask(gold, M), forced, self._units.starts(prompt.tokens))
 
     def _attention(self, prompt: mx.array, start: int, end: int) -> tuple[Floats, Floats]:
         M, cache, draft = prompt.shape[1], make_prompt_cache(self._pair.draft), self._pair.draft
@@ -142,27 +147,36 @@ def _mask(spans: Sequence[tuple[int, int]], length: int) -> Bools:
     return mask
 
 
-def _importance(read: Read, rows: str, heads: str, best: int) -> Floats:
-    joined = {"max": lambda a: a.max(axis=1), "mean": lambda a: a.mean(axis=1), "best": lambda a: a[:, best]}[heads]
-    look, question = joined(read.look).mean(axis=0), joined(read.question).mean(axis=0)
-    return {"look": look, "question": question, "both": look / look.sum() + question / question.sum()}[rows]
+def _importance(read: Read, question: int, heads: str, best: int) -> Floats:
+    joined = {"max": lambda a: a.max(axis=0), "mean": lambda a: a.mean(axis=0), "best": lambda a: a[best]}[heads]
+    per_row = {"max": lambda a: a.max(axis=1), "mean": lambda a: a.mean(axis=1), "best": lambda a: a[:, best]}[heads]
+    look: Floats = per_row(read.look).mean(axis=0)
+    if not question:
+        return look
+    asked = joined(read.question[-question:].mean(axis=0))
+    return (look / look.sum() + asked / asked.sum()).astype(np.float32)
 
 
-def _holds_all(read: Read, chunk_scores: Floats, share: str, carry: float) -> float:
-    size = SelectionConfig().chunk_size
-    kept = select_chunks(carried(chunk_scores, carry), read.forced, keep_pct(share), size).kept
-    return float(np.isin(np.flatnonzero(read.gold), kept).all())
+def _kept_gold(read: Read, importance: Floats, share: str, unit_share: float) -> float:
+    """Share of the gold tokens that are kept."""
+    rule = SelectionConfig(unit_share=unit_share)
+    kept = select_tokens(importance, read.forced, read.units, keep_pct(share), rule).kept
+    return float(np.isin(np.flatnonzero(read.gold), kept).mean())
 
 
-def _outcomes(read: Read, shares: Sequence[str], best: int) -> dict[tuple[str, str, float, str], float]:
+def _outcomes(read: Read, shares: Sequence[str], best: int) -> dict[Rule, float]:
     found = {}
-    for rows in ("look", "question", "both"):
+    for question in QUESTIONS:
         for heads in ("max", "mean", "best"):
-            means = chunk_means(_importance(read, rows, heads, best), SelectionConfig().chunk_size)
-            for carry in CARRIES:
+            importance = _importance(read, question, heads, best)
+            for unit_share in SHARES:
                 for share in shares:
-                    found[rows, heads, carry, share] = _holds_all(read, means, share, carry)
+                    found[_rows(question), heads, unit_share, share] = _kept_gold(read, importance, share, unit_share)
     return found
+
+
+def _rows(question: int) -> str:
+    return str(question) if question else "look"
 
 
 def _best_head(reads: Sequence[Read]) -> int:
@@ -171,11 +185,9 @@ def _best_head(reads: Sequence[Read]) -> int:
     return int(np.mean(gain, axis=0).argmax())
 
 
-def _table(
-    outcomes: Mapping[str, Sequence[Mapping[tuple[str, str, float, str], float]]], shares: Sequence[str]
-) -> None:
+def _table(outcomes: Mapping[str, Sequence[Mapping[Rule, float]]], shares: Sequence[str]) -> None:
     columns = [(name, share) for name in outcomes for share in shares]
-    print("| rows | heads | carry | " + " | ".join(f"{name} at {share}" for name, share in columns) + " |")
+    print("| rows | heads | unit | " + " | ".join(f"{name} at {share}" for name, share in columns) + " |")
     print("|" + " --- |" * (3 + len(columns)))
     rules = dict.fromkeys(key[:3] for found in outcomes.values() for key in found[0])
     for rule in rules:
@@ -185,12 +197,13 @@ def _table(
 
 def _cell(pairs: Sequence[tuple[float, float]]) -> str:
     stock, other = zip(*pairs, strict=True)
-    mean, low, high = paired_difference(stock, other)
-    return f"{np.mean(other):.3f} ({mean:+.3f}: {low:+.3f} to {high:+.3f})"
+    whole = [[float(kept == 1) for kept in arm] for arm in (stock, other)]
+    mean, low, high = paired_difference(*whole)
+    return f"{np.mean(whole[1]):.2f}, {np.mean(other):.3f} ({mean:+.2f}: {low:+.2f} to {high:+.2f})"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print a table per pair; the last line is one JSON object with the shares of items that kept all gold."""
+    """Print a table per pair; the last line is one JSON object with the shares of gold kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", nargs="+", default=["demo"], help="names in models/pairs.toml")
     parser.add_argument("--task", nargs="+", default=["niah_single_2", "niah_multikey_1"], choices=sorted(TASKS))

@@ -21,9 +21,10 @@ from ..decoding.strategies import STRATEGIES
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
 from ..prefill.plan import PrefillPlan
-from ..prefill.scoring import Scores, score_prompt
-from ..prefill.selection import Selection, carried, chunk_means, held_part, select_chunks
+from ..prefill.scoring import Scores, question_span, score_prompt
+from ..prefill.selection import Selection, chunk_means, held_part, select_tokens
 from ..prefill.sparse import prefill
+from ..prefill.units import TextUnits
 from ..request import GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from .caches import EngineCaches, Session, empty_cache
@@ -65,6 +66,7 @@ class Prefiller:
         self.planner = planner
         self.slice_size = slice_size
         self._speculator = speculator
+        self._units = TextUnits(pair.tokenizer)
         self.fallbacks: Counter[str] = Counter()
 
     def run(self, sequence: Sequence) -> Slices:
@@ -144,11 +146,14 @@ class Prefiller:
         if self.pair.draft is None:
             raise SparseUnsupportedError("no draft model is loaded")
         prompt, done = request.prompt, 0
-        hit = self.caches.draft_prefix(prompt)
+        question_end = request.spans[-1].content_end if request.spans else None
+        # What asks is read anew even if the cache holds it: a hit must not change the scores.
+        start, _ = question_span(len(prompt), self.config.scoring, question_end)
+        hit = self.caches.draft_prefix(prompt[: start + 1])
         cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
         stops = request.stop_token_ids | self.pair.eos_token_ids
         slices = score_prompt(
-            self.pair.draft, prompt, self.config.scoring, stops, cache, lambda: self.slice_size("draft")
+            self.pair.draft, prompt, self.config.scoring, stops, cache, lambda: self.slice_size("draft"), question_end
         )
         try:
             while True:
@@ -164,11 +169,10 @@ class Prefiller:
         self.caches.keep_draft(prompt, cache)
         return scores
 
-    def select(self, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
+    def select(self, prompt: tuple[int, ...], scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
         """Of the prompt from `start` on, which is where a chunk begins; its `kept` counts from there."""
-        selection = self.config.selection
-        means = carried(chunk_means(scores.importance[start:], selection.chunk_size), selection.carry)
-        return select_chunks(means, plan.forced[start:], plan.keep, selection.chunk_size)
+        units = self._units.starts(prompt[start:])
+        return select_tokens(scores.importance[start:], plan.forced[start:], units, plan.keep, self.config.selection)
 
     def _continue(self, sequence: Sequence, scores: Scores) -> tuple[int, Kept]:
         """What of the session's sparse cache holds what this question wants, and what comes on top of it.
@@ -182,7 +186,7 @@ class Prefiller:
         plan, S, size = sequence.plan, sequence.cached, self.config.selection.chunk_size
         assert plan is not None
         first = S - S % size  # chunks lie where the earlier turn's lay
-        selection = self.select(scores, plan, first)
+        selection = self.select(sequence.request.prompt, scores, plan, first)
         wanted = selection.kept[selection.kept >= S - first] + first
         session = self._session(sequence.request, plan.keep)
         if session is None or session.length <= S:

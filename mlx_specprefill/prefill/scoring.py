@@ -1,8 +1,9 @@
 """Importance of every prompt token, from the draft's attention (SpecPrefill, section 3.2; algorithms in docs).
 
 The draft reads the prompt, then a few tokens ahead. Each captured query row gives one pooled attention row per layer
-and head; the importance is the mean over rows of the maximum (the paper's rule) or mean over layers and heads,
-whichever kept more of what answers need in the draft's family (decision 19).
+and head; what they attend to is the mean over rows of the maximum (the paper's rule) or mean over layers and heads,
+whichever kept more of what answers need in the draft's family (decision 19). Half of the importance is that of the
+look-ahead, half that of the question's last tokens, which ask for things that an answer comes to later (decision 21).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..config import ScoringConfig
 from ..errors import SparseUnsupportedError, SpecPrefillError
 from ..request import Progress
 
-__all__ = ["Scores", "score_prompt"]
+__all__ = ["Scores", "question_span", "score_prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Scores:
     Attributes:
         importance: float32 (M,), non-negative.
         lookahead: the draft's greedy continuation, as far as it was used.
-        rows: query rows averaged; fewer than configured when the draft ended its answer.
+        rows: look-ahead rows averaged; fewer than configured when the draft ended its answer.
         layers: attention layers that contributed to each row.
         cache: the draft's, holding exactly the prompt.
     """
@@ -54,15 +55,17 @@ def score_prompt(
     stop_ids: frozenset[int] = frozenset(),
     cache: list[Any] | None = None,
     step: Callable[[], int] | None = None,
+    question_end: int | None = None,
 ) -> Generator[Progress, None, Scores]:
     """Score a prompt; yields between draft forwards, returns `Scores`.
 
     Args:
         prompt: M token ids.
         stop_ids: tokens that end the draft's look-ahead; rows after one are not used.
-        cache: the draft's own mlx-lm cache if it already holds a dense prefix of the prompt (fewer than M tokens).
-            Afterwards it holds exactly the prompt.
+        cache: the draft's own mlx-lm cache if it already holds a dense prefix of the prompt, up to the question at
+            most. Afterwards it holds exactly the prompt.
         step: asked for the tokens of each forward instead of `config.prefill_step`.
+        question_end: where the last message ends; M - 1 if not given, the tokens before the last one.
 
     Raises:
         SparseUnsupportedError: no attention layer sees the whole prompt.
@@ -71,27 +74,46 @@ def score_prompt(
     M = len(prompt)
     tokens = mx.array(list(prompt))[None]
     cache = make_prompt_cache(draft) if cache is None else cache
+    capture = QueryCapture(M, config.pool_width, config.heads or adapter_for(architecture_of(draft)).heads)
+    question, asked = question_span(M, config, question_end)
     start = max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
     while start < M - 1:
         end = min(start + (step() if step is not None else config.prefill_step), M - 1)
-        draft(tokens[:, start:end], cache=cache)
-        mx.eval([part.state for part in cache])
+        if start < question < end < M - 1:
+            end = question  # the question is read whole, together with what follows it
+        elif question <= start:
+            end = M - 1
+        if question < end and start < asked:
+            with capture.of_passage(end, end - start, slice(max(question - start, 0), asked - start)):
+                draft(tokens[:, start:end], cache=cache)
+        else:
+            draft(tokens[:, start:end], cache=cache)
+        mx.eval([part.state for part in cache], [] if capture.passage is None else capture.passage)
         yield Progress("draft", end, M)
         start = end
-    capture, looked_ahead = _look_ahead(draft, tokens[:, -1:], M, cache, config)
+    looked_ahead = _look_ahead(draft, tokens[:, -1:], capture, cache, config)
     yield Progress("draft", M, M)
     return replace(_scores(capture, looked_ahead, config, stop_ids), cache=cache)
 
 
+def question_span(prompt_len: int, config: ScoringConfig, question_end: int | None = None) -> tuple[int, int]:
+    """Indices [start, end) of the question rows: the last tokens of the last message, without the prompt's last token.
+
+    Both are M - 1 if there are none.
+    """
+    end = prompt_len - 1 if question_end is None else min(question_end, prompt_len - 1)
+    start = max(0, end - config.question_rows)
+    return (start, end) if start < end else (prompt_len - 1, prompt_len - 1)
+
+
 def _look_ahead(
-    draft: nn.Module, last: mx.array, M: int, cache: list[Any], config: ScoringConfig
-) -> tuple[QueryCapture, mx.array]:
+    draft: nn.Module, last: mx.array, capture: QueryCapture, cache: list[Any], config: ScoringConfig
+) -> mx.array:
     """Feed the last prompt token and the greedy tokens after it, capturing; the cache ends where it was after `last`.
 
     All steps are queued without waiting for a token's value: the end of the answer is looked for afterwards.
     """
-    heads = config.heads or adapter_for(architecture_of(draft)).heads
-    capture = QueryCapture(M, config.pool_width, heads)
+    M = capture.prompt_len
     if config.include_last_prompt_query:
         with capture.row(M):
             logits = draft(last, cache=cache)
@@ -108,7 +130,7 @@ def _look_ahead(
     undo.restore(fed)
     looked_ahead = mx.concatenate(generated)
     mx.eval(looked_ahead, capture.rows, [part.state for part in cache])
-    return capture, looked_ahead
+    return looked_ahead
 
 
 class _Undo:
@@ -138,6 +160,9 @@ def _scores(capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig
     usable = ended + 1 if config.include_last_prompt_query else max(1, ended)
     rows = min(len(capture.rows), usable)
     importance = np.array(mx.stack(capture.rows[:rows]).mean(axis=0))
+    if capture.passage is not None:
+        question = np.array(capture.passage)
+        importance = (importance + question * (importance.sum() / question.sum())) / 2
     if not np.isfinite(importance).all():
         raise SpecPrefillError("the draft's attention is not finite")
     return Scores(importance, tuple(generated[: ended + 1][: config.rows]), rows, capture.layers[0])

@@ -8,7 +8,9 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Selection", "carried", "chunk_means", "held_part", "kept_spans", "select_chunks"]
+from ..config import SelectionConfig
+
+__all__ = ["Selection", "chunk_means", "held_part", "held_together", "kept_spans", "select_chunks", "select_tokens"]
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -44,14 +46,36 @@ def chunk_means(importance: Floats, chunk_size: int) -> Floats:
     return (sums / lengths).astype(np.float32)
 
 
-def carried(chunk_scores: Floats, share: float) -> Floats:
-    """Each score at least `share` of the one before it, (C,) -> (C,).
+def held_together(
+    importance: Floats, chunk_scores: Floats, units: Indices, chunk_size: int, share: float, limit: int
+) -> Floats:
+    """Scores with which the chunks of one line or sentence are kept together, (C,) -> (C,), none lower than before.
 
     The draft looks at where a passage begins. What goes on in the next chunk, like the value after a long name, would
     compete with the best of the rest on its own.
+
+    Args:
+        importance: (M,) of which `chunk_scores` are the means.
+        units: where lines and sentences begin, ascending, the first at 0 (`TextUnits`).
+        share: of the most that a unit adds to the mean of one of its chunks; the others get at least that.
+        limit: tokens; longer units are left alone.
     """
-    scores = chunk_scores.copy()
-    scores[1:] = np.maximum(scores[1:], chunk_scores[:-1] * np.float32(share))
+    M, scores = importance.size, chunk_scores.copy()
+    ends = np.append(units[1:], M)
+    first, last = units // chunk_size, (ends - 1) // chunk_size
+    crossing = (first < last) & (ends - units <= limit)
+    begin, end, first, last = units[crossing], ends[crossing], first[crossing], last[crossing]
+    total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
+    best = np.zeros(begin.size)
+    parts = [first + step for step in range(-(-limit // chunk_size) + 1)]
+    for chunk in parts:
+        left, right = np.maximum(begin, chunk * chunk_size), np.minimum(end, (chunk + 1) * chunk_size)
+        inside = chunk <= last
+        length = np.where(inside, np.minimum(chunk_size, M - chunk * chunk_size), 1)
+        best[inside] = np.maximum(best, (total[right] - total[np.minimum(left, right)]) / length)[inside]
+    for chunk in parts:
+        inside = chunk <= last
+        np.maximum.at(scores, chunk[inside], (share * best[inside]).astype(np.float32))
     return scores
 
 
@@ -81,6 +105,20 @@ def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_siz
     return Selection(np.flatnonzero(tokens).astype(np.int32), chunk_scores, chunk_forced, chosen, chunk_size)
 
 
+def select_tokens(
+    importance: Floats, forced: Bools, units: Indices, keep: Fraction, config: SelectionConfig
+) -> Selection:
+    """From importance (M,) to what is kept: chunk means, lines and sentences held together, the best chunks.
+
+    Args:
+        forced: (M,) per token.
+        units: where lines and sentences begin.
+    """
+    size = config.chunk_size
+    scores = held_together(importance, chunk_means(importance, size), units, size, config.unit_share, config.unit_limit)
+    return select_chunks(scores, forced, keep, size)
+
+
 def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float, int]:
     """How much of what the selection asks for an earlier turn has kept already, and where the first of the rest lies.
 
@@ -88,7 +126,7 @@ def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float,
     budget and change from question to question.
 
     Args:
-        scores: mean importance per chunk (C,), not carried: a chunk counts for what the draft saw in it.
+        scores: mean importance per chunk (C,), not held together: a chunk counts for what the draft saw in it.
         held: (L,) whether the earlier turn kept the token, for the first L <= M tokens; the rest is new to it.
 
     Returns:

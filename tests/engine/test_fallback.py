@@ -55,7 +55,7 @@ FAULTS = {
     "draft forward": ("draft", lambda patch, pair: patch.setattr(type(pair.draft), "__call__", _draft_fails(pair))),
     "capture": ("draft", lambda patch, pair: patch.setattr(QueryCapture, "observe", boom)),
     "scores not finite": ("draft", lambda patch, pair: patch.setattr(QueryCapture, "_add", nan_rows)),
-    "selection": ("select", lambda patch, pair: patch.setattr(runner_module, "select_chunks", boom)),
+    "selection": ("select", lambda patch, pair: patch.setattr(runner_module, "select_tokens", boom)),
     "mapped rotation": ("prefill", lambda patch, pair: patch.setattr(PositionMappedRoPE, "__call__", _map_fails())),
     "placed cache": ("prefill", lambda patch, pair: patch.setattr(PositionedKVCache, "update_and_fetch", boom)),
     "allocation": ("prefill", lambda patch, pair: patch.setattr(caches_module, "make_positioned_cache", OutOfMemory)),
@@ -122,7 +122,7 @@ def test_a_fault_does_not_change_a_seeded_answer(monkeypatch):
     sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
     with Engine(tiny_pair(), CONFIG) as engine:
         full, _ = generated(engine.generate(request(enabled=False, sampling=sampling)))
-        monkeypatch.setattr(runner_module, "select_chunks", boom)
+        monkeypatch.setattr(runner_module, "select_tokens", boom)
         answer, _ = generated(engine.generate(request(sampling=sampling)))
     assert answer == full
 

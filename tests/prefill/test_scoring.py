@@ -21,9 +21,10 @@ M = 90
 MEAN_HEADS = ("gpt_oss", "nemotron_h", "qwen3_5")
 
 
-def run(draft, prompt, config=None, stops=frozenset(), cache=None):
+def run(draft, prompt, config=None, stops=frozenset(), cache=None, question_end=None):
     """Drive the generator to its result; also the number of yields."""
-    steps, generator = 0, score_prompt(draft, prompt, config or ScoringConfig(), stops, cache)
+    config = config or ScoringConfig()
+    steps, generator = 0, score_prompt(draft, prompt, config, stops, cache, question_end=question_end)
     while True:
         try:
             next(generator)
@@ -49,36 +50,51 @@ def attention_inputs(model, tokens):
     return calls, np.array(logits[0])
 
 
-def brute_force(model, family, prompt, config):
-    """All rows of all layers, softmax over the prompt's keys, zero-padded mean, joined, mean: numpy float64."""
+def brute_force(model, family, prompt, config, question_end=M - 1):
+    """Look-ahead and question by halves, each all rows of all layers, smoothed and joined: numpy float64."""
     join = {"max": np.max, "mean": np.mean}[config.heads or ("mean" if family in MEAN_HEADS else "max")]
     tokens = list(prompt)
     for _ in range(config.rows):
         tokens.append(int(np.argmax(attention_inputs(model, tokens)[1][-1])))
-    first = M - 1 if config.include_last_prompt_query else M
     calls, _ = attention_inputs(model, tokens)
     if family == "gpt_oss":
         calls = calls[1::2]  # the other layers have a window that is shorter than the prompt
-    per_row = []
-    for row in range(first, first + config.rows):
-        rows = []
-        for q, k, sinks, scale in calls:
-            group = q.shape[1] // k.shape[1]
-            for head in range(q.shape[1]):
-                logits = scale * (k[0, head // group, :M] @ q[0, head, row])
-                sink = [sinks[head]] if sinks is not None else []
-                weights = np.exp(np.append(logits, sink) - np.append(logits, sink).max())
-                smooth = np.convolve(weights[:M] / weights.sum(), np.ones(config.pool_width), "same")
-                rows.append(smooth / config.pool_width)
-        per_row.append(join(rows, axis=0))
-    return np.mean(per_row, axis=0), tuple(tokens[M:])
+    first = M - 1 if config.include_last_prompt_query else M
+    heads = [(call, head) for call in calls for head in range(call[0].shape[1])]
+    ahead = [
+        join([smooth(attention_row(*at, row), config) for at in heads], axis=0)
+        for row in range(first, first + config.rows)
+    ]
+    found = np.mean(ahead, axis=0)
+    if config.question_rows:
+        asking = range(max(0, question_end - config.question_rows), question_end)
+        of_heads = [np.mean([attention_row(*at, row) for row in asking], axis=0) for at in heads]
+        question = join([smooth(row, config) for row in of_heads], axis=0)
+        found = (found + question * found.sum() / question.sum()) / 2
+    return found, tuple(tokens[M:])
+
+
+def attention_row(call, head, row):
+    """What one token sees of the prompt in one head, (M,)."""
+    q, k, sinks, scale = call
+    keys = min(row + 1, M)
+    logits = scale * (k[0, head // (q.shape[1] // k.shape[1]), :keys] @ q[0, head, row])
+    logits = np.append(logits, [sinks[head]] if sinks is not None else [])
+    weights = np.exp(logits - logits.max())
+    return np.pad(weights[:keys] / weights.sum(), (0, M - keys))
+
+
+def smooth(row, config):
+    return np.convolve(row, np.ones(config.pool_width), "same") / config.pool_width
 
 
 @pytest.mark.parametrize(("include_last", "heads"), [(True, None), (True, "max"), (False, "mean")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_importance_equals_brute_force(family, include_last, heads):
     model, prompt = tiny_model(family, seed=3), random_prompt(M)
-    config = ScoringConfig(rows=4, include_last_prompt_query=include_last, heads=heads, prefill_step=37)
+    config = ScoringConfig(
+        rows=4, include_last_prompt_query=include_last, heads=heads, prefill_step=37, question_rows=0
+    )
     install_rope(), install_capture()
     scores, _ = run(model, prompt, config)
     expected, lookahead = brute_force(model, family, prompt, config)
@@ -86,6 +102,40 @@ def test_importance_equals_brute_force(family, include_last, heads):
     assert scores.rows == 4
     assert scores.lookahead == lookahead[:4]
     assert scores.importance.dtype == np.float32
+
+
+@pytest.mark.parametrize("heads", ["max", "mean"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_question_rows_equal_brute_force(family, heads):
+    """In one forward with other tokens before and after them, whose attention does not count."""
+    model, prompt = tiny_model(family, seed=3), random_prompt(M)
+    install_rope(), install_capture()
+    cases = ((16, M - 1, 37), (16, M - 7, 200), (5, M - 7, 33), (200, M - 3, 50), (16, 40, 20))
+    for rows, end, step in cases:
+        config = ScoringConfig(rows=2, heads=heads, prefill_step=step, question_rows=rows)
+        scores, _ = run(model, prompt, config, question_end=end)
+        expected, _ = brute_force(model, family, prompt, config, end)
+        np.testing.assert_allclose(scores.importance, expected, rtol=2e-5, atol=1e-8)
+
+
+def test_the_question_is_read_in_one_forward():
+    draft = Counting(tiny_model("llama", seed=6))
+    for step, end, shapes in (
+        (40, M - 1, [40, 33, 16]),  # a step that would end within the question ends before it
+        (40, M - 10, [40, 24, 25]),
+        (80, M - 1, [73, 16]),
+        (89, M - 1, [89]),
+        (8, M - 1, [8] * 9 + [1, 16]),
+    ):
+        draft.shapes = []
+        run(
+            draft,
+            random_prompt(M),
+            ScoringConfig(prefill_step=step),
+            cache=make_prompt_cache(draft.model),
+            question_end=end,
+        )
+        assert draft.shapes == [*shapes, *[1] * 8], (step, end)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 1), (8, 2)])
@@ -143,7 +193,7 @@ def test_forwards_after_the_prompt(include_last, forwards):
     draft = Counting(tiny_model("llama", seed=6))
     config = ScoringConfig(include_last_prompt_query=include_last, prefill_step=40)
     scores, yields = run(draft, random_prompt(M), config, cache=make_prompt_cache(draft.model))
-    assert draft.shapes == [40, 40, 9, 1] + [1] * forwards
+    assert draft.shapes == [40, 33, 16, 1] + [1] * forwards
     assert scores.rows == 8
     assert yields == 4
 
@@ -237,7 +287,9 @@ def test_nothing_is_captured_outside_a_row():
     assert capture.rows == []
 
 
-@pytest.mark.parametrize("bad", [{"rows": 0}, {"pool_width": 12}, {"pool_width": 0}, {"prefill_step": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"rows": 0}, {"question_rows": -1}, {"pool_width": 12}, {"pool_width": 0}, {"prefill_step": 0}]
+)
 def test_bad_configurations_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         ScoringConfig(**bad)

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_specprefill import InvalidRequestError, keep_pct
-from mlx_specprefill.prefill.selection import carried, chunk_means, held_part, kept_spans, select_chunks
+from mlx_specprefill import InvalidRequestError, SelectionConfig, keep_pct
+from mlx_specprefill.prefill.selection import (
+    chunk_means,
+    held_part,
+    held_together,
+    kept_spans,
+    select_chunks,
+    select_tokens,
+)
 
 
 def brute_force(scores: list[float], forced: list[bool], keep: Fraction, size: int) -> list[int]:
@@ -156,8 +163,53 @@ def test_what_lies_after_the_earlier_turn_does_not_count():
     assert held_part(scores, selection, np.zeros(0, dtype=bool)) == (1.0, 0)
 
 
-def test_a_chunk_gets_a_share_of_the_score_before_it_and_no_more():
-    scores = np.array([8, 1, 0, 4, 3], dtype=np.float32)
-    assert carried(scores, 0.25).tolist() == [8, 2, 0.25, 4, 3]
-    assert carried(scores, 0).tolist() == scores.tolist()
-    assert scores.tolist() == [8, 1, 0, 4, 3]
+def together_by_hand(importance, units, size, share, limit):
+    """Unit by unit and chunk by chunk, as the rule is worded."""
+    M = len(importance)
+    chunks = [range(start, min(start + size, M)) for start in range(0, M, size)]
+    means = [sum(importance[i] for i in chunk) / len(chunk) for chunk in chunks]
+    scores = list(means)
+    for start, end in itertools.pairwise([*units, M]):
+        touched = [c for c, chunk in enumerate(chunks) if set(chunk) & set(range(start, end))]
+        if end - start > limit or len(touched) < 2:
+            continue
+        best = max(sum(importance[i] for i in chunks[c] if start <= i < end) / len(chunks[c]) for c in touched)
+        for c in touched:
+            scores[c] = max(scores[c], share * best)
+    return means, scores
+
+
+@given(st.integers(0, 10_000), st.integers(1, 90), st.integers(1, 9), st.integers(1, 40))
+def test_units_are_held_together_as_by_hand(seed, M, size, limit):
+    rng = np.random.default_rng(seed)
+    importance = rng.random(M).astype(np.float32)
+    units = np.unique(np.append(0, rng.integers(0, M, rng.integers(0, 12)))).astype(np.int32)
+    means, expected = together_by_hand(importance.tolist(), units.tolist(), size, 0.75, limit)
+    got = held_together(importance, np.array(means, dtype=np.float32), units, size, 0.75, limit)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_a_sentence_that_goes_on_brings_its_next_chunk_and_a_new_one_does_not():
+    importance = np.array([0, 0, 0, 8, 0, 0, 0, 0, 1, 0, 0, 0], dtype=np.float32)
+    scores = chunk_means(importance, 4)
+    goes_on = held_together(importance, scores, np.array([0, 2, 6, 9]), 4, 0.75, 96)
+    assert goes_on.tolist() == [2, 1.5, 0.25]
+    assert held_together(importance, scores, np.array([0, 4, 8]), 4, 0.75, 96).tolist() == scores.tolist()
+    assert held_together(importance, scores, np.array([0, 2, 6, 9]), 4, 0.75, 3).tolist() == [2, 0.1875, 0.25]
+    assert held_together(importance, scores, np.array([0, 2, 6, 9]), 4, 0.0, 96).tolist() == scores.tolist()
+
+
+def test_what_a_selection_costs_depends_on_the_length_only():
+    """The budget is spent on other chunks, not enlarged."""
+    rng = np.random.default_rng(3)
+    importance, forced = rng.random(640).astype(np.float32), np.zeros(640, dtype=bool)
+    units = np.arange(0, 640, 24, dtype=np.int32)
+    for share in (0.0, 0.75, 1.0):
+        config = SelectionConfig(unit_share=share)
+        assert select_tokens(importance, forced, units, Fraction(1, 5), config).kept.size == 128
+
+
+@pytest.mark.parametrize("bad", [{"unit_share": -0.1}, {"unit_share": 1.1}, {"chunk_size": 0}])
+def test_bad_rules_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SelectionConfig(**bad)

@@ -60,7 +60,11 @@ class TestGenerate:
     def test_keep_share_reaches_the_engine(self, models: list[str], prompt_file: str) -> None:
         arguments = ["generate", "--raw", "--prompt-file", prompt_file, "--max-tokens", "1", "--mode", "sparse"]
         done = run(*arguments, "--forced", "last-token", "--keep-pct", "0.5", *models)
-        assert "208 of 400" in done.stderr or "224 of 400" in done.stderr  # 7 of 13 chunks, the last one is short
+        kept = [
+            str(7 * 32 - 16),
+            str(7 * 32 + 1),
+        ]  # 7 of 13 chunks: with the last one, which is short, or its last token
+        assert any(f"{number} of 400" in done.stderr for number in kept)
 
     def test_standard_input(self, models: list[str]) -> None:
         arguments = ["generate", "--raw", "--prompt-file", "-", "--max-tokens", "1", *models]

@@ -107,7 +107,9 @@ def test_an_inspection_without_waiting_agrees_with_one_that_waits(engine: Engine
     result = done.get(timeout=60)
     assert isinstance(result, Inspection)
     waited = engine.inspect(request)
-    assert result.chunks == waited.chunks
+    assert [chunk.kept_tokens for chunk in result.chunks] == [chunk.kept_tokens for chunk in waited.chunks]
+    scores = [chunk.score for chunk in waited.chunks]
+    assert [chunk.score for chunk in result.chunks] == pytest.approx(scores, rel=1e-4)
     kept = {index for start, end in result.kept_spans for index in range(start, end)}
     assert len(kept) == result.kept_tokens
     with pytest.raises(InvalidRequestError):

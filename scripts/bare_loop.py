@@ -15,13 +15,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 
-from mlx_specprefill.prefill.cost import ModelCost, PairCost
 from mlx_specprefill.prefill.sparse import prefill
 
 __all__ = ["BareLoop"]
-
-LONGEST_STEP = 2048  # tokens, what every server here uses at most
-
 
 @dataclass
 class BareLoop:
@@ -63,10 +59,9 @@ class BareLoop:
         Both with the step sizes that were measured to suit this machine.
         """
         (measured,) = json.loads(self.costs.read_text()).values()
-        cost = PairCost(ModelCost(**measured["target"]), ModelCost(**measured["draft"]))
-        target_step, draft_step = cost.steps(LONGEST_STEP)
         prompt = self.tokens(text)
-        return read(self.draft, prompt, draft_step) + read(self.target, prompt[-kept:], target_step)
+        draft = read(self.draft, prompt, measured["draft_step"])
+        return draft + read(self.target, prompt[-kept:], measured["target_step"])
 
 
 def read(model: Any, tokens: list[int], step: int) -> float:

@@ -30,9 +30,11 @@ __all__ = ["calibrate", "calibrated"]
 
 log = logging.getLogger(__name__)
 
-_LADDER = ((256, 256), (1024, 256), (2048, 2048), (4096, 1024), (8192, 2048))  # (prompt tokens, tokens per forward)
+_LADDER = ((256, 256), (1024, 256), (1024, 1024), (2048, 2048))  # (prompt tokens, tokens per forward)
 _FEWEST = 3  # rungs without which nothing can be told from launch costs
-_SECONDS = 10.0  # per model and climb; a rung is left out when it would not fit
+_LONG = 8192  # tokens of the prompt that is read in the best steps
+_SECONDS = 5.0  # per model for a climb, and for a reading of the long prompt; what does not fit is left out
+_QUICK = 8.0  # seconds; what took longer is not measured twice
 
 Read = Callable[[list[int], int], Generator[Progress, None, Any]]
 
@@ -58,7 +60,8 @@ def calibrated(pair: ModelPair, config: EngineConfig) -> PairCost | None:
 def _known(entry: Any) -> PairCost | None:
     """An entry of the file; None where there is none, or one that another version wrote."""
     try:
-        return PairCost(ModelCost(**entry["target"]), ModelCost(**entry["draft"]))
+        models = ModelCost(**entry["target"]), ModelCost(**entry["draft"])
+        return PairCost(*models, entry["target_step"], entry["draft_step"])
     except (TypeError, KeyError):
         return None
 
@@ -66,7 +69,8 @@ def _known(entry: Any) -> PairCost | None:
 def calibrate(pair: ModelPair, config: EngineConfig) -> PairCost:
     """Read prompts of growing length with both models and fit their costs; some twenty seconds per model at most.
 
-    The result is kept in `config.calibration_file`, if there is one. Not for a pair that an engine is using.
+    Short prompts in forwards of several lengths tell which length is best; a long one in just these makes the law
+    true for what will run. The result is kept in `config.calibration_file`, if there is one. Not for a pair that an engine is using.
 
     Raises:
         SparseUnsupportedError: there is no draft, or it can't score.
@@ -76,7 +80,7 @@ def calibrate(pair: ModelPair, config: EngineConfig) -> PairCost:
         raise SparseUnsupportedError("no draft model is loaded")
     longest = min(pair.context_length, pair.draft_context or pair.context_length)
     rng = np.random.default_rng(0)
-    prompt = [int(token) for token in rng.integers(0, pair.vocab_size, min(longest, _LADDER[-1][0]))]
+    prompt = [int(token) for token in rng.integers(0, pair.vocab_size, min(longest, _LONG))]
 
     def read_target(tokens: list[int], step: int) -> Generator[Progress, None, Any]:
         return prefill(pair.target, list(make_prompt_cache(pair.target)), tokens, None, step)
@@ -85,7 +89,9 @@ def calibrate(pair: ModelPair, config: EngineConfig) -> PairCost:
         cache = list(make_prompt_cache(draft))
         return score_prompt(draft, tokens, config.scoring, frozenset(), cache, lambda: step)
 
-    cost = PairCost(_measure(read_target, prompt), _measure(read_draft, prompt))
+    target, step = _measure(read_target, prompt, _LADDER[-1][1])
+    measured, draft_step = _measure(read_draft, prompt, step)
+    cost = PairCost(target, measured, step, draft_step)
     _store(config.calibration_file, _key(pair, config), cost)
     return cost
 
@@ -96,20 +102,27 @@ class _Samples:
     ends: list[Sample]
     seconds: float = 0.0
 
+    def __add__(self, other: _Samples) -> _Samples:
+        return _Samples(self.forwards + other.forwards, self.ends + other.ends, self.seconds + other.seconds)
 
-def _measure(read: Read, prompt: list[int]) -> ModelCost:
-    """Climb the ladder, twice where it is quick. The first reading compiles and loads, and does not count.
+
+def _measure(read: Read, prompt: list[int], longest: int) -> tuple[ModelCost, int]:
+    """A model's cost, and its best tokens per forward up to `longest`. The first reading compiles and loads.
 
     Whatever else runs on the machine can only make a forward slower: of two that are alike the faster one counts.
     """
     _read(read, prompt[: _LADDER[0][0]], _LADDER[0][1])
-    found = _climb(read, prompt)
-    if found.seconds <= _SECONDS:
-        again = _climb(read, prompt)
-        found.forwards += again.forwards
-        found.ends += again.ends
+    found = _twice(lambda: _climb(read, prompt))
+    step = _fitted(found).best_step(longest)
+    found += _twice(lambda: _read(read, prompt, step))
     mx.clear_cache()
-    return fit(_fastest(found.forwards), _fastest(found.ends))
+    return _fitted(found), step
+
+
+def _twice(measure: Callable[[], _Samples]) -> _Samples:
+    """Where once was quick."""
+    found = measure()
+    return found + measure() if found.seconds <= _QUICK else found
 
 
 def _climb(read: Read, prompt: list[int]) -> _Samples:
@@ -120,12 +133,14 @@ def _climb(read: Read, prompt: list[int]) -> _Samples:
         too_long = found.seconds + 3 * last > _SECONDS  # twice the tokens take up to four times as long
         if length > len(prompt) or (rung >= _FEWEST and too_long):
             break
-        sample = _read(read, prompt[:length], min(step, length))
-        found.forwards += sample.forwards
-        found.ends += sample.ends
-        found.seconds += sample.seconds
+        sample = _read(read, prompt[:length], step)
+        found += sample
         last = sample.seconds
     return found
+
+
+def _fitted(found: _Samples) -> ModelCost:
+    return fit(_fastest(found.forwards), _fastest(found.ends))
 
 
 def _fastest(samples: list[Sample]) -> list[Sample]:
@@ -137,17 +152,19 @@ def _fastest(samples: list[Sample]) -> list[Sample]:
 
 
 def _read(read: Read, tokens: list[int], step: int) -> _Samples:
-    """One prompt, slice by slice; whatever follows the last slice of many tokens is its end."""
+    """One prompt, slice by slice, as far as the time allows; whatever follows the last slice of many is its end."""
     found, start = _Samples([], []), 0
     began = mark = time.perf_counter()
-    slices = read(tokens, step)
-    for progress in slices:
+    for progress in read(tokens, step):
+        if progress.done == len(tokens):
+            continue
         now = time.perf_counter()
-        if progress.done < len(tokens):
-            found.forwards.append(Sample(progress.done - start, start, 1e3 * (now - mark)))
-            start, mark = progress.done, now
+        found.forwards.append(Sample(progress.done - start, start, 1e3 * (now - mark)))
+        start, mark, found.seconds = progress.done, now, now - began
+        if found.seconds > _SECONDS:
+            return found
     now = time.perf_counter()
-    found.ends.append(Sample(1, len(tokens), 1e3 * (now - mark)))
+    found.ends.append(Sample(len(tokens) - start, len(tokens), 1e3 * (now - mark)))
     found.seconds = now - began
     return found
 

@@ -22,13 +22,16 @@ __all__ = ["ModelCost", "PairCost", "Sample", "break_even", "fit", "worthwhile"]
 
 _LONGEST = 1 << 20  # tokens; where the search for the break-even length gives up
 _TYPICAL = 8192  # tokens of the prompt that step sizes are compared on
-_SHORTEST_STEP, _LONGEST_STEP = 128, 2048  # tokens
+_SHORTEST_STEP = 128  # tokens
 _EQUAL = 1.02  # times the soonest end: among steps so close the longest is taken, which launches least
+_FASTER = 0.3  # of the measured forwards lie below the law
+_EXACT = 1e-3  # relative error below which samples count alike
+_ROUNDS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured forward: `tokens` behind `offset` others."""
+    """One measured forward: `tokens` behind `offset` others. For an end, `offset` counts its own tokens too."""
 
     tokens: int
     offset: int
@@ -41,8 +44,9 @@ class ModelCost:
 
     Attributes:
         fixed_ms, token_ms, pair_ms, square_ms: of a forward over many tokens, see the module's docstring.
-        end_ms, end_token_ms: what follows the last slice, behind n tokens: `end_ms + end_token_ms * n`. For a target
-            that is the last prompt token with its logits, for a draft the look-ahead and the scores as well.
+        end_ms, end_token_ms: what follows the last slice of a prompt of n tokens: `end_ms + end_token_ms * n`. For a
+            target that is the last few tokens and the logits, for a draft the last one, the look-ahead and the scores.
+        end_tokens: how many tokens of the prompt that end reads.
     """
 
     fixed_ms: float
@@ -51,10 +55,11 @@ class ModelCost:
     square_ms: float
     end_ms: float
     end_token_ms: float
+    end_tokens: int
 
     def prefill_ms(self, tokens: int, offset: int = 0, step: int = 2048) -> float:
         """A prefill of `tokens` behind `offset`, in forwards of `step` tokens, with its end."""
-        read = max(tokens - 1, 0)
+        read = max(tokens - self.end_tokens, 0)
         forwards, rest = divmod(read, step)
         squares = forwards * step**2 + rest**2
         pairs = read * offset + (read**2 - squares) / 2  # every token meets those of earlier forwards
@@ -77,19 +82,20 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class PairCost:
-    """What target and draft cost on this machine."""
+    """What target and draft cost on this machine, and the tokens per forward with which they cost least.
+
+    The draft's are no more than the target's: a forward's activations grow with them, and a sparse prefill should never
+    need more memory than a full one.
+    """
 
     target: ModelCost
     draft: ModelCost
+    target_step: int
+    draft_step: int
 
     def steps(self, longest: int) -> tuple[int, int]:
-        """The best tokens per forward of target and draft.
-
-        The draft's are no more than the target's: a forward's activations grow with them, and a sparse prefill should
-        never need more memory than a full one.
-        """
-        target = self.target.best_step(longest)
-        return target, self.draft.best_step(target)
+        """The best tokens per forward of target and draft, none above `longest`."""
+        return min(self.target_step, longest), min(self.draft_step, longest)
 
     def predict(
         self, tokens: int, kept: int, cached: int = 0, draft_cached: int = 0, steps: tuple[int, int] | None = None
@@ -100,9 +106,9 @@ class PairCost:
             tokens: M, the whole prompt.
             kept: tokens of the uncached rest that the target would see.
             cached, draft_cached: prompt tokens that the target's and the draft's prefix cache hold.
-            steps: tokens per forward of target and draft; None: the best up to 2048.
+            steps: tokens per forward of target and draft; None: the best.
         """
-        step, draft_step = self.steps(_LONGEST_STEP) if steps is None else steps
+        step, draft_step = (self.target_step, self.draft_step) if steps is None else steps
         full = self.target.prefill_ms(tokens - cached, cached, step)
         draft = self.draft.prefill_ms(tokens - draft_cached, draft_cached, draft_step)
         return Prediction(full, draft + self.target.prefill_ms(kept, cached, step))
@@ -131,11 +137,11 @@ def break_even(cost: PairCost, policy: SpecPrefillPolicy, longest: int = _LONGES
 
 
 def fit(forwards: Iterable[Sample], ends: Iterable[Sample]) -> ModelCost:
-    """The non-negative coefficients that leave the smallest relative errors.
+    """The law behind measured forwards, some of which other work on the machine has slowed down.
 
     Args:
         forwards: slices over many tokens.
-        ends: what followed a last slice; `offset` is the length of the prompt, `tokens` does not count.
+        ends: what followed a last slice.
 
     Raises:
         ValueError: without samples.
@@ -144,21 +150,36 @@ def fit(forwards: Iterable[Sample], ends: Iterable[Sample]) -> ModelCost:
     if not slices or not last:
         raise ValueError("nothing was measured")
     rows = [(1.0, s.tokens, s.tokens * s.offset, s.tokens**2) for s in slices]
-    fixed, token, pair, square = _non_negative(np.array(rows), np.array([s.ms for s in slices]))
-    end, end_token = _non_negative(np.array([(1.0, s.offset) for s in last]), np.array([s.ms for s in last]))
-    return ModelCost(fixed, token, pair, square, end, end_token)
+    fixed, token, pair, square = _undisturbed(np.array(rows), np.array([s.ms for s in slices]))
+    end, end_token = _undisturbed(np.array([(1.0, s.offset) for s in last]), np.array([s.ms for s in last]))
+    return ModelCost(fixed, token, pair, square, end, end_token, last[0].tokens)
 
 
-def _non_negative(columns: np.ndarray, ms: np.ndarray) -> list[float]:
-    """Least squares of relative errors over every subset of columns; the best one without a negative coefficient."""
-    count = columns.shape[1]
+def _undisturbed(columns: np.ndarray, ms: np.ndarray) -> list[float]:
+    """Non-negative coefficients of the law that `_FASTER` of the samples stay below: quantile regression.
+
+    Nothing makes a forward faster than it is, so the law lies among the faster ones, and how slow the others were does
+    not matter. Found by least squares whose weights follow the relative errors.
+    """
+    weights = np.ones(len(ms))
+    for _ in range(_ROUNDS):
+        law = _non_negative(columns / ms[:, None], weights)
+        over = 1 - columns @ law / ms
+        weights = np.where(over > 0, _FASTER, 1 - _FASTER) / np.maximum(np.abs(over), _EXACT)
+    return law
+
+
+def _non_negative(rows: np.ndarray, weights: np.ndarray) -> list[float]:
+    """Least squares of `rows @ law = 1` over every subset of columns; the best one without a negative coefficient."""
+    count = rows.shape[1]
     best, best_error = [0.0] * count, float("inf")
-    scaled, ones = columns / ms[:, None], np.ones(len(ms))
+    root = np.sqrt(weights)
+    scaled = rows * root[:, None]
     for size in range(1, count + 1):
         for chosen in combinations(range(count), size):
             part = scaled[:, chosen]
-            values = np.linalg.lstsq(part, ones, rcond=None)[0]
-            error = float(((part @ values - ones) ** 2).sum())
+            values = np.linalg.lstsq(part, root, rcond=None)[0]
+            error = float(((part @ values - root) ** 2).sum())
             if (values >= 0).all() and error < best_error - 1e-12:
                 best, best_error = [0.0] * count, error
                 for index, value in zip(chosen, values, strict=True):

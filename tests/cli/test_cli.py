@@ -245,14 +245,14 @@ class TestCalibrate:
     def test_it_prints_the_curve_and_the_break_even_length(
         self, models: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, draft = ModelCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0), ModelCost(0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
-        monkeypatch.setattr(calibrating, "measure_pair", lambda *_: PairCost(target, draft))
+        target, draft = ModelCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1), ModelCost(0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 1)
+        monkeypatch.setattr(calibrating, "measure_pair", lambda *_: PairCost(target, draft, 512, 256))
         done = run("calibrate", *models)
         assert done.exit_code == 0, done.output
         assert "2,048" in done.stdout
         assert "8,192" not in done.stdout  # the models' context ends before
         # full M ms, sparse 0.3 M ms: a second is saved from 1429 tokens on
-        assert "read 2048 (target) and 2048 (draft) tokens at a time" in done.stdout
+        assert "read 512 (target) and 256 (draft) tokens at a time" in done.stdout
         assert "from 1,43" in done.stdout or "from 1,42" in done.stdout
 
     def test_it_needs_a_draft(self, models: list[str]) -> None:

@@ -19,6 +19,7 @@ from mlx_specprefill.prefill.sparse import prefill
 
 __all__ = ["BareLoop"]
 
+
 @dataclass
 class BareLoop:
     """Target and draft in this process. Nothing of the library touches them before their prefill."""

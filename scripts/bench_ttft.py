@@ -316,21 +316,22 @@ COLUMNS = {
 
 def show(rows: list[Row], console: Console) -> None:
     table = Table(title="Time to first token, milliseconds (medians)")
-    for name in (*COLUMNS, "off full", "off sparse"):
+    for name in (*COLUMNS, "predicted: full", "sparse"):
         table.add_column(name, justify="right")
     for row in rows:
         cells = [number(getattr(row, name)) for name in COLUMNS.values()]
-        table.add_row(*cells, *(f"{100 * error:+.0f} %" for error in errors(row)))
+        table.add_row(*cells, *(f"{ratio:.2f}" for ratio in predictions(row)))
     console.print(table)
+    print("Predictions are in shares of what was measured.")
 
 
 def number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3f}" if value < 20 else f"{value:.0f}"
 
 
-def errors(row: Row) -> tuple[float, float]:
-    """How far the predictions are off, relative to what was measured."""
-    return row.predicted_full_ms / row.full_ttft_ms - 1, row.predicted_sparse_ms / row.sparse_ttft_ms - 1
+def predictions(row: Row) -> tuple[float, float]:
+    """Predicted over measured time, full and sparse."""
+    return row.predicted_full_ms / row.full_ttft_ms, row.predicted_sparse_ms / row.sparse_ttft_ms
 
 
 def summary(rows: list[Row], setup: Setup) -> dict[str, Any]:
@@ -357,7 +358,7 @@ def summary(rows: list[Row], setup: Setup) -> dict[str, Any]:
         "between_growth": growth(rows, head.keep),
         "target_weights_mib": round(weights_mib(pair.target), 1),
         "draft_weights_mib": round(weights_mib(pair.draft), 1),
-        "worst_prediction": round(max(abs(error) for row in rows for error in errors(row)), 4),
+        "worst_prediction": round(max(abs(ratio - 1) for row in rows for ratio in predictions(row)), 4),
         "rows": [{name: round(value, 4) for name, value in asdict(row).items()} for row in rows],
     }
 

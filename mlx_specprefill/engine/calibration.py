@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ _LADDER = ((256, 256), (1024, 256), (1024, 1024), (2048, 2048))  # (prompt token
 _FEWEST = 3  # rungs without which nothing can be told from launch costs
 _LONG = 8192  # tokens of the prompt that is read in the best steps
 _SECONDS = 5.0  # per model for a climb, and for a reading of the long prompt; what does not fit is left out
-_QUICK = 8.0  # seconds; what took longer is not measured twice
 
 Read = Callable[[list[int], int], Generator[Progress, None, Any]]
 
@@ -70,7 +69,8 @@ def calibrate(pair: ModelPair, config: EngineConfig) -> PairCost:
     """Read prompts of growing length with both models and fit their costs; some twenty seconds per model at most.
 
     Short prompts in forwards of several lengths tell which length is best; a long one in just these makes the law
-    true for what will run. The result is kept in `config.calibration_file`, if there is one. Not for a pair that an engine is using.
+    true for what will run. The result is kept in `config.calibration_file`, if there is one. Not for a pair that an
+    engine is using.
 
     Raises:
         SparseUnsupportedError: there is no draft, or it can't score.
@@ -89,58 +89,73 @@ def calibrate(pair: ModelPair, config: EngineConfig) -> PairCost:
         cache = list(make_prompt_cache(draft))
         return score_prompt(draft, tokens, config.scoring, frozenset(), cache, lambda: step)
 
-    target, step = _measure(read_target, prompt, _LADDER[-1][1])
-    measured, draft_step = _measure(read_draft, prompt, step)
-    cost = PairCost(target, measured, step, draft_step)
+    cost = _measure(_Model(read_target, prompt), _Model(read_draft, prompt))
+    mx.clear_cache()
     _store(config.calibration_file, _key(pair, config), cost)
     return cost
 
 
+def _measure(target: _Model, draft: _Model) -> PairCost:
+    """Both models in turn, twice: other work on the machine slows it down for seconds at a time."""
+    models = target, draft
+    for model in models:
+        model.warm_up()
+    for model in models * 2:
+        model.climb()
+    target.step = target.cost().best_step(_LADDER[-1][1])
+    draft.step = draft.cost().best_step(target.step)
+    for model in models * 2:
+        model.read_long()
+    return PairCost(target.cost(), draft.cost(), target.step, draft.step)
+
+
 @dataclass
 class _Samples:
-    forwards: list[Sample]
-    ends: list[Sample]
+    forwards: list[Sample] = field(default_factory=list)
+    ends: list[Sample] = field(default_factory=list)
     seconds: float = 0.0
 
-    def __add__(self, other: _Samples) -> _Samples:
-        return _Samples(self.forwards + other.forwards, self.ends + other.ends, self.seconds + other.seconds)
 
+class _Model:
+    """What has been measured of a model.
 
-def _measure(read: Read, prompt: list[int], longest: int) -> tuple[ModelCost, int]:
-    """A model's cost, and its best tokens per forward up to `longest`. The first reading compiles and loads.
-
-    Whatever else runs on the machine can only make a forward slower: of two that are alike the faster one counts.
+    Attributes:
+        step: its best tokens per forward.
     """
-    _read(read, prompt[: _LADDER[0][0]], _LADDER[0][1])
-    found = _twice(lambda: _climb(read, prompt))
-    step = _fitted(found).best_step(longest)
-    found += _twice(lambda: _read(read, prompt, step))
-    mx.clear_cache()
-    return _fitted(found), step
 
+    def __init__(self, read: Read, prompt: list[int]) -> None:
+        self.step = 0
+        self._read = read
+        self._prompt = prompt
+        self._forwards: list[Sample] = []
+        self._ends: list[Sample] = []
 
-def _twice(measure: Callable[[], _Samples]) -> _Samples:
-    """Where once was quick."""
-    found = measure()
-    return found + measure() if found.seconds <= _QUICK else found
+    def cost(self) -> ModelCost:
+        """Of two forwards that are alike the faster one counts: nothing makes one faster than it is."""
+        return fit(_fastest(self._forwards), _fastest(self._ends))
 
+    def warm_up(self) -> None:
+        """Whatever compiles and loads does so now."""
+        _read(self._read, self._prompt[: _LADDER[0][0]], _LADDER[0][1])
 
-def _climb(read: Read, prompt: list[int]) -> _Samples:
-    """As far as the time allows."""
-    found = _Samples([], [])
-    last = 0.0
-    for rung, (length, step) in enumerate(_LADDER):
-        too_long = found.seconds + 3 * last > _SECONDS  # twice the tokens take up to four times as long
-        if length > len(prompt) or (rung >= _FEWEST and too_long):
-            break
-        sample = _read(read, prompt[:length], step)
-        found += sample
-        last = sample.seconds
-    return found
+    def climb(self) -> None:
+        """Read short prompts in forwards of several lengths, as far as the time allows."""
+        total = last = 0.0
+        for rung, (length, step) in enumerate(_LADDER):
+            too_long = total + 3 * last > _SECONDS  # twice the tokens take up to four times as long
+            if length > len(self._prompt) or (rung >= _FEWEST and too_long):
+                break
+            last = self._take(length, step)
+            total += last
 
+    def read_long(self) -> None:
+        self._take(len(self._prompt), self.step)
 
-def _fitted(found: _Samples) -> ModelCost:
-    return fit(_fastest(found.forwards), _fastest(found.ends))
+    def _take(self, length: int, step: int) -> float:
+        found = _read(self._read, self._prompt[:length], step)
+        self._forwards += found.forwards
+        self._ends += found.ends
+        return found.seconds
 
 
 def _fastest(samples: list[Sample]) -> list[Sample]:
@@ -153,7 +168,7 @@ def _fastest(samples: list[Sample]) -> list[Sample]:
 
 def _read(read: Read, tokens: list[int], step: int) -> _Samples:
     """One prompt, slice by slice, as far as the time allows; whatever follows the last slice of many is its end."""
-    found, start = _Samples([], []), 0
+    found, start = _Samples(), 0
     began = mark = time.perf_counter()
     for progress in read(tokens, step):
         if progress.done == len(tokens):

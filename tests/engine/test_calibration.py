@@ -87,8 +87,12 @@ def test_a_failing_measurement_leaves_the_length_to_decide(monkeypatch):
     assert calibrated(tiny.tiny_pair(), config()) is None
 
 
-TARGET = ModelCost(fixed_ms=4.0, token_ms=0.3, pair_ms=2e-4, square_ms=3e-4, end_ms=40.0, end_token_ms=1e-2, end_tokens=32)
-DRAFT = ModelCost(fixed_ms=4.0, token_ms=0.05, pair_ms=8e-5, square_ms=9e-5, end_ms=40.0, end_token_ms=5e-3, end_tokens=1)
+TARGET = ModelCost(
+    fixed_ms=4.0, token_ms=0.3, pair_ms=2e-4, square_ms=3e-4, end_ms=40.0, end_token_ms=1e-2, end_tokens=32
+)
+DRAFT = ModelCost(
+    fixed_ms=4.0, token_ms=0.05, pair_ms=8e-5, square_ms=9e-5, end_ms=40.0, end_token_ms=5e-3, end_tokens=1
+)
 
 
 class Machine:

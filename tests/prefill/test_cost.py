@@ -12,8 +12,12 @@ from mlx_specprefill import SpecPrefillPolicy
 from mlx_specprefill.prefill.cost import ModelCost, PairCost, Sample, break_even, fit, worthwhile
 from mlx_specprefill.request import Prediction
 
-TARGET = ModelCost(fixed_ms=5.0, token_ms=0.4, pair_ms=2e-5, square_ms=1.5e-5, end_ms=3.0, end_token_ms=1e-4, end_tokens=32)
-DRAFT = ModelCost(fixed_ms=2.0, token_ms=0.05, pair_ms=4e-6, square_ms=2e-6, end_ms=40.0, end_token_ms=1e-3, end_tokens=1)
+TARGET = ModelCost(
+    fixed_ms=5.0, token_ms=0.4, pair_ms=2e-5, square_ms=1.5e-5, end_ms=3.0, end_token_ms=1e-4, end_tokens=32
+)
+DRAFT = ModelCost(
+    fixed_ms=2.0, token_ms=0.05, pair_ms=4e-6, square_ms=2e-6, end_ms=40.0, end_token_ms=1e-3, end_tokens=1
+)
 PAIR = PairCost(TARGET, DRAFT, 1024, 512)
 POLICY = SpecPrefillPolicy(threshold=None, min_saving_share=Fraction(1, 5), min_saving_ms=0.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 import time
@@ -30,10 +31,12 @@ __all__ = ["calibrate", "calibrated"]
 
 log = logging.getLogger(__name__)
 
-_LADDER = ((256, 256), (1024, 256), (1024, 1024), (2048, 2048))  # (prompt tokens, tokens per forward)
-_FEWEST = 3  # rungs without which nothing can be told from launch costs
+_STEPS = (256, 512, 1024, 2048)  # tokens per forward that are tried, upwards as long as that is faster
+_SHORTER = 128  # is tried where the shortest of these is the fastest
+_EQUAL = 1.02  # times the fastest: among steps so close the longest is taken, which launches least
+_TRIED = 2048  # tokens of the prompt that they are tried on
 _LONG = 8192  # tokens of the prompt that is read in the best steps
-_SECONDS = 5.0  # per model for a climb, and for a reading of the long prompt; what does not fit is left out
+_SECONDS = 5.0  # for the long prompt; what is not read by then is left out. The short one takes half of it at most
 
 Read = Callable[[list[int], int], Generator[Progress, None, Any]]
 
@@ -68,8 +71,8 @@ def _known(entry: Any) -> PairCost | None:
 def calibrate(pair: ModelPair, config: EngineConfig) -> PairCost:
     """Read prompts of growing length with both models and fit their costs; some twenty seconds per model at most.
 
-    Short prompts in forwards of several lengths tell which length is best; a long one in just these makes the law
-    true for what will run. The result is kept in `config.calibration_file`, if there is one. Not for a pair that an
+    A short prompt read in forwards of several lengths tells which length is best; a long one in just these makes the
+    law true for what will run. The result is kept in `config.calibration_file`, if there is one. Not for a pair that an
     engine is using.
 
     Raises:
@@ -96,15 +99,10 @@ def calibrate(pair: ModelPair, config: EngineConfig) -> PairCost:
 
 
 def _measure(target: _Model, draft: _Model) -> PairCost:
-    """Both models in turn, twice: other work on the machine slows it down for seconds at a time."""
-    models = target, draft
-    for model in models:
-        model.warm_up()
-    for model in models * 2:
-        model.climb()
-    target.step = target.cost().best_step(_LADDER[-1][1])
-    draft.step = draft.cost().best_step(target.step)
-    for model in models * 2:
+    """Everything twice, and the models in turn: other work on the machine slows it down for seconds at a time."""
+    target.try_steps(_STEPS[-1])
+    draft.try_steps(target.step)
+    for model in (target, draft) * 2:
         model.read_long()
     return PairCost(target.cost(), draft.cost(), target.step, draft.step)
 
@@ -117,45 +115,60 @@ class _Samples:
 
 
 class _Model:
-    """What has been measured of a model.
-
-    Attributes:
-        step: its best tokens per forward.
-    """
+    """What has been measured of a model."""
 
     def __init__(self, read: Read, prompt: list[int]) -> None:
-        self.step = 0
         self._read = read
         self._prompt = prompt
         self._forwards: list[Sample] = []
         self._ends: list[Sample] = []
+        self._seconds: dict[int, float] = {}  # that the short prompt took, by tokens per forward
+
+    @property
+    def step(self) -> int:
+        """Its best tokens per forward of those that were tried."""
+        fastest = min(self._seconds.values())
+        return max(step for step, seconds in self._seconds.items() if seconds <= _EQUAL * fastest)
 
     def cost(self) -> ModelCost:
-        """Of two forwards that are alike the faster one counts: nothing makes one faster than it is."""
-        return fit(_fastest(self._forwards), _fastest(self._ends))
+        """The law for forwards of at most the best length: longer ones may follow another.
 
-    def warm_up(self) -> None:
-        """Whatever compiles and loads does so now."""
-        _read(self._read, self._prompt[: _LADDER[0][0]], _LADDER[0][1])
+        Of two forwards that are alike the faster one counts: nothing makes one faster than it is.
+        """
+        forwards = [sample for sample in self._forwards if sample.tokens <= self.step]
+        return fit(_fastest(forwards), _fastest(self._ends))
 
-    def climb(self) -> None:
-        """Read short prompts in forwards of several lengths, as far as the time allows."""
-        total = last = 0.0
-        for rung, (length, step) in enumerate(_LADDER):
-            too_long = total + 3 * last > _SECONDS  # twice the tokens take up to four times as long
-            if length > len(self._prompt) or (rung >= _FEWEST and too_long):
+    def try_steps(self, longest: int) -> None:
+        """Read a short prompt in forwards of several lengths, none above `longest`, all of them twice."""
+        length = min(_STEPS[0], len(self._prompt))
+        _read(self._read, self._prompt[:length], length)  # whatever compiles and loads does so now
+        seconds = self._take(length, length).seconds
+        tried = min(_TRIED, len(self._prompt), max(1, int(_SECONDS / 2 / seconds)) * length)
+        for _ in range(2):
+            self._climb(tried, longest)
+
+    def _climb(self, length: int, longest: int) -> None:
+        """Longer forwards as long as that is faster; shorter ones where it never is."""
+        self._time(length, min(_STEPS[0], longest))
+        for step in (step for step in _STEPS[1:] if step <= min(length, longest)):
+            self._time(length, step)
+            if self._seconds[step] > _EQUAL * min(self._seconds.values()):
                 break
-            last = self._take(length, step)
-            total += last
+        if self.step == _STEPS[0]:
+            self._time(length, _SHORTER)
+
+    def _time(self, length: int, step: int) -> None:
+        self._seconds[step] = min(self._take(length, step).seconds, self._seconds.get(step, math.inf))
 
     def read_long(self) -> None:
-        self._take(len(self._prompt), self.step)
+        """As far as the time allows."""
+        self._take(len(self._prompt), self.step, _SECONDS)
 
-    def _take(self, length: int, step: int) -> float:
-        found = _read(self._read, self._prompt[:length], step)
+    def _take(self, length: int, step: int, limit_s: float = math.inf) -> _Samples:
+        found = _read(self._read, self._prompt[:length], step, limit_s)
         self._forwards += found.forwards
         self._ends += found.ends
-        return found.seconds
+        return found
 
 
 def _fastest(samples: list[Sample]) -> list[Sample]:
@@ -166,8 +179,8 @@ def _fastest(samples: list[Sample]) -> list[Sample]:
     return list(kinds.values())
 
 
-def _read(read: Read, tokens: list[int], step: int) -> _Samples:
-    """One prompt, slice by slice, as far as the time allows; whatever follows the last slice of many is its end."""
+def _read(read: Read, tokens: list[int], step: int, limit_s: float = math.inf) -> _Samples:
+    """One prompt, slice by slice, until the time is up; whatever follows the last slice of many is its end."""
     found, start = _Samples(), 0
     began = mark = time.perf_counter()
     for progress in read(tokens, step):
@@ -176,7 +189,7 @@ def _read(read: Read, tokens: list[int], step: int) -> _Samples:
         now = time.perf_counter()
         found.forwards.append(Sample(progress.done - start, start, 1e3 * (now - mark)))
         start, mark, found.seconds = progress.done, now, now - began
-        if found.seconds > _SECONDS:
+        if found.seconds > limit_s:
             return found
     now = time.perf_counter()
     found.ends.append(Sample(len(tokens) - start, len(tokens), 1e3 * (now - mark)))

@@ -21,9 +21,6 @@ from ..request import Prediction
 __all__ = ["ModelCost", "PairCost", "Sample", "break_even", "fit", "worthwhile"]
 
 _LONGEST = 1 << 20  # tokens; where the search for the break-even length gives up
-_TYPICAL = 8192  # tokens of the prompt that step sizes are compared on
-_SHORTEST_STEP = 128  # tokens
-_EQUAL = 1.02  # times the soonest end: among steps so close the longest is taken, which launches least
 _FASTER = 0.3  # of the measured forwards lie below the law
 _EXACT = 1e-3  # relative error below which samples count alike
 _ROUNDS = 30
@@ -66,18 +63,6 @@ class ModelCost:
         middle = self.fixed_ms * (forwards + (rest > 0)) + self.token_ms * read
         middle += self.pair_ms * pairs + self.square_ms * squares
         return middle + self.end_ms + self.end_token_ms * (offset + tokens)
-
-    def best_step(self, longest: int) -> int:
-        """Tokens per forward, at most `longest`, with which a long prompt is read soonest.
-
-        Where attention computes the whole square of a forward's tokens, masked or not, short forwards save work;
-        where it does not, long ones save launches.
-        """
-        steps = [longest]
-        while steps[-1] // 2 >= _SHORTEST_STEP:
-            steps.append(steps[-1] // 2)
-        times = [self.prefill_ms(_TYPICAL, step=step) for step in steps]
-        return next(step for step, ms in zip(steps, times, strict=True) if ms <= _EQUAL * min(times))
 
 
 @dataclass(frozen=True, slots=True)

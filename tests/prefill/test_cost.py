@@ -39,21 +39,6 @@ def test_a_prefill_is_the_sum_of_its_slices(cost, tokens, offset, step):
     assert cost.prefill_ms(tokens, offset, step) == pytest.approx(by_slices(cost, tokens, offset, step))
 
 
-@pytest.mark.parametrize(("square_of_pair", "expected"), [(0.5, 2048), (1.0, 512)])
-def test_the_best_step_is_long_where_attention_skips_what_is_masked(square_of_pair, expected):
-    cost = ModelCost(5.0, 0.4, 2e-4, square_of_pair * 2e-4, 3.0, 1e-4, 1)
-    assert cost.best_step(2048) == expected
-    soonest = min(by_slices(cost, 8192, 0, step) for step in (128, 256, 512, 1024, 2048))
-    assert by_slices(cost, 8192, 0, expected) <= 1.02 * soonest
-
-
-def test_the_best_step_is_never_longer_than_allowed_and_needs_no_powers_of_two():
-    free = ModelCost(0.0, 0.4, 0.0, 0.0, 3.0, 0.0, 1)
-    assert [free.best_step(longest) for longest in (1, 100, 1000)] == [1, 100, 1000]
-    costly = ModelCost(0.0, 0.0, 0.0, 1e-3, 3.0, 0.0, 1)
-    assert costly.best_step(1000) == 250  # half of it would be below the shortest
-
-
 def test_steps_are_never_longer_than_allowed():
     assert [PAIR.steps(longest) for longest in (2048, 700, 100)] == [(1024, 512), (700, 512), (100, 100)]
 

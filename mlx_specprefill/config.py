@@ -100,6 +100,7 @@ class SpecPrefillPolicy:
     min_saving_ms: float = 1000.0
     keep_pct: Fraction = Fraction(1, 5)
     extend_share: Fraction = Fraction(49, 50)  # of what a question asks for that an earlier sparse turn must hold
+    repair_share: Fraction = Fraction(1, 4)  # the same, for the rest to be read into it afterwards
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
 
     @property

@@ -198,7 +198,9 @@ class Account:
     kept_tokens: int
     cached_tokens: int = 0
     keep_pct: float | None = None  # the share of prompt tokens really kept; None in full mode
-    continuation: Literal["extend", "restart"] | None = None  # how it followed an earlier sparse turn of the session
+    continuation: Literal["extend", "repair", "restart"] | None = (
+        None  # how it followed an earlier sparse turn of the session
+    )
     timings: Timings = field(default_factory=Timings)
     predicted: Prediction | None = None  # before the work; None where nothing was measured
     kept_spans: tuple[tuple[int, int], ...] | None = None

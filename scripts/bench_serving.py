@@ -36,7 +36,6 @@ from servers import (
     DENSE,
     ROOT,
     BenchError,
-    Reply,
     Server,
     Text,
     agent,
@@ -121,34 +120,49 @@ def turns(server: Server, text: Text, system_tokens: int) -> dict[str, Any]:
 
 
 def densified(server: Server, text: Text, length: int, repeats: int) -> dict[str, Any]:
-    """Second turns, in turn after a sparse first one and after a dense one."""
+    """Second turns, in turn after a sparse first one that was made dense and after a dense one as long ago."""
     times: dict[str, list[float]] = {"sparse": [], "dense": []}
-    last: dict[str, Reply] = {}
+    shares: dict[str, list[float]] = {"sparse": [], "dense": []}
+    waits = []
     for _ in range(repeats):
         for arm, options in (("sparse", SPARSE), ("dense", DENSE)):
-            messages = user(text.of(length))
+            messages, before = user(text.of(length)), made_dense(server)
             first = server.ask(messages, 8, **options)
             if first.report.get("mode") != ("sparse" if arm == "sparse" else "full"):
                 raise BenchError(f"the {arm} first turn ran otherwise: {first.report}")
-            rest(server, text, length)
-            last[arm] = server.ask(following(messages, first, text.of(20)), 4)
-            times[arm].append(last[arm].first_s)
+            if arm == "sparse":
+                waits.append(until_made_dense(server, before + 1))
+            else:
+                time.sleep(waits[-1])
+            second = server.ask(following(messages, first, text.of(20)), 4)
+            times[arm].append(second.first_s)
+            shares[arm].append(second.cached_tokens / second.prompt_tokens)
     after_sparse, after_dense = (statistics.median(times[arm]) for arm in ("sparse", "dense"))
     return {
         "after_sparse_ms": 1e3 * after_sparse,
         "after_dense_ms": 1e3 * after_dense,
         "ratio": after_sparse / after_dense,
-        "mode": last["sparse"].report["mode"],
-        "cached_after_sparse": last["sparse"].cached_tokens / last["sparse"].prompt_tokens,
-        "cached_after_dense": last["dense"].cached_tokens / last["dense"].prompt_tokens,
+        "cached_after_sparse": min(shares["sparse"]),
+        "cached_after_dense": min(shares["dense"]),
+        "made_dense_s": statistics.median(waits),
     }
 
 
-def rest(server: Server, text: Text, length: int) -> None:
-    """Leave the server alone for longer than a full prefill of that length takes."""
-    if not hasattr(rest, "seconds"):
-        rest.seconds = server.ask(user(text.of(length)), 1, **DENSE).first_s  # type: ignore[attr-defined]
-    time.sleep(0.5 + 1.5 * rest.seconds)  # type: ignore[attr-defined]
+def made_dense(server: Server) -> int:
+    """How many sparse turns the server has made dense so far."""
+    name = "specprefill_densified_requests_total "
+    lines = server.client.get(f"{server.base}/metrics").text.splitlines()
+    return int(float(next(line.removeprefix(name) for line in lines if line.startswith(name))))
+
+
+def until_made_dense(server: Server, count: int, limit_s: float = 60.0) -> float:
+    """Leave the server alone until that many are; the seconds."""
+    begun = time.monotonic()
+    while made_dense(server) < count:
+        if time.monotonic() - begun > limit_s:
+            raise BenchError("a sparse turn is not made dense")
+        time.sleep(0.05)
+    return time.monotonic() - begun
 
 
 def prefix(server: Server, text: Text, shared: int, new: int, repeats: int) -> dict[str, Any]:
@@ -195,7 +209,7 @@ def session(server: Server, text: Text, length: int) -> list[dict[str, Any]]:
             reply = server.ask(messages, 16, **options)
             report = reply.report
             continued = report["continuation"]  # how much of the session a restart uses is not reported
-            already = {None: reply.cached_tokens, "extend": held}.get(continued)
+            already = {None: reply.cached_tokens, "extend": held, "repair": held}.get(continued)
             fed = None if already is None else report["kept_tokens"] - already
             held = report["kept_tokens"] + reply.completion_tokens
             names = ("mode", "continuation", "prompt_tokens", "cached_tokens", "kept_tokens")
@@ -209,11 +223,12 @@ def session_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Later turns of the sparse arm over the same turns of the dense arm, and the share of right answers."""
     first_s = {(row["arm"], row["turn"]): row["ttft_ms"] for row in rows}
     ratios = [first_s["sparse", turn] / first_s["dense", turn] for turn in range(2, len(NAMES) + 1)]
+    ways = [row["continuation"] for row in rows]
     right = {arm: statistics.mean(row["right"] for row in rows if row["arm"] == arm) for arm in ("sparse", "dense")}
     return {
         "session_ratio": statistics.median(ratios),
         "session_worst_ratio": max(ratios),
-        "session_extended": sum(row["continuation"] == "extend" for row in rows),
+        **{f"session_{way}s": ways.count(way) for way in ("extend", "repair", "restart")},
         "session_right_sparse": right["sparse"],
         "session_right_dense": right["dense"],
     }
@@ -252,7 +267,7 @@ def measure_ours(options: argparse.Namespace, stack: ExitStack, copies: tuple[Pa
         "streams": lambda: streams(server, text, options.tokens, repeats + 2),
         "behind": lambda: behind(server, text, options.long, repeats),
         "turns": lambda: turns(server, text, 3000),
-        "densified": lambda: densified(server, text, length, repeats + 1),
+        "densified": lambda: densified(server, text, length, 2 * repeats + 3),
         "prefix": lambda: prefix(server, text, length // 2, length, repeats),
         "resume": lambda: resume(server, text, 2 * length),
         "session": lambda: session(server, text, 4000),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""When a conversation's sparse cache is extended and when it starts over, by what the next question needs.
+"""When a conversation's sparse cache is extended, repaired or left, by what the next question needs.
 
     python scripts/bench_sessions.py --pair demo --sessions 40 --seed 1000
 
@@ -11,9 +11,10 @@ again after four turns that each bring a fact and ask for it:
     dropped  asks for a fact that it does not hold
     chat     brings text and asks nothing
 
-Only the draft runs: what the cache holds follows from the selections. Printed is how often each kind starts over, by
-the rule and by the one before it (importance above the best chunk left out, nine tenths of it held, chunks counted from
-the end of the dense prefix). Only `dropped` needs it. The last line is one JSON object.
+Only the draft runs: what the cache holds follows from the selections. Printed is how often each kind is not answered
+from the cache as it is (`misses`; only `dropped` should be), how often it starts over, how many tokens are missing on
+average where some are, and how often the rule before this one missed (importance above the best chunk left out, nine
+tenths of it held, chunks counted from the end of the dense prefix). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -137,13 +138,19 @@ def selected(units: TextUnits, scores: Scores, forced: Bools, prompt: tuple[int,
     return select_tokens(scores.importance[start:], forced[start:], begins, CONFIG.policy.keep_pct, CONFIG.selection)
 
 
-def starts_over(scores: Scores, forced: Bools, prompt: tuple[int, ...], session: Session) -> dict[str, bool]:
-    """By the rule, and by the one before it."""
+def judged(scores: Scores, forced: Bools, prompt: tuple[int, ...], session: Session) -> dict[str, float]:
+    """What the rule makes of a question, and the one before it."""
     first = session.dense - session.dense % CHUNK
     means = chunk_means(scores.importance[first:], CHUNK)
-    share, _ = held_part(means, selected(session.units, scores, forced, prompt, first), session.held[first:])
+    share, missing = held_part(means, selected(session.units, scores, forced, prompt, first), session.held[first:])
     before = excess_held(selected(session.units, scores, forced, prompt, session.dense), session.held[session.dense :])
-    return {"now": share < CONFIG.policy.extend_share, "before": before < 0.9}
+    misses = share < CONFIG.policy.extend_share
+    return {
+        "before": before < 0.9,
+        "misses": misses,
+        "starts_over": share < CONFIG.policy.repair_share,
+        "tokens": missing.size if misses else np.nan,
+    }
 
 
 def excess_held(selection: Selection, held: Bools) -> float:
@@ -154,7 +161,7 @@ def excess_held(selection: Selection, held: Bools) -> float:
     return float(wanted[held].sum() / wanted.sum()) if wanted.sum() > 0 else 1.0
 
 
-Found = dict[str, list[dict[str, bool]]]
+Found = dict[str, list[dict[str, float]]]
 
 
 def try_all(session: Session, found: Found) -> None:
@@ -167,7 +174,7 @@ def try_all(session: Session, found: Found) -> None:
         asked |= {"dropped": question(name), "dropped, after text": f"{session.filler(40)} {question(name)}"}
     for kind, text in asked.items():
         if text is not None:
-            found[kind].append(starts_over(*session.fork().ask(text), session))
+            found[kind].append(judged(*session.fork().ask(text), session))
 
 
 def run(pair: ModelPair, seed: int, facts: int, tokens: int, found: Found) -> None:
@@ -181,7 +188,7 @@ def run(pair: ModelPair, seed: int, facts: int, tokens: int, found: Found) -> No
     try_all(session, found)
     for name in LATER:
         text = f"{session.filler(25)} {session.fact(name)} {session.filler(25)}\n\n{question(name)}"
-        found["new"].append(starts_over(*session.ask(text), session))
+        found["new"].append(judged(*session.ask(text), session))
         new = np.ones(len(session.prompt) - session.held.size, dtype=np.bool_)
         session.answer(f"The secret code for {name} is {session.codes[name]}.", np.concatenate([session.held, new]))
     try_all(session, found)
@@ -202,14 +209,18 @@ def main(arguments: list[str] | None = None) -> None:
         for seed in range(options.seed + facts, options.seed + facts + options.sessions):
             run(pair, seed, facts, options.tokens, found)
         for kind, outcomes in found.items():
-            table[f"{kind}, {facts} facts"] = {
-                "n": len(outcomes),
-                **{rule: float(np.mean([outcome[rule] for outcome in outcomes])) for rule in ("before", "now")},
-            }
-    print("| question | n | before | now |\n|---|---|---|---|")
+            table[f"{kind}, {facts} facts"] = summary(outcomes)
+    print("| question | n | before | misses | starts over | missing tokens |\n|---|---|---|---|---|---|")
     for kind, row in table.items():
-        print(f"| {kind} | {row['n']} | {row['before']:.3f} | {row['now']:.3f} |")
-    print(json.dumps({"benchmark": "sessions", "pair": options.pair, "tokens": options.tokens, "starts_over": table}))
+        shares = " | ".join(f"{row[rule]:.3f}" for rule in ("before", "misses", "starts_over"))
+        print(f"| {kind} | {row['n']} | {shares} | {row['tokens']:.0f} |")
+    print(json.dumps({"benchmark": "sessions", "pair": options.pair, "tokens": options.tokens, "rows": table}))
+
+
+def summary(outcomes: list[dict[str, float]]) -> dict[str, float]:
+    shares = {rule: float(np.mean([one[rule] for one in outcomes])) for rule in ("before", "misses", "starts_over")}
+    tokens = [one["tokens"] for one in outcomes if one["misses"]]
+    return {"n": len(outcomes), **shares, "tokens": float(np.mean(tokens)) if tokens else 0.0}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ dropped token can be seen by nobody else:
 - every attention mask also hides the keys of dropped tokens. A dropped row keeps its own key: a row that sees nothing
   would be NaN, and NaN leaks through 0 * NaN;
 - windows are windows over original positions, because nothing was removed from the sequence;
+- a token that is fed in a later turn is hidden from those of earlier turns, wherever it stands;
 - recurrent modules do not mask but *skip* dropped tokens (gather, run, scatter): a convolution would otherwise see
   zeros where the sparse run sees the kept neighbour.
 
@@ -146,11 +147,15 @@ def vocabulary(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt (M,), the indices of its kept tokens (N,) ending in M - 1, and the tokens that follow it."""
+    """A prompt (M,), the indices of its kept tokens (N,) ending in M - 1, and the tokens that follow it.
+
+    `turns` (M,) says in which turn each token is fed; None: all in one.
+    """
 
     prompt: Indices
     kept: Indices
     continuation: Indices
+    turns: Indices | None = None
 
 
 def make_case(vocab: int, keep: float = 0.4, length: int = PROMPT_LEN, decoded: int = DECODED, seed: int = 0) -> Case:
@@ -181,6 +186,8 @@ class _MaskedDense:
         self.kept = np.zeros(case.prompt.size + case.continuation.size, dtype=bool)
         self.kept[case.kept] = True
         self.kept[case.prompt.size :] = True
+        self.turns = np.full(self.kept.size, np.iinfo(np.int32).max)
+        self.turns[: case.prompt.size] = 0 if case.turns is None else case.turns
         self.coming = np.arange(0)  # positions of the current forward's tokens
         self.rings: dict[int, RotatingKVCache] = {}  # mlx-lm's own rings, filled with positions, by size
         self.ring_order: dict[int, npt.NDArray[np.int64]] = {}
@@ -223,9 +230,10 @@ class _MaskedDense:
         return np.arange(self.coming[-1] + 1)
 
     def _visible(self, keys: npt.NDArray[np.int64], window: int | None) -> mx.array:
-        """Causal, inside the window, and kept or the row's own; (L, S)."""
+        """Causal, inside the window, and the row's own or kept and fed by then; (L, S)."""
         distance = self.coming[:, None] - keys[None]
-        visible = (distance >= 0) & (self.kept[keys][None] | (distance == 0))
+        there = self.kept[keys][None] & (self.turns[keys][None] <= self.turns[self.coming][:, None])
+        visible = (distance >= 0) & (there | (distance == 0))
         return mx.array(visible if window is None else visible & (distance < window))
 
     @contextmanager

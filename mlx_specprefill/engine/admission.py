@@ -59,17 +59,27 @@ class Admission:
         """Whether it fits with nothing else running and an empty prefix cache."""
         return self.limit is None or self.weights + need <= self.limit
 
+    def fits(self, need: int) -> bool:
+        """Whether the bytes are free as things stand."""
+        return self._missing(need) <= 0
+
     def reserve(self, uid: int, need: int) -> bool:
         """Take the bytes if they are free, evicting from the prefix cache first."""
-        if self.limit is not None:
-            missing = self.weights + self.reserved + need + self._cached() - self.limit
-            if missing > 0:
-                self._reclaim(missing)
-                missing = self.weights + self.reserved + need + self._cached() - self.limit
-            if missing > 0:
-                return False
+        if (missing := self._missing(need)) > 0:
+            self._reclaim(missing)
+        return self.reserve_free(uid, need)
+
+    def reserve_free(self, uid: int, need: int) -> bool:
+        """Take the bytes if they are free as things stand; nothing is evicted for them."""
+        if not self.fits(need):
+            return False
         self._reserved[uid] = need
         return True
+
+    def _missing(self, need: int) -> int:
+        if self.limit is None:
+            return 0
+        return self.weights + self.reserved + need + self._cached() - self.limit
 
     def release(self, uid: int) -> None:
         self._reserved.pop(uid, None)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 
 from ..errors import RequestCancelled
 from .handle import RequestHandle
 from .jobs import Job, nobody
+from .memory import Memory
 from .prefiller import Prefiller
 
 __all__ = ["Densifier", "DensifyQueue", "SparseTurn"]
 
+log = logging.getLogger(__name__)
 _LIMIT = 8  # turns
 
 
@@ -71,13 +74,16 @@ class DensifyQueue:
 class Densifier:
     """Makes one turn after another dense, the first of the queue at any time.
 
+    Memory is reserved for it as for a request, but nothing is evicted: a turn for which there is none is left as it is.
+
     Attributes:
         turns: still to be made dense.
         count, tokens: turns that were, and their tokens.
     """
 
-    def __init__(self, prefiller: Prefiller) -> None:
+    def __init__(self, prefiller: Prefiller, memory: Memory) -> None:
         self._prefiller = prefiller
+        self._memory = memory
         self._now: tuple[SparseTurn, RequestHandle] | None = None
         self.turns = DensifyQueue()
         self.count = self.tokens = 0
@@ -90,6 +96,10 @@ class Densifier:
         if self._now is not None:
             if turn.outranks(self._now[0]):
                 self._now[1].cancel()  # its finished slices stay in the cache, and its turn in the queue
+            return None
+        if not self._memory.admission.reserve_free(uid, self._memory.need_dense(len(turn.tokens))):
+            log.info("no memory to make %d tokens dense", len(turn.tokens))
+            self.turns.discard(turn)
             return None
         self._now = turn, RequestHandle()
         slices = self._prefiller.dense(turn.tokens)

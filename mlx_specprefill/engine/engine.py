@@ -75,7 +75,7 @@ class Engine:
         self.prefiller = Prefiller(pair, self.config, self.caches, planner, slicing.size, self.speculator)
         self.memory = Memory(pair, self.config, self.caches, costs, planner)
         self.rows = Rows(pair, self.config, self.speculator)
-        self.densifier = Densifier(self.prefiller)
+        self.densifier = Densifier(self.prefiller, self.memory)
         self._inbox = Inbox(self.scheduler, self.config.max_queue)
         self.loop = Loop(
             self.config, self._inbox, self.scheduler, self.memory, self.caches, slicing, self.rows, self.densifier

@@ -121,6 +121,8 @@ class Loop:
         while (uid := self._scheduler.next_waiting()) is not None:
             job = self.jobs[uid]
             need = 0 if job.sequence is None else self._memory.need(job.sequence.request)
+            if not self._memory.admission.fits(need):
+                self._stop_background()
             if self._memory.admission.reserve(uid, need):
                 self._scheduler.admit(uid)
                 if job.sequence is not None:
@@ -139,6 +141,12 @@ class Loop:
         if job is not None:
             self.jobs[job.uid] = job
             self._scheduler.add_background(job.uid)
+
+    def _stop_background(self) -> None:
+        """Its memory goes to a request; it begins again later, with what it has stored."""
+        for job in [job for job in self.jobs.values() if job.background]:
+            job.handle.cancel()
+            self._cancel(job)
 
     def _prefill(self) -> None:
         """One slice of one prefill; more of them if they are so short that several prompts can join the next step."""

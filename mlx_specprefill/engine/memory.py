@@ -64,6 +64,10 @@ class Memory:
         wants_draft = self._planner.plan(request).mode == "sparse"
         return need + (self._draft.of(len(request.prompt)) if wants_draft else 0)
 
+    def need_dense(self, tokens: int) -> int:
+        """The same, of making a text of that many tokens dense."""
+        return self._target.of(tokens) if self.admission.limit is not None else 0
+
     def use(self, jobs: Iterable[Job]) -> MemoryUse:
         """Who holds what now; from any thread."""
         sessions = self._caches.sessions.nbytes

@@ -7,7 +7,7 @@ from functools import partial
 
 from ..config import EngineConfig
 from ..loading import ModelPair
-from ..prefill.cost import PairCost
+from ..prefill.cost import PairCost, worthwhile
 from ..prefill.plan import PrefillPlan, plan_prefill
 from ..request import GenerationRequest, Prediction
 from .calibration import calibrated
@@ -64,6 +64,15 @@ class Planner:
             cached_tokens=cached,
             predict=None if cost is None else partial(self._predict, cost, len(request.prompt), cached),
         )
+
+    def selects(self, new: int, wanted: int, held: int) -> bool:
+        """Whether it pays to read only `wanted` of `new` tokens behind `held` others, once the draft has read them."""
+        cost, policy = self._costs.measured, self._config.policy
+        if cost is None:
+            return new > policy.long_prompt
+        step = self._slice_size("prefill")
+        every, some = (cost.target.prefill_ms(tokens, held, step) for tokens in (new, wanted))
+        return worthwhile(Prediction(every, some), policy)
 
     def _predict(self, cost: PairCost, tokens: int, cached: int, kept: int) -> Prediction:
         """The draft's cache is taken to hold what the target's holds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
-from fractions import Fraction
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from ..cache.positioned import PositionedRotatingKVCache, can_cut, cut, leaves
+from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import EngineConfig
 from ..decoding.mtp import read_along
 from ..decoding.speculative import LastForward
@@ -21,13 +21,15 @@ from ..decoding.strategies import STRATEGIES
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
 from ..prefill.plan import PrefillPlan
+from ..prefill.repair import insert
 from ..prefill.scoring import Scores, question_span, score_prompt
-from ..prefill.selection import Selection, chunk_means, held_part, select_tokens
+from ..prefill.selection import Selection, chunk_means, select_tokens
 from ..prefill.sparse import prefill
 from ..prefill.units import TextUnits
 from ..request import GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
-from .caches import EngineCaches, Session, empty_cache
+from .caches import EngineCaches, empty_cache
+from .continuing import Beginning, Continuing, usable_prefix
 from .planning import Planner
 from .sequence import Sequence
 from .speculation import Speculator
@@ -67,6 +69,7 @@ class Prefiller:
         self.slice_size = slice_size
         self._speculator = speculator
         self._units = TextUnits(pair.tokenizer)
+        self._continuing = Continuing(config.policy, caches, planner)
         self.fallbacks: Counter[str] = Counter()
 
     def run(self, sequence: Sequence) -> Slices:
@@ -87,7 +90,7 @@ class Prefiller:
         """Start from the longest dense prefix that the exact cache holds and the request may use."""
         prompt = sequence.request.prompt
         sequence.stage = "prefill"
-        limit = _usable_prefix(sequence.request)
+        limit = usable_prefix(sequence.request)
         hit = self.caches.target_prefix(prompt[: limit + 1], again) if limit > 0 else None
         sequence.cached = hit.length if hit is not None else 0
         sequence.cache = hit.cache if hit is not None else empty_cache(self.pair.target)
@@ -123,16 +126,19 @@ class Prefiller:
         sequence.stage = "draft"
         scores = yield from self.scores(request)
         sequence.stage = "select"
-        start, kept = self._continue(sequence, scores)
-        yield Progress("select", int(kept.size), len(request.prompt))
+        size = self.config.selection.chunk_size
+        first = sequence.cached - sequence.cached % size  # chunks lie where an earlier turn's lay
+        assert sequence.plan is not None
+        selection = self.select(request.prompt, scores, sequence.plan, first)
+        beginning = self._continuing.begin(sequence, chunk_means(scores.importance[first:], size), selection, first)
+        yield Progress("select", beginning.read, len(request.prompt))
         sequence.stage = "prefill"
-        sequence.speculation = self._speculator.decide(sequence, start + int(kept.size), read=True)
+        sequence.speculation = self._speculator.decide(sequence, beginning.held.size + beginning.read, read=True)
         if _drafts(sequence):
             sequence.draft_cache, sequence.lookahead = scores.cache, scores.lookahead
         del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
-        logits = yield from self._feed_kept(sequence, start, kept)
-        held = np.arange(start, dtype=np.int32) if sequence.kept is None else sequence.kept
-        sequence.kept = np.concatenate([held, kept])
+        logits = yield from self._read(sequence, beginning)
+        sequence.kept = beginning.all_kept
         return logits
 
     def scores(self, request: GenerationRequest) -> Generator[Progress, None, Scores]:
@@ -174,50 +180,25 @@ class Prefiller:
         units = self._units.starts(prompt[start:])
         return select_tokens(scores.importance[start:], plan.forced[start:], units, plan.keep, self.config.selection)
 
-    def _continue(self, sequence: Sequence, scores: Scores) -> tuple[int, Kept]:
-        """What of the session's sparse cache holds what this question wants, and what comes on top of it.
+    def _read(self, sequence: Sequence, beginning: Beginning) -> Slices:
+        """What is missing, then what follows; progress counts both."""
+        missing, size = beginning.missing, int(beginning.missing.size)
+        if size:
+            steps = insert(
+                self.pair.target, sequence.cache, sequence.request.prompt, missing, lambda: self.slice_size("prefill")
+            )
+            for progress in steps:
+                yield replace(progress, total=beginning.read)
+        slices = self._read_kept(sequence, beginning.start, beginning.kept)
+        while True:
+            try:
+                progress = next(slices)
+            except StopIteration as finished:
+                logits: mx.array = finished.value
+                return logits
+            yield replace(progress, done=size + progress.done, total=beginning.read)
 
-        All of it: extend. Otherwise start over, from the dense prefix or from where the first chunk is missing.
-
-        Returns:
-            The index where feeding starts, and the indices to feed from there on. `sequence.kept` is what the target
-            has seen before that, None for everything.
-        """
-        plan, S, size = sequence.plan, sequence.cached, self.config.selection.chunk_size
-        assert plan is not None
-        first = S - S % size  # chunks lie where the earlier turn's lay
-        selection = self.select(sequence.request.prompt, scores, plan, first)
-        wanted = selection.kept[selection.kept >= S - first] + first
-        session = self._session(sequence.request, plan.keep)
-        if session is None or session.length <= S:
-            return S, wanted
-        share, missing = held_part(chunk_means(scores.importance[first:], size), selection, session.held[first:])
-        extends = share >= self.config.policy.extend_share
-        sequence.continuation = "extend" if extends else "restart"
-        if extends:
-            sequence.cache, sequence.kept = session.cache, session.kept
-            return session.length, self._new_tokens(sequence, wanted, session.length)
-        start = first + missing
-        if start <= S or not can_cut(session.cache):
-            return S, wanted
-        cut(session.cache, session.length - start)
-        sequence.cache, sequence.kept = session.cache, session.kept[session.kept < start]
-        return start, wanted[wanted >= start]
-
-    def _session(self, request: GenerationRequest, keep: Fraction) -> Session | None:
-        """An earlier sparse turn of the conversation; a caller's own scores mean what they say."""
-        if request.specprefill.importance is not None:
-            return None
-        return self.caches.session(request.prompt[: _usable_prefix(request)], keep)
-
-    def _new_tokens(self, sequence: Sequence, wanted: Kept, start: int) -> Kept:
-        """All of a short addition, the selected part of a long one."""
-        M = len(sequence.request.prompt)
-        if M - start <= self.config.policy.long_prompt:
-            return np.arange(start, M, dtype=np.int32)
-        return wanted[wanted >= start]
-
-    def _feed_kept(self, sequence: Sequence, start: int, kept: Kept) -> Slices:
+    def _read_kept(self, sequence: Sequence, start: int, kept: Kept) -> Generator[Progress, None, mx.array]:
         """Sparse prefill; the part up to the first gap is dense-exact and goes to the exact cache."""
         prompt = sequence.request.prompt
         run = int((np.arange(kept.size) == kept - start).sum()) if start == sequence.cached else 0
@@ -347,16 +328,3 @@ def _drafts(sequence: Sequence) -> bool:
     """Whether the draft goes on after the prompt, so that it has to have read it."""
     chosen = sequence.speculation
     return chosen is not None and chosen.strategy is not None and STRATEGIES[chosen.strategy].needs_reading
-
-
-def _usable_prefix(request: GenerationRequest) -> int:
-    """How many cached prompt tokens a request may start from.
-
-    The last token must be fed for its logits. A request that forces sparse prefill means its newest message: what is
-    kept of that must not depend on whether an earlier request happened to leave a dense copy.
-    """
-    if request.prompt_logprobs is not None:
-        return 0
-    if request.specprefill.enabled:
-        return request.spans[-1].start if request.spans else 0
-    return len(request.prompt) - 1

@@ -20,7 +20,7 @@ from ..request import Account, GenerationRequest, SpeculationAccount, Stage, Tim
 
 __all__ = ["Continuation", "Sequence", "Speculation"]
 
-Continuation = Literal["extend", "restart"]
+Continuation = Literal["extend", "repair", "restart"]
 
 
 @dataclass

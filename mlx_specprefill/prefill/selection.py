@@ -119,27 +119,31 @@ def select_tokens(
     return select_chunks(scores, forced, keep, size)
 
 
-def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float, int]:
-    """How much of what the selection asks for an earlier turn has kept already, and where the first of the rest lies.
+def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float, Indices]:
+    """How much of what the selection asks for an earlier turn has kept already, and the rest.
 
     What it asks for are the chosen chunks that stand out: six times the score of an ordinary one. The others fill the
-    budget and change from question to question.
+    budget and change from question to question. A chosen chunk beside one that stands out, as when a line crosses
+    the border, is missed with it but does not count.
 
     Args:
         scores: mean importance per chunk (C,), not held together: a chunk counts for what the draft saw in it.
         held: (L,) whether the earlier turn kept the token, for the first L <= M tokens; the rest is new to it.
 
     Returns:
-        A share of importance between 0 and 1, and the first token that is asked for and not held, else L.
+        A share of importance between 0 and 1, and the tokens before L that are missing, ascending int32.
     """
     candidates = scores[~selection.chunk_forced]
     ordinary = float(np.median(candidates)) if candidates.size else 0.0
     stands_out = selection.chunk_chosen & (scores >= _STANDS_OUT * ordinary)
-    asked = np.repeat(np.where(stands_out, scores, 0.0), selection.chunk_size)[: held.size]
-    total = float(asked.sum())
-    missing = np.flatnonzero((asked > 0) & ~held)
-    share = float(asked[held].sum()) / total if total > 0 else 1.0
-    return share, int(missing[0]) if missing.size else held.size
+    importance = np.repeat(np.where(stands_out, scores, 0.0), selection.chunk_size)[: held.size]
+    total = float(importance.sum())
+    share = float(importance[held].sum()) / total if total > 0 else 1.0
+    asked = stands_out.copy()
+    asked[1:] |= selection.chunk_chosen[1:] & stands_out[:-1]
+    asked[:-1] |= selection.chunk_chosen[:-1] & stands_out[1:]
+    lacking = np.repeat(asked, selection.chunk_size)[: held.size] & ~held
+    return share, np.flatnonzero(lacking).astype(np.int32)
 
 
 def kept_spans(kept: Indices) -> tuple[tuple[int, int], ...]:

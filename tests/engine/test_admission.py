@@ -35,6 +35,16 @@ def test_the_prefix_cache_gives_way_first():
     assert cache.held == 0
 
 
+def test_work_in_the_background_evicts_nothing():
+    cache = Cache(50)
+    admission = Admission(100, 20, lambda: cache.held, cache.reclaim)
+    assert not admission.reserve_free(1, 31)
+    assert cache.held == 50
+    assert admission.reserve_free(1, 30)
+    assert admission.reserved == 30
+    assert not admission.fits(1)
+
+
 def test_what_can_never_fit_is_told_apart_from_what_must_wait():
     admission = Admission(100, 40)
     assert admission.can_ever(60)

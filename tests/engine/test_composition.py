@@ -101,15 +101,21 @@ def test_sparse_prefill_of_the_suffix_only(family):
     assert tokens == masked_greedy(pair.target, prompt, kept, 6)
 
 
-def masked_greedy(model, prompt, kept, count):
-    """Greedy decoding of an attention-only model whose dropped prompt tokens nobody sees."""
+def masked_greedy(model, prompt, kept, count, turns=None):
+    """Greedy decoding of an attention-only model whose dropped prompt tokens nobody sees.
+
+    `turns` (M,) says when each prompt token was fed; earlier ones don't see later ones.
+    """
     seen, tokens = np.isin(np.arange(len(prompt)), kept), list(prompt)
+    fed = np.zeros(len(prompt), dtype=int) if turns is None else turns
     original = mx.fast.scaled_dot_product_attention
 
     def masked(q, k, v, *, scale, mask=None, **_):
         L = q.shape[2]
         visible = np.concatenate([seen, np.ones(L - seen.size, dtype=bool)])
-        allowed = np.tril(np.ones((L, L), dtype=bool)) & (visible[None] | np.eye(L, dtype=bool))
+        when = np.concatenate([fed, np.full(L - seen.size, fed.max())])
+        there = visible[None] & (when[None] <= when[:, None])
+        allowed = np.tril(np.ones((L, L), dtype=bool)) & (there | np.eye(L, dtype=bool))
         return original(q, k, v, scale=scale, mask=mx.array(allowed))
 
     mx.fast.scaled_dot_product_attention = masked

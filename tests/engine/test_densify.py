@@ -15,6 +15,7 @@ from mlx_specprefill import (
     EngineConfig,
     Finished,
     GenerationRequest,
+    Progress,
     RequestHandle,
     SpecPrefillOptions,
     SpecPrefillPolicy,
@@ -139,3 +140,60 @@ def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(monkeypatch: pyt
     assert taken[2][1] >= taken[0][1] + 3 * 64
     assert isinstance(last, Finished)
     assert last.account.cached_tokens >= LENGTH
+
+
+# --- its memory ------------------------------------------------------------------------------------------------------
+
+
+def endless(engine: Engine, patch: pytest.MonkeyPatch) -> list[str]:
+    """From now on making a turn dense goes on until it is stopped; what happened, in order."""
+    seen: list[str] = []
+
+    def dense(tokens: tuple[int, ...]) -> Generator[Any, None, None]:
+        seen.append("began")
+        try:
+            while True:
+                yield Progress("prefill", 0, len(tokens))
+        finally:
+            seen.append("stopped")
+
+    patch.setattr(engine.prefiller, "dense", dense)
+    return seen
+
+
+def limited(engine: Engine, nbytes: int) -> None:
+    """Leave that many bytes beside the weights and what the caches hold now."""
+    admission = engine.memory.admission
+    admission.limit = admission.weights + engine.caches.nbytes + nbytes
+
+
+def test_what_is_made_dense_is_counted_and_gives_its_memory_to_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would not fit. The request runs, evicts nothing, and the turn keeps its place."""
+    request = GenerationRequest(random_prompt(100, 9), 3)
+    with Engine(tiny_pair(), CONFIG) as engine:
+        seen = endless(engine, monkeypatch)
+        ask(engine, random_prompt(LENGTH))
+        need = engine.memory.need_dense(LENGTH + 3)
+        limited(engine, need + engine.memory.need(request) - 1)
+        assert wait_until(lambda: seen == ["began"])
+        assert engine.stats().memory.reserved == need
+        evictions = engine.stats().evictions
+        _, last = generated(engine.generate(request))
+        assert seen[:2] == ["began", "stopped"]
+        assert engine.stats().evictions == evictions
+        assert wait_until(lambda: seen == ["began", "stopped", "began"])
+    assert isinstance(last, Finished)
+    assert seen[-1] == "stopped"
+    assert engine.stats().memory.reserved == 0
+
+
+def test_what_does_not_fit_is_left_sparse_and_nothing_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(tiny_pair(), CONFIG) as engine:
+        seen = endless(engine, monkeypatch)
+        ask(engine, random_prompt(LENGTH))
+        limited(engine, engine.memory.need_dense(LENGTH + 3) - 1)
+        evictions = engine.stats().evictions
+        assert wait_until(lambda: not engine.densifier.turns)
+        assert engine.stats().evictions == evictions
+        assert engine.health().alive
+    assert seen == []

@@ -124,12 +124,13 @@ def test_a_question_about_a_dropped_chunk_starts_over_at_any_turn(family: str, m
     assert seen == [(None, False), ("extend", False), ("extend", False), ("restart", True), ("extend", True)]
 
 
-def wants(patch: pytest.MonkeyPatch, chunk: int) -> None:
-    """From now on the draft looks at one chunk."""
+def wants(patch: pytest.MonkeyPatch, *chunks: int) -> None:
+    """From now on the draft looks at these chunks."""
 
     def looks_at(self: Any, *_: Any) -> None:
         row = np.full(self.prompt_len, 1e-6, dtype=np.float32)
-        row[32 * chunk : 32 * chunk + 32] = 1.0
+        for chunk in chunks:
+            row[32 * chunk : 32 * chunk + 32] = 1.0
         self._best = mx.array(row)
 
     patch.setattr(QueryCapture, "_add", looks_at)
@@ -160,6 +161,55 @@ def test_starting_over_keeps_what_lies_before_the_missing_chunk(
     assert fed - ANSWER == len(kept) - (len(before) if cuttable else last.account.cached_tokens)
     if cuttable:
         assert tokens == masked_greedy(pair.target, prompt, sorted(kept), ANSWER)
+
+
+STRICT = dataclasses.replace(CONFIG, policy=dataclasses.replace(POLICY, extend_share=Fraction(49, 50)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_missing_chunks_are_put_in_and_nothing_else_is_read_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice. Fed is what was missing and what is new; the answer is that of the law with what was there when."""
+    pair, prompt = tiny_pair(family, "llama"), random_prompt(FIRST)
+    meter, turns = Meter(pair, monkeypatch), np.zeros(FIRST, dtype=int)
+    wants(monkeypatch, 12)
+    with Engine(pair, STRICT) as engine:
+        answer, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
+        for turn, missing in enumerate(([20], [7, 18]), 1):
+            before, end = kept_of(last), len(prompt) + ANSWER
+            wants(monkeypatch, 12, 20, *missing)
+            prompt = (*prompt, *answer, *tool_result(turn))
+            meter.take()
+            answer, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
+            fed, _ = meter.take()
+            assert isinstance(last, Finished)
+            assert last.account.continuation == "repair"
+            late = {i for i in kept_of(last) - before if i < end - ANSWER}
+            asked, beside = ({32 * chunk + i for chunk in missing for i in range(-at, 32 + at)} for at in (0, 32))
+            assert asked <= late <= beside
+            assert kept_of(last) == before | late | set(range(end - ANSWER, len(prompt)))
+            assert fed == len(late) + len(prompt) - end + ANSWER
+            turns = np.concatenate([turns, np.full(end - turns.size, turn - 1), np.full(len(prompt) - end, turn)])
+            turns[sorted(late)] = turn
+            assert answer == masked_greedy(pair.target, prompt, sorted(kept_of(last)), ANSWER, turns)
+
+
+@pytest.mark.parametrize(
+    ("family", "way"), [("llama", "repair"), ("nemotron_h", "restart"), ("qwen3_5", "restart"), ("gpt_oss", "restart")]
+)
+def test_only_caches_that_hold_all_they_were_fed_are_repaired(
+    family: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recurrent state can't take a token in the middle, and a window no longer has what one would see."""
+    prompt = random_prompt(FIRST)
+    wants(monkeypatch, 12)
+    with Engine(tiny_pair(family, "llama"), STRICT) as engine:
+        answer, _ = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
+        wants(monkeypatch, 12, 20)
+        prompt = (*prompt, *answer, *tool_result(0))
+        _, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
+    assert isinstance(last, Finished)
+    assert last.account.continuation == way
+    assert set(range(640, 672)) <= kept_of(last)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -132,35 +132,49 @@ def tokens(count, *chunks):
     return mask
 
 
+def part(*of):
+    """What `held_part` says, as plain values."""
+    share, missing = held_part(*of)
+    assert missing.dtype == np.int32
+    return share, missing.tolist()
+
+
 def test_only_chunks_that_stand_out_decide_what_is_held():
-    """The median is 1; chunks 1 and 4 stand out with 12 and 6, chunk 3 is chosen with 4 and does not matter."""
-    scores, selection = selected([1, 12, 1, 4, 6, 1, 1], Fraction(3, 7))
-    assert selection.chunk_chosen.nonzero()[0].tolist() == [1, 3, 4]
-    assert held_part(scores, selection, tokens(14, 1, 4)) == (1.0, 14)
-    assert held_part(scores, selection, tokens(14, 1, 3)) == (pytest.approx(2 / 3), 8)
-    assert held_part(scores, selection, tokens(14, 3, 4)) == (pytest.approx(1 / 3), 2)
-    half = tokens(14, 4)
+    """The median is 1; chunks 1 and 5 stand out with 12 and 6, chunk 3 is chosen with 4 and does not matter."""
+    scores, selection = selected([1, 12, 1, 4, 1, 6, 1], Fraction(3, 7))
+    assert selection.chunk_chosen.nonzero()[0].tolist() == [1, 3, 5]
+    assert part(scores, selection, tokens(14, 1, 5)) == (1.0, [])
+    assert part(scores, selection, tokens(14, 1, 3)) == (pytest.approx(2 / 3), [10, 11])
+    assert part(scores, selection, tokens(14, 3, 5)) == (pytest.approx(1 / 3), [2, 3])
+    half = tokens(14, 5)
     half[2] = True
-    assert held_part(scores, selection, half) == (pytest.approx(2 / 3), 3)
+    assert part(scores, selection, half) == (pytest.approx(2 / 3), [3])
+
+
+def test_chosen_chunks_beside_one_that_stands_out_are_missed_with_it():
+    """Where a line crosses the border: chunks 1 and 3 lie beside chunk 2, chunk 5 beside nothing that stands out."""
+    scores, selection = selected([1, 3, 12, 3, 1, 4, 1, 1, 1], Fraction(4, 9))
+    assert part(scores, selection, tokens(18)) == (0.0, [2, 3, 4, 5, 6, 7])
+    assert part(scores, selection, tokens(18, 2)) == (1.0, [2, 3, 6, 7])
 
 
 def test_where_nothing_stands_out_everything_is_held():
     scores, selection = selected([1, 5.9, 1, 2, 1], Fraction(2, 5))
-    assert held_part(scores, selection, np.zeros(10, dtype=bool)) == (1.0, 10)
+    assert part(scores, selection, np.zeros(10, dtype=bool)) == (1.0, [])
 
 
 def test_forced_chunks_are_neither_ordinary_nor_asked_for():
     """Chunk 0 is forced, seen by every turn, and draws most attention; without it the median is 1."""
     scores, selection = selected([90, 1, 6, 1, 1], Fraction(2, 5), forced=(0, 1))
-    assert held_part(scores, selection, tokens(10, 0)) == (0.0, 4)
-    assert held_part(scores, selection, tokens(10, 2)) == (1.0, 10)
+    assert part(scores, selection, tokens(10, 0)) == (0.0, [4, 5])
+    assert part(scores, selection, tokens(10, 2)) == (1.0, [])
 
 
 def test_what_lies_after_the_earlier_turn_does_not_count():
     scores, selection = selected([9, 1, 8, 1, 1], Fraction(2, 5))
-    assert held_part(scores, selection, np.ones(3, dtype=bool)) == (1.0, 3)
-    assert held_part(scores, selection, np.zeros(3, dtype=bool)) == (0.0, 0)
-    assert held_part(scores, selection, np.zeros(0, dtype=bool)) == (1.0, 0)
+    assert part(scores, selection, np.ones(3, dtype=bool)) == (1.0, [])
+    assert part(scores, selection, np.zeros(3, dtype=bool)) == (0.0, [0, 1])
+    assert part(scores, selection, np.zeros(0, dtype=bool)) == (1.0, [])
 
 
 def together_by_hand(importance, units, size, share, limit):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..cache.positioned import can_cut, cut
 from ..cache.splice import can_splice
 from ..config import SpecPrefillPolicy
-from ..prefill.selection import Selection, held_part
+from ..prefill.selection import Selection, completed, held_part
 from ..request import GenerationRequest
 from .caches import EngineCaches, Session
 from .planning import Planner
@@ -21,6 +21,7 @@ __all__ = ["Beginning", "Continuing", "usable_prefix"]
 
 Indices = npt.NDArray[np.int32]
 _NONE = np.zeros(0, dtype=np.int32)
+_REPAIRED = 256  # tokens: once a session is opened, what else was chosen is put in too, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,15 @@ class Continuing:
         session = self._session(sequence.request, plan.keep)
         if session is None or session.length <= S:
             return afresh
-        share, missing = held_part(scores, selection, session.held[first:])
-        missing = missing + np.int32(first)
+        held = session.held[first:]
+        share, missing = held_part(scores, selection, held)
         sequence.continuation = self._way(share, session)
         if sequence.continuation != "restart":
             sequence.cache = session.cache
+            more = completed(missing, selection, held, _REPAIRED) if sequence.continuation == "repair" else _NONE
             new = self._new(len(sequence.request.prompt), session, wanted)
-            return Beginning(session.kept, missing if sequence.continuation == "repair" else _NONE, session.length, new)
-        start = int(missing[0])
+            return Beginning(session.kept, more + np.int32(first), session.length, new)
+        start = first + int(missing[0])
         if start <= S or not can_cut(session.cache):
             return afresh
         cut(session.cache, session.length - start)

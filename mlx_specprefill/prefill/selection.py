@@ -10,7 +10,16 @@ import numpy.typing as npt
 
 from ..config import SelectionConfig
 
-__all__ = ["Selection", "chunk_means", "held_part", "held_together", "kept_spans", "select_chunks", "select_tokens"]
+__all__ = [
+    "Selection",
+    "chunk_means",
+    "completed",
+    "held_part",
+    "held_together",
+    "kept_spans",
+    "select_chunks",
+    "select_tokens",
+]
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -144,6 +153,27 @@ def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float,
     asked[:-1] |= selection.chunk_chosen[:-1] & stands_out[1:]
     lacking = np.repeat(asked, selection.chunk_size)[: held.size] & ~held
     return share, np.flatnonzero(lacking).astype(np.int32)
+
+
+def completed(missing: Indices, selection: Selection, held: Bools, limit: int) -> Indices:
+    """`missing` tokens, and of the other chosen chunks that are not held the best, while all together fit in `limit`.
+
+    Args:
+        held: as in `held_part`.
+    """
+    lacking = np.zeros(held.size, dtype=np.bool_)
+    lacking[missing] = True
+    size, left = selection.chunk_size, limit - missing.size
+    for chunk in np.argsort(-selection.chunk_scores, kind="stable"):
+        part = slice(chunk * size, min((chunk + 1) * size, held.size))
+        more = ~held[part] & ~lacking[part]
+        if not selection.chunk_chosen[chunk] or not more.any():
+            continue
+        if more.sum() > left:
+            break
+        lacking[part] |= more
+        left -= int(more.sum())
+    return np.flatnonzero(lacking).astype(np.int32)
 
 
 def kept_spans(kept: Indices) -> tuple[tuple[int, int], ...]:

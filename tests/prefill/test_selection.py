@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlx_specprefill import InvalidRequestError, SelectionConfig, keep_pct
 from mlx_specprefill.prefill.selection import (
     chunk_means,
+    completed,
     held_part,
     held_together,
     kept_spans,
@@ -156,6 +157,18 @@ def test_chosen_chunks_beside_one_that_stands_out_are_missed_with_it():
     scores, selection = selected([1, 3, 12, 3, 1, 4, 1, 1, 1], Fraction(4, 9))
     assert part(scores, selection, tokens(18)) == (0.0, [2, 3, 4, 5, 6, 7])
     assert part(scores, selection, tokens(18, 2)) == (1.0, [2, 3, 6, 7])
+
+
+def test_what_is_put_in_is_completed_by_the_best_of_the_rest():
+    """Chunk 5 is missing; of the chosen ones 1 is held, 3 (4) and 7 (3) come next, as far as there is room."""
+    _, selection = selected([1, 12, 1, 4, 1, 6, 1, 3, 1], Fraction(4, 9))
+    missing, held = np.array([10, 11], dtype=np.int32), tokens(18, 1)
+    assert completed(missing, selection, held, 3).tolist() == [10, 11]
+    assert completed(missing, selection, held, 4).tolist() == [6, 7, 10, 11]
+    assert completed(missing, selection, held, 5).tolist() == [6, 7, 10, 11]
+    assert completed(missing, selection, held, 90).tolist() == [6, 7, 10, 11, 14, 15]
+    assert completed(missing, selection, held[:15], 90).tolist() == [6, 7, 10, 11, 14]
+    assert completed(missing, selection, held, 0).tolist() == [10, 11]
 
 
 def test_where_nothing_stands_out_everything_is_held():

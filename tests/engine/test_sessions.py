@@ -184,8 +184,9 @@ def test_missing_chunks_are_put_in_and_nothing_else_is_read_again(family: str, m
             assert isinstance(last, Finished)
             assert last.account.continuation == "repair"
             late = {i for i in kept_of(last) - before if i < end - ANSWER}
-            assert {32 * chunk + i for chunk in missing for i in range(32)} <= late
-            assert len(late) <= 256
+            asked = {32 * chunk + i for chunk in missing for i in range(32)}
+            assert asked <= before | late
+            assert 0 < len(asked - before) <= len(late) <= 256
             assert kept_of(last) == before | late | set(range(end - ANSWER, len(prompt)))
             assert fed == len(late) + len(prompt) - end + ANSWER
             turns = np.concatenate([turns, np.full(end - turns.size, turn - 1), np.full(len(prompt) - end, turn)])

@@ -1,9 +1,9 @@
 """Continuous batching: one forward per step for all rows, which join and leave at any step.
 
 A row's answer is the one that it gets alone from `autoregressive.decode`. The next forward is queued before the tokens
-of this step are read, so after every step a row's cache holds its prompt and exactly the tokens that were returned,
-the last one included: nothing is ever rolled back, which recurrent states could not be. A row with a grammar needs its
-token on the host before the next can be chosen: it is read, and the mask made, while the forward runs.
+of this step are read, so after every step a row's cache holds its prompt and exactly the tokens that steps have
+returned, the last one included: nothing is ever rolled back, which recurrent states could not be. A row with a grammar
+needs its token on the host before the next can be chosen: it is read, and the mask made, while the forward runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DecodeRow:
 
 @dataclass(frozen=True)
 class Removed:
-    """What is left of a row: `cache` holds the prompt and `tokens`, all that were returned.
+    """What is left of a row: `cache` holds the prompt and `tokens`, all that were returned by steps.
 
     Attributes:
         logits: of the last of them, (1, V).
@@ -81,6 +81,7 @@ class _Row:
     def __init__(self, spec: DecodeRow) -> None:
         self.spec = spec
         self.tokens = list(spec.generated)
+        self.told = False  # that the token chosen next is known already
         self.history: mx.array | None = None
         if spec.processors and spec.generated:
             self.history = mx.array(spec.generated)
@@ -139,9 +140,18 @@ class _Group:
         events = []
         for index, (row, token) in enumerate(zip(self.rows, np.array(fed.tokens).tolist(), strict=True)):
             row.tokens.append(token)
-            event = token_event(token, fed.scores[index : index + 1], row.spec.logprobs)
-            events.append((row.spec.uid, event))
+            if not row.told:
+                events.append((row.spec.uid, self._event(index, token, fed)))
+            row.told = False
         return events
+
+    def first_event(self) -> TokenEvent:
+        """Of a group of one row, before its first step."""
+        self.rows[0].told = True
+        return self._event(0, int(np.array(self.next.tokens)[0]), self.next)
+
+    def _event(self, index: int, token: int, choice: _Choice) -> TokenEvent:
+        return token_event(token, choice.scores[index : index + 1], self.rows[index].spec.logprobs)
 
     def absorb(self, others: Sequence[_Group]) -> None:
         """Take over the rows of other groups with the same key."""
@@ -243,6 +253,15 @@ class DecodeBatch:
             raise ValueError(f"row {row.uid} is decoding already")
         key = batch_key(row.cache) if self._batched and row.shift == 0 else None
         self._groups.append(_Group(self._model, row, key))
+
+    def first_token(self, uid: int) -> TokenEvent:
+        """What the newest row begins with, before a step feeds it, which will not return it again.
+
+        A forward takes time to set up; a client that waits for its first token need not wait for that.
+        """
+        newest = self._groups[-1]
+        assert [row.spec.uid for row in newest.rows] == [uid]
+        return newest.first_event()
 
     def remove(self, uid: int) -> Removed:
         """Take a row out, between two steps; the others go on.

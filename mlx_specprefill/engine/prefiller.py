@@ -39,6 +39,7 @@ __all__ = ["Prefiller"]
 log = logging.getLogger(__name__)
 Slices = Generator[Progress | PromptLogprobs, None, mx.array]
 Kept = npt.NDArray[np.int32]
+_WORTH_KEEPING = 128  # tokens of a dense beginning, for which a forward has to end there
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
 
 
@@ -199,9 +200,10 @@ class Prefiller:
             yield replace(progress, done=size + progress.done, total=beginning.read)
 
     def _read_kept(self, sequence: Sequence, start: int, kept: Kept) -> Generator[Progress, None, mx.array]:
-        """Sparse prefill; the part up to the first gap is dense-exact and goes to the exact cache."""
+        """Sparse prefill; the part up to the first gap is dense-exact, and a long one goes to the exact cache."""
         prompt = sequence.request.prompt
         run = int((np.arange(kept.size) == kept - start).sum()) if start == sequence.cached else 0
+        run = run if run >= _WORTH_KEEPING else 0
         slices = prefill(
             self.pair.target,
             sequence.cache,

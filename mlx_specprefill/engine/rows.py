@@ -41,13 +41,13 @@ class Rows:
         """Let a prefilled sequence decode; it chooses its next token from `logits` (1, V).
 
         Returns:
-            Tokens that the prefill has found already.
+            Tokens that are known already: the first one, and what else the prefill has found.
         """
         self._quantize(sequence)
         row = self._speculator.add(sequence, logits, _processors(sequence.request))
         if row is None:
             self._add_plain(sequence, logits)
-            return []
+            return [self._batch.first_token(sequence.uid)]
         sequence.cache = []  # the row owns it now
         self._drafted[sequence.uid] = sequence
         return row.early

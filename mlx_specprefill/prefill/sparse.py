@@ -17,7 +17,7 @@ from ..request import Progress
 __all__ = ["prefill"]
 
 # Tokens of the last forward. One alone would cost a whole pass over the weights; so few rows cost the output projection
-# little, which sees all of them.
+# little, which sees all of them. Up to twice as many are not worth a second pass.
 _TAIL = 32
 
 
@@ -60,7 +60,8 @@ def prefill(
     fed = np.asarray(prompt, dtype=np.int32) if kept is None else np.asarray(prompt, dtype=np.int32)[kept]
     total = fed.size
     tokens = mx.array(fed)[None]
-    start, last = 0, max([total - (_TAIL if last_forward is None else 1), *(cut for cut in cuts if cut < total)])
+    tail = 1 if last_forward is not None else _TAIL if total > 2 * _TAIL else total
+    start, last = 0, max([total - tail, *(cut for cut in cuts if cut < total)])
     while start < last:
         end = min(start + (step if isinstance(step, int) else step()), last)
         end = next((cut for cut in cuts if start < cut < end), end)

@@ -264,6 +264,7 @@ class TestCalibrate:
 class TestInspectShape:
     def test_it_prints_the_work_of_a_shape(self) -> None:
         done = run("inspect", "--shape", "llama-3.1-8b", "--keep-pct", "0.1")
+        assert "llama-3.1-8b, keep 0.1: 10^12 multiply-accumulates" in done.stdout
         assert done.exit_code == 0, done.output
         assert "131,072" in done.stdout
 

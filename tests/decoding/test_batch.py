@@ -90,6 +90,35 @@ def test_the_first_token_needs_no_forward(llama: Any) -> None:
     assert (uid, event.token) == (7, int(greedy(row.logits).item()))
 
 
+def test_a_first_token_asked_for_ahead_is_not_returned_again(llama: Any) -> None:
+    """Beside a row that is decoding already, and with nothing else changed."""
+    rows = make_rows(VOCAB, 2)
+    expected = [tokens(alone(llama, row, 5)[0]) for row in rows]
+    batch, forwards = counted(llama)
+    batch.add(batch_row(llama, 0, rows[0]))
+    got: list[list[TokenEvent]] = [[event for _, event in batch.step()], []]
+    before = list(forwards)
+    batch.add(batch_row(llama, 1, rows[1]))
+    got[1].append(batch.first_token(1))
+    assert forwards == before
+    while min(map(len, got)) < 4:
+        for uid, event in batch.step():
+            got[uid].append(event)
+    assert [len(events) for events in got] == [5, 4]
+    for events, answer in zip(got, expected, strict=True):
+        assert tokens(events) == answer[: len(events)]
+
+
+def test_a_row_that_leaves_after_a_first_token_ahead_holds_its_prompt(llama: Any) -> None:
+    batch = DecodeBatch(llama)
+    prompt = make_rows(VOCAB, 1)[0]
+    batch.add(batch_row(llama, 0, prompt))
+    batch.first_token(0)
+    removed = batch.remove(0)
+    assert removed.tokens == ()
+    assert_same_contents(removed.cache, prefilled(llama, prompt)[0])
+
+
 def test_a_lone_row_keeps_its_own_cache(llama: Any) -> None:
     """No masks, no copies: it costs what it costs without a batch."""
     batch = DecodeBatch(llama)

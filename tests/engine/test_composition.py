@@ -140,13 +140,19 @@ def test_a_dense_request_never_reads_a_sparse_entry():
     assert tokens == greedy(pair.target, prompt, 6)
 
 
-def test_what_is_kept_up_to_the_first_gap_is_dense_and_reused():
+@pytest.mark.parametrize(("beginning", "reused"), [(160, True), (32, False)])
+def test_what_is_kept_up_to_the_first_gap_is_dense_and_reused_if_long(beginning, reused):
     pair = tiny_pair()
     prompt, _ = chat(600)
+    importance = np.zeros(len(prompt), dtype=np.float32)
+    importance[:beginning], importance[400:] = 1, 0.5
     with Engine(pair, CONFIG) as engine:
-        _, sparse = ask(engine, prompt)
+        _, sparse = ask(engine, prompt, options=dataclasses.replace(AUTO, importance=importance))
         _, dense = ask(engine, prompt, options=OFF)
-    assert dense.account.cached_tokens == sparse.account.kept_spans[0][1]
+    first_run = sparse.account.kept_spans[0][1]
+    assert beginning <= first_run < 400
+    assert (first_run >= 128) == reused
+    assert dense.account.cached_tokens == (first_run if reused else 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

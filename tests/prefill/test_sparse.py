@@ -58,6 +58,15 @@ def test_full_prefill_and_decode_equal_rereading_everything(family):
     assert answer(model, cache, finish(prefill(model, cache, prompt, None, 32))) == greedy(model, prompt, 8)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "fed"), [(1, [1]), (33, [33]), (64, [64]), (65, [33, 65]), (100, [32, 64, 68, 100])]
+)
+def test_little_is_fed_in_one_forward(tokens, fed):
+    model = tiny_model("llama")
+    slices = prefill(model, make_prompt_cache(model), random_prompt(tokens), None, 32)
+    assert [progress.done for progress in slices] == fed
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fully_kept_prefix_is_dense_exact(family):
     """P9: KV and recurrent state after [0, p) are those of the dense run, bit for bit."""

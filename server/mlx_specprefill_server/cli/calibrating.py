@@ -24,7 +24,10 @@ def calibrate(
     dtype: Dtype = "auto",
     log_level: Level = "warning",
 ) -> None:
-    """Measure target and draft on this machine, and show from which length on a sparse prefill pays."""
+    """Measure target and draft on this machine, and show from which length on a sparse prefill pays.
+
+    Takes up to a minute, and wants the machine for itself; the server's next starts use what was measured.
+    """
     begin(log_level)
     with one_line_errors():
         chosen = choose(pair, pairs_file, target, draft)

@@ -113,6 +113,7 @@ def chunk_table(chunks: Sequence[ExplainedChunk], *, dropped_too: bool) -> Table
 def cost_table(cost: PairCost, policy: SpecPrefillPolicy, longest: int) -> Table:
     """Predicted times of both ways to prefill, for uncached prompts up to `longest` tokens."""
     table = _numbers("tokens", "full s", "sparse s", "speed-up", "sparse?")
+    table.title = f"Predicted, keep {float(policy.keep_pct):g}"
     for tokens in filter(lambda length: length <= longest, _LENGTHS):
         predicted = cost.predict(tokens, max(1, round(float(policy.keep_pct) * tokens)))
         full, sparse = predicted.full_ms / 1e3, predicted.sparse_ms / 1e3
@@ -124,6 +125,7 @@ def cost_table(cost: PairCost, policy: SpecPrefillPolicy, longest: int) -> Table
 def work_table(shape: str, keep: Fraction) -> Table:
     """Multiply-accumulates of both ways to prefill in a shape, in units of 10^12."""
     table = _numbers("tokens", "target", "draft", "target, kept", "r", "speed-up at most")
+    table.title = f"{shape}, keep {float(keep):g}: 10^12 multiply-accumulates"
     for tokens in (8192, 16384, 32768, 65536, 131072):
         work = shape_work(shape, tokens, keep)
         counts = (f"{count / 1e12:,.1f}" for count in (work.full, work.draft, work.kept))

@@ -59,7 +59,7 @@ def test_full_prefill_and_decode_equal_rereading_everything(family):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "fed"), [(1, [1]), (33, [33]), (64, [64]), (65, [33, 65]), (100, [32, 64, 68, 100])]
+    ("tokens", "fed"), [(1, [1]), (33, [33]), (64, [64]), (65, [32, 33, 65]), (100, [32, 64, 68, 100])]
 )
 def test_little_is_fed_in_one_forward(tokens, fed):
     model = tiny_model("llama")

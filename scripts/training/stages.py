@@ -20,14 +20,12 @@ from .export import read
 from .families import Family
 from .network import Network, Sizes
 
-WHOLE_LENGTH = 256  # tokens of a short document that has to be read as a whole
-
 
 @dataclass(frozen=True)
 class Stage:
     """`steps` optimiser steps on batches of `batch` samples of `length` tokens.
 
-    `wholes` more samples per step are short documents that have to be read as a whole: they have one answer each, so
+    `wholes` more samples per step, of `whole_length` tokens, have to be read as a whole: they have one answer each, so
     that long ones would teach little per token.
     """
 
@@ -35,13 +33,14 @@ class Stage:
     batch: int
     steps: int
     wholes: int = 0
+    whole_length: int = 256
 
     def batches(self, seed: str, data: DataConfig, tokenizer: Tokenizer) -> list[Batch]:
         """The batches of one step."""
         made = [make_batch(seed, self.length, self.batch, data, tokenizer)]
         if self.wholes:
             alone = replace(data, copy_share=0.0, mixture=replace(data.mixture, whole=1.0, greeting=0.0))
-            made.append(make_batch(f"{seed}/wholes", WHOLE_LENGTH, self.wholes, alone, tokenizer))
+            made.append(make_batch(f"{seed}/wholes", self.whole_length, self.wholes, alone, tokenizer))
         return made
 
 

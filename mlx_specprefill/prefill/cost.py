@@ -21,7 +21,6 @@ from ..request import Prediction
 __all__ = ["ModelCost", "PairCost", "Sample", "break_even", "fit", "worthwhile"]
 
 _LONGEST = 1 << 20  # tokens; where the search for the break-even length gives up
-_FASTER = 0.3  # of the measured forwards lie below the law
 _EXACT = 1e-3  # relative error below which samples count alike
 _ROUNDS = 30
 
@@ -141,16 +140,14 @@ def fit(forwards: Iterable[Sample], ends: Iterable[Sample]) -> ModelCost:
 
 
 def _undisturbed(columns: np.ndarray, ms: np.ndarray) -> list[float]:
-    """Non-negative coefficients of the law that `_FASTER` of the samples stay below: quantile regression.
+    """Non-negative coefficients with the smallest sum of relative errors, by least squares whose weights follow them.
 
-    Nothing makes a forward faster than it is, so the law lies among the faster ones, and how slow the others were does
-    not matter. Found by least squares whose weights follow the relative errors.
+    Half of the samples lie below such a law, and how slow the others were does not matter.
     """
     weights = np.ones(len(ms))
     for _ in range(_ROUNDS):
         law = _non_negative(columns / ms[:, None], weights)
-        over = 1 - columns @ law / ms
-        weights = np.where(over > 0, _FASTER, 1 - _FASTER) / np.maximum(np.abs(over), _EXACT)
+        weights = 1 / np.maximum(np.abs(1 - columns @ law / ms), _EXACT)
     return law
 
 

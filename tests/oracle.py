@@ -37,6 +37,7 @@ from mlx_specprefill.adapters.capture import QueryCapture, install_capture
 from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS, adapter_for
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
+from mlx_specprefill.cache.splice import can_splice
 
 PROMPT_LEN = 96
 DECODED = 16
@@ -120,6 +121,11 @@ def _construct(name: str) -> nn.Module:
     tiny = tiny_models()[name]
     module = importlib.import_module(f"mlx_lm.models.{tiny.architecture}")
     return module.Model(module.ModelArgs.from_dict(json.loads(json.dumps(tiny.config))))
+
+
+def can_repair(name: str) -> bool:
+    """Whether chunks can be put into its sparse cache afterwards."""
+    return can_splice(make_positioned_cache(_construct(name)))
 
 
 def has_experts(name: str) -> bool:

@@ -20,10 +20,10 @@ from mlx_specprefill.prefill.repair import insert
 from mlx_specprefill.prefill.sparse import prefill
 from tests import oracle
 from tests.laws.test_sparse_equals_masked import DISCRIMINATION, NAMED, VERIFIED
-from tests.oracle import EXACT, Case, build, make_case, masked_dense, relative_error
+from tests.oracle import EXACT, Case, build, can_repair, make_case, masked_dense, relative_error
 from tests.slices import finish
 
-SPLICED = [name for name in VERIFIED if can_splice(make_positioned_cache(build(name)))]
+SPLICED = [name for name in VERIFIED if can_repair(name)]
 END = 64  # of the earlier turn; the last of its kept tokens lies before it
 
 

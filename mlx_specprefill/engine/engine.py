@@ -61,7 +61,11 @@ class EngineHealth:
 
 
 class Engine:
-    """Runs requests for a pair. Use as a context manager, or `start()` and `close()`."""
+    """Runs requests for a pair. Use as a context manager, or `start()` and `close()`.
+
+    Attributes:
+        pair, config: what it was made with. The other parts belong to the MLX thread.
+    """
 
     def __init__(self, pair: ModelPair, config: EngineConfig | None = None) -> None:
         self.pair = pair

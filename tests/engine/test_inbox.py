@@ -1,0 +1,144 @@
+"""The way to the MLX thread, and what it carries; no models."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from mlx_specprefill import EngineClosedError, Progress, RequestCancelled, RequestHandle
+from mlx_specprefill.engine.inbox import Inbox, Results
+from mlx_specprefill.engine.jobs import Job, bare, nobody
+from mlx_specprefill.engine.scheduler import Scheduler
+
+
+def work(*events: Any) -> Generator[Any, None, str]:
+    yield from events
+    return "done"
+
+
+def job(uid: int, *events: Any) -> Job:
+    return Job(uid, nobody, RequestHandle(), work(*events))
+
+
+@pytest.fixture
+def inbox() -> Inbox:
+    inbox = Inbox(Scheduler(), max_queue=2)
+    inbox.open()
+    return inbox
+
+
+def test_jobs_come_out_in_order_and_the_scheduler_knows_them() -> None:
+    scheduler = Scheduler()
+    inbox = Inbox(scheduler, max_queue=9)
+    inbox.open()
+    jobs = [job(inbox.next_uid()) for _ in range(3)]
+    for one in jobs:
+        inbox.post(one)
+    assert inbox.waiting == 3
+    assert scheduler.waiting == 0
+    assert [inbox.take(0) for _ in jobs] == jobs
+    assert inbox.waiting == scheduler.waiting == 3
+    assert not inbox
+    assert inbox.take(0) is inbox.take(0.01) is None
+
+
+def test_what_waits_here_and_there_is_bounded_together(inbox: Inbox) -> None:
+    inbox.post(job(1))
+    inbox.take(0)
+    inbox.post(job(2))
+    with pytest.raises(EngineClosedError, match="2 requests are waiting"):
+        inbox.post(job(3))
+
+
+def test_a_closed_inbox_takes_nothing_and_wakes_whoever_waits_for_it(inbox: Inbox) -> None:
+    taken: list[Any] = []
+    waiter = threading.Thread(target=lambda: taken.append(inbox.take(20)))
+    waiter.start()
+    assert inbox.close()
+    waiter.join(10)
+    assert taken == [None]
+    assert not inbox.close()
+    with pytest.raises(EngineClosedError):
+        inbox.post(job(1))
+    with pytest.raises(EngineClosedError):
+        inbox.call(lambda: 1)
+
+
+def test_calls_are_answered_by_the_thread_that_takes_them(inbox: Inbox) -> None:
+    def serve() -> None:
+        for _ in range(2):
+            call = inbox.take(20)
+            assert callable(call)
+            call()
+
+    server = threading.Thread(target=serve)
+    server.start()
+    assert inbox.call(threading.get_ident) == server.ident
+    with pytest.raises(ZeroDivisionError):
+        inbox.call(lambda: 1 // 0)
+    server.join(10)
+
+
+def test_results_are_values_or_raised() -> None:
+    results: Results[int] = Results()
+    results.put(3)
+    results.put(KeyError("x"))
+    assert results.wait() == 3
+    with pytest.raises(KeyError):
+        results.wait()
+
+
+def test_a_job_gives_its_events_and_then_its_result() -> None:
+    one = job(1, Progress("draft", 1, 2))
+    assert one.advance() == Progress("draft", 1, 2)
+    with pytest.raises(StopIteration) as finished:
+        one.advance()
+    assert finished.value.value == "done"
+
+
+def test_a_stopped_job_may_clean_up_and_is_over() -> None:
+    seen: list[str] = []
+
+    def slices() -> Generator[Any, None, None]:
+        try:
+            yield 1
+        except RequestCancelled:
+            seen.append("cleaned up")
+            raise
+
+    one = Job(1, nobody, RequestHandle(), slices())
+    one.advance()
+    one.stop()
+    assert seen == ["cleaned up"]
+    with pytest.raises(StopIteration):
+        one.advance()
+
+
+def test_a_callback_that_raises_cancels_its_job_and_hears_no_more() -> None:
+    heard: list[Any] = []
+
+    def listen(event: Any) -> None:
+        heard.append(event)
+        raise ValueError("not now")
+
+    one = Job(1, listen, RequestHandle(), work())
+    one.emit(Progress("draft", 1, 2))
+    one.emit(Progress("draft", 2, 2))
+    assert len(heard) == 1
+    assert one.handle.cancelled
+
+
+def test_errors_travel_without_the_frames_that_they_and_their_causes_went_through() -> None:
+    try:
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            raise ValueError("outer") from inner
+    except ValueError as error:
+        stripped = bare(error)
+    assert stripped.__traceback__ is None
+    assert stripped.__cause__ is not None
+    assert stripped.__cause__.__traceback__ is None

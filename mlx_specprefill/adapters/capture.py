@@ -22,6 +22,7 @@ __all__ = ["AttentionRecord", "QueryCapture", "install_capture", "pool", "prompt
 
 _active = threading.local()
 TILE = 1 << 20  # logits that are scored at a time; about a dozen arrays of that size exist meanwhile
+PASSAGE_TILE = TILE // 4  # beside the activations of a longer forward
 
 
 def pool(rows: mx.array, width: int) -> mx.array:
@@ -125,7 +126,7 @@ class QueryCapture:
         mask = self._mask_of(mask, heads)
         mask = None if mask is None else mask.reshape(kv_heads, -1, *mask.shape[-2:])
         sinks = None if sinks is None else sinks.reshape(kv_heads, -1)
-        for part in _tiles(kv_heads, heads // kv_heads, S * grouped.shape[2]):
+        for part in self._tiles(kv_heads, heads // kv_heads, S * grouped.shape[2]):
             logits = self._after(grouped[part]) @ keys[0, part[0], None].swapaxes(-1, -2)
             if mask is not None:
                 logits = mx.where(mask[part], logits, -mx.inf) if mask.dtype == mx.bool_ else logits + mask[part]
@@ -158,9 +159,16 @@ class QueryCapture:
             return
         rows = logits[..., self._picked, :]
         rows = rows.reshape(1, -1, *rows.shape[-2:])
-        for part in _tiles(1, rows.shape[1], rows.shape[2] * rows.shape[3]):
+        for part in self._tiles(1, rows.shape[1], rows.shape[2] * rows.shape[3]):
             self._add(self._after(rows[part])[0], None)
         self._count += 1
+
+    def _tiles(self, kv_heads: int, group: int, size: int) -> Iterator[tuple[slice, slice]]:
+        """Parts of (H_kv, group) heads of `size` logits each that together are no more than a tile, or one head."""
+        fit = max(1, (TILE if self._length == 1 else PASSAGE_TILE) // size)
+        for first in range(0, kv_heads, max(1, fit // group)):
+            for member in range(0, group, fit):
+                yield slice(first, first + max(1, fit // group)), slice(member, member + fit)
 
     def _after(self, tile: mx.array) -> mx.array:
         """The tile, to be computed when the ones before it are done; else the graph advances all of them together."""
@@ -177,14 +185,6 @@ class QueryCapture:
         join, row = (mx.maximum, pooled.max(axis=0)) if self.heads == "max" else (mx.add, pooled.sum(axis=0))
         self._best = row if self._best is None else join(self._best, row)
         self._summed += pooled.shape[0]
-
-
-def _tiles(kv_heads: int, group: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Parts of (H_kv, group) heads of `size` logits each that together are no more than a tile, or one head."""
-    fit = max(1, TILE // size)
-    for first in range(0, kv_heads, max(1, fit // group)):
-        for member in range(0, group, fit):
-            yield slice(first, first + max(1, fit // group)), slice(member, member + fit)
 
 
 class AttentionRecord:

@@ -47,7 +47,7 @@ class Rows:
         row = self._speculator.add(sequence, logits, _processors(sequence.request))
         if row is None:
             self._add_plain(sequence, logits)
-            return [self._batch.first_token(sequence.uid)]
+            return [self._first_token(sequence.uid)]
         sequence.cache = []  # the row owns it now
         self._drafted[sequence.uid] = sequence
         return row.early
@@ -88,6 +88,14 @@ class Rows:
             )
         )
         sequence.cache = []  # the batch owns it now
+
+    def _first_token(self, uid: int) -> TokenEvent:
+        """A row whose token can't be read leaves at once: nobody would answer for what the next step says of it."""
+        try:
+            return self._batch.first_token(uid)
+        except Exception:
+            self._batch.remove(uid)
+            raise
 
     def _quantize(self, sequence: Sequence) -> None:
         bits, group = self._config.kv_bits, self._config.kv_group_size

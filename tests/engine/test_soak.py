@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import logging
 import os
+import queue
 import random
 import threading
 import time
@@ -41,6 +42,7 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.cache.positioned import make_positioned_cache
+from mlx_specprefill.decoding.batch import DecodeBatch
 from mlx_specprefill.engine import prefiller as prefiller_module
 from mlx_specprefill.engine import rows as rows_module
 from mlx_specprefill.prefill.sparse import prefill
@@ -373,6 +375,31 @@ def test_a_first_choice_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) 
         assert isinstance(last, Failed)
         assert isinstance(last.error, Injected)
         assert [event for event in engine.generate(request) if isinstance(event, TokenEvent)] == expected
+
+
+def test_a_first_token_that_cannot_be_read_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another row goes on to its last token, and no row is left behind."""
+    request, read = GenerationRequest(random_prompt(30), 3), DecodeBatch.first_token
+    long, events = GenerationRequest(random_prompt(20, 1), 200), queue.SimpleQueue()
+    with Engine(tiny_pair(), CONFIG) as engine:
+        engine.submit(long, events.put)
+        while not isinstance(events.get(timeout=60), TokenEvent):
+            pass
+
+        def failing(self: DecodeBatch, uid: int) -> TokenEvent:
+            read(self, uid)
+            raise Injected("first token")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeBatch, "first_token", failing)
+            last = list(engine.generate(request))[-1]
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, Injected)
+        while isinstance(ending := events.get(timeout=60), TokenEvent):
+            pass
+        assert isinstance(ending, Finished)
+        assert ending.completion_tokens == 200
+        assert engine.memory.admission.reserved == 0
 
 
 def test_a_fault_of_the_engine_itself_ends_what_runs_and_not_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,7 @@ class SpeculationConfig:
     gamma2: int = 4  # retrieval and triforce: tokens per verification on the whole cache
     budget: int = 4096  # tokens of the retrieved part of the cache
     chunk: int = 16  # tokens per retrieved chunk
+    grain: int = 1  # of them whose mean key stands for them where chunks are compared; `chunk` is TriForce's rule
     stride: int = 128  # generated tokens after which chunks are chosen anew
     rebuild_below: float = 0.9  # moving average of acceptance under which they are chosen anew at once
     sinks: int = 16  # first tokens that triforce's small model keeps
@@ -137,6 +138,8 @@ class SpeculationConfig:
             raise ValueError("numbers of tokens must be positive")
         if self.budget < 4 * self.chunk:
             raise ValueError(f"a budget of {self.budget} tokens is less than four chunks of {self.chunk}")
+        if self.grain < 1 or self.chunk % self.grain:
+            raise ValueError(f"chunks of {self.chunk} tokens can't be compared by means of {self.grain} keys")
 
 
 @dataclass(frozen=True, slots=True)

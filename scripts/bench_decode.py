@@ -23,6 +23,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import truediv
 from typing import Any
 
@@ -59,8 +60,8 @@ from mlx_specprefill.decoding.strategies import STRATEGIES, Drafting, streaming_
 from mlx_specprefill.prefill.sparse import prefill
 from mlx_specprefill.sampling import make_sampler
 
-PLAIN, STREAMING = "autoregressive", "streaming"
-ARMS = (PLAIN, *(name for name, strategy in STRATEGIES.items() if not strategy.needs_head), STREAMING)
+PLAIN, MEANS, STREAMING = "autoregressive", "means", "streaming"
+ARMS = (PLAIN, *(name for name, strategy in STRATEGIES.items() if not strategy.needs_head), MEANS, STREAMING)
 SINKS = 16
 
 Row = dict[str, Any]
@@ -87,11 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", default="models/demo/target")
     parser.add_argument("--draft", default="models/demo/draft")
     parser.add_argument("--parts", nargs="+", choices=("needle", "shape", "gate"), default=["needle", "shape", "gate"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16000], help="prompt tokens")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16000], help="prompt tokens")
     parser.add_argument("--arms", nargs="+", choices=ARMS[1:], default=list(ARMS[1:]), help="beside plain decoding")
     parser.add_argument("-n", type=int, default=10, help="questions per length")
     parser.add_argument("--codes", type=int, default=4, help="six-digit codes in an answer")
     parser.add_argument("--budget", type=int, default=512, help="tokens that are retrieved, or kept by StreamingLLM")
+    parser.add_argument("--chunk", type=int, default=16, help="tokens per retrieved chunk")
     parser.add_argument("--context", type=int, default=16384, help="cached tokens of the random shape")
     parser.add_argument("--noise", nargs="+", type=float, default=[0.0, 0.3], help="of the random draft")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer of the random shape")
@@ -124,6 +126,9 @@ class Clock:
 
 def drafted(given: Drafting, logits: mx.array, arm: str, limits: Limits, sampling: SamplingParams) -> Row:
     """One answer of one strategy; time does not include what the draft reads of the prompt."""
+    if arm == MEANS:
+        coarse = replace(given, config=replace(given.config, grain=given.config.chunk))
+        return drafted(coarse, logits, "retrieval", limits, sampling)
     if arm == STREAMING:
         window = given.config.budget - SINKS
         proposer: Proposer = ModelDrafts(finish(streaming_drafter(given.target, given.prompt, SINKS, window)))
@@ -187,7 +192,7 @@ def shown(head: Row, answers: list[dict[str, Row]], arms: Sequence[str]) -> list
 def needle(pair: ModelPair, options: argparse.Namespace, length: int) -> list[Row]:
     """The codes that were asked for, after a full prefill; greedy, so every arm must give the same tokens."""
     assert pair.draft is not None
-    config = SpeculationConfig(budget=options.budget)
+    config = SpeculationConfig(budget=options.budget, chunk=options.chunk)
     answers, arms, right = [], (PLAIN, *options.arms), 0
     for seed in range(options.n):
         depth = 0.1 + 0.6 * seed / max(1, options.n - 1)  # never among the recent tokens that every arm sees

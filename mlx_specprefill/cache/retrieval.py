@@ -1,8 +1,8 @@
 """A small part of a KV cache in which the model that filled it can draft for itself (TriForce, section 4.1).
 
-The cache is cut into chunks, and each KV head keeps those whose mean key the last accepted token's queries look at
-most. Always in: the first chunk, which holds the attention sink, and a ring with exact copies of the most recent
-tokens. Keys keep their rotation, so what is dropped leaves a gap and nothing else moves.
+The cache is cut into chunks, and each KV head keeps those that the last accepted token's queries look at most. Always
+in: the first chunk, which holds the attention sink, and a ring with exact copies of the most recent tokens. Keys keep
+their rotation, so what is dropped leaves a gap and nothing else moves.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ _MAX_RING = 512
 _CARRY = 0.25  # of a chunk's score that the next one gets at least: what is being copied goes on there
 
 
-def best_chunks(queries: mx.array, means: mx.array, count: int) -> mx.array:
+def best_chunks(queries: mx.array, keys: mx.array, per_chunk: int, count: int) -> mx.array:
     """The chunks that each KV head keeps, ascending, (H_kv, count); chunk 0 is always among them.
 
     Args:
         queries: of one token, (H, D), rotated.
-        means: of each chunk's keys, (H_kv, C, D), C >= count.
+        keys: (H_kv, C * per_chunk, D), C >= count: a chunk's own keys, or means of neighbouring ones.
 
-    A head's score is its attention to the mean keys, softmax(q k / sqrt(D)); query heads that share keys and values
-    are joined by their maximum, so that one head that retrieves is not outvoted (the paper has no such heads). Passages
-    cross the borders of chunks: a quarter of a score carries over to the next one.
+    A head's score is the share of its attention, softmax(q k / sqrt(D)), that goes to the chunk; query heads that share
+    keys and values are joined by their maximum, so that one head that retrieves is not outvoted (the paper has no such
+    heads). Passages cross the borders of chunks: a quarter of a score carries over to the next one.
     """
-    heads, D = means.shape[0], means.shape[-1]
-    grouped = queries.reshape(heads, -1, D).astype(mx.float32)
-    logits = grouped @ means.astype(mx.float32).swapaxes(-1, -2) * D**-0.5
-    scores = mx.softmax(logits, axis=-1).max(axis=1)
+    heads, D = keys.shape[0], keys.shape[-1]
+    grouped = queries.reshape(heads, -1, D).astype(keys.dtype)
+    logits = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32) * D**-0.5
+    shares = mx.softmax(logits, axis=-1)
+    scores = shares.reshape(*shares.shape[:2], -1, per_chunk).sum(axis=-1).max(axis=1)
     scores[:, 1:] = mx.maximum(scores[:, 1:], _CARRY * scores[:, :-1])
     scores[:, 0] = mx.inf
     chosen = mx.argpartition(-scores, min(count, scores.shape[1] - 1), axis=-1)[:, :count]
@@ -50,11 +51,13 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         source: the cache that it is a part of; only committed tokens may be in it in `rebuild` and `follow`.
         budget: tokens of chosen chunks and ring together.
         chunk: tokens per chunk.
+        grain: neighbouring keys that count as one, their mean, where chunks are compared; divides `chunk`.
     """
 
-    def __init__(self, source: PositionedKVCache | KVCache, budget: int, chunk: int) -> None:
+    def __init__(self, source: PositionedKVCache | KVCache, budget: int, chunk: int, grain: int = 1) -> None:
         self.source = source
         self.chunk = chunk
+        self.grain = grain
         self.ring = max(2 * chunk, min(budget // 4, _MAX_RING))
         self.chunks = max(1, (budget - self.ring) // chunk)
         self.chosen: mx.array | None = None
@@ -75,10 +78,10 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         slots, chunk = _slots(self.source), self.chunk
         candidates = max(0, slots - self.ring // 2) // chunk
         self._start = candidates * chunk
-        self._extend_means(candidates)
         keys, values = self.source.keys, self.source.values
-        if candidates and self._means is not None:
-            self.chosen = best_chunks(queries, self._means, min(self.chunks, candidates))
+        if candidates:
+            compared = self._compared(self._start // self.grain)
+            self.chosen = best_chunks(queries, compared, chunk // self.grain, min(self.chunks, candidates))
             picked = [self._gathered(array) for array in (keys, values)]
         else:
             self.chosen, picked = None, [array[..., :0, :] for array in (keys, values)]
@@ -124,14 +127,16 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
     def _picked(self) -> int:
         return 0 if self.chosen is None else int(self.chosen.shape[1]) * self.chunk
 
-    def _extend_means(self, count: int) -> None:
-        """Chunks never change once they are complete, so each mean is computed once."""
+    def _compared(self, count: int) -> mx.array:
+        """The first `count` keys, or means of keys, (H_kv, count, D)."""
+        keys, grain = self.source.keys[0], self.grain
+        if grain == 1:
+            return keys[:, :count]
         done = 0 if self._means is None else int(self._means.shape[1])
-        if count <= done:
-            return
-        keys = self.source.keys[0, :, done * self.chunk : count * self.chunk, :]
-        fresh = keys.reshape(keys.shape[0], -1, self.chunk, keys.shape[-1]).mean(axis=2)
-        self._means = fresh if self._means is None else mx.concatenate([self._means, fresh], axis=1)
+        if count > done:  # chunks never change once they are complete, so each mean is computed once
+            fresh = keys[:, done * grain : count * grain].reshape(keys.shape[0], -1, grain, keys.shape[-1]).mean(axis=2)
+            self._means = fresh if self._means is None else mx.concatenate([self._means, fresh], axis=1)
+        return self._means
 
     def _gathered(self, array: mx.array) -> mx.array:
         """The chosen chunks, token by token: cut into chunks, the whole cache would be copied first."""

@@ -92,10 +92,17 @@ def predicted_gain(strategy: str, costs: DecodeCosts, config: SpeculationConfig,
     elif strategy == "mtp":
         gamma, proposing = config.gamma, config.gamma * (0.0 if costs.head is None else costs.head.at(outlook.context))
     elif strategy == "retrieval":
-        gamma, proposing = config.gamma2, config.gamma2 * costs.target[1].at(small)
+        gamma, proposing = config.gamma2, config.gamma2 * costs.target[1].at(small) + _choosing(costs, config, outlook)
     else:
         gamma = config.gamma2
         inner = config.gamma1 * draft + costs.target[config.gamma1 + 1].at(small)
-        proposing = inner * max(1.0, gamma / expected_tokens(outlook.inner, config.gamma1))
+        rounds = max(1.0, gamma / expected_tokens(outlook.inner, config.gamma1))
+        proposing = inner * rounds + _choosing(costs, config, outlook)
     verifying = costs.target[gamma + 1].at(outlook.context)
     return expected_tokens(outlook.outer, gamma) * plain / (proposing + verifying)
+
+
+def _choosing(costs: DecodeCosts, config: SpeculationConfig, outlook: Outlook) -> float:
+    """After a rejection chunks are chosen anew, which reads the keys: half of what attention reads."""
+    rejected = 1 - outlook.outer**config.gamma2
+    return rejected * costs.target[1].per_token * outlook.context / (2 * config.grain)

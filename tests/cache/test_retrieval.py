@@ -24,16 +24,18 @@ def filled(keys: mx.array, values: mx.array) -> KVCache:
     return source
 
 
-def brute_force(queries: np.ndarray, keys: np.ndarray, chunks: int, chunk: int, count: int) -> list[list[int]]:
+def brute_force(
+    queries: np.ndarray, keys: np.ndarray, chunks: int, chunk: int, grain: int, count: int
+) -> list[list[int]]:
     chosen: list[list[int]] = []
     if chunks == 0:
         return chosen
     for head in range(KV):
         best = np.zeros(chunks)
         for query in queries[head * HEADS // KV : (head + 1) * HEADS // KV]:
-            means = np.stack([keys[head, c * chunk : (c + 1) * chunk].mean(axis=0) for c in range(chunks)])
-            weights = np.exp(means @ query / np.sqrt(D))
-            best = np.maximum(best, weights / weights.sum())
+            means = [keys[head, at : at + grain].mean(axis=0) for at in range(0, chunks * chunk, grain)]
+            weights = np.exp(np.stack(means) @ query / np.sqrt(D))
+            best = np.maximum(best, weights.reshape(chunks, -1).sum(axis=-1) / weights.sum())
         best = np.array([max(score, 0.25 * before) for score, before in zip(best, [0.0, *best[:-1]], strict=True)])
         best[0] = np.inf
         chosen.append(sorted(np.argsort(-best)[:count].tolist()))
@@ -41,13 +43,15 @@ def brute_force(queries: np.ndarray, keys: np.ndarray, chunks: int, chunk: int, 
 
 
 @pytest.mark.parametrize("length", [9, 64, 101, 250])
-@pytest.mark.parametrize(("budget", "chunk"), [(16, 4), (48, 8), (40, 2)])
-def test_chosen_chunks_and_ring(length: int, budget: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("budget", "chunk", "grain"), [(16, 4, 1), (16, 4, 2), (16, 4, 4), (48, 8, 1), (40, 2, 1), (40, 2, 2)]
+)
+def test_chosen_chunks_and_ring(length: int, budget: int, chunk: int, grain: int) -> None:
     queries, keys, values = arrays(length, length)
-    small = RetrievalKVCache(filled(keys, values), budget, chunk)
+    small = RetrievalKVCache(filled(keys, values), budget, chunk, grain)
     small.rebuild(queries)
     chunks = max(0, length - small.ring // 2) // chunk
-    expected = brute_force(np.array(queries), np.array(keys[0]), chunks, chunk, min(small.chunks, chunks))
+    expected = brute_force(np.array(queries), np.array(keys[0]), chunks, chunk, grain, min(small.chunks, chunks))
     assert chunks == 0 or np.array(small.chosen).tolist() == expected
     ring = length - chunks * chunk
     assert small.ring // 2 <= ring < small.ring // 2 + chunk or length < small.ring // 2
@@ -84,10 +88,11 @@ def test_drafted_tokens_come_after_and_are_forgotten() -> None:
     np.testing.assert_array_equal(np.array(small.keys[..., before : before + 5, :]), np.array(keys[..., 100:105, :]))
 
 
-def test_a_full_ring_asks_for_new_chunks_and_means_are_kept() -> None:
+@pytest.mark.parametrize("grain", [1, 2, 4])
+def test_a_full_ring_asks_for_new_chunks_and_means_are_kept(grain: int) -> None:
     queries, keys, values = arrays(4, 200)
     source = filled(keys[..., :60, :], values[..., :60, :])
-    small = RetrievalKVCache(source, 64, 4)
+    small = RetrievalKVCache(source, 64, 4, grain)
     small.rebuild(queries)
     for slot in range(60, 200):
         source.update_and_fetch(keys[..., slot : slot + 1, :], values[..., slot : slot + 1, :])
@@ -95,24 +100,35 @@ def test_a_full_ring_asks_for_new_chunks_and_means_are_kept() -> None:
             small.rebuild(queries)
         small.follow()
         assert small.size() <= 64 + 1
-    fresh = RetrievalKVCache(source, 64, 4)
+    fresh = RetrievalKVCache(source, 64, 4, grain)
     fresh.rebuild(queries)
     small.rebuild(queries)
     np.testing.assert_array_equal(np.array(small.chosen), np.array(fresh.chosen))
 
 
 def test_one_head_that_retrieves_is_not_outvoted() -> None:
-    means = np.zeros((1, 10, D), dtype=np.float32)
-    means[0, 7, 0] = 30.0
-    means[0, 3, 1] = 6.0
+    keys = np.zeros((1, 10, D), dtype=np.float32)
+    keys[0, 7, 0] = 30.0
+    keys[0, 3, 1] = 6.0
     queries = np.zeros((4, D), dtype=np.float32)
     queries[0, 0], queries[1:, 1] = 1.0, 1.0
-    assert 7 in np.array(best_chunks(mx.array(queries), mx.array(means), 2)).tolist()[0]
+    assert 7 in np.array(best_chunks(mx.array(queries), mx.array(keys), 1, 2)).tolist()[0]
 
 
 def test_a_passage_goes_on_in_the_next_chunk() -> None:
-    means = np.zeros((1, 10, D), dtype=np.float32)
-    means[0, 4, 0] = 30.0
+    keys = np.zeros((1, 10, D), dtype=np.float32)
+    keys[0, 4, 0] = 30.0
     queries = np.zeros((4, D), dtype=np.float32)
     queries[:, 0] = 1.0
-    assert np.array(best_chunks(mx.array(queries), mx.array(means), 3)).tolist() == [[0, 4, 5]]
+    assert np.array(best_chunks(mx.array(queries), mx.array(keys), 1, 3)).tolist() == [[0, 4, 5]]
+
+
+def test_one_key_among_others_is_found_where_its_mean_is_lost() -> None:
+    """A key that is looked at, in a chunk whose other keys are not: their mean is below that of a dull chunk."""
+    keys = np.zeros((1, 5, 4, D), dtype=np.float32)
+    keys[0, 3, :, 0], keys[0, 3, 2, 0] = -9.0, 12.0
+    queries = np.zeros((1, D), dtype=np.float32)
+    queries[0, 0] = 1.0
+    flat = mx.array(keys.reshape(1, -1, D))
+    assert 3 in np.array(best_chunks(mx.array(queries), flat, 4, 2)).tolist()[0]
+    assert 3 not in np.array(best_chunks(mx.array(queries), mx.array(keys.mean(axis=2)), 1, 2)).tolist()[0]

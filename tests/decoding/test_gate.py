@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mlx_specprefill.config import SpeculationConfig
@@ -41,6 +43,15 @@ def test_retrieval_pays_where_keys_dominate() -> None:
     long, short = (Outlook(context=n, draft_context=0, outer=1.0) for n in (10_000, 500))
     assert predicted_gain("retrieval", costs(1, 1e-3, 0), CONFIG, long) == pytest.approx(55 / 19)
     assert predicted_gain("retrieval", costs(1, 1e-3, 0), CONFIG, short) == pytest.approx(1.0)
+
+
+def test_choosing_chunks_anew_after_a_rejection_reads_the_keys() -> None:
+    """Half of a forward's 10 ms for keys, or an eighth by means of 4; one token per round, as all are rejected."""
+    never = Outlook(context=10_000, draft_context=0, outer=0.0)
+    assert predicted_gain("retrieval", costs(1, 1e-3, 0), CONFIG, never) == pytest.approx(11 / (19 + 5))
+    coarse = replace(CONFIG, grain=4)
+    assert predicted_gain("retrieval", costs(1, 1e-3, 0), coarse, never) == pytest.approx(11 / (19 + 5 / 4))
+    assert predicted_gain("triforce", costs(1, 1e-3, 1), CONFIG, never) == pytest.approx(11 / (4 * 4 + 11 + 5))
 
 
 def test_triforce_pays_for_inner_rounds() -> None:

@@ -129,13 +129,15 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
 
     def _compared(self, count: int) -> mx.array:
         """The first `count` keys, or means of keys, (H_kv, count, D)."""
-        keys, grain = self.source.keys[0], self.grain
+        keys: mx.array = self.source.keys[0]
+        grain = self.grain
         if grain == 1:
             return keys[:, :count]
         done = 0 if self._means is None else int(self._means.shape[1])
         if count > done:  # chunks never change once they are complete, so each mean is computed once
             fresh = keys[:, done * grain : count * grain].reshape(keys.shape[0], -1, grain, keys.shape[-1]).mean(axis=2)
             self._means = fresh if self._means is None else mx.concatenate([self._means, fresh], axis=1)
+        assert self._means is not None
         return self._means
 
     def _gathered(self, array: mx.array) -> mx.array:

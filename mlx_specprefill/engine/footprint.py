@@ -5,12 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from ..adapters.mtp import MTPHead
 from ..cache.positioned import leaves
 from .admission import Footprint, physical_memory
 
-__all__ = ["default_limit", "measure_footprint", "weight_bytes"]
+__all__ = ["default_limit", "measure_footprint", "measure_head_footprint", "weight_bytes"]
 
 _PROBE = 128  # tokens of the measuring forward
 _SHARE_OF_RAM = 0.8  # of physical memory, where the device recommends no working set
@@ -54,6 +55,15 @@ def measure_footprint(model: nn.Module | None, step: int) -> Footprint:
     return Footprint(per_token, constant, max(0, peak) * step // _PROBE)
 
 
-def _bytes_per_token(part: RotatingKVCache) -> int:
+def measure_head_footprint(head: MTPHead | str) -> Footprint:
+    """What the entries of an MTP head cost; a few at a time are computed, beside forwards that cost more."""
+    if isinstance(head, str):
+        return Footprint(0, 0, 0)
+    cache = KVCache()
+    mx.eval(head(mx.zeros((1, 1, head.hidden_size), head.dtype), mx.zeros((1, 1), dtype=mx.int32), cache))
+    return Footprint(_bytes_per_token(cache), 0, 0)
+
+
+def _bytes_per_token(part: KVCache | RotatingKVCache) -> int:
     slots = int(part.keys.shape[2])
     return int(part.keys.nbytes + part.values.nbytes) // max(slots, 1)

@@ -12,7 +12,7 @@ from ..loading import ModelPair
 from ..request import GenerationRequest
 from .admission import Admission, Footprint
 from .caches import EngineCaches
-from .footprint import default_limit, measure_footprint, weight_bytes
+from .footprint import default_limit, measure_footprint, measure_head_footprint, weight_bytes
 from .jobs import Job
 from .planning import Costs, Planner
 from .stats import MemoryUse
@@ -38,7 +38,7 @@ class Memory:
         self._caches = caches
         self._costs = costs
         self._planner = planner
-        self._target = self._draft = Footprint(0, 0, 0)
+        self._target = self._draft = self._head = Footprint(0, 0, 0)
         self._weights = (0, 0)  # bytes of target and draft
         self.admission = Admission(None, 0)
 
@@ -51,16 +51,20 @@ class Memory:
             self._costs.measure()
             self._target = measure_footprint(pair.target, self._costs.longest_slice("prefill"))
             self._draft = measure_footprint(pair.draft, self._costs.longest_slice("draft"))
+            self._head = measure_head_footprint(pair.mtp)
         except Exception:
             log.exception("could not measure memory use: requests are admitted without a prediction")
             limit = None
         self.admission = Admission(limit, sum(self._weights), lambda: self._caches.nbytes, self._caches.reclaim)
 
     def need(self, request: GenerationRequest) -> int:
-        """Predicted bytes: the prompt and the answer in the target, the prompt in the draft."""
+        """Predicted bytes: the prompt and the answer in the target and its MTP head, the prompt in the draft."""
         if self.admission.limit is None:
             return 0
-        need = self._target.of(len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS))
+        tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
+        need = self._target.of(tokens)
+        if (request.specprefill.speculative or self._config.speculation.strategy) in ("mtp", "auto"):
+            need += self._head.of(tokens)
         wants_draft = self._planner.plan(request).mode == "sparse"
         return need + (self._draft.of(len(request.prompt)) if wants_draft else 0)
 

@@ -402,3 +402,15 @@ def test_auto_makes_way_for_others(engine: Engine) -> None:
     assert tokens == plain
     reasons = told(last)[1].reason + told(collected(second)[1])[1].reason
     assert "a shared forward is cheaper" in reasons
+
+
+def test_admission_counts_the_entries_of_the_head() -> None:
+    """Keys and values of every token of prompt and answer, where the head may be used."""
+    pair = tiny_pair("qwen3_5", "llama")
+    args = pair.target.language_model.args
+    entry = 2 * args.num_key_value_heads * args.head_dim * 4  # bytes
+    with Engine(replace(pair, mtp=tiny_head(pair.target)), configured(memory_limit=1 << 34)) as engine:
+        generated(engine.generate(asked(1, None, count=1)))  # what requests need is measured by then
+        plain, drafted, headed = (engine.memory.need(asked(1, how)) for how in (None, "draft", "mtp"))
+    assert plain == drafted
+    assert headed - plain == entry * (90 + COUNT)

@@ -30,6 +30,7 @@ from ..request import GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from .caches import EngineCaches, empty_cache
 from .continuing import Beginning, Continuing, usable_prefix
+from .mapped import mapped
 from .planning import Planner
 from .sequence import Sequence
 from .speculation import Speculator
@@ -190,14 +191,12 @@ class Prefiller:
             )
             for progress in steps:
                 yield replace(progress, total=beginning.read)
-        slices = self._read_kept(sequence, beginning.start, beginning.kept)
-        while True:
-            try:
-                progress = next(slices)
-            except StopIteration as finished:
-                logits: mx.array = finished.value
-                return logits
-            yield replace(progress, done=size + progress.done, total=beginning.read)
+        return (
+            yield from mapped(
+                self._read_kept(sequence, beginning.start, beginning.kept),
+                lambda progress: replace(progress, done=size + progress.done, total=beginning.read),
+            )
+        )
 
     def _read_kept(self, sequence: Sequence, start: int, kept: Kept) -> Generator[Progress, None, mx.array]:
         """Sparse prefill; the part up to the first gap is dense-exact, and a long one goes to the exact cache."""
@@ -214,16 +213,13 @@ class Prefiller:
             cuts=(run,) if run else (),
             last_forward=self._last_forward(sequence),
         )
-        slices = read_along(slices, self._speculator.reader(sequence, kept))
-        while True:
-            try:
-                progress = next(slices)
-            except StopIteration as finished:
-                logits: mx.array = finished.value
-                return logits
+
+        def keep_beginning(progress: Progress) -> Progress:
             if run and progress.done == run and run < kept.size:
                 self.caches.keep_target(prompt[: start + run], sequence.cache)
-            yield progress
+            return progress
+
+        return (yield from mapped(read_along(slices, self._speculator.reader(sequence, kept)), keep_beginning))
 
     # --- full --------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from ..adapters.capture import QueryCapture
 from ..adapters.rope import adjusted_offsets
-from ..request import Account, GenerationRequest, Progress
+from ..request import Account, GenerationRequest, Progress, PromptLogprobs
+from .mapped import mapped
 from .prefiller import Prefiller
 from .sequence import Sequence
 
@@ -61,12 +62,8 @@ def replay_continuation(
 
 
 def _prefilled(prefiller: Prefiller, sequence: Sequence) -> Generator[Progress, None, mx.array]:
-    slices = prefiller.run(sequence)
-    while True:
-        try:
-            progress = next(slices)
-        except StopIteration as finished:
-            logits: mx.array = finished.value
-            return logits
-        assert isinstance(progress, Progress)
-        yield progress
+    def only_progress(event: Progress | PromptLogprobs) -> Progress:
+        assert isinstance(event, Progress)
+        return event
+
+    return (yield from mapped(prefiller.run(sequence), only_progress))

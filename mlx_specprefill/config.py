@@ -57,15 +57,17 @@ class ScoringConfig:
     rows: int = 8  # N: query rows whose attention is averaged
     include_last_prompt_query: bool = True  # row 0 is the last prompt token; False: all N rows are generated tokens
     heads: HeadRule | None = None  # how the layers' and heads' rows become one; None: what the draft's family does best
-    question_rows: int = 16  # last tokens of the last message: half of the importance is what they attend to; 0: none
+    # The last line or sentence of the last message, but at least and at most so many tokens of the message: half of the
+    # importance is what they attend to. (0, 0): none.
+    question_rows: tuple[int, int] = (16, 48)
     pool_width: int = 13  # taps of the zero-padded mean over neighbouring tokens; odd
     prefill_step: int = 2048  # tokens per draft forward
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"rows must be at least 1, got {self.rows}")
-        if self.question_rows < 0:
-            raise ValueError(f"question_rows must not be negative, got {self.question_rows}")
+        if not 0 <= self.question_rows[0] <= self.question_rows[1]:
+            raise ValueError(f"question_rows must be two ascending numbers from 0 on, got {self.question_rows}")
         if self.pool_width < 1 or self.pool_width % 2 == 0:
             raise ValueError(f"pool_width must be odd and positive, got {self.pool_width}")
         if self.prefill_step < 1:
@@ -77,7 +79,7 @@ class SelectionConfig:
     """Which tokens the target sees. Limits are tokens."""
 
     chunk_size: int = 32
-    unit_share: float = 0.75  # of a line's or sentence's best chunk that its other chunks get at least; 0: the paper
+    unit_share: float = 0.95  # of a line's or sentence's best chunk that its other chunks get at least; 0: the paper
     unit_limit: int = 96  # longer lines and sentences are not held together
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
@@ -123,7 +125,7 @@ class SpeculationConfig:
     gamma2: int = 4  # retrieval and triforce: tokens per verification on the whole cache
     budget: int = 4096  # tokens of the retrieved part of the cache
     chunk: int = 16  # tokens per retrieved chunk
-    grain: int = 1  # of them whose mean key stands for them where chunks are compared; `chunk` is TriForce's rule
+    shortlist: int = 4  # times as many chunks, the best by mean keys, are compared by their own; 1 is TriForce's rule
     stride: int = 128  # generated tokens after which chunks are chosen anew
     rebuild_below: float = 0.9  # moving average of acceptance under which they are chosen anew at once
     sinks: int = 16  # first tokens that triforce's small model keeps
@@ -138,8 +140,8 @@ class SpeculationConfig:
             raise ValueError("numbers of tokens must be positive")
         if self.budget < 4 * self.chunk:
             raise ValueError(f"a budget of {self.budget} tokens is less than four chunks of {self.chunk}")
-        if self.grain < 1 or self.chunk % self.grain:
-            raise ValueError(f"chunks of {self.chunk} tokens can't be compared by means of {self.grain} keys")
+        if self.shortlist < 1:
+            raise ValueError(f"a shortlist {self.shortlist} times as long as what is kept leaves nothing to keep")
 
 
 @dataclass(frozen=True, slots=True)

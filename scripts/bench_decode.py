@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--codes", type=int, default=4, help="six-digit codes in an answer")
     parser.add_argument("--budget", type=int, default=512, help="tokens that are retrieved, or kept by StreamingLLM")
     parser.add_argument("--chunk", type=int, default=16, help="tokens per retrieved chunk")
+    parser.add_argument("--shortlist", type=int, default=4, help="chunks compared by their own keys, per chunk kept")
     parser.add_argument("--context", type=int, default=16384, help="cached tokens of the random shape")
     parser.add_argument("--noise", nargs="+", type=float, default=[0.0, 0.3], help="of the random draft")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer of the random shape")
@@ -127,8 +128,8 @@ class Clock:
 def drafted(given: Drafting, logits: mx.array, arm: str, limits: Limits, sampling: SamplingParams) -> Row:
     """One answer of one strategy; time does not include what the draft reads of the prompt."""
     if arm == MEANS:
-        coarse = replace(given, config=replace(given.config, grain=given.config.chunk))
-        return drafted(coarse, logits, "retrieval", limits, sampling)
+        by_means = replace(given, config=replace(given.config, shortlist=1))
+        return drafted(by_means, logits, "retrieval", limits, sampling)
     if arm == STREAMING:
         window = given.config.budget - SINKS
         proposer: Proposer = ModelDrafts(finish(streaming_drafter(given.target, given.prompt, SINKS, window)))
@@ -192,7 +193,7 @@ def shown(head: Row, answers: list[dict[str, Row]], arms: Sequence[str]) -> list
 def needle(pair: ModelPair, options: argparse.Namespace, length: int) -> list[Row]:
     """The codes that were asked for, after a full prefill; greedy, so every arm must give the same tokens."""
     assert pair.draft is not None
-    config = SpeculationConfig(budget=options.budget, chunk=options.chunk)
+    config = SpeculationConfig(budget=options.budget, chunk=options.chunk, shortlist=options.shortlist)
     answers, arms, right = [], (PLAIN, *options.arms), 0
     for seed in range(options.n):
         depth = 0.1 + 0.6 * seed / max(1, options.n - 1)  # never among the recent tokens that every arm sees
@@ -273,7 +274,7 @@ def shape(options: argparse.Namespace, noise: float) -> list[Row]:
     target, draft = shape_pair(noise)
     install_rope()
     install_capture()
-    config = SpeculationConfig(budget=options.budget, gamma1=3, gamma2=6, window=128)
+    config = SpeculationConfig(budget=options.budget, shortlist=options.shortlist, gamma1=3, gamma2=6, window=128)
     prompt = tuple(np.random.default_rng(0).integers(0, VOCAB, options.context).tolist())
     cache = random_keys(target, options.context)
     logits = target(mx.array([[1]]), cache=copy.deepcopy(cache))[:, -1]

@@ -3,8 +3,8 @@
 
     python scripts/compare_scoring.py --pair demo-gpt_oss --task niah_single_2 niah_multikey_1 -n 100 --seed 30000
 
-Query rows: `look`, the last prompt token and the look-ahead (the paper's); a number N, half of that and half the last N
-tokens of the question. Heads: their maximum (the paper's), their mean, or the one head that looked most at gold in
+Query rows: `look`, the last prompt token and the look-ahead (the paper's); `A-B`, half of that and half the last line of
+the question, at least A and at most B tokens. Heads: their maximum (the paper's), their mean, or the one head that looked most at gold in
 `--calibrate` items of the first task, which are not measured. Unit: the share of the best chunk of a line or sentence
 that its other chunks get at least. Printed are the share of items of which every gold token is kept and the share of
 gold tokens that are, and in brackets the difference of the first to the paper's rule with the engine's share, over the
@@ -42,9 +42,9 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Rule = tuple[str, str, float, str]  # rows, heads, unit share, keep
 ROWS, WIDTH, STEP = 8, 13, 512
-QUESTIONS = (0, 8, 16, 32, 64)
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-STOCK = ("look", "max", 0.75)
+QUESTIONS = ((0, 0), (16, 16), (32, 32), (16, 32), (16, 48), (16, 64))
+SHARES = (0.0, 0.5, 0.75, 0.95)
+STOCK = ("look", "max", 0.95)
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Read:
 
     look: Floats  # (rows, heads, M)
     question: Floats  # (tokens before the end of the last message, heads, M)
+    line: int  # tokens of its last line
     gold: Bools
     forced: Bools
     units: npt.NDArray[np.int32]
@@ -110,9 +111,11 @@ class Reader:
         prompt = asyncio.run(self._builder.chat(said))
         gold = asyncio.run(self._builder.passages(said, item.gold))
         M, end = len(prompt.tokens), prompt.spans[-1].content_end
-        look, question = self._attention(mx.array(prompt.tokens)[None], max(0, end - max(QUESTIONS)), end)
+        most = max(most for _, most in QUESTIONS)
+        look, question = self._attention(mx.array(prompt.tokens)[None], max(0, end - most), end)
         forced = forced_mask(forced_ranges(prompt.spans, M, SelectionConfig()), M)
-        return Read(look, question, _mask(gold, M), forced, self._units.starts(prompt.tokens))
+        units = self._units.starts(prompt.tokens)
+        return Read(look, question, end - int(units[units < end][-1]), _mask(gold, M), forced, units)
 
     def _attention(self, prompt: mx.array, start: int, end: int) -> tuple[Floats, Floats]:
         M, cache, draft = prompt.shape[1], make_prompt_cache(self._pair.draft), self._pair.draft
@@ -147,13 +150,14 @@ def _mask(spans: Sequence[tuple[int, int]], length: int) -> Bools:
     return mask
 
 
-def _importance(read: Read, question: int, heads: str, best: int) -> Floats:
+def _importance(read: Read, question: tuple[int, int], heads: str, best: int) -> Floats:
     joined = {"max": lambda a: a.max(axis=0), "mean": lambda a: a.mean(axis=0), "best": lambda a: a[best]}[heads]
     per_row = {"max": lambda a: a.max(axis=1), "mean": lambda a: a.mean(axis=1), "best": lambda a: a[:, best]}[heads]
     look: Floats = per_row(read.look).mean(axis=0)
-    if not question:
+    least, most = question
+    if not most:
         return look
-    asked = joined(read.question[-question:].mean(axis=0))
+    asked = joined(read.question[-min(max(read.line, least), most) :].mean(axis=0))
     return (look / look.sum() + asked / asked.sum()).astype(np.float32)
 
 
@@ -175,8 +179,8 @@ def _outcomes(read: Read, shares: Sequence[str], best: int) -> dict[Rule, float]
     return found
 
 
-def _rows(question: int) -> str:
-    return str(question) if question else "look"
+def _rows(question: tuple[int, int]) -> str:
+    return "{}-{}".format(*question) if question[1] else "look"
 
 
 def _best_head(reads: Sequence[Read]) -> int:

@@ -16,29 +16,35 @@ from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 from ..errors import SparseUnsupportedError
 from .positioned import PositionedKVCache
 
-__all__ = ["RetrievalKVCache", "best_chunks"]
+__all__ = ["RetrievalKVCache", "attention_shares", "best_chunks"]
 
 _MAX_RING = 512
 _CARRY = 0.25  # of a chunk's score that the next one gets at least: what is being copied goes on there
 
 
-def best_chunks(queries: mx.array, keys: mx.array, per_chunk: int, count: int) -> mx.array:
-    """The chunks that each KV head keeps, ascending, (H_kv, count); chunk 0 is always among them.
+def attention_shares(queries: mx.array, keys: mx.array, per_chunk: int) -> mx.array:
+    """Of each chunk and KV head, the share of one token's attention, softmax(q k / sqrt(D)), that goes to it, (H_kv, C).
 
     Args:
-        queries: of one token, (H, D), rotated.
-        keys: (H_kv, C * per_chunk, D), C >= count: a chunk's own keys, or means of neighbouring ones.
+        queries: (H, D), rotated.
+        keys: (H_kv, C * per_chunk, D): a chunk's own keys, or one mean of them.
 
-    A head's score is the share of its attention, softmax(q k / sqrt(D)), that goes to the chunk; query heads that share
-    keys and values are joined by their maximum, so that one head that retrieves is not outvoted (the paper has no such
-    heads). Passages cross the borders of chunks: a quarter of a score carries over to the next one.
+    Query heads that share keys and values are joined by their maximum, so that one head that retrieves is not outvoted
+    (the paper has no such heads).
     """
     heads, D = keys.shape[0], keys.shape[-1]
     grouped = queries.reshape(heads, -1, D).astype(keys.dtype)
     logits = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32) * D**-0.5
     shares = mx.softmax(logits, axis=-1)
-    scores = shares.reshape(*shares.shape[:2], -1, per_chunk).sum(axis=-1).max(axis=1)
-    scores[:, 1:] = mx.maximum(scores[:, 1:], _CARRY * scores[:, :-1])
+    return shares.reshape(*shares.shape[:2], -1, per_chunk).sum(axis=-1).max(axis=1)
+
+
+def best_chunks(scores: mx.array, count: int) -> mx.array:
+    """The `count` best of C chunks per KV head, (H_kv, count), ascending; chunk 0 is always among them.
+
+    Passages cross the borders of chunks: a quarter of a score carries over to the next chunk.
+    """
+    scores = mx.concatenate([scores[:, :1], mx.maximum(scores[:, 1:], _CARRY * scores[:, :-1])], axis=1)
     scores[:, 0] = mx.inf
     chosen = mx.argpartition(-scores, min(count, scores.shape[1] - 1), axis=-1)[:, :count]
     return mx.sort(chosen, axis=-1)
@@ -51,13 +57,14 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         source: the cache that it is a part of; only committed tokens may be in it in `rebuild` and `follow`.
         budget: tokens of chosen chunks and ring together.
         chunk: tokens per chunk.
-        grain: neighbouring keys that count as one, their mean, where chunks are compared; divides `chunk`.
+        shortlist: times as many chunks as are kept, chosen by their mean keys, are compared by their own keys; 1: the
+            means decide (the paper's rule).
     """
 
-    def __init__(self, source: PositionedKVCache | KVCache, budget: int, chunk: int, grain: int = 1) -> None:
+    def __init__(self, source: PositionedKVCache | KVCache, budget: int, chunk: int, shortlist: int = 4) -> None:
         self.source = source
         self.chunk = chunk
-        self.grain = grain
+        self.shortlist = shortlist
         self.ring = max(2 * chunk, min(budget // 4, _MAX_RING))
         self.chunks = max(1, (budget - self.ring) // chunk)
         self.chosen: mx.array | None = None
@@ -80,9 +87,8 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         self._start = candidates * chunk
         keys, values = self.source.keys, self.source.values
         if candidates:
-            compared = self._compared(self._start // self.grain)
-            self.chosen = best_chunks(queries, compared, chunk // self.grain, min(self.chunks, candidates))
-            picked = [self._gathered(array) for array in (keys, values)]
+            self.chosen = self._choice(queries, candidates)
+            picked = [self._gathered(array, self.chosen) for array in (keys, values)]
         else:
             self.chosen, picked = None, [array[..., :0, :] for array in (keys, values)]
         # Room for a full ring and a proposal, so that following and drafting write in place.
@@ -127,23 +133,31 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
     def _picked(self) -> int:
         return 0 if self.chosen is None else int(self.chosen.shape[1]) * self.chunk
 
-    def _compared(self, count: int) -> mx.array:
-        """The first `count` keys, or means of keys, (H_kv, count, D)."""
-        keys: mx.array = self.source.keys[0]
-        grain = self.grain
-        if grain == 1:
-            return keys[:, :count]
+    def _choice(self, queries: mx.array, candidates: int) -> mx.array:
+        count, listed = min(self.chunks, candidates), self.shortlist * self.chunks
+        if self.shortlist == 1:
+            return best_chunks(attention_shares(queries, self._mean_keys(candidates), 1), count)
+        if listed >= candidates:
+            own = self.source.keys[0, :, : candidates * self.chunk]
+            return best_chunks(attention_shares(queries, own, self.chunk), count)
+        means = attention_shares(queries, self._mean_keys(candidates), 1)
+        short = best_chunks(means, listed)
+        own = attention_shares(queries, self._gathered(self.source.keys, short)[0], self.chunk)
+        return best_chunks(mx.put_along_axis(mx.zeros_like(means), short, own, axis=-1), count)
+
+    def _mean_keys(self, count: int) -> mx.array:
+        """Of the first `count` chunks, (H_kv, count, D). Complete chunks never change: each mean is computed once."""
         done = 0 if self._means is None else int(self._means.shape[1])
-        if count > done:  # chunks never change once they are complete, so each mean is computed once
-            fresh = keys[:, done * grain : count * grain].reshape(keys.shape[0], -1, grain, keys.shape[-1]).mean(axis=2)
+        if count > done:
+            fresh: mx.array = self.source.keys[0, :, done * self.chunk : count * self.chunk]
+            fresh = fresh.reshape(fresh.shape[0], -1, self.chunk, fresh.shape[-1]).mean(axis=2)
             self._means = fresh if self._means is None else mx.concatenate([self._means, fresh], axis=1)
         assert self._means is not None
         return self._means
 
-    def _gathered(self, array: mx.array) -> mx.array:
-        """The chosen chunks, token by token: cut into chunks, the whole cache would be copied first."""
-        assert self.chosen is not None
-        slots = (self.chosen[..., None] * self.chunk + mx.arange(self.chunk)).reshape(1, array.shape[1], -1, 1)
+    def _gathered(self, array: mx.array, chunks: mx.array) -> mx.array:
+        """Chunks (H_kv, n) of an array, token by token: cut into chunks, the whole cache would be copied first."""
+        slots = (chunks[..., None] * self.chunk + mx.arange(self.chunk)).reshape(1, array.shape[1], -1, 1)
         return mx.take_along_axis(array, slots, axis=2)
 
     def _reserve(self, end: int) -> None:

@@ -103,6 +103,7 @@ def predicted_gain(strategy: str, costs: DecodeCosts, config: SpeculationConfig,
 
 
 def _choosing(costs: DecodeCosts, config: SpeculationConfig, outlook: Outlook) -> float:
-    """After a rejection chunks are chosen anew, which reads the keys: half of what attention reads."""
+    """After a rejection chunks are chosen anew, which reads means and the shortlist: keys are half of what attention reads."""
     rejected = 1 - outlook.outer**config.gamma2
-    return rejected * costs.target[1].per_token * outlook.context / (2 * config.grain)
+    listed = min(config.shortlist * config.budget, outlook.context) if config.shortlist > 1 else 0
+    return rejected * costs.target[1].per_token * (outlook.context / config.chunk + listed) / 2

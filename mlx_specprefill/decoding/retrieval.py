@@ -43,7 +43,7 @@ class RetrievedCache:
         self._small: dict[int, RetrievalKVCache] = {}
         for part in leaves(source):
             if isinstance(part, PositionedKVCache) or type(part) is KVCache:
-                self._small[id(part)] = RetrievalKVCache(part, config.budget, config.chunk, config.grain)
+                self._small[id(part)] = RetrievalKVCache(part, config.budget, config.chunk, config.shortlist)
         self.caches: list[Any] = []
         self.built = False
         self._built_at = 0

@@ -154,14 +154,14 @@ class Prefiller:
         if self.pair.draft is None:
             raise SparseUnsupportedError("no draft model is loaded")
         prompt, done = request.prompt, 0
-        question_end = request.spans[-1].content_end if request.spans else None
+        said = request.spans[-1].content_end if request.spans else None
+        question = question_span(len(prompt), self.config.scoring, said, self._units.starts(prompt))
         # What asks is read anew even if the cache holds it: a hit must not change the scores.
-        start, _ = question_span(len(prompt), self.config.scoring, question_end)
-        hit = self.caches.draft_prefix(prompt[: start + 1])
+        hit = self.caches.draft_prefix(prompt[: question[0] + 1])
         cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
         stops = request.stop_token_ids | self.pair.eos_token_ids
         slices = score_prompt(
-            self.pair.draft, prompt, self.config.scoring, stops, cache, lambda: self.slice_size("draft"), question_end
+            self.pair.draft, prompt, self.config.scoring, stops, cache, lambda: self.slice_size("draft"), question
         )
         try:
             while True:

@@ -55,7 +55,7 @@ def score_prompt(
     stop_ids: frozenset[int] = frozenset(),
     cache: list[Any] | None = None,
     step: Callable[[], int] | None = None,
-    question_end: int | None = None,
+    question: tuple[int, int] | None = None,
 ) -> Generator[Progress, None, Scores]:
     """Score a prompt; yields between draft forwards, returns `Scores`.
 
@@ -65,7 +65,7 @@ def score_prompt(
         cache: the draft's own mlx-lm cache if it already holds a dense prefix of the prompt, up to the question at
             most. Afterwards it holds exactly the prompt.
         step: asked for the tokens of each forward instead of `config.prefill_step`.
-        question_end: where the last message ends; M - 1 if not given, the tokens before the last one.
+        question: [start, end) of the tokens that ask; by default the last ones but one of the prompt.
 
     Raises:
         SparseUnsupportedError: no attention layer sees the whole prompt.
@@ -75,16 +75,16 @@ def score_prompt(
     tokens = mx.array(list(prompt))[None]
     cache = make_prompt_cache(draft) if cache is None else cache
     capture = QueryCapture(M, config.pool_width, config.heads or adapter_for(architecture_of(draft)).heads)
-    question, asked = question_span(M, config, question_end)
+    asks, asked = question_span(M, config) if question is None else question
     start = max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
     while start < M - 1:
         end = min(start + (step() if step is not None else config.prefill_step), M - 1)
-        if start < question < end < M - 1:
-            end = question  # the question is read whole, together with what follows it
-        elif question <= start:
+        if start < asks < end < M - 1:
+            end = asks  # the question is read whole, together with what follows it
+        elif asks <= start:
             end = M - 1
-        if question < end and start < asked:
-            with capture.of_passage(end, end - start, slice(max(question - start, 0), asked - start)):
+        if asks < end and start < asked:
+            with capture.of_passage(end, end - start, slice(max(asks - start, 0), asked - start)):
                 draft(tokens[:, start:end], cache=cache)
         else:
             draft(tokens[:, start:end], cache=cache)
@@ -96,13 +96,22 @@ def score_prompt(
     return replace(_scores(capture, looked_ahead, config, stop_ids), cache=cache)
 
 
-def question_span(prompt_len: int, config: ScoringConfig, question_end: int | None = None) -> tuple[int, int]:
-    """Indices [start, end) of the question rows: the last tokens of the last message, without the prompt's last token.
+def question_span(
+    prompt_len: int, config: ScoringConfig, end: int | None = None, units: npt.NDArray[np.int32] | None = None
+) -> tuple[int, int]:
+    """Indices [start, end) of the tokens that ask, never the prompt's last token; both are M - 1 if there are none.
 
-    Both are M - 1 if there are none.
+    Args:
+        end: of the last message; M - 1 if not given.
+        units: where lines and sentences begin. The last one before `end` asks, within the limits of
+            `ScoringConfig.question_rows`; without units, as many tokens as the lower limit says.
     """
-    end = prompt_len - 1 if question_end is None else min(question_end, prompt_len - 1)
-    start = max(0, end - config.question_rows)
+    least, most = config.question_rows
+    end = prompt_len - 1 if end is None else min(end, prompt_len - 1)
+    rows = least
+    if units is not None and (before := units[units < end]).size:
+        rows = min(max(end - int(before[-1]), least), most)
+    start = max(0, end - rows)
     return (start, end) if start < end else (prompt_len - 1, prompt_len - 1)
 
 

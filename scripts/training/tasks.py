@@ -212,7 +212,9 @@ def _document(rng: random.Random, facts: Sequence[Fact], budget: int, crowd: str
 def _whole(rng: random.Random, length: int, count: Count) -> Sample:
     kind, room = rng.choice((*AGGREGATES, "occurrences")), length - 72
     if kind == "occurrences":  # half of the short documents count as far as long ones
-        whole = occurrences(rng, room, count, most=rng.choice((0, max(4, min(12, room // 20)))))
+        most = rng.choice((0, max(4, min(12, room // 20))))
+        # One kind of filler is learnt by heart: then whatever else the text holds is counted as well.
+        whole = occurrences(rng, room, count, most=most, filler=rng.sample(sorted(FILLERS), rng.choice((1, 2, 3))))
     else:
         whole = AGGREGATES[kind](rng, room, count, False)
     return Sample("", whole.document, (whole.turn,))

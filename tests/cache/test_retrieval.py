@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_specprefill.cache.retrieval import RetrievalKVCache, best_chunks
+from mlx_specprefill.cache.retrieval import RetrievalKVCache, attention_shares, best_chunks
 
 HEADS, KV, D = 6, 2, 8
 
@@ -24,34 +24,46 @@ def filled(keys: mx.array, values: mx.array) -> KVCache:
     return source
 
 
-def brute_force(
-    queries: np.ndarray, keys: np.ndarray, chunks: int, chunk: int, grain: int, count: int
-) -> list[list[int]]:
+def shares(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Of one KV head: the largest share of attention that a query gives to each chunk; keys (C, tokens of it, D)."""
+    best = np.zeros(len(keys))
+    for query in queries:
+        weights = np.exp(keys @ query / np.sqrt(D))
+        best = np.maximum(best, weights.sum(axis=-1) / weights.sum())
+    return best
+
+
+def best(scores: np.ndarray, count: int) -> list[int]:
+    carried = np.array([max(score, 0.25 * before) for score, before in zip(scores, [0.0, *scores[:-1]], strict=True)])
+    carried[0] = np.inf
+    return sorted(np.argsort(-carried)[:count].tolist())
+
+
+def brute_force(queries: np.ndarray, keys: np.ndarray, shortlist: int, count: int) -> list[list[int]]:
+    """Keys (KV, C, tokens of a chunk, D)."""
     chosen: list[list[int]] = []
-    if chunks == 0:
-        return chosen
-    for head in range(KV):
-        best = np.zeros(chunks)
-        for query in queries[head * HEADS // KV : (head + 1) * HEADS // KV]:
-            means = [keys[head, at : at + grain].mean(axis=0) for at in range(0, chunks * chunk, grain)]
-            weights = np.exp(np.stack(means) @ query / np.sqrt(D))
-            best = np.maximum(best, weights.reshape(chunks, -1).sum(axis=-1) / weights.sum())
-        best = np.array([max(score, 0.25 * before) for score, before in zip(best, [0.0, *best[:-1]], strict=True)])
-        best[0] = np.inf
-        chosen.append(sorted(np.argsort(-best)[:count].tolist()))
+    for head in range(KV if keys.shape[1] else 0):
+        asking = queries[head * HEADS // KV : (head + 1) * HEADS // KV]
+        scores = shares(asking, keys[head].mean(axis=1, keepdims=True))
+        if shortlist > 1:
+            listed = best(scores, shortlist * count)
+            scores = np.zeros(keys.shape[1])
+            scores[listed] = shares(asking, keys[head, listed])
+        chosen.append(best(scores, count))
     return chosen
 
 
 @pytest.mark.parametrize("length", [9, 64, 101, 250])
 @pytest.mark.parametrize(
-    ("budget", "chunk", "grain"), [(16, 4, 1), (16, 4, 2), (16, 4, 4), (48, 8, 1), (40, 2, 1), (40, 2, 2)]
+    ("budget", "chunk", "shortlist"), [(16, 4, 1), (16, 4, 2), (16, 4, 4), (48, 8, 1), (40, 2, 1), (40, 2, 3)]
 )
-def test_chosen_chunks_and_ring(length: int, budget: int, chunk: int, grain: int) -> None:
+def test_chosen_chunks_and_ring(length: int, budget: int, chunk: int, shortlist: int) -> None:
     queries, keys, values = arrays(length, length)
-    small = RetrievalKVCache(filled(keys, values), budget, chunk, grain)
+    small = RetrievalKVCache(filled(keys, values), budget, chunk, shortlist)
     small.rebuild(queries)
     chunks = max(0, length - small.ring // 2) // chunk
-    expected = brute_force(np.array(queries), np.array(keys[0]), chunks, chunk, grain, min(small.chunks, chunks))
+    cut = np.array(keys[0, :, : chunks * chunk]).reshape(KV, chunks, chunk, D)
+    expected = brute_force(np.array(queries), cut, shortlist, min(small.chunks, chunks))
     assert chunks == 0 or np.array(small.chosen).tolist() == expected
     ring = length - chunks * chunk
     assert small.ring // 2 <= ring < small.ring // 2 + chunk or length < small.ring // 2
@@ -88,11 +100,11 @@ def test_drafted_tokens_come_after_and_are_forgotten() -> None:
     np.testing.assert_array_equal(np.array(small.keys[..., before : before + 5, :]), np.array(keys[..., 100:105, :]))
 
 
-@pytest.mark.parametrize("grain", [1, 2, 4])
-def test_a_full_ring_asks_for_new_chunks_and_means_are_kept(grain: int) -> None:
+@pytest.mark.parametrize("shortlist", [1, 2, 4])
+def test_a_full_ring_asks_for_new_chunks_and_means_are_kept(shortlist: int) -> None:
     queries, keys, values = arrays(4, 200)
     source = filled(keys[..., :60, :], values[..., :60, :])
-    small = RetrievalKVCache(source, 64, 4, grain)
+    small = RetrievalKVCache(source, 64, 4, shortlist)
     small.rebuild(queries)
     for slot in range(60, 200):
         source.update_and_fetch(keys[..., slot : slot + 1, :], values[..., slot : slot + 1, :])
@@ -100,7 +112,7 @@ def test_a_full_ring_asks_for_new_chunks_and_means_are_kept(grain: int) -> None:
             small.rebuild(queries)
         small.follow()
         assert small.size() <= 64 + 1
-    fresh = RetrievalKVCache(source, 64, 4, grain)
+    fresh = RetrievalKVCache(source, 64, 4, shortlist)
     fresh.rebuild(queries)
     small.rebuild(queries)
     np.testing.assert_array_equal(np.array(small.chosen), np.array(fresh.chosen))
@@ -112,23 +124,25 @@ def test_one_head_that_retrieves_is_not_outvoted() -> None:
     keys[0, 3, 1] = 6.0
     queries = np.zeros((4, D), dtype=np.float32)
     queries[0, 0], queries[1:, 1] = 1.0, 1.0
-    assert 7 in np.array(best_chunks(mx.array(queries), mx.array(keys), 1, 2)).tolist()[0]
+    assert 7 in np.array(best_chunks(attention_shares(mx.array(queries), mx.array(keys), 1), 2)).tolist()[0]
 
 
 def test_a_passage_goes_on_in_the_next_chunk() -> None:
-    keys = np.zeros((1, 10, D), dtype=np.float32)
-    keys[0, 4, 0] = 30.0
-    queries = np.zeros((4, D), dtype=np.float32)
-    queries[:, 0] = 1.0
-    assert np.array(best_chunks(mx.array(queries), mx.array(keys), 1, 3)).tolist() == [[0, 4, 5]]
+    scores = np.zeros((1, 10), dtype=np.float32)
+    scores[0, 4] = 1.0
+    assert np.array(best_chunks(mx.array(scores), 3)).tolist() == [[0, 4, 5]]
 
 
-def test_one_key_among_others_is_found_where_its_mean_is_lost() -> None:
-    """A key that is looked at, in a chunk whose other keys are not: their mean is below that of a dull chunk."""
-    keys = np.zeros((1, 5, 4, D), dtype=np.float32)
-    keys[0, 3, :, 0], keys[0, 3, 2, 0] = -9.0, 12.0
-    queries = np.zeros((1, D), dtype=np.float32)
-    queries[0, 0] = 1.0
-    flat = mx.array(keys.reshape(1, -1, D))
-    assert 3 in np.array(best_chunks(mx.array(queries), flat, 4, 2)).tolist()[0]
-    assert 3 not in np.array(best_chunks(mx.array(queries), mx.array(keys.mean(axis=2)), 1, 2)).tolist()[0]
+@pytest.mark.parametrize(("shortlist", "found"), [(1, False), (2, True)])
+def test_one_key_among_others_is_found_where_its_mean_is_second(shortlist: int, found: bool) -> None:
+    """A key that is looked at, in a chunk whose other keys are not: their mean is below that of an evenly dull chunk."""
+    chunks, chunk = 12, 4
+    keys = np.full((1, 1, chunks * chunk, D), -0.5, dtype=np.float32)
+    keys[0, 0, 3 * chunk : 4 * chunk, 0] = 1.5
+    keys[0, 0, 5 * chunk : 6 * chunk, 0] = [-3.0, -3.0, 11.0, -3.0]
+    queries = mx.zeros((2, D))
+    queries[:, 0] = 3.0
+    small = RetrievalKVCache(filled(mx.array(keys), mx.array(keys)), 16, chunk, shortlist)
+    assert small.chunks == 2
+    small.rebuild(queries)
+    assert (np.array(small.chosen).tolist()[0] == [0, 5]) is found

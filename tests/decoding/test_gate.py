@@ -45,13 +45,15 @@ def test_retrieval_pays_where_keys_dominate() -> None:
     assert predicted_gain("retrieval", costs(1, 1e-3, 0), CONFIG, short) == pytest.approx(1.0)
 
 
-def test_choosing_chunks_anew_after_a_rejection_reads_the_keys() -> None:
-    """Half of a forward's 10 ms for keys, or an eighth by means of 4; one token per round, as all are rejected."""
+def test_choosing_chunks_anew_after_a_rejection_reads_means_and_the_shortlist() -> None:
+    """Half of a forward's 10 ms for keys, of a sixteenth and of 4000; one token per round, as all are rejected."""
     never = Outlook(context=10_000, draft_context=0, outer=0.0)
-    assert predicted_gain("retrieval", costs(1, 1e-3, 0), CONFIG, never) == pytest.approx(11 / (19 + 5))
-    coarse = replace(CONFIG, grain=4)
-    assert predicted_gain("retrieval", costs(1, 1e-3, 0), coarse, never) == pytest.approx(11 / (19 + 5 / 4))
-    assert predicted_gain("triforce", costs(1, 1e-3, 1), CONFIG, never) == pytest.approx(11 / (4 * 4 + 11 + 5))
+    means, listed = 5 / 16, 4000 / 10_000 * 5
+    assert predicted_gain("retrieval", costs(1, 1e-3, 0), CONFIG, never) == pytest.approx(11 / (19 + means + listed))
+    by_means = replace(CONFIG, shortlist=1)
+    assert predicted_gain("retrieval", costs(1, 1e-3, 0), by_means, never) == pytest.approx(11 / (19 + means))
+    expected = pytest.approx(11 / (4 * 4 + 11 + means + listed))
+    assert predicted_gain("triforce", costs(1, 1e-3, 1), CONFIG, never) == expected
 
 
 def test_triforce_pays_for_inner_rounds() -> None:

@@ -79,7 +79,7 @@ def test_the_drafts_importance_given_back_selects_the_same():
 def test_scoring_by_either_head_rule_equals_brute_force(heads):
     """One query row (the last prompt token) and no pooling: the importance is the attention row itself, joined."""
     pair = tiny_pair("llama")
-    config = EngineConfig(scoring=ScoringConfig(1, question_rows=0, pool_width=1, heads=heads), prefill_step=64)
+    config = EngineConfig(scoring=ScoringConfig(1, question_rows=(0, 0), pool_width=1, heads=heads), prefill_step=64)
     with Engine(pair, config) as engine:
         importance = engine.inspect(request(SPARSE)).importance
     rows = attention_rows(pair.draft, random_prompt(M))

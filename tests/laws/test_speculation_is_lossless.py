@@ -179,10 +179,10 @@ def test_a_budget_for_everything_accepts_everything(name: str) -> None:
     assert running.tally.rate == 1.0
 
 
-@pytest.mark.parametrize(("strategy", "grain"), [("draft", 1), ("retrieval", 1), ("retrieval", 4), ("triforce", 2)])
-def test_answers_longer_than_the_budget(strategy: StrategyName, grain: int) -> None:
+@pytest.mark.parametrize(("strategy", "shortlist"), [("draft", 4), ("retrieval", 1), ("retrieval", 2), ("triforce", 2)])
+def test_answers_longer_than_the_budget(strategy: StrategyName, shortlist: int) -> None:
     """Rings fill up many times, and chunks of the answer itself are chosen."""
-    row, config = rows_of("llama")[2], replace(SMALL, budget=32, grain=grain)
+    row, config = rows_of("llama")[2], replace(SMALL, budget=32, shortlist=shortlist)
     expected, _ = alone(model_of("llama"), row, 100)
     events, running = speculate("llama", strategy, row, config, model_of("llama", 9), count=100)
     assert tokens(events) == tokens(expected)

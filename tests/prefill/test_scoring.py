@@ -14,17 +14,17 @@ from mlx_specprefill import ScoringConfig, SparseUnsupportedError
 from mlx_specprefill.adapters.capture import QueryCapture, install_capture, pool
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import leaves
-from mlx_specprefill.prefill.scoring import score_prompt
+from mlx_specprefill.prefill.scoring import question_span, score_prompt
 from tests.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
 
 M = 90
 MEAN_HEADS = ("gpt_oss", "nemotron_h", "qwen3_5")
 
 
-def run(draft, prompt, config=None, stops=frozenset(), cache=None, question_end=None):
+def run(draft, prompt, config=None, stops=frozenset(), cache=None, question=None):
     """Drive the generator to its result; also the number of yields."""
     config = config or ScoringConfig()
-    steps, generator = 0, score_prompt(draft, prompt, config, stops, cache, question_end=question_end)
+    steps, generator = 0, score_prompt(draft, prompt, config, stops, cache, question=question)
     while True:
         try:
             next(generator)
@@ -50,7 +50,7 @@ def attention_inputs(model, tokens):
     return calls, np.array(logits[0])
 
 
-def brute_force(model, family, prompt, config, question_end=M - 1):
+def brute_force(model, family, prompt, config, question=(M - 17, M - 1)):
     """Look-ahead and question by halves, each all rows of all layers, smoothed and joined: numpy float64."""
     join = {"max": np.max, "mean": np.mean}[config.heads or ("mean" if family in MEAN_HEADS else "max")]
     tokens = list(prompt)
@@ -66,9 +66,8 @@ def brute_force(model, family, prompt, config, question_end=M - 1):
         for row in range(first, first + config.rows)
     ]
     found = np.mean(ahead, axis=0)
-    if config.question_rows:
-        asking = range(max(0, question_end - config.question_rows), question_end)
-        of_heads = [np.mean([attention_row(*at, row) for row in asking], axis=0) for at in heads]
+    if question is not None:
+        of_heads = [np.mean([attention_row(*at, row) for row in range(*question)], axis=0) for at in heads]
         question = join([smooth(row, config) for row in of_heads], axis=0)
         found = (found + question * found.sum() / question.sum()) / 2
     return found, tuple(tokens[M:])
@@ -93,11 +92,11 @@ def smooth(row, config):
 def test_importance_equals_brute_force(family, include_last, heads):
     model, prompt = tiny_model(family, seed=3), random_prompt(M)
     config = ScoringConfig(
-        rows=4, include_last_prompt_query=include_last, heads=heads, prefill_step=37, question_rows=0
+        rows=4, include_last_prompt_query=include_last, heads=heads, prefill_step=37, question_rows=(0, 0)
     )
     install_rope(), install_capture()
     scores, _ = run(model, prompt, config)
-    expected, lookahead = brute_force(model, family, prompt, config)
+    expected, lookahead = brute_force(model, family, prompt, config, None)
     np.testing.assert_allclose(scores.importance, expected, rtol=1e-5, atol=1e-8)
     assert scores.rows == 4
     assert scores.lookahead == lookahead[:4]
@@ -110,11 +109,16 @@ def test_question_rows_equal_brute_force(family, heads):
     """In one forward with other tokens before and after them, whose attention does not count."""
     model, prompt = tiny_model(family, seed=3), random_prompt(M)
     install_rope(), install_capture()
-    cases = ((16, M - 1, 37), (16, M - 7, 200), (5, M - 7, 33), (200, M - 3, 50), (16, 40, 20))
-    for rows, end, step in cases:
-        config = ScoringConfig(rows=2, heads=heads, prefill_step=step, question_rows=rows)
-        scores, _ = run(model, prompt, config, question_end=end)
-        expected, _ = brute_force(model, family, prompt, config, end)
+    for *question, step in (
+        (M - 17, M - 1, 37),
+        (M - 23, M - 7, 200),
+        (M - 12, M - 7, 33),
+        (0, M - 3, 50),
+        (24, 40, 20),
+    ):
+        config = ScoringConfig(rows=2, heads=heads, prefill_step=step)
+        scores, _ = run(model, prompt, config, question=question)
+        expected, _ = brute_force(model, family, prompt, config, question)
         np.testing.assert_allclose(scores.importance, expected, rtol=2e-5, atol=1e-8)
 
 
@@ -133,7 +137,7 @@ def test_the_question_is_read_in_one_forward():
             random_prompt(M),
             ScoringConfig(prefill_step=step),
             cache=make_prompt_cache(draft.model),
-            question_end=end,
+            question=(end - 16, end),
         )
         assert draft.shapes == [*shapes, *[1] * 8], (step, end)
 
@@ -288,8 +292,39 @@ def test_nothing_is_captured_outside_a_row():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"rows": 0}, {"question_rows": -1}, {"pool_width": 12}, {"pool_width": 0}, {"prefill_step": 0}]
+    "bad",
+    [
+        {"rows": 0},
+        {"question_rows": (-1, 4)},
+        {"question_rows": (8, 4)},
+        {"pool_width": 12},
+        {"pool_width": 0},
+        {"prefill_step": 0},
+    ],
 )
 def test_bad_configurations_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         ScoringConfig(**bad)
+
+
+@pytest.mark.parametrize(
+    ("begins", "end", "expected"),
+    [
+        ((0, 40, 60), 80, (60, 80)),  # the last line asks
+        ((0, 40, 75), 80, (70, 80)),  # it is short: some of what stands before it
+        ((0, 5), 80, (50, 80)),  # it is long: its end
+        ((0, 40, 60, 80), 80, (60, 80)),  # what begins behind the message does not count
+        ((0,), 6, (0, 6)),
+        ((0, 85), None, (79, M - 1)),  # a prompt without messages
+    ],
+)
+def test_the_last_line_asks(begins, end, expected):
+    config = ScoringConfig(question_rows=(10, 30))
+    assert question_span(M, config, end, np.array(begins, dtype=np.int32)) == expected
+
+
+def test_a_question_may_be_switched_off():
+    assert question_span(M, ScoringConfig(question_rows=(0, 0)), 80, np.array([0, 60], dtype=np.int32)) == (
+        M - 1,
+        M - 1,
+    )

@@ -7,7 +7,7 @@ that it knows. What differs is which words occur and how often.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import haystack, words
@@ -82,15 +82,22 @@ def _stream(rng: random.Random, ranks: list[str], number: int) -> list[str]:
     return stream
 
 
-def occurrences(rng: random.Random, length: int, count: Count, held_out: bool = False, most: int = 0) -> Whole:
-    """Prose in which one sentence form with a rare word occurs 3 to 40 times, more often in longer documents.
+def occurrences(
+    rng: random.Random,
+    length: int,
+    count: Count,
+    held_out: bool = False,
+    most: int = 0,
+    filler: Sequence[str] = ("prose",),
+) -> Whole:
+    """A text in which one sentence form with a rare word occurs 3 to 40 times, more often in longer documents.
 
-    `most` is the largest number of times, if the length is not to decide.
+    `most` is the largest number of times, if the length is not to decide; `filler` names what stands between.
     """
     rare = words.invented_word(rng, held_out, syllables=2)
     times = rng.randint(3, most or min(40, 4 + length // 512))
     passages = tuple(f"Here is one {rare}." for _ in range(times))
-    text = haystack.document(rng, passages, ["prose"], length, count, held_out=held_out)
+    text = haystack.document(rng, passages, filler, length, count, held_out=held_out)
     turn = Turn(f"How many times does the text say that here is one {rare}?", f"The text says so {times} times.")
     return Whole(text, turn, (str(times),), passages[:1])
 

@@ -16,7 +16,7 @@ from datetime import date, timedelta
 
 from . import words
 
-__all__ = ["FACTS", "Fact", "Turn", "needle", "order", "record", "six_digits", "tool", "uuid"]
+__all__ = ["FACTS", "RECORD_IDS", "Fact", "Turn", "needle", "order", "record", "six_digits", "tool", "uuid"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ TRANSLATIONS = {
     "Arabic": "الرمز السري لـ {name} هو {value}.",
 }
 RECORD_FIELDS = ("salary", "name", "city")  # what can be asked for
+RECORD_IDS = range(
+    100_000, 1_000_000
+)  # two tokens in the bundled tokenizer: one alone is matched by salaries and dates too
 DEPARTMENTS = "sales research finance legal support marketing production security".split()
 
 
@@ -120,7 +123,6 @@ def two_hops(rng: random.Random, held_out: bool = False) -> Fact:
 
 
 def _record(rng: random.Random, held_out: bool, number: int) -> dict[str, str | int]:
-    """Numbers of three digits are one token, with or without a space before them, in the bundled tokenizer."""
     person = words.person(rng, held_out)
     city = words.invented_word(rng, held_out, syllables=2).capitalize()
     return {
@@ -142,7 +144,7 @@ def _read_out(fields: dict[str, str | int]) -> str:
 
 def record(rng: random.Random, held_out: bool = False, number: int = 0) -> Fact:
     """One JSON record and a question about one of its fields."""
-    fields = _record(rng, held_out, number or rng.randrange(100, 1000))
+    fields = _record(rng, held_out, number or rng.choice(RECORD_IDS))
     asked = rng.choice(RECORD_FIELDS)
     turn = Turn(f"What is the {asked} in the record with id {fields['id']}?", f"Id {_read_out(fields)}.")
     return Fact((json.dumps(fields),), turn, (str(fields[asked]),))
@@ -154,7 +156,7 @@ def three_records(rng: random.Random, held_out: bool = False, numbers: Sequence[
     The answer names the three numbers before it reads the records out: what an answer begins with is what a draft
     looks ahead at.
     """
-    numbers = numbers or rng.sample(range(100, 1000), 3)
+    numbers = numbers or rng.sample(RECORD_IDS, 3)
     records = [_record(rng, held_out, number) for number in numbers]
     asked = rng.choices(RECORD_FIELDS, k=3)
     listed = "{}, {} and {}".format(*numbers)

@@ -51,7 +51,7 @@ def _vault_code(depth: float, rng: random.Random, space: Space) -> Item:
 
 
 def _json(rng: random.Random, space: Space) -> Item:
-    numbers = rng.sample(range(100, 1000), RECORDS)
+    numbers = rng.sample(facts.RECORD_IDS, RECORDS)
     others = (facts.record(rng, True, number).pieces[0] for number in numbers[3:])
     return _collection(rng, space, facts.three_records(rng, True, numbers[:3]), others, ("[", ",\n", "]"))
 

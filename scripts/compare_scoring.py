@@ -3,12 +3,12 @@
 
     python scripts/compare_scoring.py --pair demo-gpt_oss --task niah_single_2 niah_multikey_1 -n 100 --seed 30000
 
-Query rows: `look`, the last prompt token and the look-ahead (the paper's); `A-B`, half of that and half the last line of
-the question, at least A and at most B tokens. Heads: their maximum (the paper's), their mean, or the one head that looked most at gold in
-`--calibrate` items of the first task, which are not measured. Unit: the share of the best chunk of a line or sentence
-that its other chunks get at least. Printed are the share of items of which every gold token is kept and the share of
-gold tokens that are, and in brackets the difference of the first to the paper's rule with the engine's share, over the
-same items, with its 95 % interval.
+Query rows: `look`, the last prompt token and the look-ahead (the paper's); `A-B`, half of that and half the last line
+of the question, at least A and at most B tokens. Heads: their maximum (the paper's), their mean, or the one head that
+looked most at gold in `--calibrate` items of the first task, which are not measured. Unit: the share of the best chunk
+of a line or sentence that its other chunks get at least. Printed are the share of items of which every gold token is
+kept and the share of gold tokens that are, and in brackets the difference of the first to the paper's rule with the
+engine's share, over the same items, with its 95 % interval.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _CARRY = 0.25  # of a chunk's score that the next one gets at least: what is bei
 
 
 def attention_shares(queries: mx.array, keys: mx.array, per_chunk: int) -> mx.array:
-    """Of each chunk and KV head, the share of one token's attention, softmax(q k / sqrt(D)), that goes to it, (H_kv, C).
+    """The share of one token's attention, softmax(q k / sqrt(D)), that goes to each chunk, per KV head, (H_kv, C).
 
     Args:
         queries: (H, D), rotated.

@@ -135,7 +135,7 @@ def test_a_passage_goes_on_in_the_next_chunk() -> None:
 
 @pytest.mark.parametrize(("shortlist", "found"), [(1, False), (2, True)])
 def test_one_key_among_others_is_found_where_its_mean_is_second(shortlist: int, found: bool) -> None:
-    """A key that is looked at, in a chunk whose other keys are not: their mean is below that of an evenly dull chunk."""
+    """A key that is looked at, in a chunk whose other keys are not: their mean is below a dull chunk's."""
     chunks, chunk = 12, 4
     keys = np.full((1, 1, chunks * chunk, D), -0.5, dtype=np.float32)
     keys[0, 0, 3 * chunk : 4 * chunk, 0] = 1.5

@@ -103,7 +103,7 @@ def predicted_gain(strategy: str, costs: DecodeCosts, config: SpeculationConfig,
 
 
 def _choosing(costs: DecodeCosts, config: SpeculationConfig, outlook: Outlook) -> float:
-    """After a rejection chunks are chosen anew, by the keys of means and shortlist: half of what attention would read."""
+    """After a rejection chunks are chosen anew, by the keys of means and shortlist; keys are half of what is read."""
     rejected = 1 - outlook.outer**config.gamma2
     listed = min(config.shortlist * config.budget, outlook.context) if config.shortlist > 1 else 0
     return rejected * costs.target[1].per_token * (outlook.context / config.chunk + listed) / 2

@@ -43,9 +43,9 @@ from mlx_specprefill.prefill.plan import plan_prefill
 from mlx_specprefill.prefill.scoring import Scores, score_prompt
 from mlx_specprefill.prefill.selection import Selection, chunk_means, held_part, select_tokens
 from mlx_specprefill.prefill.units import TextUnits
-from mlx_specprefill_server.conversation import conversation
 from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
-from mlx_specprefill_server.prompt import PromptBuilder
+from mlx_specprefill_server.prompting.conversation import conversation
+from mlx_specprefill_server.prompting.prompt import PromptBuilder
 
 Bools = npt.NDArray[np.bool_]
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0))

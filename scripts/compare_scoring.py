@@ -29,11 +29,11 @@ from mlx_specprefill.adapters import capture
 from mlx_specprefill.prefill.forced import forced_mask, forced_ranges
 from mlx_specprefill.prefill.selection import select_tokens
 from mlx_specprefill.prefill.units import TextUnits
-from mlx_specprefill_server.conversation import conversation
 from mlx_specprefill_server.evals.statistics import paired_difference
 from mlx_specprefill_server.evals.tasks import TASKS, Item, Space, make_item
 from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
-from mlx_specprefill_server.prompt import PromptBuilder
+from mlx_specprefill_server.prompting.conversation import conversation
+from mlx_specprefill_server.prompting.prompt import PromptBuilder
 
 import mlx.core as mx  # isort: skip - after the library, which loads a fast BLAS
 from mlx_lm.models.cache import make_prompt_cache  # isort: skip

@@ -10,13 +10,14 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 from starlette.middleware.cors import CORSMiddleware
 
-from . import __version__, about, api_document, errors, explain, health, live, page, tokens
-from .access_log import AccessLog
+from . import __version__, api_document, errors
 from .anthropic import messages
 from .auth import Gatekeeper
 from .deps import Service
-from .generation import EngineLike
+from .generating.generation import EngineLike
+from .monitoring.access_log import AccessLog
 from .openai import chat, completions, models, responses
+from .routes import about, explain, health, live, page, tokens
 from .settings import Settings
 
 ON: TelemetryConfig = {"auto_configure": True, "logs": False}  # records of exceptions might quote prompts

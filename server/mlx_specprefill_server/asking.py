@@ -16,15 +16,15 @@ from mlx_specprefill import (
     SpecPrefillOptions,
 )
 
-from .answers import AnswerDone, AnswerPiece
-from .conversation import Conversation
-from .deltas import Delta
+from .constrained.output_format import OutputFormat, constraint_of
+from .constrained.tool_choice import ToolChoice, offered
 from .deps import Service
-from .generation import Done, Generation, Idle, Job, Working
-from .output_format import OutputFormat, constraint_of
-from .prompt import Prompt
-from .reading import AnswerReader
-from .tool_choice import ToolChoice, offered
+from .generating.answers import AnswerDone, AnswerPiece
+from .generating.deltas import Delta
+from .generating.generation import Done, Generation, Idle, Job, Working
+from .generating.reading import AnswerReader
+from .prompting.conversation import Conversation
+from .prompting.prompt import Prompt
 
 __all__ = ["Ask", "Asked", "ask", "copies", "counted", "room", "stop_ids"]
 

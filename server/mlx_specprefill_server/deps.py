@@ -18,17 +18,17 @@ from starlette.requests import ClientDisconnect
 
 from mlx_specprefill import Constraint, EngineClosedError, GenerationRequest, InvalidRequestError, RequestCancelled
 
-from .access_log import current_exchange
-from .deliveries import Deliveries
 from .errors import ApiError
-from .generation import Ended, EngineLike, Generation, Job
-from .inspecting import Inspecting
-from .metrics import Metrics
+from .explaining.inspecting import Inspecting
+from .generating.deliveries import Deliveries
+from .generating.generation import Ended, EngineLike, Generation, Job
+from .generating.vocabulary import Vocabulary
+from .monitoring.access_log import current_exchange
+from .monitoring.metrics import Metrics
+from .monitoring.recent import RecentAnswers
 from .parsers.formats import detect
-from .prompt import PromptBuilder
-from .recent import RecentAnswers
+from .prompting.prompt import PromptBuilder
 from .settings import Settings
-from .vocabulary import Vocabulary
 
 __all__ = ["Service", "ServiceDep", "body_of", "unless_client_leaves"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from mlx_specprefill import Account, EngineError, SpecPrefillError, Timings
 
-from .answers import AnswerDone
 from .errors import api_error
-from .generation import Done, Working
+from .generating.answers import AnswerDone
+from .generating.generation import Done, Working
 
 __all__ = ["LiveTimings", "Report"]
 

@@ -9,7 +9,7 @@ import orjson
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .generation import Generation
+from .generating.generation import Generation
 
 __all__ = ["DONE", "EVENT_STREAM_HEADERS", "KEEP_ALIVE", "EventStream", "data", "named"]
 

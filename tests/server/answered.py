@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from mlx_specprefill import Account, Timings
-from mlx_specprefill_server.answers import (
+from mlx_specprefill_server.generating.answers import (
     AnswerDone,
     AnswerPiece,
     CallDelta,

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill_server import app as application
 from mlx_specprefill_server.app import create_app
-from mlx_specprefill_server.logs import set_up
+from mlx_specprefill_server.monitoring.logs import set_up
 from mlx_specprefill_server.settings import Settings
 
 from .conftest import client_of

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from mlx_specprefill_server.deliveries import Deliveries
+from mlx_specprefill_server.generating.deliveries import Deliveries
 
 
 class CountedLoop:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import TokenEvent
-from mlx_specprefill_server.deltas import AnswerText, Delta, IncrementalText, StopMatcher
-from mlx_specprefill_server.vocabulary import Vocabulary
+from mlx_specprefill_server.generating.deltas import AnswerText, Delta, IncrementalText, StopMatcher
+from mlx_specprefill_server.generating.vocabulary import Vocabulary
 
 from .fakes import byte_tokenizer
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_specprefill.constraints import Grammars
-from mlx_specprefill_server.output_format import constraint_of
+from mlx_specprefill_server.constrained.output_format import constraint_of
 from mlx_specprefill_server.parsers.events import CallClosed, CallOpened, CallWritten, Said
 from mlx_specprefill_server.parsers.formats import Format, ToolParser
 

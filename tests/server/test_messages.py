@@ -12,11 +12,11 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from mlx_specprefill import Failed, InvalidRequestError
-from mlx_specprefill_server.answers import AnswerPiece, CallBroken, Idle, Working
 from mlx_specprefill_server.anthropic import messages as endpoint
 from mlx_specprefill_server.anthropic.messages import MessageAnswer
 from mlx_specprefill_server.anthropic.schemas import MessagesRequest
 from mlx_specprefill_server.deps import Service
+from mlx_specprefill_server.generating.answers import AnswerPiece, CallBroken, Idle, Working
 from mlx_specprefill_server.settings import Settings
 
 from .answered import ACCOUNT, EVERYTHING, TEXT, THOUGHT, TWO_CALLS, Given, call, done, named_events, streamed

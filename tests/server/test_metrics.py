@@ -17,8 +17,8 @@ from mlx_specprefill import Account, EngineConfig, Failed, Finished, GenerationR
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.prefill.plan import plan_prefill
 from mlx_specprefill.request import Prediction
-from mlx_specprefill_server.generation import Ended
-from mlx_specprefill_server.metrics import Metrics, reason_label
+from mlx_specprefill_server.generating.generation import Ended
+from mlx_specprefill_server.monitoring.metrics import Metrics, reason_label
 
 from .fakes import FakeEngine, eventually, says_and_waits
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server.page import FILES
+from mlx_specprefill_server.routes.page import FILES
 
 from .conftest import client_of
 from .fakes import FakeEngine

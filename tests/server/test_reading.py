@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_specprefill import Account, TokenEvent
-from mlx_specprefill_server.answers import (
+from mlx_specprefill_server.generating.answers import (
     AnswerDone,
     CallBroken,
     CallDelta,
@@ -16,10 +16,10 @@ from mlx_specprefill_server.answers import (
     ReasoningDelta,
     TextDelta,
 )
-from mlx_specprefill_server.deltas import Delta
-from mlx_specprefill_server.generation import Done
+from mlx_specprefill_server.generating.deltas import Delta
+from mlx_specprefill_server.generating.generation import Done
+from mlx_specprefill_server.generating.reading import AnswerReader
 from mlx_specprefill_server.parsers.formats import Format
-from mlx_specprefill_server.reading import AnswerReader
 
 from .parsers.reading import THINK, TOOLS
 

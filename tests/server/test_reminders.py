@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_specprefill_server.conversation import Message
-from mlx_specprefill_server.reminders import in_place
+from mlx_specprefill_server.prompting.conversation import Message
+from mlx_specprefill_server.prompting.reminders import in_place
 
 LETTERS = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
 

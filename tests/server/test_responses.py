@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from mlx_specprefill import ContextLengthError, EngineClosedError, Failed, InvalidRequestError, Progress, TokenEvent
-from mlx_specprefill_server.answers import AnswerPiece, CallBroken, Idle, TextDelta, Working
 from mlx_specprefill_server.deps import Service
+from mlx_specprefill_server.generating.answers import AnswerPiece, CallBroken, Idle, TextDelta, Working
 from mlx_specprefill_server.openai.responses import ResponsesAnswer
 from mlx_specprefill_server.openai.responses_input import function_tools
 from mlx_specprefill_server.openai.responses_schema import ResponsesRequest

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_specprefill import PromptSpan
-from mlx_specprefill_server.conversation import conversation
-from mlx_specprefill_server.prompt import Prompt, PromptBuilder
+from mlx_specprefill_server.prompting.conversation import conversation
+from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder
 
 from . import templates
 from .fakes import CHATML, byte_tokenizer

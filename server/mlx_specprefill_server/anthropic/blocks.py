@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_specprefill import InvalidRequestError
 
-from ..conversation import Message
+from ..prompting.conversation import Message
 
 __all__ = ["chat_messages", "function_tools"]
 

@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from mlx_specprefill import InvalidRequestError
 
-from ..answers import AnswerDone, AnswerPiece, Idle
 from ..asking import Ask, Asked, ask, counted
-from ..conversation import Conversation, Ending, Message, conversation
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse, anthropic_body
-from ..reminders import in_place
+from ..generating.answers import AnswerDone, AnswerPiece, Idle
+from ..prompting.conversation import Conversation, Ending, Message, conversation
+from ..prompting.reminders import in_place
 from ..report import Report
 from ..sse import EventStream, named
 from .blocks import chat_messages, function_tools

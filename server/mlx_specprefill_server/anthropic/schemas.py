@@ -9,9 +9,9 @@ from pydantic import AfterValidator, Field
 
 from mlx_specprefill import InvalidRequestError, SamplingParams
 
+from ..constrained.output_format import OutputFormat
+from ..constrained.tool_choice import NamedTool, ToolChoice
 from ..fields import Body, Number, SpecPrefillFields, Whole
-from ..output_format import OutputFormat
-from ..tool_choice import NamedTool, ToolChoice
 
 __all__ = ["CountRequest", "MessagesRequest", "refuse"]
 

@@ -7,7 +7,16 @@ from typing import Any
 
 import orjson
 
-from ..answers import AnswerDone, AnswerPiece, CallBroken, CallDelta, CallEnd, CallStart, ReasoningDelta, TextDelta
+from ..generating.answers import (
+    AnswerDone,
+    AnswerPiece,
+    CallBroken,
+    CallDelta,
+    CallEnd,
+    CallStart,
+    ReasoningDelta,
+    TextDelta,
+)
 
 __all__ = ["BlockWriter", "stop_of"]
 

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from mlx_specprefill import BLAS, ModelPair, SpecPrefillError, SpecPrefillOptions, keep_pct, load_pair
 
-from ..conversation import conversation
 from ..evals.errors import EvaluationError
-from ..logs import set_up as set_up_logs
+from ..monitoring.logs import set_up as set_up_logs
 from ..pairs import Pair, PairsError, find_pair
-from ..prompt import Prompt, PromptBuilder
+from ..prompting.conversation import conversation
+from ..prompting.prompt import Prompt, PromptBuilder
 from ..settings import LogLevel, Settings
 from .options import DtypeName
 

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from mlx_specprefill import Account, PairCost, Progress, SpecPrefillPolicy, shape_work, worthwhile
 
-from ..explained import ExplainedChunk
-from ..heatmap import chunk_state
+from ..explaining.explained import ExplainedChunk
+from ..explaining.heatmap import chunk_state
 
 __all__ = ["StageBars", "chunk_table", "cost_table", "stage_bars", "stage_summary", "stage_table", "work_table"]
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from mlx_specprefill import Engine, GenerationRequest, Inspection, keep_pct
 
-from ..explained import ExplainedChunk, explain_chunks
-from ..heatmap import render_heatmap
+from ..explaining.explained import ExplainedChunk, explain_chunks
+from ..explaining.heatmap import render_heatmap
 from .common import (
     ONE_SHOT,
     MissingOptionError,

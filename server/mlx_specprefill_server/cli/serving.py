@@ -10,7 +10,7 @@ import typer
 from mlx_specprefill import Engine, ForcedRule, SpeculationName
 
 from ..app import serve as serve_forever
-from ..logs import set_up as set_up_logs
+from ..monitoring.logs import set_up as set_up_logs
 from ..parsers.formats import ReasoningParser, ToolParser
 from ..settings import LogFormat, LogLevel
 from .common import choose, load, make_settings, note_blas, one_line_errors

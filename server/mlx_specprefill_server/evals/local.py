@@ -32,8 +32,8 @@ from mlx_specprefill import (
     TokenEvent,
 )
 
-from ..conversation import conversation
-from ..prompt import Prompt, PromptBuilder
+from ..prompting.conversation import conversation
+from ..prompting.prompt import Prompt, PromptBuilder
 from . import rankings
 from .arms import FULL, Arm
 from .errors import NotMeasuredError

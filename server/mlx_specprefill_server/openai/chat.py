@@ -12,7 +12,10 @@ from starlette.responses import Response
 
 from mlx_specprefill import TokenEvent
 
-from ..answers import (
+from ..asking import Ask, Asked, ask, counted
+from ..deps import Service, ServiceDep, body_of, unless_client_leaves
+from ..errors import JsonResponse
+from ..generating.answers import (
     AnswerDone,
     AnswerPiece,
     CallBroken,
@@ -24,12 +27,9 @@ from ..answers import (
     TextDelta,
     Working,
 )
-from ..asking import Ask, Asked, ask, counted
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves
-from ..errors import JsonResponse
+from ..generating.vocabulary import Vocabulary
 from ..report import LiveTimings, Report
 from ..sse import DONE, KEEP_ALIVE, EventStream, data
-from ..vocabulary import Vocabulary
 from .schemas import ChatRequest, refuse_chat
 from .wire import Envelope, progress, scored
 

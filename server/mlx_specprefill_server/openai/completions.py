@@ -13,15 +13,15 @@ from starlette.responses import Response
 from mlx_specprefill import Constraint, InvalidRequestError, Logprob, TokenEvent
 
 from ..asking import copies
-from ..deltas import Delta
+from ..constrained.output_format import constraint_of
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse
-from ..generation import Done, Generation, Idle, Job, Piece, PromptScores, Working
-from ..output_format import constraint_of
-from ..prompt import Prompt
+from ..generating.deltas import Delta
+from ..generating.generation import Done, Generation, Idle, Job, Piece, PromptScores, Working
+from ..generating.vocabulary import Vocabulary
+from ..prompting.prompt import Prompt
 from ..report import Report
 from ..sse import DONE, KEEP_ALIVE, EventStream, data
-from ..vocabulary import Vocabulary
 from .schemas import MAX_PROMPTS, CompletionRequest, refuse_completion
 from .wire import LOWEST_LOGPROB, Envelope, make_job, progress
 

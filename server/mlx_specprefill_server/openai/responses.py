@@ -13,12 +13,12 @@ from starlette.responses import Response
 
 from mlx_specprefill import ContextLengthError, TokenEvent
 
-from ..answers import AnswerDone, AnswerPiece, Idle, Working
 from ..asking import Ask, Asked, ask, counted
-from ..conversation import Conversation, conversation
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse, api_error
-from ..reminders import in_place
+from ..generating.answers import AnswerDone, AnswerPiece, Idle, Working
+from ..prompting.conversation import Conversation, conversation
+from ..prompting.reminders import in_place
 from ..report import Report
 from ..sse import EventStream, named
 from .responses_input import Tools, chat_messages, function_tools

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_specprefill import InvalidRequestError
 
-from ..conversation import Message
+from ..prompting.conversation import Message
 
 __all__ = ["Tools", "chat_messages", "function_tools"]
 

@@ -9,9 +9,9 @@ from pydantic import Field, PlainValidator
 
 from mlx_specprefill import InvalidRequestError
 
+from ..constrained.output_format import OutputFormat
+from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
 from ..fields import Body, Whole
-from ..output_format import OutputFormat
-from ..tool_choice import NamedTool, ToolChoice, allowed_tools
 from .schemas import GenerationFields
 
 __all__ = ["ResponsesRequest", "refuse"]

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from mlx_specprefill import TokenEvent
 
-from ..answers import AnswerPiece, CallBroken, CallDelta, CallEnd, CallStart, ReasoningDelta, TextDelta
+from ..generating.answers import AnswerPiece, CallBroken, CallDelta, CallEnd, CallStart, ReasoningDelta, TextDelta
 
 __all__ = ["ItemWriter"]
 

@@ -9,10 +9,10 @@ from pydantic import BeforeValidator, Field
 
 from mlx_specprefill import InvalidRequestError, SamplingParams
 
-from ..conversation import Conversation, conversation, ending_of
+from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
+from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
 from ..fields import Body, Number, SpecPrefillFields, Whole
-from ..output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
-from ..tool_choice import NamedTool, ToolChoice, allowed_tools
+from ..prompting.conversation import Conversation, conversation, ending_of
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat", "refuse_completion"]
 

@@ -12,9 +12,9 @@ from mlx_specprefill import Constraint, GenerationRequest, InvalidRequestError, 
 from .. import __version__
 from ..asking import room, stop_ids
 from ..deps import Service
-from ..generation import Job, Working
-from ..prompt import Prompt
-from ..vocabulary import Vocabulary
+from ..generating.generation import Job, Working
+from ..generating.vocabulary import Vocabulary
+from ..prompting.prompt import Prompt
 from .schemas import GenerationFields
 
 __all__ = ["Envelope", "make_job", "progress", "scored"]

@@ -7,7 +7,7 @@ from importlib.resources import files
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from .errors import ApiError
+from ..errors import ApiError
 
 __all__ = ["router"]
 
@@ -25,7 +25,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-FILES = {file.name: file.read_bytes() for file in (files(__package__) / "web").iterdir() if file.is_file()}
+FILES = {file.name: file.read_bytes() for file in (files("mlx_specprefill_server") / "web").iterdir() if file.is_file()}
 
 
 @router.get("/")

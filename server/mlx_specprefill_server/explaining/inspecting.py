@@ -7,7 +7,7 @@ import contextlib
 
 from mlx_specprefill import GenerationRequest, Inspection
 
-from .generation import EngineLike
+from ..generating.generation import EngineLike
 
 __all__ = ["Inspecting"]
 

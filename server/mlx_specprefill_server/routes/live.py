@@ -13,9 +13,9 @@ from starlette.responses import Response, StreamingResponse
 
 from mlx_specprefill import CachedTokens
 
-from .deps import Service, ServiceDep
-from .errors import ApiError, JsonResponse
-from .sse import EVENT_STREAM_HEADERS, data
+from ..deps import Service, ServiceDep
+from ..errors import ApiError, JsonResponse
+from ..sse import EVENT_STREAM_HEADERS, data
 
 __all__ = ["router"]
 

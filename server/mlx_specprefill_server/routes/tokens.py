@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from mlx_specprefill import InvalidRequestError
 
-from .conversation import Conversation, conversation, ending_of
-from .deps import Service, ServiceDep, body_of
-from .errors import JsonResponse
-from .fields import Body, Whole
+from ..deps import Service, ServiceDep, body_of
+from ..errors import JsonResponse
+from ..fields import Body, Whole
+from ..prompting.conversation import Conversation, conversation, ending_of
 
 __all__ = ["router"]
 

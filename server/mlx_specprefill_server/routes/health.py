@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from .deps import Service, ServiceDep
-from .errors import RETRY_AFTER_S, ApiError, JsonResponse
+from ..deps import Service, ServiceDep
+from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
 
 __all__ = ["router"]
 

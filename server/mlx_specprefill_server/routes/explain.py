@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from mlx_specprefill import GenerationRequest, InvalidRequestError, SparseUnsupportedError
 
-from .asking import room
-from .deps import Service, ServiceDep, body_of, unless_client_leaves
-from .errors import ApiError, JsonResponse
-from .explained import explain_chunks, explanation
-from .fields import SpecPrefillFields, Whole
-from .prompt import Prompt
+from ..asking import room
+from ..deps import Service, ServiceDep, body_of, unless_client_leaves
+from ..errors import ApiError, JsonResponse
+from ..explaining.explained import explain_chunks, explanation
+from ..fields import SpecPrefillFields, Whole
+from ..prompting.prompt import Prompt
 from .tokens import Rendered
 
 __all__ = ["router"]

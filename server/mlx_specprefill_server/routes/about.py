@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0
 from starlette.responses import Response
 
-from . import __version__
-from .deps import Service, ServiceDep
-from .errors import RETRY_AFTER_S, ApiError, JsonResponse
+from .. import __version__
+from ..deps import Service, ServiceDep
+from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
 
 __all__ = ["router"]
 

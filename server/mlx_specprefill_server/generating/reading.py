@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from mlx_specprefill import TokenEvent
 
+from ..parsers.events import CallClosed, CallFailed, CallOpened, CallWritten, Event, Parser, Said
 from .answers import (
     AnswerDone,
     AnswerPiece,
@@ -21,7 +22,6 @@ from .answers import (
 )
 from .deltas import Delta, StopMatcher
 from .generation import Done
-from .parsers.events import CallClosed, CallFailed, CallOpened, CallWritten, Event, Parser, Said
 
 __all__ = ["AnswerReader"]
 

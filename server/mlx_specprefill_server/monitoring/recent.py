@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_specprefill import Finished
 
-from .generation import Ended
+from ..generating.generation import Ended
 
 __all__ = ["RecentAnswers"]
 

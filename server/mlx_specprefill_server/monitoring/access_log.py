@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_specprefill import Finished
 
-from .generation import Ended
+from ..generating.generation import Ended
 
 __all__ = ["REQUEST_ID", "AccessLog", "Exchange", "current_exchange"]
 

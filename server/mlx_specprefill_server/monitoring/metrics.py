@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 
 from mlx_specprefill import Account, Finished, Timings
 
+from ..generating.generation import Ended, EngineLike
 from .engine_metrics import EngineCollector, Totals
-from .generation import Ended, EngineLike
 
 __all__ = ["Metrics", "reason_label"]
 

@@ -1,0 +1,1 @@
+"""Which chunks a prompt keeps and why, as data and as a picture."""

@@ -1,0 +1,1 @@
+"""From one request to the text of its answers."""

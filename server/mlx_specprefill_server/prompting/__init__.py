@@ -1,0 +1,1 @@
+"""What a conversation says, rendered to tokens, and where its parts lie."""

@@ -117,7 +117,7 @@ class Prefiller:
         self.fallbacks[sequence.stage] += 1
         reason = f"fallback: {sequence.stage} failed: {type(error).__name__}: {error}"
         sequence.plan = sequence.plan.as_full(reason)
-        sequence.kept, sequence.continuation, sequence.cached = None, None, 0
+        sequence.kept, sequence.continuation, sequence.cached, sequence.reused = None, None, 0, 0
         sequence.cache = list(make_prompt_cache(self.pair.target))
         mx.clear_cache()
 
@@ -133,6 +133,7 @@ class Prefiller:
         assert sequence.plan is not None
         selection = self.select(request.prompt, scores, sequence.plan, first)
         beginning = self._continuing.begin(sequence, chunk_means(scores.importance[first:], size), selection, first)
+        sequence.reused = int(beginning.held.size)
         yield Progress("select", beginning.read, len(request.prompt))
         sequence.stage = "prefill"
         sequence.speculation = self._speculator.decide(sequence, beginning.held.size + beginning.read, read=True)

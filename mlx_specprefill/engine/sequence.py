@@ -68,6 +68,7 @@ class Sequence:
 
     Attributes:
         cached: prompt tokens that came from the exact prefix cache (S).
+        reused: prompt tokens that came from any cache: those, or what an earlier sparse turn kept.
         kept: prompt indices the target has seen, int32, or None for all of them.
         continuation: how a sparse prefill followed an earlier sparse turn, if it did.
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
@@ -85,6 +86,7 @@ class Sequence:
     started: float = 0.0
     plan: PrefillPlan | None = None
     cached: int = 0
+    reused: int = 0
     kept: npt.NDArray[np.int32] | None = None
     continuation: Continuation | None = None
     cache: list[Any] = field(default_factory=list)
@@ -118,7 +120,7 @@ class Sequence:
             reason="not started" if self.plan is None else self.plan.reason,
             prompt_tokens=M,
             kept_tokens=kept,
-            cached_tokens=self.cached,
+            cached_tokens=max(self.cached, self.reused),
             keep_pct=None if self.kept is None else round(kept / M, 6),
             continuation=self.continuation,
             timings=self._timings(),

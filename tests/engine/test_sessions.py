@@ -92,6 +92,7 @@ def test_later_turns_feed_no_more_than_a_dense_session_and_the_look_ahead(
     assert sparse[0][0] < dense[0][0]
     for (fed, scored, last), (cached, unscored, _) in zip(sparse[1:], dense[1:], strict=True):
         assert last.account.continuation == "extend"
+        assert fed - ANSWER == last.account.kept_tokens - last.account.cached_tokens
         assert fed <= cached
         assert unscored == 0
         assert scored <= max(len(tool_result(0)) + ANSWER + 1, asking) + rows
@@ -158,7 +159,8 @@ def test_starting_over_keeps_what_lies_before_the_missing_chunk(
     assert set(range(640, 672)) <= kept
     before = {i for i in kept if i < 640}
     assert (before == {i for i in kept_of(first) if i < 640}) or not cuttable
-    assert fed - ANSWER == len(kept) - (len(before) if cuttable else last.account.cached_tokens)
+    assert fed - ANSWER == len(kept) - last.account.cached_tokens
+    assert last.account.cached_tokens == len(before) or not cuttable
     if cuttable:
         assert tokens == masked_greedy(pair.target, prompt, sorted(kept), ANSWER)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable
 from functools import partial
@@ -52,8 +53,20 @@ def _vault_code(depth: float, rng: random.Random, space: Space) -> Item:
 
 def _json(rng: random.Random, space: Space) -> Item:
     numbers = rng.sample(facts.RECORD_IDS, RECORDS)
-    others = (facts.record(rng, True, number).pieces[0] for number in numbers[3:])
-    return _collection(rng, space, facts.three_records(rng, True, numbers[:3]), others, ("[", ",\n", "]"))
+    asked = facts.three_records(rng, True, numbers[:3])
+    names = {json.loads(piece)["name"] for piece in asked.pieces}
+    others = (_namesake_free(rng, number, names) for number in numbers[3:])
+    return _collection(rng, space, asked, others, ("[", ",\n", "]"))
+
+
+def _namesake_free(rng: random.Random, number: int, names: set[str]) -> str:
+    """A record of somebody else than `names`, which grows: what stands behind a name tells whose record it is."""
+    while True:
+        piece = facts.record(rng, True, number).pieces[0]
+        name = json.loads(piece)["name"]
+        if name not in names:
+            names.add(name)
+            return piece
 
 
 def _xml(rng: random.Random, space: Space) -> Item:

@@ -60,7 +60,7 @@ def test_measures_are_in_their_ranges(replies):
             assert 0 <= reply.measures["mass"] <= 1
             assert 0 <= reply.measures["top1"] <= 1
             assert reply.measures["kl"] >= -1e-6
-    assert found["sparse@0.2"].measures["mass"] > found["recency@0.2"].measures["mass"]
+    assert found["oracle@0.2"].measures["kl"] < found["random@0.2"].measures["kl"]
 
 
 def test_the_oracle_does_not_apply_where_everything_counts(examinee):

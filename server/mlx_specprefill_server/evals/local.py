@@ -202,10 +202,11 @@ class _Question:
         return {"recall": float((found == needed)[needed > 0].mean())}
 
     def probed(self, answers: Mapping[Arm, _Answer]) -> dict[Arm, dict[str, float]]:
-        """Distributions over the first tokens of the dense answer, and the attention mass that was kept."""
-        dense = replace(
-            self._request(SpecPrefillOptions(enabled=False)), max_tokens=PROBED_TOKENS, stop_token_ids=frozenset()
-        )
+        """Distributions over the first tokens of the dense answer, and the attention mass that was kept.
+
+        What a model says behind the end of its answer is noise, and would be most of a short one.
+        """
+        dense = replace(self._request(SpecPrefillOptions(enabled=False)), max_tokens=PROBED_TOKENS)
         continuation = _gather(self._engine, {FULL: dense})[FULL].tokens
         full = self._engine.replay(dense, continuation, attention=True)
         measures = {}

@@ -61,7 +61,7 @@ def test_measures_are_in_their_ranges(replies):
             assert 0 <= reply.measures["top1"] <= 1
             assert reply.measures["kl"] >= -1e-6
     assert found["sparse@0.2"].measures["mass"] > found["random@0.2"].measures["mass"]
-    assert found["sparse@0.2"].measures["kl"] < 0.1 < found["random@0.2"].measures["kl"]  # who answers what it can't know
+    assert found["sparse@0.2"].measures["kl"] < 0.1 < found["random@0.2"].measures["kl"]  # nobody knows the code
 
 
 def test_the_oracle_does_not_apply_where_everything_counts(examinee):

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlx_specprefill import ModelPair, SelectionConfig, keep_pct, load_pair
+from mlx_specprefill import ModelPair, ScoringConfig, SelectionConfig, keep_pct, load_pair
 from mlx_specprefill.adapters import capture
 from mlx_specprefill.prefill.forced import forced_mask, forced_ranges
+from mlx_specprefill.prefill.scoring import question_span
 from mlx_specprefill.prefill.selection import select_tokens
 from mlx_specprefill.prefill.units import TextUnits
 from mlx_specprefill_server.evals.statistics import paired_difference
@@ -53,7 +54,7 @@ class Read:
 
     look: Floats  # (rows, heads, M)
     question: Floats  # (tokens before the end of the last message, heads, M)
-    line: int  # tokens of its last line
+    end: int  # of the last message
     gold: Bools
     forced: Bools
     units: npt.NDArray[np.int32]
@@ -115,7 +116,7 @@ class Reader:
         look, question = self._attention(mx.array(prompt.tokens)[None], max(0, end - most), end)
         forced = forced_mask(forced_ranges(prompt.spans, M, SelectionConfig()), M)
         units = self._units.starts(prompt.tokens)
-        return Read(look, question, end - int(units[units < end][-1]), _mask(gold, M), forced, units)
+        return Read(look, question, end, _mask(gold, M), forced, units)
 
     def _attention(self, prompt: mx.array, start: int, end: int) -> tuple[Floats, Floats]:
         M, cache, draft = prompt.shape[1], make_prompt_cache(self._pair.draft), self._pair.draft
@@ -154,10 +155,10 @@ def _importance(read: Read, question: tuple[int, int], heads: str, best: int) ->
     joined = {"max": lambda a: a.max(axis=0), "mean": lambda a: a.mean(axis=0), "best": lambda a: a[best]}[heads]
     per_row = {"max": lambda a: a.max(axis=1), "mean": lambda a: a.mean(axis=1), "best": lambda a: a[:, best]}[heads]
     look: Floats = per_row(read.look).mean(axis=0)
-    least, most = question
-    if not most:
+    if not question[1]:
         return look
-    asked = joined(read.question[-min(max(read.line, least), most) :].mean(axis=0))
+    start, end = question_span(len(read.gold), ScoringConfig(question_rows=question), read.end, read.units)
+    asked = joined(read.question[start - end :].mean(axis=0))
     return (look / look.sum() + asked / asked.sum()).astype(np.float32)
 
 

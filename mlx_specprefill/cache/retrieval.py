@@ -134,16 +134,12 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         return 0 if self.chosen is None else int(self.chosen.shape[1]) * self.chunk
 
     def _choice(self, queries: mx.array, candidates: int) -> mx.array:
-        count, listed = min(self.chunks, candidates), self.shortlist * self.chunks
-        if self.shortlist == 1:
-            return best_chunks(attention_shares(queries, self._mean_keys(candidates), 1), count)
-        if listed >= candidates:
-            own = self.source.keys[0, :, : candidates * self.chunk]
-            return best_chunks(attention_shares(queries, own, self.chunk), count)
-        means = attention_shares(queries, self._mean_keys(candidates), 1)
-        short = best_chunks(means, listed)
-        own = attention_shares(queries, self._gathered(self.source.keys, short)[0], self.chunk)
-        return best_chunks(mx.put_along_axis(mx.zeros_like(means), short, own, axis=-1), count)
+        scores = attention_shares(queries, self._mean_keys(candidates), 1)
+        if self.shortlist > 1:
+            short = best_chunks(scores, min(self.shortlist * self.chunks, candidates))
+            own = attention_shares(queries, self._gathered(self.source.keys, short)[0], self.chunk)
+            scores = mx.put_along_axis(mx.zeros_like(scores), short, own, axis=-1)
+        return best_chunks(scores, min(self.chunks, candidates))
 
     def _mean_keys(self, count: int) -> mx.array:
         """Of the first `count` chunks, (H_kv, count, D). Complete chunks never change: each mean is computed once."""

@@ -78,9 +78,9 @@ class ScoringConfig:
 class SelectionConfig:
     """Which tokens the target sees. Limits are tokens."""
 
-    chunk_size: int = 32
+    chunk_size: int = 8  # the paper has 32
     unit_share: float = 0.95  # of a line's or sentence's best chunk that its other chunks get at least; 0: the paper
-    unit_limit: int = 96  # longer lines and sentences are not held together
+    unit_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each held together
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
     verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here

@@ -6,9 +6,9 @@
 Query rows: `look`, the last prompt token and the look-ahead (the paper's); `A-B`, half of that and half the last line
 of the question, at least A and at most B tokens. Heads: their maximum (the paper's), their mean, or the one head that
 looked most at gold in `--calibrate` items of the first task, which are not measured. Unit: the share of the best chunk
-of a line or sentence that its other chunks get at least. Printed are the share of items of which every gold token is
-kept and the share of gold tokens that are, and in brackets the difference of the first to the paper's rule with the
-engine's share, over the same items, with its 95 % interval.
+of a line or sentence that its other chunks get at least. Chunk: tokens. Printed are the share of items of which every
+gold token is kept and the share of gold tokens that are, and in brackets the difference of the first to the paper's
+rows, heads and chunks with the engine's share, over the same items, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mlx_specprefill import ModelPair, ScoringConfig, SelectionConfig, keep_pct, load_pair
+from mlx_specprefill import ModelPair, PromptSpan, ScoringConfig, SelectionConfig, keep_pct, load_pair
 from mlx_specprefill.adapters import capture
 from mlx_specprefill.prefill.forced import forced_mask, forced_ranges
 from mlx_specprefill.prefill.scoring import question_span
@@ -41,22 +42,22 @@ from mlx_lm.models.cache import make_prompt_cache  # isort: skip
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
-Rule = tuple[str, str, float, str]  # rows, heads, unit share, keep
+Rule = tuple[str, str, float, int, str]  # rows, heads, unit share, chunk size, keep
 ROWS, WIDTH, STEP = 8, 13, 512
 QUESTIONS = ((0, 0), (16, 16), (32, 32), (16, 32), (16, 48), (16, 64))
 SHARES = (0.0, 0.5, 0.75, 0.95)
-STOCK = ("look", "max", 0.95)
+STOCK = ("look", "max", 0.95, 32)
 
 
 @dataclass(frozen=True)
 class Read:
-    """One prompt of M tokens: the draft's pooled attention per query row and head, and gold and forced tokens."""
+    """One prompt of M tokens: the draft's pooled attention per query row and head, and which tokens are gold."""
 
     look: Floats  # (rows, heads, M)
     question: Floats  # (tokens before the end of the last message, heads, M)
     end: int  # of the last message
     gold: Bools
-    forced: Bools
+    spans: Sequence[PromptSpan]
     units: npt.NDArray[np.int32]
 
 
@@ -114,9 +115,8 @@ class Reader:
         M, end = len(prompt.tokens), prompt.spans[-1].content_end
         most = max(most for _, most in QUESTIONS)
         look, question = self._attention(mx.array(prompt.tokens)[None], max(0, end - most), end)
-        forced = forced_mask(forced_ranges(prompt.spans, M, SelectionConfig()), M)
         units = self._units.starts(prompt.tokens)
-        return Read(look, question, end, _mask(gold, M), forced, units)
+        return Read(look, question, end, _mask(gold, M), prompt.spans, units)
 
     def _attention(self, prompt: mx.array, start: int, end: int) -> tuple[Floats, Floats]:
         M, cache, draft = prompt.shape[1], make_prompt_cache(self._pair.draft), self._pair.draft
@@ -162,21 +162,21 @@ def _importance(read: Read, question: tuple[int, int], heads: str, best: int) ->
     return (look / look.sum() + asked / asked.sum()).astype(np.float32)
 
 
-def _kept_gold(read: Read, importance: Floats, share: str, unit_share: float) -> float:
+def _kept_gold(read: Read, importance: Floats, share: str, rule: SelectionConfig) -> float:
     """Share of the gold tokens that are kept."""
-    rule = SelectionConfig(unit_share=unit_share)
-    kept = select_tokens(importance, read.forced, read.units, keep_pct(share), rule).kept
+    forced = forced_mask(forced_ranges(read.spans, len(read.gold), rule), len(read.gold))
+    kept = select_tokens(importance, forced, read.units, keep_pct(share), rule).kept
     return float(np.isin(np.flatnonzero(read.gold), kept).mean())
 
 
-def _outcomes(read: Read, shares: Sequence[str], best: int) -> dict[Rule, float]:
+def _outcomes(read: Read, shares: Sequence[str], sizes: Sequence[int], best: int) -> dict[Rule, float]:
     found = {}
-    for question in QUESTIONS:
-        for heads in ("max", "mean", "best"):
-            importance = _importance(read, question, heads, best)
-            for unit_share in SHARES:
-                for share in shares:
-                    found[_rows(question), heads, unit_share, share] = _kept_gold(read, importance, share, unit_share)
+    for question, heads in product(QUESTIONS, ("max", "mean", "best")):
+        importance = _importance(read, question, heads, best)
+        for unit_share, size in product(SHARES, sizes):
+            rule = SelectionConfig(chunk_size=size, unit_share=unit_share)
+            for share in shares:
+                found[_rows(question), heads, unit_share, size, share] = _kept_gold(read, importance, share, rule)
     return found
 
 
@@ -192,12 +192,12 @@ def _best_head(reads: Sequence[Read]) -> int:
 
 def _table(outcomes: Mapping[str, Sequence[Mapping[Rule, float]]], shares: Sequence[str]) -> None:
     columns = [(name, share) for name in outcomes for share in shares]
-    print("| rows | heads | unit | " + " | ".join(f"{name} at {share}" for name, share in columns) + " |")
-    print("|" + " --- |" * (3 + len(columns)))
-    rules = dict.fromkeys(key[:3] for found in outcomes.values() for key in found[0])
+    print("| rows | heads | unit | chunk | " + " | ".join(f"{name} at {share}" for name, share in columns) + " |")
+    print("|" + " --- |" * (4 + len(columns)))
+    rules = dict.fromkeys(key[:4] for found in outcomes.values() for key in found[0])
     for rule in rules:
         cells = [_cell([(f[(*STOCK, share)], f[(*rule, share)]) for f in outcomes[name]]) for name, share in columns]
-        print(f"| {rule[0]} | {rule[1]} | {rule[2]:g} | " + " | ".join(cells) + " |", flush=True)
+        print(f"| {rule[0]} | {rule[1]} | {rule[2]:g} | {rule[3]} | " + " | ".join(cells) + " |", flush=True)
 
 
 def _cell(pairs: Sequence[tuple[float, float]]) -> str:
@@ -214,6 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--task", nargs="+", default=["niah_single_2", "niah_multikey_1"], choices=sorted(TASKS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024])
     parser.add_argument("--keep", nargs="+", default=["0.1", "0.2"])
+    parser.add_argument("--chunks", nargs="+", type=int, default=[8], help="tokens; 32, the paper's, is always there")
     parser.add_argument("-n", type=int, default=100, help="items per task and length")
     parser.add_argument("--calibrate", type=int, default=20, help="items before the first one, to choose a head by")
     parser.add_argument("--seed", type=int, default=30_000, help="number of the first item")
@@ -233,8 +234,11 @@ def _examine(name: str, options: argparse.Namespace) -> dict[str, dict[str, floa
     before = range(options.seed - options.calibrate, options.seed)
     best = _best_head(list(reads(options.task[0], options.lengths[0], before)))
     numbers = range(options.seed, options.seed + options.n)
+    sizes = sorted({*options.chunks, 32})
     outcomes = {
-        f"{task}, {length} tokens": [_outcomes(read, options.keep, best) for read in reads(task, length, numbers)]
+        f"{task}, {length} tokens": [
+            _outcomes(read, options.keep, sizes, best) for read in reads(task, length, numbers)
+        ]
         for task in options.task
         for length in options.lengths
     }

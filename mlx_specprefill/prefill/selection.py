@@ -25,7 +25,8 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]
 
-_STANDS_OUT = 6.0  # times the median chunk
+_STANDS_OUT = 9.0  # times the median chunk
+_PIECE = 32  # tokens of a line or sentence that is too long to be held together: the paper's chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +68,16 @@ def held_together(
         importance: (M,) of which `chunk_scores` are the means.
         units: where lines and sentences begin, ascending, the first at 0 (`TextUnits`).
         share: of the most that a unit adds to the mean of one of its chunks; the others get at least that.
-        limit: tokens; longer units are left alone.
+        limit: tokens; longer units are cut into pieces.
     """
     M, scores = importance.size, chunk_scores.copy()
-    ends = np.append(units[1:], M)
+    units, ends = _pieces(units, M, limit)
     first, last = units // chunk_size, (ends - 1) // chunk_size
-    crossing = (first < last) & (ends - units <= limit)
+    crossing = first < last
     begin, end, first, last = units[crossing], ends[crossing], first[crossing], last[crossing]
     total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
     best = np.zeros(begin.size)
-    parts = [first + step for step in range(-(-limit // chunk_size) + 1)]
+    parts = [first + step for step in range(int((last - first).max(initial=-1)) + 1)]
     for chunk in parts:
         left, right = np.maximum(begin, chunk * chunk_size), np.minimum(end, (chunk + 1) * chunk_size)
         inside = chunk <= last
@@ -86,6 +87,15 @@ def held_together(
         inside = chunk <= last
         np.maximum.at(scores, chunk[inside], (share * best[inside]).astype(np.float32))
     return scores
+
+
+def _pieces(units: Indices, length: int, limit: int) -> tuple[Indices, Indices]:
+    """Where units that are longer than `limit` tokens are cut as well, and where each ends."""
+    ends = np.append(units[1:], length)
+    long = ends - units > limit
+    cuts = [np.arange(start, end, _PIECE) for start, end in zip(units[long], ends[long], strict=True)]
+    starts = np.union1d(units, np.concatenate(cuts)) if cuts else units
+    return starts, np.append(starts[1:], length)
 
 
 def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_size: int) -> Selection:
@@ -131,7 +141,7 @@ def select_tokens(
 def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float, Indices]:
     """How much of what the selection asks for an earlier turn has kept already, and the rest.
 
-    What it asks for are the chosen chunks that stand out: six times the score of an ordinary one. The others fill the
+    What it asks for are the chosen chunks that stand out: nine times the score of an ordinary one. The others fill the
     budget and change from question to question. A chosen chunk beside one that stands out, as when a line crosses
     the border, is missed with it but does not count.
 

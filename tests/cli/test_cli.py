@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,7 @@ class TestGenerate:
     def test_keep_share_reaches_the_engine(self, models: list[str], prompt_file: str) -> None:
         arguments = ["generate", "--raw", "--prompt-file", prompt_file, "--max-tokens", "1", "--mode", "sparse"]
         done = run(*arguments, "--forced", "last-token", "--keep-pct", "0.5", *models)
-        kept = [
-            str(7 * 32 - 16),
-            str(7 * 32 + 1),
-        ]  # 7 of 13 chunks: with the last one, which is short, or its last token
+        kept = (200, 201)  # 25 of 50 chunks: with the last one, or with its last token
         assert any(f"{number} of 400" in done.stderr for number in kept)
 
     def test_standard_input(self, models: list[str]) -> None:
@@ -77,7 +75,7 @@ class TestInspect:
     def test_kept_chunks_with_scores_and_flags(self, models: list[str], prompt_file: str) -> None:
         done = run("inspect", "--raw", "--prompt-file", prompt_file, *models)
         assert done.exit_code == 0, done.output
-        assert "0-31" in done.stdout
+        assert " 0-" in done.stdout
         assert "forced" in done.stdout
         assert "dropped" not in done.stdout
         assert "of 400 tokens kept" in done.stdout
@@ -85,7 +83,9 @@ class TestInspect:
     def test_all_lists_the_dropped_ones_too(self, models: list[str], prompt_file: str) -> None:
         done = run("inspect", "--raw", "--prompt-file", prompt_file, "--all", "--keep-pct", "0.1", *models)
         assert "dropped" in done.stdout
-        assert done.stdout.count("e-0") == 13
+        rows = [line.split() for line in done.stdout.splitlines() if "e-0" in line]
+        assert all(before[4] != after[4] for before, after in pairwise(rows))
+        assert sum(int(row[1]) for row in rows) == 50
 
     def test_heat_map_file(self, models: list[str], prompt_file: str, tmp_path: Path) -> None:
         page = tmp_path / "map.html"

@@ -19,7 +19,7 @@ CHUNKS = (
 )
 
 
-def page(**changes: object) -> str:
+def page(shown: list[ExplainedChunk] | None = None, **changes: object) -> str:
     fields = {
         "mode": "sparse",
         "reason": "80 uncached <prompt> tokens",
@@ -33,7 +33,7 @@ def page(**changes: object) -> str:
     inspection = Inspection(**{**fields, **changes})  # type: ignore[arg-type]
     rows = enumerate(zip(CHUNKS, TEXTS, strict=True))
     explained = [ExplainedChunk(chunk, text, 3 - i, f"why <{i}>") for i, (chunk, text) in rows]
-    return render_heatmap(inspection, explained, "target <a>, draft b")
+    return render_heatmap(inspection, shown or explained, "target <a>, draft b")
 
 
 class Reader(HTMLParser):
@@ -84,6 +84,21 @@ def test_states_differ_by_more_than_colour() -> None:
     words = read(page()).words
     for mark in ("✕0", "◆1", "✓2"):
         assert mark in words
+
+
+def test_neighbours_of_one_state_share_a_mark() -> None:
+    infos = [ChunkInfo(i, 8 * i, 8 * i + 8, 0.1, False, kept, 8 * kept) for i, kept in enumerate([True, True, False])]
+    words = read(page(shown=[ExplainedChunk(info, f"text {info.index} ", 1, "") for info in infos])).words
+    assert "✓0text 0 text 1 ✕2text 2" in words
+
+
+def test_a_long_prompt_has_bars_wide_enough_to_see() -> None:
+    """512 at most, here of three chunks each; a bar leads to its best chunk, or the best that is kept."""
+    infos = [ChunkInfo(i, 8 * i, 8 * i + 8, 0.1, False, i in (7, 9), 0) for i in range(1030)]
+    shown = [ExplainedChunk(info, "", 1030 - info.index, "") for info in infos]
+    links = [attrs["href"] for tag, attrs in read(page(shown=shown)).tags if tag == "a"]
+    assert len(links) == 344
+    assert links[:4] == ["#c2", "#c5", "#c7", "#c9"]
 
 
 def test_the_counts_and_the_mode_are_told() -> None:

@@ -140,7 +140,7 @@ def test_a_dense_request_never_reads_a_sparse_entry():
     assert tokens == greedy(pair.target, prompt, 6)
 
 
-@pytest.mark.parametrize(("beginning", "reused"), [(160, True), (32, False)])
+@pytest.mark.parametrize(("beginning", "reused"), [(136, True), (32, False)])
 def test_what_is_kept_up_to_the_first_gap_is_dense_and_reused_if_long(beginning, reused):
     pair = tiny_pair()
     prompt, _ = chat(600)

@@ -62,7 +62,7 @@ def test_a_running_request_is_counted_with_its_cache() -> None:
                 looked.set()
 
         prompt = random_prompt(64)
-        handle = engine.submit(GenerationRequest(prompt, 8), look)
+        handle = engine.submit(GenerationRequest(prompt, 8, specprefill=SpecPrefillOptions(enabled=False)), look)
         assert looked.wait(20)
         handle.cancel()
         per_token = 2 * 3 * 2 * 12 * 4  # keys and values, layers, heads, their size, float32

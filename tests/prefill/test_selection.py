@@ -141,8 +141,8 @@ def part(*of):
 
 
 def test_only_chunks_that_stand_out_decide_what_is_held():
-    """The median is 1; chunks 1 and 5 stand out with 12 and 6, chunk 3 is chosen with 4 and does not matter."""
-    scores, selection = selected([1, 12, 1, 4, 1, 6, 1], Fraction(3, 7))
+    """The median is 1; chunks 1 and 5 stand out with 18 and 9, chunk 3 is chosen with 4 and does not matter."""
+    scores, selection = selected([1, 18, 1, 4, 1, 9, 1], Fraction(3, 7))
     assert selection.chunk_chosen.nonzero()[0].tolist() == [1, 3, 5]
     assert part(scores, selection, tokens(14, 1, 5)) == (1.0, [])
     assert part(scores, selection, tokens(14, 1, 3)) == (pytest.approx(2 / 3), [10, 11])
@@ -161,7 +161,7 @@ def test_chosen_chunks_beside_one_that_stands_out_are_missed_with_it():
 
 def test_what_is_put_in_is_completed_by_the_best_of_the_rest():
     """Chunk 5 is missing; of the chosen ones 1 is held, 3 (4) and 7 (3) come next, as far as there is room."""
-    _, selection = selected([1, 12, 1, 4, 1, 6, 1, 3, 1], Fraction(4, 9))
+    _, selection = selected([1, 18, 1, 4, 1, 9, 1, 3, 1], Fraction(4, 9))
     missing, held = np.array([10, 11], dtype=np.int32), tokens(18, 1)
     assert completed(missing, selection, held, 3).tolist() == [10, 11]
     assert completed(missing, selection, held, 4).tolist() == [6, 7, 10, 11]
@@ -172,19 +172,19 @@ def test_what_is_put_in_is_completed_by_the_best_of_the_rest():
 
 
 def test_where_nothing_stands_out_everything_is_held():
-    scores, selection = selected([1, 5.9, 1, 2, 1], Fraction(2, 5))
+    scores, selection = selected([1, 8.9, 1, 2, 1], Fraction(2, 5))
     assert part(scores, selection, np.zeros(10, dtype=bool)) == (1.0, [])
 
 
 def test_forced_chunks_are_neither_ordinary_nor_asked_for():
     """Chunk 0 is forced, seen by every turn, and draws most attention; without it the median is 1."""
-    scores, selection = selected([90, 1, 6, 1, 1], Fraction(2, 5), forced=(0, 1))
+    scores, selection = selected([90, 1, 9, 1, 1], Fraction(2, 5), forced=(0, 1))
     assert part(scores, selection, tokens(10, 0)) == (0.0, [4, 5])
     assert part(scores, selection, tokens(10, 2)) == (1.0, [])
 
 
 def test_what_lies_after_the_earlier_turn_does_not_count():
-    scores, selection = selected([9, 1, 8, 1, 1], Fraction(2, 5))
+    scores, selection = selected([12, 1, 11, 1, 1], Fraction(2, 5))
     assert part(scores, selection, np.ones(3, dtype=bool)) == (1.0, [])
     assert part(scores, selection, np.zeros(3, dtype=bool)) == (0.0, [0, 1])
     assert part(scores, selection, np.zeros(0, dtype=bool)) == (1.0, [])
@@ -196,9 +196,11 @@ def together_by_hand(importance, units, size, share, limit):
     chunks = [range(start, min(start + size, M)) for start in range(0, M, size)]
     means = [sum(importance[i] for i in chunk) / len(chunk) for chunk in chunks]
     scores = list(means)
-    for start, end in itertools.pairwise([*units, M]):
+    whole = list(itertools.pairwise([*units, M]))
+    cut = [(at, min(at + 32, end)) for start, end in whole if end - start > limit for at in range(start, end, 32)]
+    for start, end in [unit for unit in whole if unit[1] - unit[0] <= limit] + cut:
         touched = [c for c, chunk in enumerate(chunks) if set(chunk) & set(range(start, end))]
-        if end - start > limit or len(touched) < 2:
+        if len(touched) < 2:
             continue
         best = max(sum(importance[i] for i in chunks[c] if start <= i < end) / len(chunks[c]) for c in touched)
         for c in touched:
@@ -222,8 +224,20 @@ def test_a_sentence_that_goes_on_brings_its_next_chunk_and_a_new_one_does_not():
     goes_on = held_together(importance, scores, np.array([0, 2, 6, 9]), 4, 0.75, 96)
     assert goes_on.tolist() == [2, 1.5, 0.25]
     assert held_together(importance, scores, np.array([0, 4, 8]), 4, 0.75, 96).tolist() == scores.tolist()
-    assert held_together(importance, scores, np.array([0, 2, 6, 9]), 4, 0.75, 3).tolist() == [2, 0.1875, 0.25]
     assert held_together(importance, scores, np.array([0, 2, 6, 9]), 4, 0.0, 96).tolist() == scores.tolist()
+
+
+def test_a_line_that_is_too_long_is_held_together_in_pieces():
+    """Minified code, or a list on one line: pieces of 32 tokens, four chunks each, from where the line begins."""
+    importance = np.zeros(128, dtype=np.float32)
+    importance[50] = 8
+    scores = chunk_means(importance, 8)
+    got = held_together(importance, scores, np.array([0, 8, 120]), 8, 0.75, 96)
+    assert got.nonzero()[0].tolist() == [5, 6, 7, 8]
+    assert got[5:9].tolist() == [0.75, 1, 0.75, 0.75]
+    assert held_together(importance, scores, np.array([0, 8, 120]), 8, 0.75, 112).nonzero()[0].tolist() == [
+        *range(1, 15)
+    ]
 
 
 def test_what_a_selection_costs_depends_on_the_length_only():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import groupby
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -20,7 +21,7 @@ from ..explaining.heatmap import chunk_state
 __all__ = ["StageBars", "chunk_table", "cost_table", "stage_bars", "stage_summary", "stage_table", "work_table"]
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens
-_PREVIEW = 60  # characters of a chunk's text in the table
+_PREVIEW = 60  # characters of a run's text in the table
 _LABELS = {"draft": "draft reads the prompt", "prefill": "target reads its share"}
 
 
@@ -92,21 +93,25 @@ def stage_summary(account: Account, completion_tokens: int) -> str:
 
 
 def chunk_table(chunks: Sequence[ExplainedChunk], *, dropped_too: bool) -> Table:
-    shown = [(chunk.info, chunk.text) for chunk in chunks if chunk.info.kept or dropped_too]
+    """A row for every run of chunks of one state, with its best score."""
+    runs = [(state, list(run)) for state, run in groupby(chunks, lambda chunk: chunk_state(chunk.info))]
+    shown = [(state, [chunk.info for chunk in run], run) for state, run in runs if state != "dropped" or dropped_too]
     columns = {
-        "chunk": [str(chunk.index) for chunk, _ in shown],
-        "tokens": [f"{chunk.start}-{chunk.end - 1}" for chunk, _ in shown],
-        "score": [f"{chunk.score:.2e}" for chunk, _ in shown],
-        "kept": [f"{chunk.kept_tokens}/{chunk.end - chunk.start}" for chunk, _ in shown],
-        "state": [chunk_state(chunk) for chunk, _ in shown],
+        "tokens": [f"{infos[0].start}-{infos[-1].end - 1}" for _, infos, _ in shown],
+        "chunks": [str(len(infos)) for _, infos, _ in shown],
+        "score": [f"{max(info.score for info in infos):.2e}" for _, infos, _ in shown],
+        "kept": [
+            f"{sum(info.kept_tokens for info in infos)}/{infos[-1].end - infos[0].start}" for _, infos, _ in shown
+        ],
+        "state": [state for state, _, _ in shown],
     }
     table = Table(show_edge=False)
     for name, cells in columns.items():  # a narrow terminal cuts the text, never the numbers
         width = max(map(len, [name, *cells]))
         table.add_column(name, justify="left" if name == "state" else "right", min_width=width, no_wrap=True)
     table.add_column("text", no_wrap=True, overflow="ellipsis")
-    for *cells, (_, text) in zip(*columns.values(), shown, strict=True):
-        table.add_row(*cells, Text(" ".join(text.split())[:_PREVIEW]))
+    for *cells, (_, _, run) in zip(*columns.values(), shown, strict=True):
+        table.add_row(*cells, Text(" ".join("".join(chunk.text for chunk in run).split())[:_PREVIEW]))
     return table
 
 

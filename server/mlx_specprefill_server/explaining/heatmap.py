@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import groupby
 
 from mlx_specprefill import ChunkInfo, Inspection
 
@@ -12,6 +13,9 @@ from .explained import ExplainedChunk
 __all__ = ["LEVELS", "chunk_state", "heat_levels", "render_heatmap"]
 
 LEVELS = 6  # shades of the background; the top one is the best-scored sixth of the chunks
+
+_BARS = 512
+_Row = tuple[ExplainedChunk, int]  # and its shade
 
 _MARKS = {"forced": "◆", "kept": "✓", "dropped": "✕"}
 
@@ -71,8 +75,8 @@ def render_heatmap(inspection: Inspection, chunks: Sequence[ExplainedChunk], mod
         style=_STYLE,
         facts=_facts(inspection, models),
         legend=_legend(),
-        bars="".join(_bar(chunk, level) for chunk, level in rows),
-        body="".join(_span(chunk, level) for chunk, level in rows),
+        bars="".join(_bar(*best) for best in _bars(rows)),
+        body="".join(_run(list(run)) for _, run in groupby(rows, lambda row: chunk_state(row[0].info))),
         forced="".join(_forced_row(*forced) for forced in inspection.forced_ranges),
         table="".join(_table_row(chunk.info) for chunk in chunks),
     )
@@ -98,7 +102,7 @@ _PAGE = """<!doctype html>
 <h1>Which chunks of the prompt the target reads</h1>
 {facts}
 {legend}
-<nav class="map" aria-label="Every chunk in prompt order; the higher the bar, the better its rank">{bars}</nav>
+<nav class="map" aria-label="The prompt in order; the higher the bar, the better the rank">{bars}</nav>
 <main class="text">{body}</main>
 <details><summary>What is kept by rule</summary>
 <table><thead><tr><th>tokens</th><th>why</th></tr></thead><tbody>{forced}</tbody></table></details>
@@ -110,17 +114,28 @@ _PAGE = """<!doctype html>
 """
 
 
+def _bars(rows: Sequence[_Row]) -> Iterator[_Row]:
+    """At most so many as one can see; of the chunks of a bar, a kept one and of these the best stands for all."""
+    step = -(-len(rows) // _BARS)
+    for start in range(0, len(rows), step):
+        yield min(rows[start : start + step], key=lambda row: (not row[0].info.kept, row[0].rank))
+
+
 def _bar(chunk: ExplainedChunk, level: int) -> str:
     info = chunk.info
     return f'<a class="{chunk_state(info)} h{level}" href="#c{info.index}" title="{_describe(chunk)}"></a>'
 
 
-def _span(chunk: ExplainedChunk, level: int) -> str:
+def _run(rows: Sequence[_Row]) -> str:
+    """Neighbours of one state; the first has its mark."""
+    first = rows[0][0].info
+    marks = [f"<b>{_MARKS[chunk_state(first)]}{first.index}</b>", *[""] * (len(rows) - 1)]
+    return "".join(_span(*row, mark) for row, mark in zip(rows, marks, strict=True))
+
+
+def _span(chunk: ExplainedChunk, level: int, mark: str) -> str:
     state, index = chunk_state(chunk.info), chunk.info.index
-    return (
-        f'<span id="c{index}" class="{state} s{level}" title="{_describe(chunk)}">'
-        f"<b>{_MARKS[state]}{index}</b>{escape(chunk.text)}</span>"
-    )
+    return f'<span id="c{index}" class="{state} s{level}" title="{_describe(chunk)}">{mark}{escape(chunk.text)}</span>'
 
 
 def _forced_row(start: int, end: int, reason: str) -> str:

@@ -34,8 +34,9 @@ export class HeatMap {
     this.current = -1;
     const pieces = document.createDocumentFragment();
     this.spans = this.chunks.map((chunk, index) => {
+      const begins = chunk.kept && (index === 0 || stateOf(this.chunks[index - 1]) !== stateOf(chunk));
       const span = element("span", { id: `chunk-${index}`, className: `${stateOf(chunk)} s${this.#level(chunk)}` },
-        ...(chunk.kept ? [element("b", { textContent: MARKS[stateOf(chunk)] })] : []), chunk.text);
+        ...(begins ? [element("b", { textContent: MARKS[stateOf(chunk)] })] : []), chunk.text);
       span.dataset.index = index;
       span.setAttribute("role", "option");
       span.setAttribute("aria-selected", "false");

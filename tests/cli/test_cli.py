@@ -83,7 +83,7 @@ class TestInspect:
     def test_all_lists_the_dropped_ones_too(self, models: list[str], prompt_file: str) -> None:
         done = run("inspect", "--raw", "--prompt-file", prompt_file, "--all", "--keep-pct", "0.1", *models)
         assert "dropped" in done.stdout
-        rows = [line.split() for line in done.stdout.splitlines() if "e-0" in line]
+        rows = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if "e-0" in line]
         assert all(before[4] != after[4] for before, after in pairwise(rows))
         assert sum(int(row[1]) for row in rows) == 50
 

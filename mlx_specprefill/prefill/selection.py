@@ -25,8 +25,8 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]
 
-_STANDS_OUT = 9.0  # times the median chunk
-_PIECE = 32  # tokens of a line or sentence that is too long to be held together: the paper's chunk
+_STANDS_OUT = 12.0  # times the median chunk
+_PIECE = 32  # tokens, the paper's chunk: what stands for a line or sentence where that is too long or not at hand
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,9 @@ def select_tokens(
 def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float, Indices]:
     """How much of what the selection asks for an earlier turn has kept already, and the rest.
 
-    What it asks for are the chosen chunks that stand out: nine times the score of an ordinary one. The others fill the
-    budget and change from question to question. A chosen chunk beside one that stands out, as when a line crosses
-    the border, is missed with it but does not count.
+    What it asks for are the chosen chunks that stand out: twelve times the score of an ordinary one. The others fill
+    the budget and change from question to question. Chosen chunks beside one that stands out, up to 32 tokens away and
+    with no gap, are missed with it but do not count: the rest of a line or sentence.
 
     Args:
         scores: mean importance per chunk (C,), not held together: a chunk counts for what the draft saw in it.
@@ -159,8 +159,10 @@ def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float,
     total = float(importance.sum())
     share = float(importance[held].sum()) / total if total > 0 else 1.0
     asked = stands_out.copy()
-    asked[1:] |= selection.chunk_chosen[1:] & stands_out[:-1]
-    asked[:-1] |= selection.chunk_chosen[:-1] & stands_out[1:]
+    for _ in range(max(1, _PIECE // selection.chunk_size)):
+        before, after = asked[:-1].copy(), asked[1:].copy()
+        asked[1:] |= selection.chunk_chosen[1:] & before
+        asked[:-1] |= selection.chunk_chosen[:-1] & after
     lacking = np.repeat(asked, selection.chunk_size)[: held.size] & ~held
     return share, np.flatnonzero(lacking).astype(np.int32)
 

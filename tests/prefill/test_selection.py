@@ -141,8 +141,8 @@ def part(*of):
 
 
 def test_only_chunks_that_stand_out_decide_what_is_held():
-    """The median is 1; chunks 1 and 5 stand out with 18 and 9, chunk 3 is chosen with 4 and does not matter."""
-    scores, selection = selected([1, 18, 1, 4, 1, 9, 1], Fraction(3, 7))
+    """The median is 1; chunks 1 and 5 stand out with 24 and 12, chunk 3 is chosen with 4 and does not matter."""
+    scores, selection = selected([1, 24, 1, 4, 1, 12, 1], Fraction(3, 7))
     assert selection.chunk_chosen.nonzero()[0].tolist() == [1, 3, 5]
     assert part(scores, selection, tokens(14, 1, 5)) == (1.0, [])
     assert part(scores, selection, tokens(14, 1, 3)) == (pytest.approx(2 / 3), [10, 11])
@@ -153,10 +153,18 @@ def test_only_chunks_that_stand_out_decide_what_is_held():
 
 
 def test_chosen_chunks_beside_one_that_stands_out_are_missed_with_it():
-    """Where a line crosses the border: chunks 1 and 3 lie beside chunk 2, chunk 5 beside nothing that stands out."""
-    scores, selection = selected([1, 3, 12, 3, 1, 4, 1, 1, 1], Fraction(4, 9))
-    assert part(scores, selection, tokens(18)) == (0.0, [2, 3, 4, 5, 6, 7])
-    assert part(scores, selection, tokens(18, 2)) == (1.0, [2, 3, 6, 7])
+    """Where a line crosses borders: chunks 1, 3 and 4 go on from chunk 2, chunk 6 from nothing that stands out."""
+    scores, selection = selected([1, 3, 12, 3, 3, 1, 4, 1, 1, 1, 1], Fraction(5, 11))
+    assert part(scores, selection, tokens(22)) == (0.0, [*range(2, 10)])
+    assert part(scores, selection, tokens(22, 2)) == (1.0, [2, 3, 6, 7, 8, 9])
+
+
+def test_what_goes_on_for_long_is_not_missed_with_what_stands_out():
+    """32 tokens of chunks that were chosen on either side of chunk 40."""
+    scores = np.ones(120, dtype=np.float32)
+    scores[15:66], scores[40] = 3, 12
+    scores, selection = selected(scores, Fraction(51, 120))
+    assert part(scores, selection, tokens(240)) == (0.0, [*range(48, 114)])
 
 
 def test_what_is_put_in_is_completed_by_the_best_of_the_rest():
@@ -172,19 +180,19 @@ def test_what_is_put_in_is_completed_by_the_best_of_the_rest():
 
 
 def test_where_nothing_stands_out_everything_is_held():
-    scores, selection = selected([1, 8.9, 1, 2, 1], Fraction(2, 5))
+    scores, selection = selected([1, 11.9, 1, 2, 1], Fraction(2, 5))
     assert part(scores, selection, np.zeros(10, dtype=bool)) == (1.0, [])
 
 
 def test_forced_chunks_are_neither_ordinary_nor_asked_for():
     """Chunk 0 is forced, seen by every turn, and draws most attention; without it the median is 1."""
-    scores, selection = selected([90, 1, 9, 1, 1], Fraction(2, 5), forced=(0, 1))
+    scores, selection = selected([90, 1, 12, 1, 1], Fraction(2, 5), forced=(0, 1))
     assert part(scores, selection, tokens(10, 0)) == (0.0, [4, 5])
     assert part(scores, selection, tokens(10, 2)) == (1.0, [])
 
 
 def test_what_lies_after_the_earlier_turn_does_not_count():
-    scores, selection = selected([12, 1, 11, 1, 1], Fraction(2, 5))
+    scores, selection = selected([14, 1, 13, 1, 1], Fraction(2, 5))
     assert part(scores, selection, np.ones(3, dtype=bool)) == (1.0, [])
     assert part(scores, selection, np.zeros(3, dtype=bool)) == (0.0, [0, 1])
     assert part(scores, selection, np.zeros(0, dtype=bool)) == (1.0, [])

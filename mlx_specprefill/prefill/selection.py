@@ -176,11 +176,10 @@ def completed(missing: Indices, selection: Selection, held: Bools, limit: int) -
     lacking = np.zeros(held.size, dtype=np.bool_)
     lacking[missing] = True
     size, left = selection.chunk_size, limit - missing.size
-    for chunk in np.argsort(-selection.chunk_scores, kind="stable"):
+    best_first = np.argsort(-selection.chunk_scores, kind="stable")
+    for chunk in best_first[selection.chunk_chosen[best_first]]:
         part = slice(chunk * size, min((chunk + 1) * size, held.size))
         more = ~held[part] & ~lacking[part]
-        if not selection.chunk_chosen[chunk] or not more.any():
-            continue
         if more.sum() > left:
             break
         lacking[part] |= more

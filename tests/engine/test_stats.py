@@ -105,6 +105,8 @@ def test_densified_tokens_are_counted() -> None:
 def test_what_lies_on_disk_is_counted(tmp_path: Path) -> None:
     with engine_of(tiny_pair(), prefix_cache_dir=tmp_path) as engine:
         finish(engine, GenerationRequest(random_prompt(600), 1, specprefill=SpecPrefillOptions(enabled=False)))
-        assert eventually(lambda: engine.stats().memory.prefix_disk > 0)
-        files = list(tmp_path.glob("*.safetensors"))
-        assert eventually(lambda: engine.stats().memory.prefix_disk == sum(file.stat().st_size for file in files))
+        assert eventually(lambda: engine.stats().memory.prefix_disk == _file_bytes(tmp_path) > 0)
+
+
+def _file_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

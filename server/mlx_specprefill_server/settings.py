@@ -82,6 +82,7 @@ class Settings(BaseSettings):
     calibration_file: Path | None = Field(default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json")
     specprefill_keep_pct: Annotated[Fraction, BeforeValidator(keep_pct)] = Fraction(1, 5)
     forced_rule: ForcedRule = "template"
+    chunk_size: int = Field(default=8, ge=1)  # tokens
     speculative: SpeculationName = "off"  # how answers are drafted when a request doesn't say
     prefill_step: int = 2048
     max_queue: int = 256
@@ -102,7 +103,7 @@ class Settings(BaseSettings):
     def engine_config(self) -> EngineConfig:
         """The part of the settings that the engine needs."""
         return EngineConfig(
-            selection=SelectionConfig(forced=self.forced_rule),
+            selection=SelectionConfig(chunk_size=self.chunk_size, forced=self.forced_rule),
             policy=SpecPrefillPolicy(
                 enabled=self.specprefill,
                 threshold=self.specprefill_threshold,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -87,6 +88,10 @@ class TestInspect:
         assert all(before[4] != after[4] for before, after in pairwise(rows))
         assert sum(int(row[1]) for row in rows) == 50
 
+    def test_chunk_size_reaches_the_selection(self, models: list[str], prompt_file: str) -> None:
+        done = run("inspect", "--raw", "--prompt-file", prompt_file, "--chunk-size", "40", *models)
+        assert "of 10 chunks" in " ".join(done.stdout.split())
+
     def test_heat_map_file(self, models: list[str], prompt_file: str, tmp_path: Path) -> None:
         page = tmp_path / "map.html"
         done = run("inspect", "--raw", "--prompt-file", prompt_file, "--html", str(page), *models)
@@ -104,7 +109,7 @@ class TestServe:
     def test_options_become_settings(self, models: list[str], served: list[tuple[Any, Any]]) -> None:
         options = ["--port", "0", "--api-key", "a", "--api-key", "b", "--model-alias", "mine", "--forced", "last-token"]
         policy = ["--no-specprefill", "--specprefill-threshold", "99", "--specprefill-keep-pct", "0.3"]
-        done = run("serve", *options, *policy, "--prefill-step", "64", "--kv-bits", "8", *models)
+        done = run("serve", *options, *policy, "--prefill-step", "64", "--kv-bits", "8", "--chunk-size", "16", *models)
         assert done.exit_code == 0, done.output
         [(engine, settings)] = served
         assert settings.port == 0
@@ -114,7 +119,7 @@ class TestServe:
         assert (config.prefill_step, config.kv_bits) == (64, 8)
         assert (config.policy.enabled, config.policy.threshold) == (False, 99)
         assert str(config.policy.keep_pct) == "3/10"
-        assert config.selection.forced == "last-token"
+        assert (config.selection.forced, config.selection.chunk_size) == ("last-token", 16)
 
     def test_memory_options(self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path) -> None:
         sizes = ["--memory-limit", "2GB", "--prefix-cache-size", "64MB", "--prefix-disk-size", "1GB"]
@@ -163,6 +168,29 @@ class TestServe:
         assert served[0][0].config.policy.threshold == 6
 
 
+class TestEval:
+    def test_results_of_another_chunk_size_stay_apart(self, tmp_path: Path) -> None:
+        arguments = [
+            "eval",
+            "--task",
+            "needle",
+            "--length",
+            "400",
+            "-n",
+            "1",
+            "--arm",
+            "sparse",
+            "--out",
+            str(tmp_path),
+        ]
+        done = run(*arguments, "--chunk-size", "32")
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout.splitlines()[-1])["run"]["chunk_size"] == 32
+        refused = run(*arguments)
+        assert refused.exit_code == 2
+        assert "choose another --out" in refused.stderr
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("arguments", "words"),
@@ -175,6 +203,7 @@ class TestRefusals:
             (["serve", "--pairs-file", "{missing}"], "can't read"),
             (["serve", "--draft", "somewhere"], "--draft needs --target"),
             (["serve", "--target", "{missing}"], "no model here"),
+            (["eval", "--server", "http://localhost", "--chunk-size", "8"], "a server has its own"),
             (["serve", "--memory-limit", "plenty"], "such as 512MB or 2GB"),
             (["serve", "--kv-bits", "7"], "kv_bits must be one of"),
             (["serve", "--specprefill-keep-pct", "1.5"], "must be a number in (0, 1]"),

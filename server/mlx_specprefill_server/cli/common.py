@@ -27,7 +27,7 @@ __all__ = [
     "FAILED",
     "ONE_SHOT",
     "USAGE_ERROR",
-    "MissingOptionError",
+    "OptionError",
     "begin",
     "choose",
     "load",
@@ -46,8 +46,8 @@ ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next
 _ONE_SHOT_THRESHOLD = 8192  # tokens; measuring takes longer than one request saves
 
 
-class MissingOptionError(SpecPrefillError):
-    """The command needs an option that was not given."""
+class OptionError(SpecPrefillError):
+    """Options that don't go together, or one that is missing."""
 
 
 @contextmanager
@@ -89,12 +89,12 @@ def choose(name: str, pairs_file: Path | None, target: str | None, draft: str | 
 
     Raises:
         PairsError: no such pair, or an unreadable file.
-        MissingOptionError: a draft without a target.
+        OptionError: a draft without a target.
     """
     if target is not None:
         return Pair(target=target, draft=draft)
     if draft is not None:
-        raise MissingOptionError("--draft needs --target")
+        raise OptionError("--draft needs --target")
     return find_pair(name, pairs_file)
 
 

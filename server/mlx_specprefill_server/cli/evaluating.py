@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_specprefill import Engine
+from mlx_specprefill import Engine, SelectionConfig
 
 from ..evals.arms import ARM_KINDS
 from ..evals.arms import arms as make_arms
@@ -16,8 +16,8 @@ from ..evals.command import Options
 from ..evals.command import evaluate as run
 from ..evals.local import LocalExaminee, examination
 from ..evals.remote import RemoteExaminee
-from .common import begin, choose, load, one_line_errors
-from .options import Draft, Dtype, Level, PairName, PairsFile, Target
+from .common import OptionError, begin, choose, load, one_line_errors
+from .options import ChunkSize, Draft, Dtype, Level, PairName, PairsFile, Target
 
 __all__ = ["evaluate"]
 
@@ -36,6 +36,7 @@ def evaluate(
         list[str] | None, typer.Option("--arm", help=f"{', '.join(ARM_KINDS)}; repeat. Default: sparse, random.")
     ] = None,
     keeps: Annotated[list[str] | None, typer.Option("--keep", help="Share of chunks; repeat. Default 0.2.")] = None,
+    chunk_size: ChunkSize = None,
     probes: Annotated[
         int,
         typer.Option(min=0, help="Items per cell whose distributions are measured too: KL, attention, perplexity."),
@@ -69,10 +70,13 @@ def evaluate(
             out=out,
         )
         if server is not None:
+            if chunk_size is not None:
+                raise OptionError("--chunk-size is for a pair that is loaded here; a server has its own")
             typer.echo(json.dumps(run(options, RemoteExaminee(server, model, api_key), _tell)))
             return
         chosen = choose(pair, pairs_file, target, draft)
-        with Engine(load(chosen, dtype), examination()) as engine:
+        selection = SelectionConfig() if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
+        with Engine(load(chosen, dtype), examination(selection)) as engine:
             typer.echo(json.dumps(run(options, LocalExaminee(engine), _tell)))
 
 

@@ -33,6 +33,7 @@ from .common import (
 )
 from .console import StageBars, stage_bars, stage_summary, stage_table
 from .options import (
+    ChunkSize,
     Draft,
     Dtype,
     Forced,
@@ -59,6 +60,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     keep: Keep = None,
+    chunk_size: ChunkSize = None,
     mode: Annotated[PrefillMode, typer.Option(help="auto: sparse above the pair's threshold.")] = "auto",
     raw: Raw = False,
     pair: PairName = "demo",
@@ -78,7 +80,13 @@ def generate(
         options = options_of(_ENABLED[mode], keep)
         chosen = choose(pair, pairs_file, target, draft)
         settings = make_settings(
-            chosen, one_shot=True, forced_rule=forced, prefill_step=prefill_step, kv_bits=kv_bits, **ONE_SHOT
+            chosen,
+            one_shot=True,
+            chunk_size=chunk_size,
+            forced_rule=forced,
+            prefill_step=prefill_step,
+            kv_bits=kv_bits,
+            **ONE_SHOT,
         )
         with Engine(load(chosen, dtype), settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)

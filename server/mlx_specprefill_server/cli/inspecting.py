@@ -14,7 +14,7 @@ from ..explaining.explained import ExplainedChunk, explain_chunks
 from ..explaining.heatmap import render_heatmap
 from .common import (
     ONE_SHOT,
-    MissingOptionError,
+    OptionError,
     begin,
     choose,
     load,
@@ -26,7 +26,7 @@ from .common import (
     read_text,
 )
 from .console import chunk_table, stage_bars, work_table
-from .options import Draft, Dtype, Forced, Keep, Level, PairName, PairsFile, Question, Raw, Target
+from .options import ChunkSize, Draft, Dtype, Forced, Keep, Level, PairName, PairsFile, Question, Raw, Target
 
 __all__ = ["inspect"]
 
@@ -35,6 +35,7 @@ def inspect(
     prompt_file: Annotated[Path | None, typer.Option(help="A text file; - reads standard input.")] = None,
     question: Question = None,
     keep: Keep = None,
+    chunk_size: ChunkSize = None,
     raw: Raw = False,
     shape: Annotated[
         str | None, typer.Option(help="Instead of a prompt: what a prefill computes in this model shape.")
@@ -56,11 +57,11 @@ def inspect(
             Console().print(work_table(shape, keep_pct(keep or "0.2", "--keep-pct")))
             return
         if prompt_file is None:
-            raise MissingOptionError("--prompt-file or --shape is needed")
+            raise OptionError("--prompt-file or --shape is needed")
         text = read_text(prompt_file)
         options = options_of(None, keep)
         chosen = choose(pair, pairs_file, target, draft)
-        settings = make_settings(chosen, one_shot=True, forced_rule=forced, **ONE_SHOT)
+        settings = make_settings(chosen, one_shot=True, chunk_size=chunk_size, forced_rule=forced, **ONE_SHOT)
         with Engine(load(chosen, dtype), settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)
             inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))

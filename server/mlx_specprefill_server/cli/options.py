@@ -12,6 +12,7 @@ from mlx_specprefill import ForcedRule
 from ..settings import LogLevel
 
 __all__ = [
+    "ChunkSize",
     "Draft",
     "Dtype",
     "DtypeName",
@@ -34,6 +35,7 @@ PairsFile = Annotated[Path | None, typer.Option(help="Another file of named pair
 Target = Annotated[str | None, typer.Option(help="Folder or repository id of the target, instead of --pair.")]
 Draft = Annotated[str | None, typer.Option(help="Folder or repository id of the draft; none: full prefill only.")]
 Dtype = Annotated[DtypeName, typer.Option(help="auto: as stored on a GPU, float32 on a CPU.")]
+ChunkSize = Annotated[int | None, typer.Option(min=1, help="Tokens per chunk. Default 8.")]
 Forced = Annotated[ForcedRule, typer.Option("--forced", help="Which tokens are always kept.")]
 PrefillStep = Annotated[int | None, typer.Option(help="Tokens per target forward.")]
 KvBits = Annotated[int | None, typer.Option(help="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8.")]

@@ -14,7 +14,7 @@ from ..monitoring.logs import set_up as set_up_logs
 from ..parsers.formats import ReasoningParser, ToolParser
 from ..settings import LogFormat, LogLevel
 from .common import choose, load, make_settings, note_blas, one_line_errors
-from .options import Draft, Dtype, KvBits, PairName, PairsFile, PrefillStep, Target
+from .options import ChunkSize, Draft, Dtype, KvBits, PairName, PairsFile, PrefillStep, Target
 
 __all__ = ["serve"]
 
@@ -41,6 +41,7 @@ def serve(
     specprefill: Annotated[
         bool | None, typer.Option("--specprefill/--no-specprefill", help="Off: sparse only when a request asks.")
     ] = None,
+    chunk_size: ChunkSize = None,
     forced_rule: Annotated[ForcedRule | None, typer.Option("--forced", help="Which tokens are always kept.")] = None,
     speculative: Annotated[
         SpeculationName | None,

@@ -30,7 +30,7 @@ class Examinee(Protocol):
     """Somebody who answers."""
 
     @property
-    def described(self) -> Mapping[str, str]:
+    def described(self) -> Mapping[str, str | int]:
         """What a report and a resumed run must know of it."""
         ...
 

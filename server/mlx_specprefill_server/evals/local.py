@@ -25,7 +25,7 @@ from mlx_specprefill import (
     GenerationRequest,
     Inspection,
     Replay,
-    ScoringConfig,
+    SelectionConfig,
     SpecPrefillError,
     SpecPrefillOptions,
     SpecPrefillPolicy,
@@ -51,10 +51,10 @@ Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
 
-def examination(scoring: ScoringConfig | None = None) -> EngineConfig:
+def examination(selection: SelectionConfig | None = None) -> EngineConfig:
     """Nothing that one answer leaves behind may help or hinder the next one."""
     policy = SpecPrefillPolicy(densify=False)
-    return EngineConfig(scoring=scoring or ScoringConfig(), policy=policy, prefix_cache_bytes=0)
+    return EngineConfig(selection=selection or SelectionConfig(), policy=policy, prefix_cache_bytes=0)
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class LocalExaminee:
         self._builder = PromptBuilder(engine.pair.tokenizer)
 
     @property
-    def described(self) -> Mapping[str, str]:
-        pair = self._engine.pair
-        return {"target": str(pair.target_id), "draft": str(pair.draft_id or "none")}
+    def described(self) -> Mapping[str, str | int]:
+        pair, chunk_size = self._engine.pair, self._engine.config.selection.chunk_size
+        return {"target": str(pair.target_id), "draft": str(pair.draft_id or "none"), "chunk_size": chunk_size}
 
     def count(self, text: str) -> int:
         return len(self._engine.pair.tokenizer.encode(text, add_special_tokens=False))

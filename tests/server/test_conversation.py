@@ -89,6 +89,16 @@ def test_foreign_tools_are_left_out() -> None:
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
 
 
+@pytest.mark.parametrize("role", ["tool", "function"])
+def test_what_a_tool_returned_besides_text_is_named_in_its_place(role: str) -> None:
+    """An agent sends its whole history with every request: a refusal would be the session's end."""
+    parts = [{"type": "text", "text": "Read it."}, IMAGE, {"type": "input_audio"}]
+    [message] = straight({"role": role, "content": parts})
+    assert message["content"] == (
+        "Read it.\n[image left out: this model reads text only]\n[audio left out: this model reads text only]"
+    )
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
@@ -100,6 +110,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
         ({"role": "user", "content": ["a", 7]}, "messages[0].content[1]"),
         ({"role": "user", "content": [IMAGE]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "tool", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "tool", "content": [{"type": 1}]}, "messages[0].content[0].type"),
         ({"role": "assistant", "tool_calls": {"a": 1}}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function.name"),
     ],

@@ -362,6 +362,16 @@ def result(*blocks: Any) -> dict[str, Any]:
 CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
 
 
+def test_what_a_tool_returned_besides_text_is_named_in_its_place(client: TestClient, engine: FakeEngine) -> None:
+    """The history comes with every request: a refusal would be the session's end."""
+    pdf = {"type": "document", "title": "a.pdf", "source": {"type": "base64", "data": "x"}}
+    ask(client, messages=[*HI, CALLED, {"role": "user", "content": [result(IMAGE, pdf)]}])
+    assert (
+        "[image left out: this model reads text only]\na.pdf\n[document left out: this model reads text only]<|im_end|>"
+        in prompt(engine).replace("\n\n", "\n")
+    )
+
+
 def said(role: str, *blocks: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}, *HI]}
 
@@ -386,7 +396,8 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
         (said("user", {"type": "document"}), "messages[0].content[0].source"),
         (said("user", {"type": "document", "source": {"type": "url"}}), "messages[0].content[0].source.type"),
         (said("user", {"type": "tool_result"}), "messages[0].content[0].tool_use_id"),
-        (said("user", result(IMAGE)), "messages[0].content[0].content[0].type"),
+        (said("user", result({"type": "text"})), "messages[0].content[0].content[0].text"),
+        (said("user", result({"type": "document", "source": {}})), "messages[0].content[0].content[0].source.type"),
         (said("assistant", {"type": "tool_use", "id": "a"}), "messages[0].content[0].name"),
         (said("assistant", {"type": "tool_use", "name": "a"}), "messages[0].content[0].id"),
         (said("assistant", {"type": "tool_use", "id": "a", "name": "a", "input": [1]}), "messages[0].content[0].input"),

@@ -305,7 +305,8 @@ def test_the_prompt(client: TestClient, engine: FakeEngine) -> None:
             {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"path": "a"}', "namespace": "fs"},
             {"type": "function_call", "call_id": "c2", "name": "read", "arguments": '{"path": "b"}'},
             {"type": "function_call_output", "call_id": "c1", "output": "A"},
-            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "B"}]},
+            {"type": "function_call_output", "call_id": "c2", "output": [
+                {"type": "input_text", "text": "B"}, {"type": "input_image", "image_url": "data:image/png;base64,x"}]},
             {"type": "web_search_call", "id": "ws", "status": "completed"},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
             {"role": "user", "content": "Go on."},
@@ -316,7 +317,7 @@ def test_the_prompt(client: TestClient, engine: FakeEngine) -> None:
         "<|im_start|>user\nRead it.<|im_end|>\n"
         "<|im_start|>assistant\nReading.<|im_end|>\n"
         "<|im_start|>tool\nA<|im_end|>\n"
-        "<|im_start|>tool\nB<|im_end|>\n"
+        "<|im_start|>tool\nB\n[image left out: this model reads text only]<|im_end|>\n"
         "<|im_start|>assistant\nNo.<|im_end|>\n"
         "<|im_start|>user\nGo on.<|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -426,6 +427,10 @@ def said(*parts: Any, role: str = "user") -> dict[str, Any]:
         (said({"type": "input_text"}), "input[0].content[0].text"),
         (said({"type": "input_image", "image_url": "data:"}), "input[0].content[0].type"),
         (said({"type": "input_file"}), "input[0].content[0].type"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": []}]}]},
+            "input[0].output[0].type",
+        ),
         (said({"type": []}), "input[0].content[0].type"),
         ({"instructions": ["a"]}, "instructions"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),

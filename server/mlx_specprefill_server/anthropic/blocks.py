@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_specprefill import InvalidRequestError
 
-from ..prompting.conversation import Message
+from ..prompting.conversation import Message, left_out
 
 __all__ = ["chat_messages", "function_tools"]
 
@@ -103,7 +103,7 @@ def _user(blocks: Blocks) -> Iterator[Message]:
 def _tool_result(block: dict[str, Any], where: str) -> Message:
     call = block.get("tool_use_id")
     _require(isinstance(call, str), f"{where}.tool_use_id", "must be a string")
-    text = _joined(block.get("content"), f"{where}.content")
+    text = _joined(block.get("content"), f"{where}.content", of_a_tool=True)
     if block.get("is_error") is True and "error" not in text[:80].lower():  # templates have no other place for it
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": call, "content": text}
@@ -136,33 +136,36 @@ def _tool_use(block: dict[str, Any], where: str) -> dict[str, Any]:
     return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
 
 
-def _joined(content: Any, where: str) -> str:
-    return "\n".join(text for path, block in _blocks(content, where) for text in _texts(block, path))
+def _joined(content: Any, where: str, of_a_tool: bool = False) -> str:
+    return "\n".join(text for path, block in _blocks(content, where) for text in _texts(block, path, of_a_tool))
 
 
-def _texts(block: dict[str, Any], where: str) -> list[str]:
+def _texts(block: dict[str, Any], where: str, of_a_tool: bool = False) -> list[str]:
     """What a template can show of a block.
 
     Raises:
-        InvalidRequestError: it is not text, and leaving it out would change what the conversation means.
+        InvalidRequestError: it is not text, no tool's result says so in its place, and leaving it out would change what
+            the conversation means.
     """
     match block["type"]:
         case "text":
             _require(isinstance(block.get("text"), str), f"{where}.text", "must be a string")
             return [] if block["text"].startswith(BILLING_HEADER) else [block["text"]]
         case "document":
-            return _document(block, where)
+            return _document(block, where, of_a_tool)
         case "search_result":
             head = [text for name in ("title", "source") if isinstance(text := block.get(name), str)]
             return ["\n".join([*head, _joined(block.get("content"), f"{where}.content")])]
         case kind if kind in LEFT_OUT or kind.endswith("_tool_result"):
             return []
+        case kind if of_a_tool:
+            return [left_out(kind)]
         case kind:
             message = f"{where}.type: only text can be read by this model, got {kind!r:.80}"
             raise InvalidRequestError(message, field=f"{where}.type")
 
 
-def _document(block: dict[str, Any], where: str) -> list[str]:
+def _document(block: dict[str, Any], where: str, of_a_tool: bool) -> list[str]:
     source: Any = block.get("source")
     _require(isinstance(source, dict), f"{where}.source", "must be an object")
     match source.get("type"):
@@ -171,6 +174,8 @@ def _document(block: dict[str, Any], where: str) -> list[str]:
             text = source["data"]
         case "content":
             text = _joined(source.get("content"), f"{where}.source.content")
+        case str() if of_a_tool:
+            text = left_out("document")
         case kind:
             message = f"{where}.source.type: only documents of text can be read by this model, got {kind!r:.80}"
             raise InvalidRequestError(message, field=f"{where}.source.type")

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_specprefill import InvalidRequestError
 
-from ..prompting.conversation import Message
+from ..prompting.conversation import Message, left_out
 
 __all__ = ["Tools", "chat_messages", "function_tools"]
 
@@ -81,7 +81,7 @@ def _item(builder: _Builder, item: Any, where: str) -> None:
             arguments = {"input": _string(item, "input", where)}
             builder.call(_string(item, "call_id", where), _string(item, "name", where), arguments)
         case "function_call_output" | "custom_tool_call_output":
-            text = _text(item.get("output"), f"{where}.output")
+            text = _text(item.get("output"), f"{where}.output", of_a_tool=True)
             builder.add({"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": text})
         case kind:
             _require(isinstance(kind, str), f"{where}.type", "must be a string")
@@ -98,18 +98,20 @@ def _message(builder: _Builder, item: Mapping[str, Any], where: str) -> None:
         builder.add({"role": role, "content": text})
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any, where: str, of_a_tool: bool = False) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     _require(isinstance(content, list), where, "must be a string or an array of parts")
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+    return "\n".join(_part(part, f"{where}[{i}]", of_a_tool) for i, part in enumerate(content))
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, of_a_tool: bool) -> str:
     _require(isinstance(part, dict), where, "must be an object")
     kind = part.get("type")
+    if of_a_tool and isinstance(kind, str) and kind not in TEXT_PARTS:
+        return left_out(kind)
     known = isinstance(kind, str) and kind in TEXT_PARTS
     _require(known, f"{where}.type", f"only text can be read by this model, got {kind!r:.80}")
     return _string(part, TEXT_PARTS[kind], where)

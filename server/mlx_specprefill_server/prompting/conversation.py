@@ -14,7 +14,7 @@ import orjson
 
 from mlx_specprefill import InvalidRequestError
 
-__all__ = ["Conversation", "Ending", "Message", "conversation", "ending_of", "plainer"]
+__all__ = ["Conversation", "Ending", "Message", "conversation", "ending_of", "left_out", "plainer"]
 
 Message = dict[str, Any]  # as templates read it: role, content (str), and what else the role has
 Ending = Literal["answer", "continue", "none"]
@@ -115,7 +115,7 @@ def _message(message: Any, where: str) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         raise InvalidRequestError(f"{where}.role must be one of {', '.join(sorted(ROLES))}", field=f"{where}.role")
     out: Message = {"role": "tool" if role == "function" else role}
-    out["content"] = _text(message.get("content"), f"{where}.content")
+    out["content"] = _text(message.get("content"), f"{where}.content", out["role"] == "tool")
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             out[name] = message[name]
@@ -129,22 +129,32 @@ def _message(message: Any, where: str) -> Message:
     return out
 
 
-def _text(content: Any, where: str) -> str:
+def left_out(kind: str) -> str:
+    """What a tool's result says where it holds an image, a file or the like.
+
+    A refusal would end an agent's session: what a tool has returned stays in the history of all later requests.
+    """
+    return f"[{kind.removeprefix('input_').removesuffix('_url')[:40]} left out: this model reads text only]"
+
+
+def _text(content: Any, where: str, of_a_tool: bool) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be a string or an array of parts", field=where)
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+    return "\n".join(_part(part, f"{where}[{i}]", of_a_tool) for i, part in enumerate(content))
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, of_a_tool: bool) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
         raise InvalidRequestError(f"{where} must be an object", field=where)
     kind = part.get("type", "text")
+    if of_a_tool and isinstance(kind, str) and kind not in TEXT_PARTS:
+        return left_out(kind)
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise InvalidRequestError(
             f"{where}.type: only text parts are supported by this model, got {_shown(kind)}", field=f"{where}.type"

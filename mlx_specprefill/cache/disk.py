@@ -340,6 +340,8 @@ class DiskTier:
                     self._written(job, None)
             except Exception:
                 log.exception("the disk cache failed")
+                if isinstance(job, _Write):
+                    self._written(job, None)
             finally:
                 self._jobs.task_done()
         self._jobs.task_done()
@@ -411,11 +413,11 @@ class DiskTier:
                 excess -= nbytes
             if not victims:
                 return False
-            self._delete(victims)
-            with self._lock:
+            with self._lock:  # first: a record that is asked for now is a miss, or is written anew after this one
                 self.evictions += len(victims)
                 for key in victims:
                     self._known.pop(key, None)
+            self._delete(victims)
 
     def _delete(self, keys: Sequence[str]) -> None:
         """Rows first: a file without a row is swept up at the next start, a row without a file is a miss."""

@@ -111,5 +111,5 @@ class Densifier:
             return
         self.turns.discard(turn)
         if not isinstance(result, Exception):
-            self.count += 1
             self.tokens += len(turn.tokens)
+            self.count += 1  # last: who sees it in another thread finds the tokens too

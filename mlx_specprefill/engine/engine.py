@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
@@ -47,7 +48,7 @@ __all__ = ["Engine", "EngineHealth"]
 
 T = TypeVar("T")
 _PATIENCE = 4  # times `slice_target_ms`: how long a prefill may wait while others are served
-_THREAD_EXIT_S = 0.1
+_THREAD_EXIT_S = 0.1  # where the system does not tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Engine:
         self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.slice_target_ms) or 1)
         costs = Costs(pair, self.config)
         slicing = Slicing(self.config, self.scheduler, costs.longest_slice)
-        planner = Planner(pair, self.config, costs, slicing.size)
+        planner = Planner(pair, self.config, costs, slicing.expected)
         self.speculator = Speculator(pair, self.config, lambda: bool(self.scheduler.decoding))
         self.prefiller = Prefiller(pair, self.config, self.caches, planner, slicing.size, self.speculator)
         self.memory = Memory(pair, self.config, self.caches, costs, planner)
@@ -122,13 +123,14 @@ class Engine:
         if sys.version_info < (3, 13):
             # There join() returns before the thread's C++ destructors have run; MLX's compile cache is one of them,
             # needs the interpreter lock, and aborts the process if the interpreter is finalising by then.
-            time.sleep(_THREAD_EXIT_S)
+            _wait_until_gone(self._thread, timeout)
 
     # --- what it does and holds --------------------------------------------------------------------------------------
 
     def health(self) -> EngineHealth:
-        age = time.monotonic() - self.loop.beat
-        return EngineHealth(self._thread.is_alive(), age, self.scheduler.running, self._inbox.waiting)
+        """From any thread. A request on its way from the queue to its prefill may count in both, never in neither."""
+        age, queued = time.monotonic() - self.loop.beat, self._inbox.waiting
+        return EngineHealth(self._thread.is_alive(), age, self.scheduler.running, queued)
 
     def stats(self) -> EngineStats:
         """What it does and holds now. Never waits for the MLX thread: the parts may be one step apart."""
@@ -275,3 +277,14 @@ class Engine:
         if request.constraint is None:
             return None
         return self._grammars.guide(request.constraint, request.stop_token_ids, request.min_tokens)
+
+
+def _wait_until_gone(thread: threading.Thread, timeout: float) -> None:
+    """Wait for the system's part of a joined thread: as Linux tells, elsewhere for as long as it may take."""
+    threads = Path("/proc/self/task")
+    if not threads.is_dir():
+        time.sleep(_THREAD_EXIT_S)
+        return
+    until = time.monotonic() + timeout
+    while (threads / str(thread.native_id)).exists() and time.monotonic() < until:
+        time.sleep(1e-3)

@@ -44,7 +44,7 @@ class Planner:
     """Plans prefills, from any thread.
 
     Args:
-        slice_size: tokens for the next forward of "draft" or "prefill".
+        slice_size: tokens of a forward of "draft" or "prefill", as far as is known; from any thread.
     """
 
     def __init__(self, pair: ModelPair, config: EngineConfig, costs: Costs, slice_size: Callable[[str], int]) -> None:

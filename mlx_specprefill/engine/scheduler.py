@@ -55,8 +55,9 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Foreground requests that were admitted."""
-        return len(self._decoding) + sum(not job.background for job in self._prefilling.values())
+        """Foreground requests that were admitted; from any thread."""
+        prefilling = tuple(self._prefilling.values())  # in one step: the MLX thread may change it at any time
+        return len(self._decoding) + sum(not job.background for job in prefilling)
 
     @property
     def decoding(self) -> frozenset[int]:
@@ -87,8 +88,8 @@ class Scheduler:
 
     def admit(self, uid: int) -> None:
         """Let a waiting request start its prefill."""
+        self._prefilling[uid] = _Job(uid)  # first: others read `waiting`, then `running`, and must find it in one
         self._waiting.remove(uid)
-        self._prefilling[uid] = _Job(uid)
 
     def pick(self) -> int | None:
         """The prefill that gets the next slice."""
@@ -113,8 +114,8 @@ class Scheduler:
                 job.waited += ms
 
     def to_decode(self, uid: int) -> None:
-        del self._prefilling[uid]
         self._decoding.add(uid)
+        del self._prefilling[uid]
 
     def remove(self, uid: int) -> None:
         """Finished, failed or cancelled, in whatever state."""
@@ -148,10 +149,10 @@ class _Speed:
 
     def _line(self) -> tuple[float, float]:
         """The line through what was seen, neither negative nor falling."""
-        count = len(self._seen)
-        depth, speed = (sum(values) / count for values in zip(*self._seen, strict=True))
-        spread = sum((d - depth) ** 2 for d, _ in self._seen)
-        pair = sum((d - depth) * (s - speed) for d, s in self._seen) / spread if spread > 0 else 0.0
+        seen = tuple(self._seen)  # in one step: plans ask from other threads
+        depth, speed = (sum(values) / len(seen) for values in zip(*seen, strict=True))
+        spread = sum((d - depth) ** 2 for d, _ in seen)
+        pair = sum((d - depth) * (s - speed) for d, s in seen) / spread if spread > 0 else 0.0
         pair = min(max(pair, 0.0), speed / depth)
         return speed - pair * depth, pair
 
@@ -176,10 +177,14 @@ class SliceSizer:
     def observe(self, kind: str, tokens: int, ms: float, offset: int = 0) -> None:
         """A slice of `tokens` behind `offset` others took `ms`."""
         if tokens > 0:
-            self._speeds.setdefault(kind, _Speed()).observe(tokens, offset, ms)
+            speed = self._speeds.get(kind, _Speed())
+            speed.observe(tokens, offset, ms)
+            self._speeds[kind] = speed  # one that has seen nothing must not be found
 
     def size(self, kind: str, contended: bool, background: bool = False, offset: int = 0) -> int:
         """Tokens for the next slice of this kind: a power of two or `largest`, at most twice the slice before.
+
+        From any thread.
 
         Args:
             contended: answers are running that wait for the slice.

@@ -16,7 +16,7 @@ _TELLING = 32  # tokens of a slice from which on its time says something about s
 
 
 class Slicing:
-    """Sizes for the job whose turn it is. MLX thread only.
+    """Sizes for the job whose turn it is. MLX thread only, but for `expected`.
 
     Args:
         longest: tokens per forward of "draft" or "prefill" above which a prompt is read more slowly.
@@ -41,6 +41,10 @@ class Slicing:
         size = self._sizer.size(kind, bool(self._scheduler.decoding), background, depth)
         self._given = min(size, self._longest(kind))
         return self._given
+
+    def expected(self, kind: str) -> int:
+        """What `size` would give out at the start of a prompt; from any thread, and nothing changes by it."""
+        return min(self._sizer.size(kind, bool(self._scheduler.decoding)), self._longest(kind))
 
     def account(self, job: Job, event: Event) -> None:
         """The job's latest slice came to `event`."""

@@ -333,7 +333,7 @@ def test_curl_style_posts(server: Server, body: str, status: int) -> None:
     assert server.health()["status"] == "ok"
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(body=CHAT | COMPLETION, limit=st.integers(1, 3))
 def test_garbage_never_hurts(server: Server, body: dict[str, Any], limit: int) -> None:
     body = body | {"max_tokens": limit, "max_completion_tokens": None}

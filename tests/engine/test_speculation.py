@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -133,9 +134,11 @@ def test_others_wait_for_one_forward_at_most(engine: Engine, monkeypatch: pytest
         done.put(event)
 
     others: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(3)]
+    posted = threading.Event()  # the engine waits, or the first might be over before the last comes
     for seed, inbox in enumerate(others):
-        engine.submit(asked(seed, "draft", count=60), inbox.put)
+        engine.submit(asked(seed, "draft", count=60), lambda event, inbox=inbox: (posted.wait(60), inbox.put(event)))
     engine.submit(asked(7, None, count=40), plain)
+    posted.set()
     collected(done)
     for inbox in others:
         assert isinstance(collected(inbox)[1], Finished)
@@ -396,8 +399,10 @@ def test_auto_makes_way_for_others(engine: Engine) -> None:
     plain, _ = generated(engine.generate(asked(2, None, True, 80)))
     first: queue.SimpleQueue[Any] = queue.SimpleQueue()
     second: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    engine.submit(asked(2, "auto", True, 80), first.put)
+    posted = threading.Event()  # the engine waits, or the first might be over before the second comes
+    engine.submit(asked(2, "auto", True, 80), lambda event: (posted.wait(60), first.put(event)))
     engine.submit(asked(3, "auto", True, 80), second.put)
+    posted.set()
     tokens, last = collected(first)
     assert tokens == plain
     reasons = told(last)[1].reason + told(collected(second)[1])[1].reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +15,7 @@ from mlx_specprefill import (
     Engine,
     EngineClosedError,
     EngineConfig,
+    Event,
     Finished,
     GenerationRequest,
     Inspection,
@@ -83,11 +84,21 @@ def test_everything_is_dropped_at_once_with_its_bytes(engine: Engine) -> None:
     assert wait_until(lambda: engine.stats().memory.prefix_disk == 0)  # its thread deletes in its own time
 
 
+def holding(started: threading.Event, until: threading.Event) -> Callable[[Event], None]:
+    """A callback that keeps the engine from going on."""
+
+    def on_event(_: Event) -> None:
+        started.set()
+        until.wait(60)
+
+    return on_event
+
+
 def test_it_answers_while_a_prompt_is_read(engine: Engine) -> None:
     """Asked for while the first slice is held, and told before the last."""
     started, asked_for = threading.Event(), threading.Event()
     request = GenerationRequest(random_prompt(3000, 2), 1)
-    handle = engine.submit(request, lambda _: (started.set(), asked_for.wait(60)))
+    handle = engine.submit(request, holding(started, asked_for))
     assert started.wait(60)
     with ThreadPoolExecutor(1) as other:
         cached = other.submit(engine.cached)
@@ -126,7 +137,7 @@ def test_a_cancelled_inspection_ends_once_and_the_engine_goes_on(engine: Engine)
     done: queue.SimpleQueue[Inspection | Exception] = queue.SimpleQueue()
     started, cancelled = threading.Event(), threading.Event()
     request = GenerationRequest(random_prompt(3000, 3), 1)
-    handle = engine.submit_inspection(request, lambda _: (started.set(), cancelled.wait(60)), done.put)
+    handle = engine.submit_inspection(request, holding(started, cancelled), done.put)
     assert started.wait(60)
     handle.cancel()
     cancelled.set()

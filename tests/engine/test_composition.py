@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from fractions import Fraction
 
 import mlx.core as mx
@@ -197,7 +198,7 @@ def test_a_question_about_what_was_dropped_starts_over(monkeypatch):
     assert set(range(32 * wanted, 32 * wanted + 32)) <= {i for a, b in last.account.kept_spans for i in range(a, b)}
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)

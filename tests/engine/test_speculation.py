@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -18,6 +18,7 @@ from mlx_specprefill import (
     Constraint,
     Engine,
     EngineConfig,
+    Event,
     Failed,
     Finished,
     GenerationRequest,
@@ -98,6 +99,16 @@ def collected(inbox: queue.SimpleQueue[Any]) -> tuple[list[int], Any]:
     return generated(iter(events))
 
 
+def after(posted: threading.Event, inbox: queue.SimpleQueue[Any]) -> Callable[[Event], None]:
+    """A callback that keeps the engine until all is posted: the first row might be over before the last comes."""
+
+    def on_event(event: Event) -> None:
+        posted.wait(60)
+        inbox.put(event)
+
+    return on_event
+
+
 def test_rows_of_all_kinds_beside_each_other(engine: Engine) -> None:
     """Plain, drafted, sparse and dense rows that start while others run; each answers what it answers alone."""
     kinds: tuple[SpeculationName | None, ...] = (None, *NAMES, "triforce", None, "draft")
@@ -134,9 +145,9 @@ def test_others_wait_for_one_forward_at_most(engine: Engine, monkeypatch: pytest
         done.put(event)
 
     others: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(3)]
-    posted = threading.Event()  # the engine waits, or the first might be over before the last comes
+    posted = threading.Event()
     for seed, inbox in enumerate(others):
-        engine.submit(asked(seed, "draft", count=60), lambda event, inbox=inbox: (posted.wait(60), inbox.put(event)))
+        engine.submit(asked(seed, "draft", count=60), after(posted, inbox))
     engine.submit(asked(7, None, count=40), plain)
     posted.set()
     collected(done)
@@ -399,8 +410,8 @@ def test_auto_makes_way_for_others(engine: Engine) -> None:
     plain, _ = generated(engine.generate(asked(2, None, True, 80)))
     first: queue.SimpleQueue[Any] = queue.SimpleQueue()
     second: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    posted = threading.Event()  # the engine waits, or the first might be over before the second comes
-    engine.submit(asked(2, "auto", True, 80), lambda event: (posted.wait(60), first.put(event)))
+    posted = threading.Event()
+    engine.submit(asked(2, "auto", True, 80), after(posted, first))
     engine.submit(asked(3, "auto", True, 80), second.put)
     posted.set()
     tokens, last = collected(first)

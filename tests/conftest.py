@@ -5,11 +5,16 @@ from contextlib import ExitStack
 from functools import cache
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import mlx_specprefill  # noqa: F401
 
 from .scripted import Flavour, save_scripted
 from .serving import Server, start
+
+# On a busy machine an example may take its time, and the same code tries the same ones again.
+settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,7 +32,7 @@ class Server:
         body: dict[str, Any] = answer.json()
         return body
 
-    def wait_until(self, running: int, within: float = 20.0) -> float:
+    def wait_until(self, running: int, within: float = 60.0) -> float:
         """Seconds until so many requests run and none waits."""
         begun = time.monotonic()
         while (state := self.health())["running"] != running or state["queued"]:
@@ -44,34 +44,26 @@ class Server:
 @contextmanager
 def start(log: Path, target: Path, draft: Path | None, *options: str) -> Iterator[Server]:
     """`mlx-specprefill serve` on a free port until the block ends; what it prints goes to `log`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     pair = ["--target", str(target), *(["--draft", str(draft)] if draft else [])]
-    command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *pair, "--port", str(port), *options]
+    command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *pair, "--port", "0", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_SPECPREFILL_")}
     environment["MLX_SPECPREFILL_CALIBRATION_FILE"] = str(log.with_name("costs.json"))  # not the user's
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
-        server = Server(f"http://127.0.0.1:{port}", process)
         try:
-            _wait(server, log)
-            yield server
+            yield Server(_base(process, log), process)
         finally:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(30)
+                process.wait(60)
             finally:
                 process.kill()
 
 
-def _wait(server: Server, log: Path) -> None:
+def _base(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Its address, which it logs as soon as it takes requests."""
     until = time.monotonic() + START_S
-    while True:
-        assert server.process.poll() is None, log.read_text()
+    while (found := re.search(r"running on (\S+) ", log.read_text())) is None:
+        assert process.poll() is None, log.read_text()
         assert time.monotonic() < until, log.read_text()
-        try:
-            server.health()
-        except httpx.TransportError:
-            time.sleep(0.2)
-        else:
-            return
+        time.sleep(0.2)
+    return found[1]

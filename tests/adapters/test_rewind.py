@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
@@ -74,7 +74,7 @@ rounds = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, m
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE])
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6)
 @given(pattern=rounds, index=st.integers(0, 3), seed=st.integers(0, 99))
 def test_verifications_leave_what_a_fresh_run_leaves(
     name: str, pattern: list[tuple[int, int]], index: int, seed: int

@@ -128,7 +128,7 @@ def leave(batch: list[Any], model: Model, index: int, chunk: int) -> None:
     filter_batch(batch, [other for other in range(len(model.rows) + 1) if other != index])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.booleans(), st.sampled_from([None, 2, 4, 9]), st.integers(1, 20), st.lists(moves, max_size=12))
 def test_any_schedule_sees_and_holds_what_a_list_says(
     ring: bool, window: int | None, chunk: int, schedule: list[Any]

@@ -432,33 +432,32 @@ def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
             found(prefixes, range(base, base + 20))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(1800)  # it took twelve minutes where others kept the disk busy, else fifteen seconds
 def test_kill_9_during_writes_fifty_times(tmp_path: Path) -> None:
     """Whatever moment a process dies at, the next one opens the folder and serves nothing that is wrong."""
-    rng, killed, served = random.Random(0), 0, 0
-    deadline = time.monotonic() + 55
+    rng, served = random.Random(0), 0
     with writers(tmp_path) as start:
-        while killed < 50 and time.monotonic() < deadline:
-            process = start(killed)
+        for number in range(50):
+            process = start(number)
             assert process.stdout is not None
             assert process.stdout.readline().startswith("ready"), "the folder could not be opened"
-            if killed % 4:  # every fourth one may die before it has written anything
+            # Some die before they have written anything, some in their first record, some leave a whole prompt, of up
+            # to eight records: a file comes, gets its name, the next one comes. So it is on a slow disk, too.
+            for _ in range((0, 1, 2, 16)[number % 4]):
                 _wait_for_a_change(tmp_path)
             time.sleep(rng.uniform(0.0, 0.03))
             assert process.poll() is None, "the writer ended by itself"
             process.send_signal(signal.SIGKILL)
             process.wait()
-            killed += 1
-            if killed % 5 == 0:
+            if number % 5 == 4:
                 with cached(tmp_path, MAKE, limit=FILE_BYTES) as prefixes:
                     served += sum(_served(prefixes, prompt_of(seed)) for seed in range(40))
-    assert killed >= 25, "this machine is too slow to say anything"
-    assert served > killed, "the writers left too little to check"
+    assert served > 50, "the writers left too little to check"
     _folder_is_consistent(tmp_path)
 
 
 def _wait_for_a_change(folder: Path) -> None:
-    before, deadline = {path.name for path in folder.iterdir()}, time.monotonic() + 5
+    before, deadline = {path.name for path in folder.iterdir()}, time.monotonic() + 60
     while {path.name for path in folder.iterdir()} == before and time.monotonic() < deadline:
         time.sleep(0.001)
 

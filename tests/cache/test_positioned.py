@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -282,26 +282,22 @@ def check_windows(cache: Any, fed: list[tuple[list[int], bool]], window: int, as
         assert cache.slots == len(history)
 
 
-@settings(deadline=None)
 @given(steps, st.integers(2, 20))
 def test_a_ring_shows_the_window_over_original_positions(fed: list[tuple[list[int], bool]], size: int) -> None:
     check_windows(PositionedRotatingKVCache(size), fed, size, None)
 
 
-@settings(deadline=None)
 @given(steps, st.integers(2, 20), st.integers(1, 20))
 def test_windows_narrower_than_the_ring(fed: list[tuple[list[int], bool]], size: int, window: int) -> None:
     window = min(size, window)
     check_windows(PositionedRotatingKVCache(size), fed, window, window)
 
 
-@settings(deadline=None)
 @given(steps, st.integers(1, 30))
 def test_windows_over_a_full_cache(fed: list[tuple[list[int], bool]], window: int) -> None:
     check_windows(PositionedKVCache(), fed, window, window)
 
 
-@settings(deadline=None)
 @given(steps)
 def test_full_attention_sees_all_that_was_fed(fed: list[tuple[list[int], bool]]) -> None:
     check_windows(PositionedKVCache(), fed, 10**6, None)

@@ -161,7 +161,6 @@ def assert_close(ours: list[Any], theirs: list[Any]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(
     max_examples=12,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking would run the models for minutes
 )

@@ -30,7 +30,7 @@ def top(*options: str) -> tuple[int, str]:
 def test_one_look_shows_requests_memory_and_recent_answers(live: Any) -> None:
     base, _ = live()
     body = {"messages": [{"role": "user", "content": "a secret"}], "specprefill": True}
-    assert httpx.post(f"{base}/v1/chat/completions", json=body).status_code == 200
+    assert httpx.post(f"{base}/v1/chat/completions", json=body, timeout=60).status_code == 200
     status, text = top("--url", f"{base}/v1")
     assert status == 0
     for shown in ("demo/target", "draft demo/draft", "prefix hits 3/7", "sparse sessions", "asked for", "stop"):

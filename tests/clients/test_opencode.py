@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from ..scripted import COMMAND, DONE, Flavour
+from ..server.fakes import eventually
 from ..serving import Server
 
 VERSION = "1.18.33"
@@ -76,4 +77,5 @@ def test_a_tool_loop(opencode: Path, scripted: Callable[[Flavour], Server], tmp_
     assert COMMAND in said
     assert DONE in said
     assert (tmp_path / "result.txt").read_text() == "made by a script"
+    assert eventually(lambda: answers(server) - before >= 3)
     assert answers(server) - before == 3  # a title, the call, the end: nothing was sent twice

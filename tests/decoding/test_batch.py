@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache
 
@@ -331,7 +331,7 @@ steps = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), min_size=1, ma
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(schedule=steps)
 def test_any_schedule_gives_every_row_its_own_answer(family: str, schedule: list[tuple[int, int]]) -> None:
     """Each entry toggles one row (in or out) and then takes some steps; a row that returns starts over."""

@@ -18,7 +18,6 @@ from ..serving import Server
 
 BOUNDED = settings(
     max_examples=25,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

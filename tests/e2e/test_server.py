@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +264,7 @@ def test_leaving_a_stream_stops_the_work(server: Server) -> None:
         for _ in range(20):
             next(lines)
         assert server.health()["running"] == 1
-    assert server.wait_until(running=0) < 10
+    assert server.wait_until(running=0) < 30
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
@@ -279,7 +278,7 @@ def test_leaving_a_whole_answer_stops_the_work(server: Server, path: str) -> Non
             post.cancel()
 
     asyncio.run(leave())
-    assert server.wait_until(running=0) < 10
+    assert server.wait_until(running=0) < 30
 
 
 def test_leaving_during_prefill_stops_the_work(server: Server) -> None:
@@ -292,7 +291,7 @@ def test_leaving_during_prefill_stops_the_work(server: Server) -> None:
                 break
             assert '"finish_reason":"' not in line
         assert server.health()["running"] == 1
-    assert server.wait_until(running=0) < 10
+    assert server.wait_until(running=0) < 30
 
 
 def test_several_clients_at_once(client: openai.OpenAI) -> None:
@@ -333,7 +332,7 @@ def test_curl_style_posts(server: Server, body: str, status: int) -> None:
     assert server.health()["status"] == "ok"
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(body=CHAT | COMPLETION, limit=st.integers(1, 3))
 def test_garbage_never_hurts(server: Server, body: dict[str, Any], limit: int) -> None:
     body = body | {"max_tokens": limit, "max_completion_tokens": None}
@@ -352,13 +351,11 @@ def test_a_signal_ends_streams_properly(tmp_path: Path, kind: signal.Signals) ->
         with httpx.stream("POST", f"{server.base}/v1/chat/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
-            begun = time.monotonic()
             server.process.send_signal(kind)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         last = orjson.loads(rest[-2].removeprefix("data: "))
         assert last["choices"][0]["finish_reason"] == "length"
         assert last["engine_error"]["code"] == "engine_unavailable"
-        server.process.wait(20)
-        assert time.monotonic() - begun < 15
+        server.process.wait(60)
     assert "Traceback" not in (tmp_path / "log").read_text()

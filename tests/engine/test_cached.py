@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from mlx_specprefill import (
     Engine,
     EngineClosedError,
     EngineConfig,
+    Event,
     Finished,
     GenerationRequest,
     Inspection,
@@ -26,6 +27,7 @@ from mlx_specprefill import (
 from mlx_specprefill.engine.stats import Meter
 
 from ..tiny import generated, random_prompt, tiny_pair
+from .test_composition import wait_until
 
 POLICY = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5), densify=False)
 PROMPT = random_prompt(600)
@@ -79,16 +81,31 @@ def test_everything_is_dropped_at_once_with_its_bytes(engine: Engine) -> None:
     assert engine.cached() == ()
     memory = engine.stats().memory
     assert (memory.prefix_cache, memory.sessions) == (0, 0)
-    until = time.monotonic() + 20
-    while engine.stats().memory.prefix_disk and time.monotonic() < until:  # its thread deletes in its own time
-        time.sleep(0.01)
-    assert engine.stats().memory.prefix_disk == 0
+    assert wait_until(lambda: engine.stats().memory.prefix_disk == 0)  # its thread deletes in its own time
+
+
+def holding(started: threading.Event, until: threading.Event) -> Callable[[Event], None]:
+    """A callback that keeps the engine from going on."""
+
+    def on_event(_: Event) -> None:
+        started.set()
+        until.wait(60)
+
+    return on_event
 
 
 def test_it_answers_while_a_prompt_is_read(engine: Engine) -> None:
-    handle = engine.submit(GenerationRequest(random_prompt(3000, 2), 1), lambda _: None)
-    assert engine.cached() == ()
-    assert engine.health().running + engine.health().queued == 1
+    """Asked for while the first slice is held, and told before the last."""
+    started, asked_for = threading.Event(), threading.Event()
+    request = GenerationRequest(random_prompt(3000, 2), 1)
+    handle = engine.submit(request, holding(started, asked_for))
+    assert started.wait(60)
+    with ThreadPoolExecutor(1) as other:
+        cached = other.submit(engine.cached)
+        assert wait_until(lambda: bool(engine._inbox))
+        assert engine.health().running == 1
+        asked_for.set()
+        assert cached.result(60) == ()
     handle.cancel()
 
 
@@ -118,11 +135,12 @@ def test_an_inspection_without_waiting_agrees_with_one_that_waits(engine: Engine
 
 def test_a_cancelled_inspection_ends_once_and_the_engine_goes_on(engine: Engine) -> None:
     done: queue.SimpleQueue[Inspection | Exception] = queue.SimpleQueue()
-    started = threading.Event()
+    started, cancelled = threading.Event(), threading.Event()
     request = GenerationRequest(random_prompt(3000, 3), 1)
-    handle = engine.submit_inspection(request, lambda _: started.set(), done.put)
+    handle = engine.submit_inspection(request, holding(started, cancelled), done.put)
     assert started.wait(60)
     handle.cancel()
+    cancelled.set()
     assert isinstance(done.get(timeout=60), RequestCancelled)
     assert done.empty()
     assert ask(engine, sparse=False) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from fractions import Fraction
 
 import mlx.core as mx
@@ -197,7 +198,7 @@ def test_a_question_about_what_was_dropped_starts_over(monkeypatch):
     assert set(range(32 * wanted, 32 * wanted + 32)) <= {i for a, b in last.account.kept_spans for i in range(a, b)}
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
@@ -213,7 +214,7 @@ def test_densified_in_idle_time_the_next_turn_is_an_ordinary_hit(family):
         answer, first = ask(engine, prompt, spans)
         assert first.account.mode == "sparse"
         more = (*prompt, *answer, *random_prompt(30, 4))
-        assert wait_until(lambda: engine.caches.target_prefix(more) is not None and engine.stats().densified == 1)
+        assert wait_until(lambda: engine.stats().densified == 1)
         tokens, last = ask(engine, more)
     assert last.account.mode == "full"
     assert last.account.cached_tokens >= len(prompt)
@@ -228,7 +229,7 @@ def test_a_cancelled_prefill_goes_on_where_it_stopped(family):
         gate = threading.Event()
 
         def on_event(event):
-            gate.wait(5)
+            gate.wait(60)
             if isinstance(event, Progress) and event.stage == "prefill" and event.done:
                 progress.append(event.done)
                 if len(progress) == 3:
@@ -238,7 +239,7 @@ def test_a_cancelled_prefill_goes_on_where_it_stopped(family):
 
         box.append(engine.submit(GenerationRequest(prompt, 4, specprefill=OFF), on_event))
         gate.set()
-        assert ended.wait(20)
+        assert ended.wait(60)
         tokens, last = ask(engine, prompt, options=OFF)
     assert progress == [128, 256, 384]
     assert last.account.cached_tokens == 384
@@ -253,7 +254,7 @@ def test_a_cancelled_draft_prefill_goes_on_where_it_stopped():
         gate = threading.Event()
 
         def on_event(event):
-            gate.wait(5)
+            gate.wait(60)
             if isinstance(event, Progress) and event.stage == "draft" and event.done and not ended.is_set():
                 drafted.append(event.done)
                 if len(drafted) == 2:
@@ -263,7 +264,7 @@ def test_a_cancelled_draft_prefill_goes_on_where_it_stopped():
 
         box.append(engine.submit(GenerationRequest(prompt, 4, specprefill=AUTO), on_event))
         gate.set()
-        assert ended.wait(20)
+        assert ended.wait(60)
         starts = [
             e.done
             for e in engine.generate(GenerationRequest(prompt, 2))
@@ -291,10 +292,10 @@ def test_answers_run_while_a_long_prompt_is_read():
             if isinstance(event, Finished):
                 done.set()
 
-        engine.submit(GenerationRequest(random_prompt(20), 400, specprefill=OFF), short)
-        assert started.wait(10)
+        engine.submit(GenerationRequest(random_prompt(20), 4000, specprefill=OFF), short)
+        assert started.wait(60)
         engine.submit(GenerationRequest(random_prompt(2000), 1, specprefill=OFF), long)
-        assert done.wait(30)
+        assert done.wait(60)
     text = " ".join(order)
     assert "slice slice" not in text
     assert order.count("slice") >= 8
@@ -311,35 +312,40 @@ def test_slices_that_take_next_to_nothing_share_a_tick():
             ended.release()
 
     with Engine(tiny_pair(), patient) as engine:
-        ask(engine, random_prompt(20, 99), options=OFF)
+        posted = threading.Event()  # the engine waits, or it would answer the first before the last is there
+        engine.submit(GenerationRequest(random_prompt(20, 99), 1, specprefill=OFF), lambda _: posted.wait(60))
         for seed in range(4):
             engine.submit(GenerationRequest(random_prompt(20, seed), 6, specprefill=OFF), on_event)
+        posted.set()
         for _ in range(4):
-            assert ended.acquire(timeout=20)
-    first_token = order.index("TokenEvent")
-    read_before = order[:first_token].count("Progress")
-    assert read_before > order.count("Progress") / 2
+            assert ended.acquire(timeout=60)
+    assert order[-8:] == ["TokenEvent", "Finished"] * 4  # of one step: they have joined together
 
 
 def test_a_short_request_overtakes_a_long_prefill():
-    finished, first = [], threading.Event()
-    with Engine(tiny_pair(), dataclasses.replace(CONFIG, prefix_cache_bytes=0, prefill_step=64)) as engine:
-        both = threading.Barrier(3)
+    """It comes when the long one's first slice is done."""
+    finished, ended, begun = [], threading.Semaphore(0), threading.Event()
+    # A slice per tick, so that a newcomer is seen after each.
+    config = dataclasses.replace(CONFIG, prefix_cache_bytes=0, prefill_step=64, slice_target_ms=1e-3)
+    with Engine(tiny_pair(), config) as engine:
+        engine.scheduler.patience = 60_000  # it is not its turn for having waited
 
-        def ending(name):
-            def on_event(event):
-                if isinstance(event, Progress) and event.stage == "prefill" and event.done:
-                    first.set()
-                if isinstance(event, Finished):
-                    finished.append(name)
-                    threading.Thread(target=both.wait, daemon=True).start()
+        def short(event):
+            if isinstance(event, Finished):
+                finished.append("short")
+                ended.release()
 
-            return on_event
+        def long(event):
+            if isinstance(event, Progress) and event.stage == "prefill" and event.done and not begun.is_set():
+                begun.set()
+                engine.submit(GenerationRequest(random_prompt(60), 3, specprefill=OFF), short)
+            if isinstance(event, Finished):
+                finished.append("long")
+                ended.release()
 
-        engine.submit(GenerationRequest(random_prompt(3000), 1, specprefill=OFF), ending("long"))
-        assert first.wait(10)
-        engine.submit(GenerationRequest(random_prompt(60), 3, specprefill=OFF), ending("short"))
-        both.wait(30)
+        engine.submit(GenerationRequest(random_prompt(3000), 1, specprefill=OFF), long)
+        for _ in range(2):
+            assert ended.acquire(timeout=60)
     assert finished == ["short", "long"]
 
 
@@ -372,6 +378,6 @@ def test_many_requests_at_once_each_get_their_own_answer():
         for i, prompt in enumerate(prompts):
             engine.submit(GenerationRequest(prompt, 12, specprefill=OFF), collect(i))
         for _ in prompts:
-            assert done.acquire(timeout=30)
+            assert done.acquire(timeout=60)
     assert [answers[i] for i in range(10)] == expected
     assert max(max(tokens) for tokens in expected) < VOCAB

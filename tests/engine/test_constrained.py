@@ -95,7 +95,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=SCHEMAS, seed=st.integers(0, 99))
 def test_random_schemas_are_met(engine: Engine, schema: dict[str, Any], seed: int) -> None:
     text, reason = answer(engine, request(seed=seed, constraint=by_schema(schema), max_tokens=400))
@@ -191,7 +191,7 @@ def test_min_tokens(engine: Engine) -> None:
 # --- seeds -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**40),
     others=st.lists(st.tuples(st.integers(1, 30), st.none() | st.integers(0, 9)), min_size=1, max_size=6),

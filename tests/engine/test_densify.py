@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -20,6 +21,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
+from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.densify import DensifyQueue, SparseTurn
 from tests.engine.test_composition import wait_until
 from tests.tiny import generated, random_prompt, tiny_pair
@@ -91,8 +93,15 @@ def ask(engine: Engine, prompt: tuple[int, ...]) -> RequestHandle:
         GenerationRequest(prompt, 3, specprefill=SPARSE),
         lambda event: ended.set() if isinstance(event, Finished) else None,
     )
-    assert ended.wait(20)
+    assert ended.wait(60)
     return handle
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Background work waits until this is called, however long a test takes to get there."""
+    monkeypatch.setattr(loop, "_QUIET_S", math.inf)
+    return lambda: monkeypatch.setattr(loop, "_QUIET_S", 0.0)
 
 
 def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int]]:
@@ -109,17 +118,22 @@ def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ..
     return taken
 
 
-def test_the_engine_takes_the_turn_with_a_call_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_takes_the_turn_with_a_call_first(
+    monkeypatch: pytest.MonkeyPatch, release: Callable[[], None]
+) -> None:
     prompts = [random_prompt(LENGTH, seed) for seed in range(3)]
     with Engine(tiny_pair(), CONFIG) as engine:
         taken = watch(engine, monkeypatch)
         handles = [ask(engine, prompt) for prompt in prompts]
         handles[1].expect_more()
+        release()
         assert wait_until(lambda: engine.stats().densified == 3, 60)
     assert [prompt for prompt, _ in taken] == [prompts[1], prompts[2], prompts[0]]
 
 
-def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, release: Callable[[], None]
+) -> None:
     """The call of the older turn becomes known while the newer one is being made dense."""
     prompts, slices = [random_prompt(LENGTH, seed) for seed in range(2)], []
     with Engine(tiny_pair(), dataclasses.replace(CONFIG, slice_target_ms=0.01)) as engine:  # one slice per tick
@@ -134,6 +148,7 @@ def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(monkeypatch: pyt
             return 64
 
         monkeypatch.setattr(engine.prefiller, "slice_size", size)
+        release()
         assert wait_until(lambda: engine.stats().densified == 2, 60)
         _, last = generated(engine.generate(GenerationRequest((*prompts[1], 2, 3), 2)))
     assert [prompt for prompt, _ in taken] == [prompts[1], prompts[0], prompts[1]]
@@ -167,7 +182,9 @@ def limited(engine: Engine, nbytes: int) -> None:
     admission.limit = admission.weights + engine.caches.nbytes + nbytes
 
 
-def test_what_is_made_dense_is_counted_and_gives_its_memory_to_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_made_dense_is_counted_and_gives_its_memory_to_a_request(
+    monkeypatch: pytest.MonkeyPatch, release: Callable[[], None]
+) -> None:
     """Both would not fit. The request runs, evicts nothing, and the turn keeps its place."""
     request = GenerationRequest(random_prompt(100, 9), 3)
     with Engine(tiny_pair(), CONFIG) as engine:
@@ -175,6 +192,7 @@ def test_what_is_made_dense_is_counted_and_gives_its_memory_to_a_request(monkeyp
         ask(engine, random_prompt(LENGTH))
         need = engine.memory.need_dense(LENGTH + 3)
         limited(engine, need + engine.memory.need(request) - 1)
+        release()
         assert wait_until(lambda: seen == ["began"])
         assert engine.stats().memory.reserved == need
         evictions = engine.stats().evictions
@@ -187,12 +205,15 @@ def test_what_is_made_dense_is_counted_and_gives_its_memory_to_a_request(monkeyp
     assert engine.stats().memory.reserved == 0
 
 
-def test_what_does_not_fit_is_left_sparse_and_nothing_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_left_sparse_and_nothing_is_evicted(
+    monkeypatch: pytest.MonkeyPatch, release: Callable[[], None]
+) -> None:
     with Engine(tiny_pair(), CONFIG) as engine:
         seen = endless(engine, monkeypatch)
         ask(engine, random_prompt(LENGTH))
         limited(engine, engine.memory.need_dense(LENGTH + 3) - 1)
         evictions = engine.stats().evictions
+        release()
         assert wait_until(lambda: not engine.densifier.turns)
         assert engine.stats().evictions == evictions
         assert engine.health().alive

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from fractions import Fraction
 
 import mlx.core as mx
@@ -28,6 +27,7 @@ from mlx_specprefill import (
     TokenEvent,
     make_pair,
 )
+from tests.engine.test_composition import wait_until
 from tests.tiny import EOS, FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_model, tiny_pair, tokenizer
 
 M = 300
@@ -108,7 +108,7 @@ def test_cancel_while_decoding(engine):
         if isinstance(event, TokenEvent):
             tokens.append(event)
             if len(tokens) == 3:
-                handle_seen.wait(5)
+                handle_seen.wait(60)
                 box[0].cancel()
         if isinstance(event, (Finished, Failed)):
             box.append(event)
@@ -116,7 +116,7 @@ def test_cancel_while_decoding(engine):
 
     box.append(engine.submit(request(tokens=500), on_event))
     handle_seen.set()
-    assert done.wait(20)
+    assert done.wait(60)
     assert box[1].reason == "cancelled"
     assert len(tokens) == 3
     assert box[1].account.mode == "sparse"
@@ -130,7 +130,7 @@ def test_cancel_in_prefill_is_not_a_fallback(engine, stage):
     def on_event(event):
         seen.append(event)
         if isinstance(event, Progress) and event.stage == stage and not box[0].cancelled:
-            ready.wait(5)
+            ready.wait(60)
             box[0].cancel()
         if isinstance(event, (Finished, Failed)):
             done.set()
@@ -141,7 +141,7 @@ def test_cancel_in_prefill_is_not_a_fallback(engine, stage):
     with gate:
         box[0] = engine.submit(request(tokens=50), lambda e: (gate.acquire(), gate.release(), on_event(e)))
     ready.set()
-    assert done.wait(20)
+    assert done.wait(60)
     assert seen[-1].reason == "cancelled"
     assert sum(isinstance(e, Progress) and e.stage == stage for e in seen) == 1
     assert not any(isinstance(e, TokenEvent) for e in seen)
@@ -153,16 +153,16 @@ def test_cancel_while_queued(engine):
 
     def block(event):
         running.set()
-        release.wait(10)
+        release.wait(60)
 
     engine.submit(request(tokens=2), block)
-    assert running.wait(5)
+    assert running.wait(60)
     done = threading.Event()
     handle = engine.submit(request(), lambda e: (order.append(e), done.set() if isinstance(e, Finished) else None))
     assert engine.health().queued == 1
     handle.cancel()
     release.set()
-    assert done.wait(20)
+    assert done.wait(60)
     assert order[-1].reason == "cancelled"
     assert not any(isinstance(e, TokenEvent) for e in order)
 
@@ -182,8 +182,8 @@ def test_the_queue_is_bounded():
     release = threading.Event()
     with Engine(tiny_pair(), EngineConfig(max_queue=2)) as engine:
         running = threading.Event()
-        engine.submit(request(tokens=2), lambda e: (running.set(), release.wait(10)))
-        assert running.wait(5)
+        engine.submit(request(tokens=2), lambda e: (running.set(), release.wait(60)))
+        assert running.wait(60)
         engine.submit(request(), lambda e: None)
         engine.submit(request(), lambda e: None)
         with pytest.raises(EngineClosedError, match="2 requests are waiting"):
@@ -203,7 +203,7 @@ def test_close_ends_every_request_and_refuses_new_ones():
 
     for _ in range(3):
         engine.submit(request(tokens=2000), on_event)
-    assert running.wait(5)
+    assert running.wait(60)
     engine.close()
     assert [event.reason for event in lasts] == ["cancelled"] * 3
     assert not engine.health().alive
@@ -214,10 +214,10 @@ def test_close_ends_every_request_and_refuses_new_ones():
 
 
 def test_health_beats_while_idle(engine):
-    time.sleep(0.7)
+    before = engine.loop.beat
+    assert wait_until(lambda: engine.loop.beat > before)
     health = engine.health()
     assert health.alive
-    assert health.heartbeat_age_s < 0.65
     assert (health.running, health.queued) == (0, 0)
 
 

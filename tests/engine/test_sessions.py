@@ -347,6 +347,7 @@ def index_of(pair: ModelPair, prompt_text: Sequence[int], code: str) -> set[int]
     return where
 
 
+@pytest.mark.timeout(900)  # eight turns of the bundled pair, and as often a prompt made dense
 @pytest.mark.parametrize("idle", [True, False], ids=["densified", "re-scored"])
 def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool) -> None:
     """Turn 1 asks for A and drops B. Turn 2 asks for B: answered from the dense copy, or by scoring again."""
@@ -361,7 +362,7 @@ def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool)
             assert end.account.mode == "sparse"
             dropped = next((name for name in NAMES if not in_kept(pair, chat, end, codes[name])), None)
             if idle:
-                assert wait_until(lambda done=done: engine.stats().densified > done, 60)
+                assert wait_until(lambda done=done: engine.stats().densified > done, 200)
             if dropped is None or codes[NAMES[2]] not in first:
                 continue
             second, end = chat.ask(f"What is the secret code for {dropped}?")

@@ -212,6 +212,8 @@ class References:
 
     def check(self, ticket: Ticket, account: Account) -> None:
         """What was answered is the beginning of the right answer, as far as that is clear."""
+        if account.continuation == "repair":
+            return  # what the session held had not seen what was put in before it
         prompt = ticket.request.prompt
         key = (prompt, account.kept_spans if account.mode == "sparse" else None)
         if key not in self._known:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -17,6 +18,7 @@ from mlx_specprefill import (
     Constraint,
     Engine,
     EngineConfig,
+    Event,
     Failed,
     Finished,
     GenerationRequest,
@@ -97,6 +99,16 @@ def collected(inbox: queue.SimpleQueue[Any]) -> tuple[list[int], Any]:
     return generated(iter(events))
 
 
+def after(posted: threading.Event, inbox: queue.SimpleQueue[Any]) -> Callable[[Event], None]:
+    """A callback that keeps the engine until all is posted: the first row might be over before the last comes."""
+
+    def on_event(event: Event) -> None:
+        posted.wait(60)
+        inbox.put(event)
+
+    return on_event
+
+
 def test_rows_of_all_kinds_beside_each_other(engine: Engine) -> None:
     """Plain, drafted, sparse and dense rows that start while others run; each answers what it answers alone."""
     kinds: tuple[SpeculationName | None, ...] = (None, *NAMES, "triforce", None, "draft")
@@ -133,9 +145,11 @@ def test_others_wait_for_one_forward_at_most(engine: Engine, monkeypatch: pytest
         done.put(event)
 
     others: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(3)]
+    posted = threading.Event()
     for seed, inbox in enumerate(others):
-        engine.submit(asked(seed, "draft", count=60), inbox.put)
+        engine.submit(asked(seed, "draft", count=60), after(posted, inbox))
     engine.submit(asked(7, None, count=40), plain)
+    posted.set()
     collected(done)
     for inbox in others:
         assert isinstance(collected(inbox)[1], Finished)
@@ -396,8 +410,10 @@ def test_auto_makes_way_for_others(engine: Engine) -> None:
     plain, _ = generated(engine.generate(asked(2, None, True, 80)))
     first: queue.SimpleQueue[Any] = queue.SimpleQueue()
     second: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    engine.submit(asked(2, "auto", True, 80), first.put)
+    posted = threading.Event()
+    engine.submit(asked(2, "auto", True, 80), after(posted, first))
     engine.submit(asked(3, "auto", True, 80), second.put)
+    posted.set()
     tokens, last = collected(first)
     assert tokens == plain
     reasons = told(last)[1].reason + told(collected(second)[1])[1].reason

@@ -13,6 +13,7 @@ from mlx_specprefill_server.evals.local import LocalExaminee, examination
 from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
 
 BUNDLED = {name: pair for name, pair in read_pairs(CLONE_PAIRS).items() if Path(pair.target).is_dir()}
+pytestmark = pytest.mark.timeout(900)  # forty answers of every pair
 MOST_LOST = 0.05
 OPTIONS = Options(
     tasks=("niah_single_2",),

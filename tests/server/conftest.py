@@ -66,5 +66,5 @@ def _live(engine: FakeEngine) -> Iterator[Callable[..., tuple[str, Server]]]:
     yield start
     for server, thread in running:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()

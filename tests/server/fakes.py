@@ -201,7 +201,7 @@ class FakeEngine:
         self._thread.join(5)
         self.alive = False
 
-    def idle(self, within: float = 5.0) -> bool:
+    def idle(self, within: float = 60.0) -> bool:
         """Whether nothing runs or waits, now or soon."""
         until = time.monotonic() + within
         while time.monotonic() < until and (self._running or self._waiting):
@@ -211,11 +211,11 @@ class FakeEngine:
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
             request, on_event, handle = job
+            self._running += 1  # first: in between it must not look idle
             self._waiting -= 1
-            self._running += 1
             last = self._run(request, on_event, handle)
-            self._running -= 1
             self.reasons.append(last.reason if isinstance(last, Finished) else "failed")
+            self._running -= 1
             on_event(last)
 
     def _run(self, request: GenerationRequest, on_event: Callable[[Event], None], handle: FakeHandle) -> Event:
@@ -309,7 +309,7 @@ def says_and_waits(engine: FakeEngine, text: str) -> threading.Event:
     return said
 
 
-def eventually(check: Callable[[], bool], within: float = 10.0) -> bool:
+def eventually(check: Callable[[], bool], within: float = 60.0) -> bool:
     """Whether it holds, now or soon."""
     until = time.monotonic() + within
     while not check() and time.monotonic() < until:

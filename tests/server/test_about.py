@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from mlx_specprefill import __version__
 
 from .conftest import client_of
-from .fakes import CHATML, FakeEngine
+from .fakes import CHATML, FakeEngine, eventually
 
 
 def test_the_version(client: TestClient) -> None:
@@ -38,8 +38,7 @@ def test_slots_follow_what_runs(engine: FakeEngine, client: TestClient) -> None:
     engine.script = lambda request: [gate, *engine.tokens("x")]
     thread = threading.Thread(target=lambda: client_of(engine).post("/v1/completions", json={"prompt": "x"}))
     thread.start()
-    while not engine._running:
-        pass
+    assert eventually(lambda: engine._running == 1)
     assert busy() == [True, False, False, False]
     gate.set()
     thread.join()

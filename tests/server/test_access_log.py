@@ -105,10 +105,10 @@ def test_the_line_of_a_client_that_left_knows_the_cost(
 ) -> None:
     base, _ = live()
     said = says_and_waits(engine, "Hello")
-    with httpx.stream("POST", f"{base}/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+    with httpx.stream("POST", f"{base}/v1/chat/completions", json={**CHAT, "stream": True}, timeout=60) as answer:
         stream = answer.iter_lines()  # held: a dropped iterator closes the connection
         next(stream)
-        assert said.wait(5)
+        assert said.wait(60)
     assert engine.idle()
     assert eventually(lambda: bool(lines(caplog)))
     (line,) = lines(caplog)

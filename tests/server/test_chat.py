@@ -343,7 +343,7 @@ def test_stop_strings_end_the_answer_and_the_work(client: TestClient, engine: Fa
 
 def test_a_stop_string_stops_the_engine(client: TestClient, engine: FakeEngine) -> None:
     late = threading.Event()
-    timer = threading.Timer(3, late.set)
+    timer = threading.Timer(60, late.set)
     timer.start()
     engine.script = lambda request: [*engine.tokens("aXb", end=False), late, *engine.tokens("c")]
     body = ask(client, stop="X", max_tokens=4000)

@@ -237,7 +237,7 @@ def test_one_failure_among_several_prompts(client: TestClient, engine: FakeEngin
 
 def test_all_prompts_are_taken_or_none(client: TestClient, engine: FakeEngine) -> None:
     submit, late = engine.submit, threading.Event()
-    timer = threading.Timer(3, late.set)
+    timer = threading.Timer(60, late.set)
     timer.start()
     engine.script = lambda request: [late, *engine.tokens("late")]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -13,6 +12,7 @@ from mlx_specprefill import InvalidRequestError, SparseUnsupportedError
 
 from .conftest import client_of
 from .fakes import FakeEngine
+from .test_live import leave
 
 PATH = "/v1/specprefill/explain"
 TEXT = "The secret code for Anna is 471128. " * 9 + "<script>alert(1)</script> 🎉é"
@@ -91,6 +91,5 @@ def test_a_body_above_the_limit_is_refused(engine: FakeEngine) -> None:
 def test_a_client_that_leaves_ends_the_inspection(engine: FakeEngine, live: Any) -> None:
     engine.inspected = threading.Event()
     base, _ = live()
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(base + PATH, json={"prompt": "a"}, timeout=0.5)
-    assert engine.handles[0].cancelled.wait(10)
+    leave(base, (PATH, {"prompt": "a"}), False, lambda: bool(engine.handles))
+    assert engine.handles[0].cancelled.wait(60)

@@ -67,7 +67,7 @@ def walk(tools: list[dict[str, Any]], tool_format: str, seed: int) -> str:
 
 
 @pytest.mark.parametrize("tool_format", ["hermes", "xml", "harmony", "mistral", "gemma", "glm"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(properties=PROPERTIES, required=st.integers(0, 4), seed=st.integers(0, 999))
 def test_forced_calls_are_read_as_calls(
     tool_format: ToolParser, properties: dict[str, Any], required: int, seed: int

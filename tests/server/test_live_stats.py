@@ -50,7 +50,7 @@ def test_the_newest_answers_are_held(client: TestClient) -> None:
 def test_the_stream_repeats_the_snapshot_until_the_server_stops(engine: FakeEngine, live: Any) -> None:
     base, server = live()
     seen = []
-    with httpx.stream("GET", f"{base}{STATS}/stream?interval=0.2", timeout=10) as response:
+    with httpx.stream("GET", f"{base}{STATS}/stream?interval=0.2", timeout=60) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():
             if line.startswith("data: "):

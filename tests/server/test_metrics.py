@@ -155,14 +155,14 @@ def test_an_answer_that_nobody_waited_for_is_counted(engine: FakeEngine, live: C
     base, _ = live()
     said = says_and_waits(engine, "Hello")
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    with httpx.stream("POST", f"{base}/v1/chat/completions", json=body) as answer:
+    with httpx.stream("POST", f"{base}/v1/chat/completions", json=body, timeout=60) as answer:
         stream = answer.iter_lines()  # held: a dropped iterator closes the connection
         next(stream)
-        assert said.wait(5)
+        assert said.wait(60)
     assert engine.idle()
     aborted = f'vllm:request_success_total{{finished_reason="abort",{MODEL}}}'
-    assert eventually(lambda: aborted in samples(httpx.get(f"{base}/metrics").text))
-    found = samples(httpx.get(f"{base}/metrics").text)
+    assert eventually(lambda: aborted in samples(httpx.get(f"{base}/metrics", timeout=60).text))
+    found = samples(httpx.get(f"{base}/metrics", timeout=60).text)
     assert found[aborted] == 1
     assert found[f"vllm:generation_tokens_total{{{MODEL}}}"] == 5
 

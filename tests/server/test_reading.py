@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import Account, TokenEvent
@@ -127,7 +127,6 @@ def test_tokens_travel_with_the_part_of_the_answer_that_they_begin() -> None:
     assert (thought, said) == ([1, 2], [4, 5, 6, 7])
 
 
-@settings(deadline=None)
 @given(
     words=st.lists(st.sampled_from(["a", " b", "EN", "D", "\n", "<think>", "</think>", "<", CALL, "<tool_call>{"])),
     stops=st.sampled_from([(), ("END",), ("b<", "D")]),

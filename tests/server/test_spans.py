@@ -216,7 +216,7 @@ TURNS = st.lists(st.tuples(CONTENT, CONTENT), max_size=3)
 
 
 @pytest.mark.parametrize("style", list(STYLES))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(system=st.none() | CONTENT, turns=TURNS, last=CONTENT, with_tools=st.booleans())
 def test_spans_are_ordered_and_hold_the_messages(
     style: str, system: str | None, turns: list[tuple[str, str]], last: str, with_tools: bool

@@ -97,6 +97,7 @@ def driver() -> Iterator[Any]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     chromedriver = shutil.which("chromedriver")
     with webdriver.Chrome(options=options, service=Service(chromedriver) if chromedriver else None) as started:
+        started.set_script_timeout(120)
         yield started
 
 

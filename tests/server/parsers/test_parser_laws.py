@@ -42,7 +42,7 @@ def unsaid(text: str, out: Read) -> list[str]:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=12), complete=st.booleans(), opened=st.booleans())
 @example(
     text='<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}', cuts=[], complete=True, opened=False

@@ -432,12 +432,13 @@ def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
             found(prefixes, range(base, base + 20))
 
 
-@pytest.mark.timeout(1800)  # it took twelve minutes where others kept the disk busy, else fifteen seconds
+@pytest.mark.timeout(900)
 def test_kill_9_during_writes_fifty_times(tmp_path: Path) -> None:
     """Whatever moment a process dies at, the next one opens the folder and serves nothing that is wrong."""
-    rng, served = random.Random(0), 0
+    rng, served, number = random.Random(0), 0, 0
+    until = time.monotonic() + 120  # fifteen seconds, but minutes where others keep the disk busy: then fewer will do
     with writers(tmp_path) as start:
-        for number in range(50):
+        while number < 50 and (number < 10 or time.monotonic() < until):
             process = start(number)
             assert process.stdout is not None
             assert process.stdout.readline().startswith("ready"), "the folder could not be opened"
@@ -449,10 +450,11 @@ def test_kill_9_during_writes_fifty_times(tmp_path: Path) -> None:
             assert process.poll() is None, "the writer ended by itself"
             process.send_signal(signal.SIGKILL)
             process.wait()
-            if number % 5 == 4:
+            number += 1
+            if number % 5 == 0:
                 with cached(tmp_path, MAKE, limit=FILE_BYTES) as prefixes:
                     served += sum(_served(prefixes, prompt_of(seed)) for seed in range(40))
-    assert served > 50, "the writers left too little to check"
+    assert served > number**2 / 50, "the writers left too little to check"
     _folder_is_consistent(tmp_path)
 
 

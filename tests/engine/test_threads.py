@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from mlx_specprefill.config import EngineConfig
+from mlx_specprefill.engine.engine import Engine
 from mlx_specprefill.engine.handle import RequestHandle
-from mlx_specprefill.engine.inbox import Inbox
 from mlx_specprefill.engine.jobs import Job, nobody
 from mlx_specprefill.engine.scheduler import Scheduler, SliceSizer
 from mlx_specprefill.engine.slicing import Slicing
 from mlx_specprefill.request import Progress
+from tests.tiny import tiny_pair
 
 READS = 200_000
 
@@ -49,31 +51,50 @@ def meanwhile(step: Callable[[int], object], read: Callable[[], object]) -> None
 
 
 def test_requests_are_counted_while_they_come_and_go() -> None:
-    """From the queue to the answer every request is in `waiting` or `running`, or for a moment in both."""
     scheduler = Scheduler()
-    inbox = Inbox(scheduler, 8)
-    inbox.open()
-    for uid in range(4):
-        scheduler.add(uid)
-    counts: list[int] = []
 
     def step(number: int) -> None:
-        uid, background = number % 4, number + 4
-        scheduler.admit(uid)
-        scheduler.add_background(background)
-        scheduler.to_decode(uid)
-        scheduler.add(number + 5)  # what comes in before this one goes, under a uid of its own
-        scheduler.remove(background)
-        scheduler.remove(number + 5)
-        scheduler.remove(uid)
-        scheduler.add(uid)
+        scheduler.add(number)
+        scheduler.admit(number)
+        scheduler.to_decode(number)
+        scheduler.remove(number)
 
-    def read() -> None:
-        waiting = inbox.waiting
-        counts.append(waiting + scheduler.running)
+    meanwhile(step, lambda: scheduler.running)
 
-    meanwhile(step, read)
-    assert min(counts) >= 3  # all but the one that is between `remove` and `add`
+
+class Checked(deque[int]):
+    """The queue of a scheduler, which looks where a request is when it leaves."""
+
+    def __init__(self, scheduler: Scheduler, uid: int) -> None:
+        super().__init__([uid])
+        self._scheduler = scheduler
+
+    def remove(self, uid: int) -> None:
+        assert self._scheduler.running == 1
+        super().remove(uid)
+
+
+def test_a_request_that_is_admitted_is_never_nowhere() -> None:
+    scheduler = Scheduler()
+    scheduler._waiting = Checked(scheduler, 1)
+    scheduler.admit(1)
+    assert (scheduler.waiting, scheduler.running) == (0, 1)
+
+
+def test_a_request_that_is_admitted_meanwhile_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tiny_pair())
+    engine.scheduler.add(1)
+    running = Scheduler.running
+
+    def and_then_it_is_admitted(scheduler: Scheduler) -> int:
+        count: int = running.fget(scheduler)  # type: ignore[attr-defined]
+        if scheduler.waiting:
+            scheduler.admit(1)
+        return count
+
+    monkeypatch.setattr(Scheduler, "running", property(and_then_it_is_admitted))
+    health = engine.health()
+    assert health.running + health.queued == 1
 
 
 def test_sizes_are_told_while_slices_are_timed() -> None:

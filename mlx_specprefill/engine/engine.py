@@ -49,6 +49,7 @@ __all__ = ["Engine", "EngineHealth"]
 T = TypeVar("T")
 _PATIENCE = 4  # times `slice_target_ms`: how long a prefill may wait while others are served
 _THREAD_EXIT_S = 0.1  # where the system does not tell
+_THREAD_EXIT_LIMIT_S = 10.0  # where it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,10 @@ class Engine:
             return
         self._thread.join(timeout)
         atexit.unregister(self.close)
-        if sys.version_info < (3, 13):
+        if sys.version_info < (3, 13) and not self._thread.is_alive():
             # There join() returns before the thread's C++ destructors have run; MLX's compile cache is one of them,
             # needs the interpreter lock, and aborts the process if the interpreter is finalising by then.
-            _wait_until_gone(self._thread, timeout)
+            _wait_until_gone(self._thread)
 
     # --- what it does and holds --------------------------------------------------------------------------------------
 
@@ -279,12 +280,12 @@ class Engine:
         return self._grammars.guide(request.constraint, request.stop_token_ids, request.min_tokens)
 
 
-def _wait_until_gone(thread: threading.Thread, timeout: float) -> None:
+def _wait_until_gone(thread: threading.Thread) -> None:
     """Wait for the system's part of a joined thread: as Linux tells, elsewhere for as long as it may take."""
     threads = Path("/proc/self/task")
     if not threads.is_dir():
         time.sleep(_THREAD_EXIT_S)
         return
-    until = time.monotonic() + timeout
+    until = time.monotonic() + _THREAD_EXIT_LIMIT_S
     while (threads / str(thread.native_id)).exists() and time.monotonic() < until:
         time.sleep(1e-3)

@@ -75,7 +75,7 @@ def evaluate(
             typer.echo(json.dumps(run(options, RemoteExaminee(server, model, api_key), _tell)))
             return
         chosen = choose(pair, pairs_file, target, draft)
-        selection = SelectionConfig() if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
+        selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
         with Engine(load(chosen, dtype), examination(selection)) as engine:
             typer.echo(json.dumps(run(options, LocalExaminee(engine), _tell)))
 

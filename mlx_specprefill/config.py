@@ -79,7 +79,10 @@ class SelectionConfig:
     """Which tokens the target sees. Limits are tokens."""
 
     chunk_size: int = 8  # the paper has 32
-    unit_share: float = 0.95  # of a line's or sentence's best chunk that its other chunks get at least; 0: the paper
+    unit_share: float = (
+        0.95  # of a line's or sentence's best chunk that the chunks beside it get at least; 0: the paper
+    )
+    unit_fade: float = 0.85  # of that, for every chunk further away: long lines are kept around what was looked at
     unit_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each held together
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
@@ -90,6 +93,8 @@ class SelectionConfig:
             raise ValueError(f"chunk_size must be positive, got {self.chunk_size}")
         if not 0 <= self.unit_share <= 1:
             raise ValueError(f"unit_share must be in [0, 1], got {self.unit_share}")
+        if not 0 <= self.unit_fade <= 1:
+            raise ValueError(f"unit_fade must be in [0, 1], got {self.unit_fade}")
 
 
 @dataclass(frozen=True, slots=True)

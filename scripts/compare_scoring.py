@@ -6,9 +6,10 @@
 Query rows: `look`, the last prompt token and the look-ahead (the paper's); `A-B`, half of that and half the last line
 of the question, at least A and at most B tokens. Heads: their maximum (the paper's), their mean, or the one head that
 looked most at gold in `--calibrate` items of the first task, which are not measured. Unit: the share of the best chunk
-of a line or sentence that its other chunks get at least. Chunk: tokens. Printed are the share of items of which every
-gold token is kept and the share of gold tokens that are, and in brackets the difference of the first to the paper's
-rows, heads and chunks with the engine's share, over the same items, with its 95 % interval.
+of a line or sentence that the chunks beside it get at least, and of that every further one. Chunk: tokens. Printed
+are the share of items of which every gold token is kept and the share of gold tokens that are, and in brackets the
+difference of the first to the paper's rows, heads and chunks with the engine's units, over the same items, with its
+95 % interval.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from mlx_lm.models.cache import make_prompt_cache  # isort: skip
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
-Rule = tuple[str, str, float, int, str]  # rows, heads, unit share, chunk size, keep
+Rule = tuple[str, str, tuple[float, float], int, str]  # rows, heads, unit share and fade, chunk size, keep
 ROWS, WIDTH, STEP = 8, 13, 512
 QUESTIONS = ((0, 0), (16, 16), (32, 32), (16, 32), (16, 48), (16, 64))
-SHARES = (0.0, 0.5, 0.75, 0.95)
-STOCK = ("look", "max", 0.95, 32)
+UNITS = ((0.0, 1.0), (0.75, 1.0), (0.95, 1.0), (0.95, 0.85), (0.95, 0.7))
+STOCK = ("look", "max", (0.95, 0.85), 32)
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,10 @@ def _outcomes(read: Read, shares: Sequence[str], sizes: Sequence[int], best: int
     found = {}
     for question, heads in product(QUESTIONS, ("max", "mean", "best")):
         importance = _importance(read, question, heads, best)
-        for unit_share, size in product(SHARES, sizes):
-            rule = SelectionConfig(chunk_size=size, unit_share=unit_share)
+        for unit, size in product(UNITS, sizes):
+            rule = SelectionConfig(chunk_size=size, unit_share=unit[0], unit_fade=unit[1])
             for share in shares:
-                found[_rows(question), heads, unit_share, size, share] = _kept_gold(read, importance, share, rule)
+                found[_rows(question), heads, unit, size, share] = _kept_gold(read, importance, share, rule)
     return found
 
 
@@ -197,7 +198,8 @@ def _table(outcomes: Mapping[str, Sequence[Mapping[Rule, float]]], shares: Seque
     rules = dict.fromkeys(key[:4] for found in outcomes.values() for key in found[0])
     for rule in rules:
         cells = [_cell([(f[(*STOCK, share)], f[(*rule, share)]) for f in outcomes[name]]) for name, share in columns]
-        print(f"| {rule[0]} | {rule[1]} | {rule[2]:g} | {rule[3]} | " + " | ".join(cells) + " |", flush=True)
+        (share, fade), size = rule[2:]
+        print(f"| {rule[0]} | {rule[1]} | {share:g}, {fade:g} | {size} | " + " | ".join(cells) + " |", flush=True)
 
 
 def _cell(pairs: Sequence[tuple[float, float]]) -> str:

@@ -56,36 +56,40 @@ def chunk_means(importance: Floats, chunk_size: int) -> Floats:
     return (sums / lengths).astype(np.float32)
 
 
-def held_together(
-    importance: Floats, chunk_scores: Floats, units: Indices, chunk_size: int, share: float, limit: int
-) -> Floats:
+def held_together(importance: Floats, chunk_scores: Floats, units: Indices, config: SelectionConfig) -> Floats:
     """Scores with which the chunks of one line or sentence are kept together, (C,) -> (C,), none lower than before.
 
     The draft looks at where a passage begins. What goes on in the next chunk, like the value after a long name, would
-    compete with the best of the rest on its own.
+    compete with the best of the rest on its own. Of the most that a unit adds to the mean of one of its chunks the
+    chunks beside that one get at least `unit_share`, and each further one `unit_fade` of the one before: where several
+    long lines compete, the parts of all that were looked at come before the ends of one.
 
     Args:
         importance: (M,) of which `chunk_scores` are the means.
-        units: where lines and sentences begin, ascending, the first at 0 (`TextUnits`).
-        share: of the most that a unit adds to the mean of one of its chunks; the others get at least that.
-        limit: tokens; longer units are cut into pieces.
+        units: where lines and sentences begin, ascending, the first at 0 (`TextUnits`); those longer than `unit_limit`
+            are cut into pieces.
     """
+    chunk_size = config.chunk_size
     M, scores = importance.size, chunk_scores.copy()
-    units, ends = _pieces(units, M, limit)
+    units, ends = _pieces(units, M, config.unit_limit)
     first, last = units // chunk_size, (ends - 1) // chunk_size
     crossing = first < last
     begin, end, first, last = units[crossing], ends[crossing], first[crossing], last[crossing]
     total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
-    best = np.zeros(begin.size)
+    best, peak = np.full(begin.size, -1.0), first.copy()
     parts = [first + step for step in range(int((last - first).max(initial=-1)) + 1)]
     for chunk in parts:
         left, right = np.maximum(begin, chunk * chunk_size), np.minimum(end, (chunk + 1) * chunk_size)
         inside = chunk <= last
         length = np.where(inside, np.minimum(chunk_size, M - chunk * chunk_size), 1)
-        best[inside] = np.maximum(best, (total[right] - total[np.minimum(left, right)]) / length)[inside]
+        added = np.where(inside, (total[right] - total[np.minimum(left, right)]) / length, -1.0)
+        peak = np.where(added > best, chunk, peak)
+        best = np.maximum(best, added)
     for chunk in parts:
         inside = chunk <= last
-        np.maximum.at(scores, chunk[inside], (share * best[inside]).astype(np.float32))
+        further = np.maximum(np.abs(chunk - peak) - 1, 0)
+        held = config.unit_share * config.unit_fade**further * best
+        np.maximum.at(scores, chunk[inside], held[inside].astype(np.float32))
     return scores
 
 
@@ -133,9 +137,8 @@ def select_tokens(
         forced: (M,) per token.
         units: where lines and sentences begin.
     """
-    size = config.chunk_size
-    scores = held_together(importance, chunk_means(importance, size), units, size, config.unit_share, config.unit_limit)
-    return select_chunks(scores, forced, keep, size)
+    scores = held_together(importance, chunk_means(importance, config.chunk_size), units, config)
+    return select_chunks(scores, forced, keep, config.chunk_size)
 
 
 def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float, Indices]:

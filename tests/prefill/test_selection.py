@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -198,9 +199,9 @@ def test_what_lies_after_the_earlier_turn_does_not_count():
     assert part(scores, selection, np.zeros(0, dtype=bool)) == (1.0, [])
 
 
-def together_by_hand(importance, units, size, share, limit):
+def together_by_hand(importance, units, rule):
     """Unit by unit and chunk by chunk, as the rule is worded."""
-    M = len(importance)
+    M, size, limit = len(importance), rule.chunk_size, rule.unit_limit
     chunks = [range(start, min(start + size, M)) for start in range(0, M, size)]
     means = [sum(importance[i] for i in chunk) / len(chunk) for chunk in chunks]
     scores = list(means)
@@ -210,9 +211,11 @@ def together_by_hand(importance, units, size, share, limit):
         touched = [c for c, chunk in enumerate(chunks) if set(chunk) & set(range(start, end))]
         if len(touched) < 2:
             continue
-        best = max(sum(importance[i] for i in chunks[c] if start <= i < end) / len(chunks[c]) for c in touched)
+        added = {c: sum(importance[i] for i in chunks[c] if start <= i < end) / len(chunks[c]) for c in touched}
+        peak = max(touched, key=lambda c: (added[c], -c))
         for c in touched:
-            scores[c] = max(scores[c], share * best)
+            steps = max(abs(c - peak) - 1, 0)
+            scores[c] = max(scores[c], rule.unit_share * rule.unit_fade**steps * added[peak])
     return means, scores
 
 
@@ -221,18 +224,41 @@ def test_units_are_held_together_as_by_hand(seed, M, size, limit):
     rng = np.random.default_rng(seed)
     importance = rng.random(M).astype(np.float32)
     units = np.unique(np.append(0, rng.integers(0, M, rng.integers(0, 12)))).astype(np.int32)
-    means, expected = together_by_hand(importance.tolist(), units.tolist(), size, 0.75, limit)
-    got = held_together(importance, np.array(means, dtype=np.float32), units, size, 0.75, limit)
+    rule = SelectionConfig(chunk_size=size, unit_share=0.75, unit_fade=0.5, unit_limit=limit)
+    means, expected = together_by_hand(importance.tolist(), units.tolist(), rule)
+    got = held_together(importance, np.array(means, dtype=np.float32), units, rule)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def test_a_sentence_that_goes_on_brings_its_next_chunk_and_a_new_one_does_not():
     importance = np.array([0, 0, 0, 8, 0, 0, 0, 0, 1, 0, 0, 0], dtype=np.float32)
     scores = chunk_means(importance, 4)
-    goes_on = held_together(importance, scores, np.array([0, 2, 6, 9]), 4, 0.75, 96)
+    rule = SelectionConfig(chunk_size=4, unit_share=0.75)
+    goes_on = held_together(importance, scores, np.array([0, 2, 6, 9]), rule)
     assert goes_on.tolist() == [2, 1.5, 0.25]
-    assert held_together(importance, scores, np.array([0, 4, 8]), 4, 0.75, 96).tolist() == scores.tolist()
-    assert held_together(importance, scores, np.array([0, 2, 6, 9]), 4, 0.0, 96).tolist() == scores.tolist()
+    assert held_together(importance, scores, np.array([0, 4, 8]), rule).tolist() == scores.tolist()
+    off = replace(rule, unit_share=0.0)
+    assert held_together(importance, scores, np.array([0, 2, 6, 9]), off).tolist() == scores.tolist()
+
+
+def test_of_several_long_lines_what_was_looked_at_comes_first():
+    """Three records of 64 tokens and room for half of each: the ends of one don't push out another."""
+    importance = np.full(512, 0.01, dtype=np.float32)
+    for start, peak in ((64, 1.0), (192, 0.99), (320, 0.98)):
+        importance[start : start + 8] = peak
+    units, forced = np.arange(0, 512, 64, dtype=np.int32), np.zeros(512, dtype=bool)
+    kept = select_tokens(importance, forced, units, Fraction(12, 64), SelectionConfig()).kept
+    assert kept.tolist() == [*range(64, 96), *range(192, 224), *range(320, 352)]
+    evenly = select_tokens(importance, forced, units, Fraction(12, 64), SelectionConfig(unit_fade=1.0)).kept
+    assert evenly.tolist() == [*range(64, 128), *range(192, 216), *range(320, 328)]
+
+
+def test_with_room_for_it_a_long_line_is_whole():
+    importance = np.full(512, 0.01, dtype=np.float32)
+    importance[64:72] = 1.0
+    units, forced = np.array([0, 64, 160], dtype=np.int32), np.zeros(512, dtype=bool)
+    kept = select_tokens(importance, forced, units, Fraction(13, 64), SelectionConfig()).kept
+    assert set(range(64, 160)) <= set(kept.tolist())
 
 
 def test_a_line_that_is_too_long_is_held_together_in_pieces():
@@ -240,12 +266,12 @@ def test_a_line_that_is_too_long_is_held_together_in_pieces():
     importance = np.zeros(128, dtype=np.float32)
     importance[50] = 8
     scores = chunk_means(importance, 8)
-    got = held_together(importance, scores, np.array([0, 8, 120]), 8, 0.75, 96)
+    rule = SelectionConfig(unit_share=0.75, unit_fade=0.5)
+    got = held_together(importance, scores, np.array([0, 8, 120]), rule)
     assert got.nonzero()[0].tolist() == [5, 6, 7, 8]
-    assert got[5:9].tolist() == [0.75, 1, 0.75, 0.75]
-    assert held_together(importance, scores, np.array([0, 8, 120]), 8, 0.75, 112).nonzero()[0].tolist() == [
-        *range(1, 15)
-    ]
+    assert got[5:9].tolist() == [0.75, 1, 0.75, 0.375]
+    whole = held_together(importance, scores, np.array([0, 8, 120]), replace(rule, unit_limit=112))
+    assert whole.nonzero()[0].tolist() == [*range(1, 15)]
 
 
 def test_what_a_selection_costs_depends_on_the_length_only():
@@ -258,7 +284,9 @@ def test_what_a_selection_costs_depends_on_the_length_only():
         assert select_tokens(importance, forced, units, Fraction(1, 5), config).kept.size == 128
 
 
-@pytest.mark.parametrize("bad", [{"unit_share": -0.1}, {"unit_share": 1.1}, {"chunk_size": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"unit_share": -0.1}, {"unit_share": 1.1}, {"unit_fade": -0.1}, {"unit_fade": 1.1}, {"chunk_size": 0}]
+)
 def test_bad_rules_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         SelectionConfig(**bad)

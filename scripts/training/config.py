@@ -33,9 +33,11 @@ class PairConfig:
 
 
 def load(path: Path) -> PairConfig:
-    """Read and check a configuration file; unknown keys are errors."""
-    with path.open("rb") as file:
-        content = tomllib.load(file)
+    """Read and check a configuration file; unknown keys are errors.
+
+    `base` names the configuration beside it that this one goes on from: what it does not say is said there.
+    """
+    content = _content(path)
     tokenizer = TokenizerConfig(**content.pop("tokenizer"))
     data = _data(content.pop("data"))
     family = FAMILIES[content.pop("family")]
@@ -43,6 +45,22 @@ def load(path: Path) -> PairConfig:
     if content:
         raise ValueError(f"unknown sections in {path.name}: {sorted(content)}")
     return PairConfig(tokenizer, runs)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        content = tomllib.load(file)
+    base = content.pop("base", None)
+    return content if base is None else _merged(_content(path.with_name(f"{base}.toml")), content)
+
+
+def _merged(base: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `content`, table by table; shares, which add up to one, are replaced together."""
+    merged = base | content
+    for key in base.keys() & content.keys() - {"shares"}:
+        if isinstance(base[key], dict):
+            merged[key] = _merged(base[key], content[key])
+    return merged
 
 
 def _data(section: dict[str, Any]) -> DataConfig:

@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mlx_specprefill_server.evals import facts as shared
 from mlx_specprefill_server.evals import words
@@ -165,6 +166,8 @@ class Mixture:
         greeting: share of the chats without a document.
         whole: share of the documents that have to be read as a whole (counts and frequencies).
         crowd: share of the documents whose filler is facts of the kind that is asked for.
+        look_alikes: share of a crowd's records that have a given name or half of an id that is asked for. Training has
+            so many given names that without them one tells whose record it is.
     """
 
     shares: dict[str, float]
@@ -172,6 +175,7 @@ class Mixture:
     greeting: float = 0.01
     whole: float = 0.0
     crowd: float = 0.0
+    look_alikes: float = 0.0
 
 
 def training_sample(rng: random.Random, length: int, mixture: Mixture, count: Count) -> Sample:
@@ -196,17 +200,40 @@ def training_sample(rng: random.Random, length: int, mixture: Mixture, count: Co
     overhead = sum(count(message["content"]) + 5 for message in frame.messages())
     rng.shuffle(facts)
     crowd = rng.choice(crowds) if crowds and rng.random() < mixture.crowd else ""
-    return replace(frame, document=_document(rng, facts, length - overhead - 4, crowd, count))
+    return replace(frame, document=_document(rng, facts, length - overhead - 4, crowd, mixture.look_alikes, count))
 
 
-def _document(rng: random.Random, facts: Sequence[Fact], budget: int, crowd: str, count: Count) -> str:
+def _document(
+    rng: random.Random, facts: Sequence[Fact], budget: int, crowd: str, look_alikes: float, count: Count
+) -> str:
     pieces = [piece for fact in facts for piece in fact.pieces]
     if crowd:
         build = FACTS[crowd]
-        return around(rng, pieces, iter(lambda: "\n" + build(rng).pieces[0], ""), budget, count)
+        asked = _full_records(pieces) if look_alikes and crowd == "shared.record" else []
+        others = iter(lambda: "\n" + _look_alike(rng, build(rng).pieces[0], asked, look_alikes), "")
+        return around(rng, pieces, others, budget, count)
     kinds = rng.sample(sorted(FILLERS), rng.choice((1, 1, 2, 3)))
     variety = rng.choice((1, 2, 4, 8, 16)) if rng.random() < REPEATED_FILLER else 0
     return document(rng, pieces, kinds, budget, count, variety=variety)
+
+
+def _full_records(pieces: Sequence[str]) -> list[dict[str, Any]]:
+    return [json.loads(piece) for piece in pieces if piece.startswith('{"id"') and '"email"' in piece]
+
+
+def _look_alike(rng: random.Random, record: str, asked: Sequence[dict[str, Any]], share: float) -> str:
+    """The record as it is, or with the given name or half of the id of one that is asked for, never all of either."""
+    if not asked or rng.random() >= share:
+        return record
+    fields, like = json.loads(record), rng.choice(asked)
+    given, own, other = like["name"].split()[0], str(fields["id"]), str(like["id"])
+    if given in words.GIVEN_NAMES and rng.random() < 0.7:
+        name = given if rng.random() < 0.5 else f"{given} {words.invented_word(rng, syllables=2).capitalize()}"
+        fields |= {"name": name, "email": f"{name.lower().replace(' ', '.')}@{fields['email'].partition('@')[2]}"}
+    else:
+        fields["id"] = int(other[:3] + own[3:] if rng.random() < 0.5 else own[:3] + other[3:])
+    known = any(fields[key] == one[key] for one in asked for key in ("id", "name"))
+    return record if known else json.dumps(fields)
 
 
 def _whole(rng: random.Random, length: int, count: Count) -> Sample:

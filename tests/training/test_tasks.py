@@ -1,5 +1,6 @@
 """The synthetic documents: deterministic, of the asked length, and split from the evaluation's material."""
 
+import json
 import random
 import re
 import subprocess
@@ -78,6 +79,24 @@ def test_a_crowd_is_of_the_kind_that_is_asked_for(kind: str, opening: str) -> No
     assert sample.document.count(opening) > 8
     crowd = [line for line in sample.document.split("\n") if line.startswith(opening)]
     assert len("".join(crowd)) > 0.7 * len(sample.document)
+
+
+def test_look_alikes_stand_beside_the_record_that_is_asked_for() -> None:
+    mixture = tasks.Mixture({"shared.record": 1.0}, turns=(1, 1), greeting=0.0, crowd=1.0, look_alikes=0.5)
+    namesakes = halves = 0
+    for seed in range(20):
+        sample = tasks.training_sample(random.Random(seed), 1500, mixture, count)
+        records = [json.loads(found) for found in re.findall(r"\{.*?\}", sample.document)]
+        number = re.findall(r"\d{6}", sample.turns[0].question)[0]
+        asked = next(record for record in records if str(record["id"]) == number)
+        others = [record for record in records if record is not asked]
+        assert all(str(record["id"]) != number for record in others)
+        assert all(record["email"].startswith(record["name"].lower().replace(" ", ".") + "@") for record in records)
+        given = asked["name"].split()[0]
+        namesakes += given in words.GIVEN_NAMES and sum(other["name"].split()[0] == given for other in others) >= 2
+        halves += any(number[:3] == str(o["id"])[:3] or number[3:] == str(o["id"])[3:] for o in others)
+    assert namesakes >= 5
+    assert halves >= 15
 
 
 def test_short_documents_count_as_far_as_long_ones() -> None:

@@ -55,9 +55,9 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `content`, table by table; shares, which add up to one, are replaced together."""
+    """`base` with the keys of `content`, table by table."""
     merged = base | content
-    for key in base.keys() & content.keys() - {"shares"}:
+    for key in base.keys() & content.keys():
         if isinstance(base[key], dict):
             merged[key] = _merged(base[key], content[key])
     return merged

@@ -229,7 +229,7 @@ def _look_alike(rng: random.Random, record: str, asked: Sequence[dict[str, Any]]
     given, own, other = like["name"].split()[0], str(fields["id"]), str(like["id"])
     if given in words.GIVEN_NAMES and rng.random() < 0.7:
         name = given if rng.random() < 0.5 else f"{given} {words.invented_word(rng, syllables=2).capitalize()}"
-        fields |= {"name": name, "email": f"{name.lower().replace(' ', '.')}@{fields['email'].partition('@')[2]}"}
+        fields |= {"name": name, "email": shared.email(name, fields["city"])}
     else:
         fields["id"] = int(other[:3] + own[3:] if rng.random() < 0.5 else own[:3] + other[3:])
     known = any(fields[key] == one[key] for one in asked for key in ("id", "name"))

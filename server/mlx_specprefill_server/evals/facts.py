@@ -16,7 +16,7 @@ from datetime import date, timedelta
 
 from . import words
 
-__all__ = ["FACTS", "RECORD_IDS", "Fact", "Turn", "needle", "order", "record", "six_digits", "tool", "uuid"]
+__all__ = ["FACTS", "RECORD_IDS", "Fact", "Turn", "email", "needle", "order", "record", "six_digits", "tool", "uuid"]
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,13 @@ def _record(rng: random.Random, held_out: bool, number: int) -> dict[str, str | 
         "city": city,
         "dept": rng.choice(DEPARTMENTS),
         "start_date": (date(2000, 1, 1) + timedelta(days=rng.randrange(9000))).isoformat(),
-        "email": f"{person.lower().replace(' ', '.')}@{city.lower()}.org",
+        "email": email(person, city),
     }
+
+
+def email(person: str, city: str) -> str:
+    """The address in a record of somebody of that name there."""
+    return f"{person.lower().replace(' ', '.')}@{city.lower()}.org"
 
 
 def _read_out(fields: dict[str, str | int]) -> str:

@@ -57,9 +57,10 @@ class ScoringConfig:
     rows: int = 8  # N: query rows whose attention is averaged
     include_last_prompt_query: bool = True  # row 0 is the last prompt token; False: all N rows are generated tokens
     heads: HeadRule | None = None  # how the layers' and heads' rows become one; None: what the draft's family does best
-    # The last line or sentence of the last message, but at least and at most so many tokens of the message: half of the
+    # The last line or sentence of the last message, but at least and at most so many tokens of the message: part of the
     # importance is what they attend to. (0, 0): none.
     question_rows: tuple[int, int] = (16, 48)
+    question_share: float = 0.7  # of the importance
     pool_width: int = 13  # taps of the zero-padded mean over neighbouring tokens; odd
     prefill_step: int = 2048  # tokens per draft forward
 
@@ -68,6 +69,8 @@ class ScoringConfig:
             raise ValueError(f"rows must be at least 1, got {self.rows}")
         if not 0 <= self.question_rows[0] <= self.question_rows[1]:
             raise ValueError(f"question_rows must be two ascending numbers from 0 on, got {self.question_rows}")
+        if not 0 <= self.question_share <= 1:
+            raise ValueError(f"question_share must be in [0, 1], got {self.question_share}")
         if self.pool_width < 1 or self.pool_width % 2 == 0:
             raise ValueError(f"pool_width must be odd and positive, got {self.pool_width}")
         if self.prefill_step < 1:
@@ -80,7 +83,7 @@ class SelectionConfig:
 
     chunk_size: int = 8  # the paper has 32
     unit_share: float = 0.95  # of a line's or sentence's best chunk that those beside it get at least; 0: the paper
-    unit_fade: float = 0.85  # of that, for every chunk further away: long lines are kept around what was looked at
+    unit_fade: float = 0.8  # of that, for every chunk further away: long lines are kept around what was looked at
     unit_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each held together
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill

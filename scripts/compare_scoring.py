@@ -3,8 +3,9 @@
 
     python scripts/compare_scoring.py --pair demo-gpt_oss --task niah_single_2 niah_multikey_1 -n 100 --seed 30000
 
-Query rows: `look`, the last prompt token and the look-ahead (the paper's); `A-B`, half of that and half the last line
-of the question, at least A and at most B tokens. Heads: their maximum (the paper's), their mean, or the one head that
+Query rows: `look`, the last prompt token and the look-ahead (the paper's); `A-B S`, S of the importance from the last
+line of the question, at least A and at most B tokens, the rest from those, and without what template and question
+attract unless it says `all`. Heads: their maximum (the paper's), their mean, or the one head that
 looked most at gold in `--calibrate` items of the first task, which are not measured. Unit: the share of the best chunk
 of a line or sentence that the chunks beside it get at least, and of that every further one. Chunk: tokens. Printed
 are the share of items of which every gold token is kept and the share of gold tokens that are, and in brackets the
@@ -21,14 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mlx_specprefill import ModelPair, PromptSpan, ScoringConfig, SelectionConfig, keep_pct, load_pair
 from mlx_specprefill.adapters import capture
-from mlx_specprefill.prefill.forced import forced_mask, forced_ranges
+from mlx_specprefill.prefill.forced import forced_mask, forced_ranges, frame_mask
 from mlx_specprefill.prefill.scoring import question_span
 from mlx_specprefill.prefill.selection import select_tokens
 from mlx_specprefill.prefill.units import TextUnits
@@ -45,14 +46,37 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Rule = tuple[str, str, tuple[float, float], int, str]  # rows, heads, unit share and fade, chunk size, keep
 ROWS, WIDTH, STEP = 8, 13, 512
-QUESTIONS = ((0, 0), (16, 16), (32, 32), (16, 32), (16, 48), (16, 64))
-UNITS = ((0.0, 1.0), (0.75, 1.0), (0.95, 1.0), (0.95, 0.85), (0.95, 0.7))
-STOCK = ("look", "max", (0.95, 0.85), 32)
+UNITS = ((0.0, 1.0), (0.95, 1.0), (0.95, 0.85), (0.95, 0.8), (0.95, 0.75))
+STOCK = ("look", "max", (0.95, 0.8), 32)
+
+
+class Rows(NamedTuple):
+    """The question's part in the importance."""
+
+    least: int = 16  # tokens of the question
+    most: int = 48
+    share: float = 0.7
+    framed: bool = True  # whether template and question attract nothing
+
+    def __str__(self) -> str:
+        return f"{self.least}-{self.most} {self.share:g}{'' if self.framed else ' all'}" if self.share else "look"
+
+
+LOOK = Rows(share=0.0, framed=False)
+QUESTIONS = (
+    LOOK,
+    Rows(share=0.5, framed=False),
+    Rows(share=0.5),
+    Rows(),
+    Rows(share=0.8),
+    Rows(share=0.9),
+    Rows(16, 16),
+)
 
 
 @dataclass(frozen=True)
 class Read:
-    """One prompt of M tokens: the draft's pooled attention per query row and head, and which tokens are gold."""
+    """One prompt of M tokens: the draft's attention per query row and head, and which tokens are gold."""
 
     look: Floats  # (rows, heads, M)
     question: Floats  # (tokens before the end of the last message, heads, M)
@@ -114,7 +138,7 @@ class Reader:
         prompt = asyncio.run(self._builder.chat(said))
         gold = asyncio.run(self._builder.passages(said, item.gold))
         M, end = len(prompt.tokens), prompt.spans[-1].content_end
-        most = max(most for _, most in QUESTIONS)
+        most = max(rows.most for rows in QUESTIONS)
         look, question = self._attention(mx.array(prompt.tokens)[None], max(0, end - most), end)
         units = self._units.starts(prompt.tokens)
         return Read(look, question, end, _mask(gold, M), prompt.spans, units)
@@ -137,7 +161,7 @@ class Reader:
             look.append(mx.concatenate(calls)[:, 0])
             if token.item() in self._pair.eos_token_ids:
                 break
-        return tuple(np.array(capture.pool(rows, WIDTH)) for rows in (mx.stack(look), question))  # type: ignore[return-value]
+        return tuple(np.array(rows) for rows in (mx.stack(look), question))  # type: ignore[return-value]
 
 
 def _messages(item: Item) -> list[dict[str, str]]:
@@ -152,37 +176,41 @@ def _mask(spans: Sequence[tuple[int, int]], length: int) -> Bools:
     return mask
 
 
-def _importance(read: Read, question: tuple[int, int], heads: str, best: int) -> Floats:
-    joined = {"max": lambda a: a.max(axis=0), "mean": lambda a: a.mean(axis=0), "best": lambda a: a[best]}[heads]
-    per_row = {"max": lambda a: a.max(axis=1), "mean": lambda a: a.mean(axis=1), "best": lambda a: a[:, best]}[heads]
-    look: Floats = per_row(read.look).mean(axis=0)
-    if not question[1]:
-        return look
-    start, end = question_span(len(read.gold), ScoringConfig(question_rows=question), read.end, read.units)
-    asked = joined(read.question[start - end :].mean(axis=0))
-    return (look / look.sum() + asked / asked.sum()).astype(np.float32)
+def _importance(read: Read, rows: Rows, heads: str, best: int) -> Floats:
+    joined = {"max": lambda a: a.max(axis=-2), "mean": lambda a: a.mean(axis=-2), "best": lambda a: a[..., best, :]}
+    M, config = len(read.gold), ScoringConfig(question_rows=(rows.least, rows.most))
+    start, end = question_span(M, config, read.end, read.units)
+    counted = ~frame_mask(read.spans, (start, end), _forced(read, SelectionConfig())) if rows.framed else 1.0
+
+    def pooled(attention: Floats) -> Floats:
+        found: Floats = joined[heads](np.array(capture.pool(mx.array(attention * counted, mx.float32), WIDTH)))
+        return found
+
+    look: Floats = pooled(read.look).mean(axis=0)
+    asked = pooled(read.question[start - end :].mean(axis=0))
+    importance: Floats = (1 - rows.share) * look / look.sum() + rows.share * asked / asked.sum()
+    return importance.astype(np.float32)
+
+
+def _forced(read: Read, rule: SelectionConfig) -> Bools:
+    return forced_mask(forced_ranges(read.spans, len(read.gold), rule), len(read.gold))
 
 
 def _kept_gold(read: Read, importance: Floats, share: str, rule: SelectionConfig) -> float:
     """Share of the gold tokens that are kept."""
-    forced = forced_mask(forced_ranges(read.spans, len(read.gold), rule), len(read.gold))
-    kept = select_tokens(importance, forced, read.units, keep_pct(share), rule).kept
+    kept = select_tokens(importance, _forced(read, rule), read.units, keep_pct(share), rule).kept
     return float(np.isin(np.flatnonzero(read.gold), kept).mean())
 
 
 def _outcomes(read: Read, shares: Sequence[str], sizes: Sequence[int], best: int) -> dict[Rule, float]:
     found = {}
-    for question, heads in product(QUESTIONS, ("max", "mean", "best")):
-        importance = _importance(read, question, heads, best)
+    for rows, heads in product(QUESTIONS, ("max", "mean", "best")):
+        importance = _importance(read, rows, heads, best)
         for unit, size in product(UNITS, sizes):
             rule = SelectionConfig(chunk_size=size, unit_share=unit[0], unit_fade=unit[1])
             for share in shares:
-                found[_rows(question), heads, unit, size, share] = _kept_gold(read, importance, share, rule)
+                found[str(rows), heads, unit, size, share] = _kept_gold(read, importance, share, rule)
     return found
-
-
-def _rows(question: tuple[int, int]) -> str:
-    return "{}-{}".format(*question) if question[1] else "look"
 
 
 def _best_head(reads: Sequence[Read]) -> int:

@@ -66,15 +66,19 @@ class QueryCapture:
 
     Attributes:
         prompt_len: M.
+        counted: bool (M,), the tokens whose attention is pooled; None: all.
         rows: one (M,) float32 array per captured token, in order.
         layers: attention calls that counted, per row.
         passage: (M,) float32, what the tokens of a passage of the prompt attend to on average; None before that.
     """
 
-    def __init__(self, prompt_len: int, pool_width: int, heads: HeadRule = "max") -> None:
+    def __init__(
+        self, prompt_len: int, pool_width: int, heads: HeadRule = "max", counted: mx.array | None = None
+    ) -> None:
         self.prompt_len = prompt_len
         self.pool_width = pool_width
         self.heads = heads
+        self.counted = counted
         self.rows: list[mx.array] = []
         self.layers: list[int] = []
         self.passage: mx.array | None = None
@@ -181,6 +185,8 @@ class QueryCapture:
         """Logits (H, rows, S): the mean over the rows of a passage comes before heads are compared."""
         seen = prompt_attention(logits, self.prompt_len, sinks).mean(axis=1)
         seen = mx.pad(seen, [(0, 0), (0, self.prompt_len - seen.shape[-1])])
+        if self.counted is not None:
+            seen = seen * self.counted
         pooled = pool(seen, self.pool_width)
         join, row = (mx.maximum, pooled.max(axis=0)) if self.heads == "max" else (mx.add, pooled.sum(axis=0))
         self._best = row if self._best is None else join(self._best, row)

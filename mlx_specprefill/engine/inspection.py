@@ -59,7 +59,7 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
     """
     yield Progress("queued", 0, len(request.prompt))
     plan = prefiller.planner.plan(request)
-    scores = yield from prefiller.scores(request)
+    scores = yield from prefiller.scores(request, plan)
     selection = prefiller.select(request.prompt, scores, plan)
     size, M = selection.chunk_size, len(request.prompt)
     starts = np.arange(0, M, size)

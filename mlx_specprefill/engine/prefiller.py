@@ -20,6 +20,7 @@ from ..decoding.speculative import LastForward
 from ..decoding.strategies import STRATEGIES
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
+from ..prefill.forced import frame_mask
 from ..prefill.plan import PrefillPlan
 from ..prefill.repair import insert
 from ..prefill.scoring import Scores, question_span, score_prompt
@@ -125,12 +126,12 @@ class Prefiller:
 
     def _sparse(self, sequence: Sequence) -> Slices:
         request = sequence.request
+        assert sequence.plan is not None
         sequence.stage = "draft"
-        scores = yield from self.scores(request)
+        scores = yield from self.scores(request, sequence.plan)
         sequence.stage = "select"
         size = self.config.selection.chunk_size
         first = sequence.cached - sequence.cached % size  # chunks lie where an earlier turn's lay
-        assert sequence.plan is not None
         selection = self.select(request.prompt, scores, sequence.plan, first)
         beginning = self._continuing.begin(sequence, chunk_means(scores.importance[first:], size), selection, first)
         sequence.reused = int(beginning.held.size)
@@ -144,7 +145,7 @@ class Prefiller:
         sequence.kept = beginning.all_kept
         return logits
 
-    def scores(self, request: GenerationRequest) -> Generator[Progress, None, Scores]:
+    def scores(self, request: GenerationRequest, plan: PrefillPlan) -> Generator[Progress, None, Scores]:
         """The request's own scores, else the draft's; its dense prefix cache saves it from reading things twice.
 
         Raises:
@@ -161,8 +162,16 @@ class Prefiller:
         hit = self.caches.draft_prefix(prompt[: question[0] + 1])
         cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
         stops = request.stop_token_ids | self.pair.eos_token_ids
+        frame = frame_mask(request.spans, question, plan.forced)
         slices = score_prompt(
-            self.pair.draft, prompt, self.config.scoring, stops, cache, lambda: self.slice_size("draft"), question
+            self.pair.draft,
+            prompt,
+            self.config.scoring,
+            stops,
+            cache,
+            lambda: self.slice_size("draft"),
+            question,
+            frame,
         )
         try:
             while True:

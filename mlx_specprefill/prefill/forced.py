@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..config import SelectionConfig
 from ..request import PromptSpan
 
-__all__ = ["ForcedRange", "forced_mask", "forced_ranges"]
+__all__ = ["ForcedRange", "forced_mask", "forced_ranges", "frame_mask"]
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result that follows the last user message
@@ -54,6 +54,23 @@ def forced_mask(ranges: Sequence[ForcedRange], prompt_len: int) -> npt.NDArray[n
     for r in ranges:
         mask[r.start : r.end] = True
     return mask
+
+
+def frame_mask(
+    spans: Sequence[PromptSpan], question: tuple[int, int], forced: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """(M,) the forced tokens that are not part of what is asked about: the first one, the template's, the question's.
+
+    Much attention goes to them for no reason that lies in the document: the first token and the delimiters are sinks,
+    and the question's tokens look at each other.
+
+    Args:
+        question: [start, end) of the tokens that ask.
+        forced: (M,) true where a token is kept anyway.
+    """
+    asks = ForcedRange(*question, "question")
+    frame = forced_mask([ForcedRange(0, 1, "first token"), asks, *_structure(spans, forced.size)], forced.size)
+    return frame & forced
 
 
 def _structure(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedRange]:

@@ -2,8 +2,8 @@
 
 The draft reads the prompt, then a few tokens ahead. Each captured query row gives one pooled attention row per layer
 and head; what they attend to is the mean over rows of the maximum (the paper's rule) or mean over layers and heads,
-whichever kept more of what answers need in the draft's family (decision 19). Half of the importance is that of the
-look-ahead, half that of the question's last tokens, which ask for things that an answer comes to later (decision 21).
+whichever kept more of what answers need in the draft's family (decision 19). Part of the importance is that of the
+look-ahead, part that of the question's last tokens, which ask for things that an answer comes to later (decision 21).
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def score_prompt(
     cache: list[Any] | None = None,
     step: Callable[[], int] | None = None,
     question: tuple[int, int] | None = None,
+    frame: npt.NDArray[np.bool_] | None = None,
 ) -> Generator[Progress, None, Scores]:
     """Score a prompt; yields between draft forwards, returns `Scores`.
 
@@ -66,6 +67,8 @@ def score_prompt(
             most. Afterwards it holds exactly the prompt.
         step: asked for the tokens of each forward instead of `config.prefill_step`.
         question: [start, end) of the tokens that ask; by default the last ones but one of the prompt.
+        frame: (M,) tokens that are no matter of choice (`frame_mask`). They get no importance, and none of theirs is
+            smoothed over the tokens beside them (decision 25).
 
     Raises:
         SparseUnsupportedError: no attention layer sees the whole prompt.
@@ -74,7 +77,8 @@ def score_prompt(
     M = len(prompt)
     tokens = mx.array(list(prompt))[None]
     cache = make_prompt_cache(draft) if cache is None else cache
-    capture = QueryCapture(M, config.pool_width, config.heads or adapter_for(architecture_of(draft)).heads)
+    counted = None if frame is None else mx.array(~frame)
+    capture = QueryCapture(M, config.pool_width, config.heads or adapter_for(architecture_of(draft)).heads, counted)
     asks, asked = question_span(M, config) if question is None else question
     start = max((int(part.offset) for part in leaves(cache) if hasattr(part, "offset")), default=0)
     while start < M - 1:
@@ -170,8 +174,8 @@ def _scores(capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig
     rows = min(len(capture.rows), usable)
     importance = np.array(mx.stack(capture.rows[:rows]).mean(axis=0))
     if capture.passage is not None:
-        question = np.array(capture.passage)
-        importance = (importance + question * (importance.sum() / question.sum())) / 2
+        question, part = np.array(capture.passage), np.float32(config.question_share)
+        importance = (1 - part) * importance + part * question * (importance.sum() / question.sum())
     if not np.isfinite(importance).all():
         raise SpecPrefillError("the draft's attention is not finite")
     return Scores(importance, tuple(generated[: ended + 1][: config.rows]), rows, capture.layers[0])

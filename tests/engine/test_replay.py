@@ -14,6 +14,7 @@ from mlx_specprefill import (
     EngineConfig,
     GenerationRequest,
     InvalidRequestError,
+    PromptSpan,
     ScoringConfig,
     SpecPrefillOptions,
     SpecPrefillPolicy,
@@ -83,7 +84,17 @@ def test_scoring_by_either_head_rule_equals_brute_force(heads):
     with Engine(pair, config) as engine:
         importance = engine.inspect(request(SPARSE)).importance
     rows = attention_rows(pair.draft, random_prompt(M))
+    rows[:, 0] = 0  # part of the frame
     np.testing.assert_allclose(importance, rows.max(axis=0) if heads == "max" else rows.mean(axis=0), atol=1e-5)
+
+
+def test_template_and_question_get_no_importance():
+    spans = (PromptSpan("user", 0, 4, M - 6, M - 4),)
+    config = EngineConfig(scoring=ScoringConfig(question_rows=(8, 8), pool_width=1), prefill_step=64)
+    with Engine(tiny_pair("llama"), config) as engine:
+        importance = engine.inspect(replace(request(SPARSE), spans=spans)).importance
+    frame = [*range(4), *range(M - 14, M)]
+    assert np.flatnonzero(importance == 0).tolist() == frame
 
 
 def attention_rows(model, prompt):

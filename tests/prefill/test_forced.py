@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import PromptSpan, SelectionConfig
-from mlx_specprefill.prefill.forced import forced_mask, forced_ranges
+from mlx_specprefill.prefill.forced import forced_mask, forced_ranges, frame_mask
 
 CONFIG = SelectionConfig()
 
@@ -38,6 +38,31 @@ def test_template_structure_is_kept():
     assert mask[system.content_start : system.content_end].all()
     assert not mask[user.content_start : user.content_end].any()
     assert not mask[assistant.content_start : assistant.content_end].any()
+
+
+def test_the_frame_is_the_template_and_the_question():
+    """Not the rest of what is forced: a line that begins there goes on where the choice begins."""
+    system = message("system", 0, 20)
+    user = message("user", system.end, 3000)
+    M = user.end + 3  # the generation prompt
+    asks = (user.content_end - 30, user.content_end)
+    expected = np.zeros(M, dtype=np.bool_)
+    expected[0] = True
+    for span in (system, user):
+        expected[span.start : span.content_start] = expected[span.content_end : span.end] = True
+    expected[asks[0] :] = True
+    frame = frame_mask([system, user], asks, kept([system, user], M))
+    np.testing.assert_array_equal(frame, expected)
+
+
+def test_only_what_is_kept_anyway_is_part_of_the_frame():
+    M = 320  # 20 tokens of the message's end are forced
+    user = PromptSpan("user", 0, 4, M - 5, M - 3)
+    forced = kept([user], M)
+    frame = frame_mask([user], (M - 5 - 48, M - 5), forced)
+    assert not frame[~forced].any()
+    assert frame[-(M // 16) - 5 :].all()
+    assert frame_mask([], (M - 1, M - 1), kept([], M)).nonzero()[0].tolist() == [0]
 
 
 def test_a_short_last_user_message_is_kept_whole():

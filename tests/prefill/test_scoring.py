@@ -21,10 +21,10 @@ M = 90
 MEAN_HEADS = ("gpt_oss", "nemotron_h", "qwen3_5")
 
 
-def run(draft, prompt, config=None, stops=frozenset(), cache=None, question=None):
+def run(draft, prompt, config=None, stops=frozenset(), cache=None, question=None, frame=None):
     """Drive the generator to its result; also the number of yields."""
     config = config or ScoringConfig()
-    steps, generator = 0, score_prompt(draft, prompt, config, stops, cache, question=question)
+    steps, generator = 0, score_prompt(draft, prompt, config, stops, cache, question=question, frame=frame)
     while True:
         try:
             next(generator)
@@ -50,8 +50,9 @@ def attention_inputs(model, tokens):
     return calls, np.array(logits[0])
 
 
-def brute_force(model, family, prompt, config, question=(M - 17, M - 1)):
-    """Look-ahead and question by halves, each all rows of all layers, smoothed and joined: numpy float64."""
+def brute_force(model, family, prompt, config, question=(M - 17, M - 1), frame=None):
+    """Look-ahead and question, each all rows of all layers without the frame, smoothed and joined: numpy float64."""
+    counted = np.ones(M) if frame is None else 1.0 - frame
     join = {"max": np.max, "mean": np.mean}[config.heads or ("mean" if family in MEAN_HEADS else "max")]
     tokens = list(prompt)
     for _ in range(config.rows):
@@ -62,14 +63,15 @@ def brute_force(model, family, prompt, config, question=(M - 17, M - 1)):
     first = M - 1 if config.include_last_prompt_query else M
     heads = [(call, head) for call in calls for head in range(call[0].shape[1])]
     ahead = [
-        join([smooth(attention_row(*at, row), config) for at in heads], axis=0)
+        join([smooth(attention_row(*at, row) * counted, config) for at in heads], axis=0)
         for row in range(first, first + config.rows)
     ]
     found = np.mean(ahead, axis=0)
     if question is not None:
         of_heads = [np.mean([attention_row(*at, row) for row in range(*question)], axis=0) for at in heads]
-        question = join([smooth(row, config) for row in of_heads], axis=0)
-        found = (found + question * found.sum() / question.sum()) / 2
+        question = join([smooth(row * counted, config) for row in of_heads], axis=0)
+        part = config.question_share
+        found = (1 - part) * found + part * question * found.sum() / question.sum()
     return found, tuple(tokens[M:])
 
 
@@ -120,6 +122,22 @@ def test_question_rows_equal_brute_force(family, heads):
         scores, _ = run(model, prompt, config, question=question)
         expected, _ = brute_force(model, family, prompt, config, question)
         np.testing.assert_allclose(scores.importance, expected, rtol=2e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("heads", ["max", "mean"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frame_gets_no_importance_and_lends_none(family, heads):
+    """What it attracts is gone before it is smoothed over the tokens beside it and before the parts are weighed."""
+    model, prompt = tiny_model(family, seed=3), random_prompt(M)
+    install_rope(), install_capture()
+    question, frame = (M - 23, M - 7), np.zeros(M, dtype=np.bool_)
+    frame[0] = frame[30:34] = frame[M - 23 :] = True
+    for share in (0.0, 0.5, 0.9):
+        config = ScoringConfig(rows=2, heads=heads, prefill_step=37, question_share=share)
+        scores, _ = run(model, prompt, config, question=question, frame=frame)
+        expected, _ = brute_force(model, family, prompt, config, question, frame)
+        np.testing.assert_allclose(scores.importance, expected, rtol=2e-5, atol=1e-8)
+    assert scores.importance[M - 16 :].max() == 0  # the taps of a mean over 13 reach no counted token from here
 
 
 def test_the_question_is_read_in_one_forward():
@@ -297,6 +315,8 @@ def test_nothing_is_captured_outside_a_row():
         {"rows": 0},
         {"question_rows": (-1, 4)},
         {"question_rows": (8, 4)},
+        {"question_share": -0.1},
+        {"question_share": 1.1},
         {"pool_width": 12},
         {"pool_width": 0},
         {"prefill_step": 0},

@@ -26,6 +26,7 @@ Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]
 
 _STANDS_OUT = 12.0  # times the median chunk
+_LOOKED_AT = 10  # tokens
 _PIECE = 32  # tokens, the paper's chunk: what stands for a line or sentence where that is too long or not at hand
 
 
@@ -60,36 +61,33 @@ def held_together(importance: Floats, chunk_scores: Floats, units: Indices, conf
     """Scores with which the chunks of one line or sentence are kept together, (C,) -> (C,), none lower than before.
 
     The draft looks at where a passage begins. What goes on in the next chunk, like the value after a long name, would
-    compete with the best of the rest on its own. Of the most that a unit adds to the mean of one of its chunks the
-    chunks beside that one get at least `unit_share`, and each further one `unit_fade` of the one before: where several
-    long lines compete, the parts of all that were looked at come before the ends of one.
+    compete with the best of the rest on its own. Of the mean of the ten tokens that were looked at most, wherever in
+    their unit they lie, the chunks that hold part of them or are next to them get at least `unit_share`, and each
+    further one `unit_fade` of the one before: where several long lines compete, the parts of all that were looked at
+    come before the ends of one.
 
     Args:
         importance: (M,) of which `chunk_scores` are the means.
         units: where lines and sentences begin, ascending, the first at 0 (`TextUnits`); those longer than `unit_limit`
             are cut into pieces.
     """
-    chunk_size = config.chunk_size
-    M, scores = importance.size, chunk_scores.copy()
-    units, ends = _pieces(units, M, config.unit_limit)
-    first, last = units // chunk_size, (ends - 1) // chunk_size
-    crossing = first < last
-    begin, end, first, last = units[crossing], ends[crossing], first[crossing], last[crossing]
+    size, M = config.chunk_size, importance.size
+    begin, end = _pieces(units, M, config.unit_limit)
     total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
-    best, peak = np.full(begin.size, -1.0), first.copy()
-    parts = [first + step for step in range(int((last - first).max(initial=-1)) + 1)]
-    for chunk in parts:
-        left, right = np.maximum(begin, chunk * chunk_size), np.minimum(end, (chunk + 1) * chunk_size)
-        inside = chunk <= last
-        length = np.where(inside, np.minimum(chunk_size, M - chunk * chunk_size), 1)
-        added = np.where(inside, (total[right] - total[np.minimum(left, right)]) / length, -1.0)
-        peak = np.where(added > best, chunk, peak)
-        best = np.maximum(best, added)
-    for chunk in parts:
-        inside = chunk <= last
-        further = np.maximum(np.abs(chunk - peak) - 1, 0)
-        held = config.unit_share * config.unit_fade**further * best
-        np.maximum.at(scores, chunk[inside], held[inside].astype(np.float32))
+    looked_end = np.minimum(np.arange(M) + _LOOKED_AT, np.repeat(end, end - begin))
+    seen = total[looked_end] - total[:M]  # in what begins at each token and ends with its unit at the latest
+    best = np.maximum.reduceat(seen, begin)
+    at = np.flatnonzero(seen == np.repeat(best, end - begin))
+    at = at[np.searchsorted(at, begin)]
+
+    first, last = begin // size, (end - 1) // size
+    parts = np.where(first < last, last - first + 1, 0)
+    unit = np.repeat(np.arange(begin.size), parts)
+    chunk = first[unit] + np.arange(unit.size) - np.repeat(np.cumsum(parts) - parts, parts)
+    away = np.maximum(np.maximum(chunk * size - looked_end[at[unit]], at[unit] - (chunk + 1) * size), 0)
+    scores = chunk_scores.copy()
+    held = config.unit_share * config.unit_fade ** (away / size) * best[unit] / _LOOKED_AT
+    np.maximum.at(scores, chunk, held.astype(np.float32))
     return scores
 
 

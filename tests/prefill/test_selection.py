@@ -211,11 +211,12 @@ def together_by_hand(importance, units, rule):
         touched = [c for c, chunk in enumerate(chunks) if set(chunk) & set(range(start, end))]
         if len(touched) < 2:
             continue
-        added = {c: sum(importance[i] for i in chunks[c] if start <= i < end) / len(chunks[c]) for c in touched}
-        peak = max(touched, key=lambda c: (added[c], -c))
+        windows = [(sum(importance[at : min(at + 10, end)]), -at) for at in range(start, end)]
+        seen, at = max(windows)
+        looked = range(-at, min(-at + 10, end))
         for c in touched:
-            steps = max(abs(c - peak) - 1, 0)
-            scores[c] = max(scores[c], rule.unit_share * rule.unit_fade**steps * added[peak])
+            away = max(chunks[c][0] - looked.stop, looked.start - (c + 1) * size, 0)
+            scores[c] = max(scores[c], rule.unit_share * rule.unit_fade ** (away / size) * seen / 10)
     return means, scores
 
 
@@ -235,7 +236,7 @@ def test_a_sentence_that_goes_on_brings_its_next_chunk_and_a_new_one_does_not():
     scores = chunk_means(importance, 4)
     rule = SelectionConfig(chunk_size=4, unit_share=0.75)
     goes_on = held_together(importance, scores, np.array([0, 2, 6, 9]), rule)
-    assert goes_on.tolist() == [2, 1.5, 0.25]
+    np.testing.assert_allclose(goes_on, [2, 0.75 * 8 / 10, 0.25])
     assert held_together(importance, scores, np.array([0, 4, 8]), rule).tolist() == scores.tolist()
     off = replace(rule, unit_share=0.0)
     assert held_together(importance, scores, np.array([0, 2, 6, 9]), off).tolist() == scores.tolist()
@@ -253,6 +254,17 @@ def test_of_several_long_lines_what_was_looked_at_comes_first():
     assert evenly.tolist() == [*range(64, 128), *range(192, 216), *range(320, 328)]
 
 
+@pytest.mark.parametrize("shift", range(8))
+def test_where_chunks_begin_does_not_decide_between_lines(shift):
+    """What was looked at counts the same whether one chunk holds it or two do."""
+    importance, start = np.zeros(128, dtype=np.float32), 40 + shift
+    importance[start : start + 10] = 1
+    scores = held_together(importance, chunk_means(importance, 8), np.array([0, start]), SelectionConfig())
+    after = -(-(start + 10) // 8)
+    away = (after * 8 - start - 10) / 8
+    np.testing.assert_allclose(scores[after : after + 3], 0.95 * 0.8 ** (away + np.arange(3)), rtol=1e-6)
+
+
 def test_with_room_for_it_a_long_line_is_whole():
     importance = np.full(512, 0.01, dtype=np.float32)
     importance[64:72] = 1.0
@@ -264,12 +276,12 @@ def test_with_room_for_it_a_long_line_is_whole():
 def test_a_line_that_is_too_long_is_held_together_in_pieces():
     """Minified code, or a list on one line: pieces of 32 tokens, four chunks each, from where the line begins."""
     importance = np.zeros(128, dtype=np.float32)
-    importance[50] = 8
+    importance[46:56] = 4
     scores = chunk_means(importance, 8)
     rule = SelectionConfig(unit_share=0.75, unit_fade=0.5)
     got = held_together(importance, scores, np.array([0, 8, 120]), rule)
     assert got.nonzero()[0].tolist() == [5, 6, 7, 8]
-    assert got[5:9].tolist() == [0.75, 1, 0.75, 0.375]
+    assert got[5:9].tolist() == [3, 4, 3, 1.5]
     whole = held_together(importance, scores, np.array([0, 8, 120]), replace(rule, unit_limit=112))
     assert whole.nonzero()[0].tolist() == [*range(1, 15)]
 

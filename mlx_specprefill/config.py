@@ -82,7 +82,7 @@ class SelectionConfig:
     """Which tokens the target sees. Limits are tokens."""
 
     chunk_size: int = 8  # the paper has 32
-    unit_share: float = 0.95  # of a line's or sentence's best chunk that those beside it get at least; 0: the paper
+    unit_share: float = 0.95  # of what was looked at most in a line or sentence, for the chunks there; 0: the paper
     unit_fade: float = 0.8  # of that, for every chunk further away: long lines are kept around what was looked at
     unit_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each held together
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations

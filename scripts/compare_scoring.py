@@ -5,12 +5,11 @@
 
 Query rows: `look`, the last prompt token and the look-ahead (the paper's); `A-B S`, S of the importance from the last
 line of the question, at least A and at most B tokens, the rest from those, and without what template and question
-attract unless it says `all`. Heads: their maximum (the paper's), their mean, or the one head that
-looked most at gold in `--calibrate` items of the first task, which are not measured. Unit: the share of the best chunk
-of a line or sentence that the chunks beside it get at least, and of that every further one. Chunk: tokens. Printed
-are the share of items of which every gold token is kept and the share of gold tokens that are, and in brackets the
-difference of the first to the paper's rows, heads and chunks with the engine's units, over the same items, with its
-95 % interval.
+attract unless it says `all`. Heads: their maximum (the paper's), their mean, or the one head that looked most at gold
+in `--calibrate` items of the first task, which are not measured. Unit: the share of what was looked at most in a line
+or sentence that the chunks there get at least, and of that every further one. Chunk: tokens. Printed are the share of
+items of which every gold token is kept and the share of gold tokens that are, and in brackets the difference of the
+first to the paper's rows, heads and chunks with the engine's units, over the same items, with its 95 % interval.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]
 
 _STANDS_OUT = 12.0  # times the median chunk
-_LOOKED_AT = 10  # tokens
 _PIECE = 32  # tokens, the paper's chunk: what stands for a line or sentence where that is too long or not at hand
 
 
@@ -61,10 +60,10 @@ def held_together(importance: Floats, chunk_scores: Floats, units: Indices, conf
     """Scores with which the chunks of one line or sentence are kept together, (C,) -> (C,), none lower than before.
 
     The draft looks at where a passage begins. What goes on in the next chunk, like the value after a long name, would
-    compete with the best of the rest on its own. Of the mean of the ten tokens that were looked at most, wherever in
-    their unit they lie, the chunks that hold part of them or are next to them get at least `unit_share`, and each
-    further one `unit_fade` of the one before: where several long lines compete, the parts of all that were looked at
-    come before the ends of one.
+    compete with the best of the rest on its own. Of the mean of those tokens of a unit that were looked at most, a
+    chunk and a quarter of them wherever they lie, the chunks that hold part of them or are next to them get at least
+    `unit_share`, and each further one `unit_fade` of the one before: where several long lines compete, the parts of all
+    that were looked at come before the ends of one.
 
     Args:
         importance: (M,) of which `chunk_scores` are the means.
@@ -72,9 +71,10 @@ def held_together(importance: Floats, chunk_scores: Floats, units: Indices, conf
             are cut into pieces.
     """
     size, M = config.chunk_size, importance.size
+    window = size + size // 4
     begin, end = _pieces(units, M, config.unit_limit)
     total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
-    looked_end = np.minimum(np.arange(M) + _LOOKED_AT, np.repeat(end, end - begin))
+    looked_end = np.minimum(np.arange(M) + window, np.repeat(end, end - begin))
     seen = total[looked_end] - total[:M]  # in what begins at each token and ends with its unit at the latest
     best = np.maximum.reduceat(seen, begin)
     at = np.flatnonzero(seen == np.repeat(best, end - begin))
@@ -86,7 +86,7 @@ def held_together(importance: Floats, chunk_scores: Floats, units: Indices, conf
     chunk = first[unit] + np.arange(unit.size) - np.repeat(np.cumsum(parts) - parts, parts)
     away = np.maximum(np.maximum(chunk * size - looked_end[at[unit]], at[unit] - (chunk + 1) * size), 0)
     scores = chunk_scores.copy()
-    held = config.unit_share * config.unit_fade ** (away / size) * best[unit] / _LOOKED_AT
+    held = config.unit_share * config.unit_fade ** (away / size) * best[unit] / window
     np.maximum.at(scores, chunk, held.astype(np.float32))
     return scores
 

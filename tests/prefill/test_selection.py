@@ -211,12 +211,12 @@ def together_by_hand(importance, units, rule):
         touched = [c for c, chunk in enumerate(chunks) if set(chunk) & set(range(start, end))]
         if len(touched) < 2:
             continue
-        windows = [(sum(importance[at : min(at + 10, end)]), -at) for at in range(start, end)]
-        seen, at = max(windows)
-        looked = range(-at, min(-at + 10, end))
+        window = size + size // 4
+        seen, at = max((sum(importance[at : min(at + window, end)]), -at) for at in range(start, end))
+        looked = range(-at, min(-at + window, end))
         for c in touched:
             away = max(chunks[c][0] - looked.stop, looked.start - (c + 1) * size, 0)
-            scores[c] = max(scores[c], rule.unit_share * rule.unit_fade ** (away / size) * seen / 10)
+            scores[c] = max(scores[c], rule.unit_share * rule.unit_fade ** (away / size) * seen / window)
     return means, scores
 
 
@@ -236,7 +236,7 @@ def test_a_sentence_that_goes_on_brings_its_next_chunk_and_a_new_one_does_not():
     scores = chunk_means(importance, 4)
     rule = SelectionConfig(chunk_size=4, unit_share=0.75)
     goes_on = held_together(importance, scores, np.array([0, 2, 6, 9]), rule)
-    np.testing.assert_allclose(goes_on, [2, 0.75 * 8 / 10, 0.25])
+    np.testing.assert_allclose(goes_on, [2, 0.75 * 8 / 5, 0.25])
     assert held_together(importance, scores, np.array([0, 4, 8]), rule).tolist() == scores.tolist()
     off = replace(rule, unit_share=0.0)
     assert held_together(importance, scores, np.array([0, 2, 6, 9]), off).tolist() == scores.tolist()

@@ -39,8 +39,9 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     load_pair,
 )
+from mlx_specprefill.prefill.forced import frame_mask
 from mlx_specprefill.prefill.plan import plan_prefill
-from mlx_specprefill.prefill.scoring import Scores, score_prompt
+from mlx_specprefill.prefill.scoring import Scores, question_span, score_prompt
 from mlx_specprefill.prefill.selection import Selection, chunk_means, held_part, select_tokens
 from mlx_specprefill.prefill.units import TextUnits
 from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
@@ -98,7 +99,12 @@ class Session:
         options = SpecPrefillOptions(enabled=True)
         request = GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans)
         plan = plan_prefill(request, CONFIG, sparse_refusal=None)
-        scores = _last(score_prompt(self.pair.draft, self.prompt, CONFIG.scoring, self.pair.eos_token_ids, self.cache))
+        units = self.units.starts(prompt.tokens)
+        asks = question_span(len(prompt.tokens), CONFIG.scoring, prompt.spans[-1].content_end, units)
+        frame, stops = frame_mask(prompt.spans, asks, plan.forced), self.pair.eos_token_ids
+        scores = _last(
+            score_prompt(self.pair.draft, self.prompt, CONFIG.scoring, stops, self.cache, question=asks, frame=frame)
+        )
         self.cache = scores.cache
         return scores, plan.forced, self.prompt
 

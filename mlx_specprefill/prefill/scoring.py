@@ -173,8 +173,9 @@ def _scores(capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig
     usable = ended + 1 if config.include_last_prompt_query else max(1, ended)
     rows = min(len(capture.rows), usable)
     importance = np.array(mx.stack(capture.rows[:rows]).mean(axis=0))
-    if capture.passage is not None:
-        question, part = np.array(capture.passage), np.float32(config.question_share)
+    question = None if capture.passage is None else np.array(capture.passage)
+    if question is not None and question.any():  # nothing counts in a prompt that is all frame
+        part = np.float32(config.question_share)
         importance = (1 - part) * importance + part * question * (importance.sum() / question.sum())
     if not np.isfinite(importance).all():
         raise SpecPrefillError("the draft's attention is not finite")

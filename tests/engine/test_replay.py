@@ -97,6 +97,17 @@ def test_template_and_question_get_no_importance():
     assert np.flatnonzero(importance == 0).tolist() == frame
 
 
+def test_where_nobody_says_anything_nothing_is_a_matter_of_choice():
+    empty = replace(request(SPARSE), prompt=random_prompt(9), spans=(PromptSpan("user", 0, 4, 4, 6),))
+    with Engine(tiny_pair("llama"), CONFIG) as engine:
+        inspection = engine.inspect(empty)
+        answer, last = generated(engine.generate(empty))
+    assert not inspection.importance.any()
+    assert inspection.kept_tokens == 9
+    assert len(answer) == T
+    assert last.account.mode == "full"
+
+
 def attention_rows(model, prompt):
     """(layers * heads, M) attention of the last token, from the modules' own projections in one dense forward."""
     seen = []

@@ -140,6 +140,13 @@ def test_a_frame_gets_no_importance_and_lends_none(family, heads):
     assert scores.importance[M - 16 :].max() == 0  # the taps of a mean over 13 reach no counted token from here
 
 
+def test_a_prompt_that_is_all_frame_has_no_importance():
+    install_capture()
+    scores, _ = run(tiny_model("llama"), random_prompt(M), question=(M - 17, M - 1), frame=np.ones(M, dtype=np.bool_))
+    assert scores.importance.shape == (M,)
+    assert not scores.importance.any()
+
+
 def test_the_question_is_read_in_one_forward():
     draft = Counting(tiny_model("llama", seed=6))
     for step, end, shapes in (

@@ -160,7 +160,7 @@ class Reader:
             look.append(mx.concatenate(calls)[:, 0])
             if token.item() in self._pair.eos_token_ids:
                 break
-        return tuple(np.array(rows) for rows in (mx.stack(look), question))  # type: ignore[return-value]
+        return np.array(mx.stack(look)), np.array(question)
 
 
 def _messages(item: Item) -> list[dict[str, str]]:

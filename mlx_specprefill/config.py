@@ -60,7 +60,7 @@ class ScoringConfig:
     # The last line or sentence of the last message, but at least and at most so many tokens of the message: part of the
     # importance is what they attend to. (0, 0): none.
     question_rows: tuple[int, int] = (16, 48)
-    question_share: float = 0.7  # of the importance
+    question_share: float = 0.8  # of the importance
     pool_width: int = 13  # taps of the zero-padded mean over neighbouring tokens; odd
     prefill_step: int = 2048  # tokens per draft forward
 
@@ -81,10 +81,11 @@ class ScoringConfig:
 class SelectionConfig:
     """Which tokens the target sees. Limits are tokens."""
 
-    chunk_size: int = 8  # the paper has 32
-    unit_share: float = 0.95  # of what was looked at most in a line or sentence, for the chunks there; 0: the paper
-    unit_fade: float = 0.8  # of that, for every chunk further away: long lines are kept around what was looked at
+    chunk_size: int = 4  # the paper has 32
+    unit_share: float = 1.0  # of what was looked at most in a line or sentence, for the chunks there; 0: the paper
+    unit_fade: float = 0.8  # of that, for every 8 tokens further away: long lines are kept around what was looked at
     unit_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each held together
+    link_share: float = 0.5  # of what was looked at in a rare word, for the other lines that have it; 0: the paper
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
     verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here
@@ -92,10 +93,9 @@ class SelectionConfig:
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be positive, got {self.chunk_size}")
-        if not 0 <= self.unit_share <= 1:
-            raise ValueError(f"unit_share must be in [0, 1], got {self.unit_share}")
-        if not 0 <= self.unit_fade <= 1:
-            raise ValueError(f"unit_fade must be in [0, 1], got {self.unit_fade}")
+        for name in ("unit_share", "unit_fade", "link_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)

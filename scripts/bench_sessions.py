@@ -42,8 +42,8 @@ from mlx_specprefill import (
 from mlx_specprefill.prefill.forced import frame_mask
 from mlx_specprefill.prefill.plan import plan_prefill
 from mlx_specprefill.prefill.scoring import Scores, question_span, score_prompt
-from mlx_specprefill.prefill.selection import Selection, chunk_means, held_part, select_tokens
-from mlx_specprefill.prefill.units import TextUnits
+from mlx_specprefill.prefill.selection import Selection, held_part, select_tokens
+from mlx_specprefill.prefill.text import TextReader
 from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
@@ -70,10 +70,10 @@ class Session:
     held: Bools = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
 
     def __post_init__(self) -> None:
-        self.units = TextUnits(self.pair.tokenizer)
+        self.text = TextReader(self.pair.tokenizer)
 
     def fork(self) -> Session:
-        return copy.deepcopy(self, {id(self.pair): self.pair, id(self.units): self.units})
+        return copy.deepcopy(self, {id(self.pair): self.pair, id(self.text): self.text})
 
     def filler(self, words: int) -> str:
         return " ".join("The " + " ".join(self.rng.choice(WORDS, 7)) + "." for _ in range(max(1, words // 8)))
@@ -99,7 +99,7 @@ class Session:
         options = SpecPrefillOptions(enabled=True)
         request = GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans)
         plan = plan_prefill(request, CONFIG, sparse_refusal=None)
-        units = self.units.starts(prompt.tokens)
+        units = self.text.read(prompt.tokens).units
         asks = question_span(len(prompt.tokens), CONFIG.scoring, prompt.spans[-1].content_end, units)
         frame, stops = frame_mask(prompt.spans, asks, plan.forced), self.pair.eos_token_ids
         scores = _last(
@@ -139,17 +139,16 @@ def question(name: str) -> str:
     return f"What is the secret code for {name}?"
 
 
-def selected(units: TextUnits, scores: Scores, forced: Bools, prompt: tuple[int, ...], start: int) -> Selection:
-    begins = units.starts(prompt[start:])
-    return select_tokens(scores.importance[start:], forced[start:], begins, CONFIG.policy.keep_pct, CONFIG.selection)
+def selected(text: TextReader, scores: Scores, forced: Bools, prompt: tuple[int, ...], start: int) -> Selection:
+    rest = text.read(prompt).since(start)
+    return select_tokens(scores.importance[start:], forced[start:], rest, CONFIG.policy.keep_pct, CONFIG.selection)
 
 
 def judged(scores: Scores, forced: Bools, prompt: tuple[int, ...], session: Session) -> dict[str, float]:
     """What the rule makes of a question, and the one before it."""
     first = session.dense - session.dense % CHUNK
-    means = chunk_means(scores.importance[first:], CHUNK)
-    share, missing = held_part(means, selected(session.units, scores, forced, prompt, first), session.held[first:])
-    before = excess_held(selected(session.units, scores, forced, prompt, session.dense), session.held[session.dense :])
+    share, missing = held_part(selected(session.text, scores, forced, prompt, first), session.held[first:])
+    before = excess_held(selected(session.text, scores, forced, prompt, session.dense), session.held[session.dense :])
     misses = share < CONFIG.policy.extend_share
     return {
         "before": before < 0.9,
@@ -189,7 +188,7 @@ def run(pair: ModelPair, seed: int, facts: int, tokens: int, found: Found) -> No
     name = NAMES[seed % facts]
     scores, forced, prompt = session.ask(f"{session.document(facts, int(tokens / per_word))}\n\n{question(name)}")
     kept = np.zeros(len(session.prompt), dtype=np.bool_)
-    kept[selected(session.units, scores, forced, prompt, 0).kept] = True
+    kept[selected(session.text, scores, forced, prompt, 0).kept] = True
     session.answer(f"The secret code for {name} is {session.codes[name]}.", kept)
     try_all(session, found)
     for name in LATER:

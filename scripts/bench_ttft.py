@@ -55,7 +55,7 @@ from mlx_specprefill.prefill.forced import forced_mask, forced_ranges
 from mlx_specprefill.prefill.scoring import score_prompt
 from mlx_specprefill.prefill.selection import select_tokens
 from mlx_specprefill.prefill.sparse import prefill
-from mlx_specprefill.prefill.units import TextUnits
+from mlx_specprefill.prefill.text import TextReader
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.shapes import SHAPES
 
@@ -108,12 +108,12 @@ class Setup:
     cost: PairCost
     target_step: int
     draft_step: int
-    units: TextUnits
+    text: TextReader
 
 
 def set_up(pair: ModelPair) -> Setup:
     cost = calibrate(pair, CONFIG)
-    return Setup(pair, cost, *cost.steps(CONFIG.prefill_step), TextUnits(pair.tokenizer))
+    return Setup(pair, cost, *cost.steps(CONFIG.prefill_step), TextReader(pair.tokenizer))
 
 
 def finish(stages: Any) -> Any:
@@ -199,17 +199,17 @@ def score(setup: Setup, prompt: list[int], peak: Peak) -> tuple[Run, np.ndarray]
     return run | {"draft_kv_mib": held_mib(scores.cache)}, scores.importance
 
 
-def select(units: TextUnits, prompt: list[int], importance: np.ndarray, keep: Fraction) -> np.ndarray:
+def select(text: TextReader, prompt: list[int], importance: np.ndarray, keep: Fraction) -> np.ndarray:
     rule = CONFIG.selection
     forced = forced_mask(forced_ranges((), importance.size, rule), importance.size)
-    return select_tokens(importance, forced, units.starts(prompt), keep, rule).kept
+    return select_tokens(importance, forced, text.read(prompt), keep, rule).kept
 
 
 def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
     """The stages of a sparse request and their sum, then some decoding."""
     target, peak = setup.pair.target, Peak()
     run, importance = score(setup, prompt, peak)
-    select_ms, kept = timed(lambda: select(setup.units, prompt, importance, keep))
+    select_ms, kept = timed(lambda: select(setup.text, prompt, importance, keep))
     cache = make_positioned_cache(target)
     prefill_ms, logits = timed(lambda: finish(prefill(target, cache, prompt, kept, setup.target_step)))
     token_ms, _ = timed(lambda: first_token(logits))

@@ -31,7 +31,7 @@ from mlx_specprefill.adapters import capture
 from mlx_specprefill.prefill.forced import forced_mask, forced_ranges, frame_mask
 from mlx_specprefill.prefill.scoring import question_span
 from mlx_specprefill.prefill.selection import select_tokens
-from mlx_specprefill.prefill.units import TextUnits
+from mlx_specprefill.prefill.text import PromptText, TextReader
 from mlx_specprefill_server.evals.statistics import paired_difference
 from mlx_specprefill_server.evals.tasks import TASKS, Item, Space, make_item
 from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
@@ -82,7 +82,7 @@ class Read:
     end: int  # of the last message
     gold: Bools
     spans: Sequence[PromptSpan]
-    units: npt.NDArray[np.int32]
+    text: PromptText
 
 
 class Attention:
@@ -127,7 +127,7 @@ class Reader:
     def __init__(self, pair: ModelPair) -> None:
         self._pair = pair
         self._builder = PromptBuilder(pair.tokenizer)
-        self._units = TextUnits(pair.tokenizer)
+        self._text = TextReader(pair.tokenizer)
 
     def count(self, text: str) -> int:
         return len(self._pair.tokenizer.encode(text, add_special_tokens=False))
@@ -139,8 +139,8 @@ class Reader:
         M, end = len(prompt.tokens), prompt.spans[-1].content_end
         most = max(rows.most for rows in QUESTIONS)
         look, question = self._attention(mx.array(prompt.tokens)[None], max(0, end - most), end)
-        units = self._units.starts(prompt.tokens)
-        return Read(look, question, end, _mask(gold, M), prompt.spans, units)
+        text = self._text.read(prompt.tokens)
+        return Read(look, question, end, _mask(gold, M), prompt.spans, text)
 
     def _attention(self, prompt: mx.array, start: int, end: int) -> tuple[Floats, Floats]:
         M, cache, draft = prompt.shape[1], make_prompt_cache(self._pair.draft), self._pair.draft
@@ -178,7 +178,7 @@ def _mask(spans: Sequence[tuple[int, int]], length: int) -> Bools:
 def _importance(read: Read, rows: Rows, heads: str, best: int) -> Floats:
     joined = {"max": lambda a: a.max(axis=-2), "mean": lambda a: a.mean(axis=-2), "best": lambda a: a[..., best, :]}
     M, config = len(read.gold), ScoringConfig(question_rows=(rows.least, rows.most))
-    start, end = question_span(M, config, read.end, read.units)
+    start, end = question_span(M, config, read.end, read.text.units)
     counted = ~frame_mask(read.spans, (start, end), _forced(read, SelectionConfig())) if rows.framed else 1.0
 
     def pooled(attention: Floats) -> Floats:
@@ -197,7 +197,7 @@ def _forced(read: Read, rule: SelectionConfig) -> Bools:
 
 def _kept_gold(read: Read, importance: Floats, share: str, rule: SelectionConfig) -> float:
     """Share of the gold tokens that are kept."""
-    kept = select_tokens(importance, _forced(read, rule), read.units, keep_pct(share), rule).kept
+    kept = select_tokens(importance, _forced(read, rule), read.text, keep_pct(share), rule).kept
     return float(np.isin(np.flatnonzero(read.gold), kept).mean())
 
 

@@ -65,11 +65,10 @@ class Continuing:
         self._caches = caches
         self._planner = planner
 
-    def begin(self, sequence: Sequence, scores: npt.NDArray[np.float32], selection: Selection, first: int) -> Beginning:
+    def begin(self, sequence: Sequence, selection: Selection, first: int) -> Beginning:
         """Where a sequence goes on that holds its dense prefix; changes its cache and says how in `continuation`.
 
         Args:
-            scores: mean importance per chunk from prompt index `first` on.
             selection: of the prompt from `first` on; its indices count from there.
             first: where the chunk begins that the dense prefix ends in.
         """
@@ -81,7 +80,7 @@ class Continuing:
         if session is None or session.length <= S:
             return afresh
         held = session.held[first:]
-        share, missing = held_part(scores, selection, held)
+        share, missing = held_part(selection, held)
         sequence.continuation = self._way(share, session)
         if sequence.continuation != "restart":
             sequence.cache = session.cache

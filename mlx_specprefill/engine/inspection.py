@@ -59,8 +59,9 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
     """
     yield Progress("queued", 0, len(request.prompt))
     plan = prefiller.planner.plan(request)
-    scores = yield from prefiller.scores(request, plan)
-    selection = prefiller.select(request.prompt, scores, plan)
+    text = prefiller.text.read(request.prompt)
+    scores = yield from prefiller.scores(request, plan, text)
+    selection = prefiller.select(text, scores, plan)
     size, M = selection.chunk_size, len(request.prompt)
     starts = np.arange(0, M, size)
     kept = np.zeros(M, dtype=np.int64)

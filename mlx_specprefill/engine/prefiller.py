@@ -24,9 +24,9 @@ from ..prefill.forced import frame_mask
 from ..prefill.plan import PrefillPlan
 from ..prefill.repair import insert
 from ..prefill.scoring import Scores, question_span, score_prompt
-from ..prefill.selection import Selection, chunk_means, select_tokens
+from ..prefill.selection import Selection, select_tokens
 from ..prefill.sparse import prefill
-from ..prefill.units import TextUnits
+from ..prefill.text import PromptText, TextReader
 from ..request import GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from .caches import EngineCaches, empty_cache
@@ -71,7 +71,7 @@ class Prefiller:
         self.planner = planner
         self.slice_size = slice_size
         self._speculator = speculator
-        self._units = TextUnits(pair.tokenizer)
+        self.text = TextReader(pair.tokenizer)
         self._continuing = Continuing(config.policy, caches, planner)
         self.fallbacks: Counter[str] = Counter()
 
@@ -128,12 +128,13 @@ class Prefiller:
         request = sequence.request
         assert sequence.plan is not None
         sequence.stage = "draft"
-        scores = yield from self.scores(request, sequence.plan)
+        text = self.text.read(request.prompt)
+        scores = yield from self.scores(request, sequence.plan, text)
         sequence.stage = "select"
-        size = self.config.selection.chunk_size
-        first = sequence.cached - sequence.cached % size  # chunks lie where an earlier turn's lay
-        selection = self.select(request.prompt, scores, sequence.plan, first)
-        beginning = self._continuing.begin(sequence, chunk_means(scores.importance[first:], size), selection, first)
+        # Chunks lie where an earlier turn's lay.
+        first = sequence.cached - sequence.cached % self.config.selection.chunk_size
+        selection = self.select(text, scores, sequence.plan, first)
+        beginning = self._continuing.begin(sequence, selection, first)
         sequence.reused = int(beginning.held.size)
         yield Progress("select", beginning.read, len(request.prompt))
         sequence.stage = "prefill"
@@ -145,7 +146,9 @@ class Prefiller:
         sequence.kept = beginning.all_kept
         return logits
 
-    def scores(self, request: GenerationRequest, plan: PrefillPlan) -> Generator[Progress, None, Scores]:
+    def scores(
+        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText
+    ) -> Generator[Progress, None, Scores]:
         """The request's own scores, else the draft's; its dense prefix cache saves it from reading things twice.
 
         Raises:
@@ -157,7 +160,7 @@ class Prefiller:
             raise SparseUnsupportedError("no draft model is loaded")
         prompt, done = request.prompt, 0
         said = request.spans[-1].content_end if request.spans else None
-        question = question_span(len(prompt), self.config.scoring, said, self._units.starts(prompt))
+        question = question_span(len(prompt), self.config.scoring, said, text.units)
         # What asks is read anew even if the cache holds it: a hit must not change the scores.
         hit = self.caches.draft_prefix(prompt[: question[0] + 1])
         cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
@@ -187,10 +190,10 @@ class Prefiller:
         self.caches.keep_draft(prompt, cache)
         return scores
 
-    def select(self, prompt: tuple[int, ...], scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
+    def select(self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
         """Of the prompt from `start` on, which is where a chunk begins; its `kept` counts from there."""
-        units = self._units.starts(prompt[start:])
-        return select_tokens(scores.importance[start:], plan.forced[start:], units, plan.keep, self.config.selection)
+        importance, forced = scores.importance[start:], plan.forced[start:]
+        return select_tokens(importance, forced, text.since(start), plan.keep, self.config.selection)
 
     def _read(self, sequence: Sequence, beginning: Beginning) -> Slices:
         """What is missing, then what follows; progress counts both."""

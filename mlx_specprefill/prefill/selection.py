@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..config import SelectionConfig
+from .text import PromptText
 
 __all__ = [
     "Selection",
@@ -25,6 +27,8 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]
 
+_LOOKED = 13  # tokens of a line or sentence that it is weighed by: as many as attention is smoothed over
+_FADED = 8  # tokens from there after which what holds it together has faded once
 _STANDS_OUT = 12.0  # times the median chunk
 _PIECE = 32  # tokens, the paper's chunk: what stands for a line or sentence where that is too long or not at hand
 
@@ -35,7 +39,8 @@ class Selection:
 
     Attributes:
         kept: prompt indices of the kept tokens, ascending and unique, int32 (N,).
-        chunk_scores: mean importance per chunk, float32 (C,).
+        chunk_scores: by which chunks were chosen, float32 (C,).
+        asked: of that, what a chunk is asked for itself and not as the rest of a line or sentence, float32 (C,).
         chunk_forced: chunks whose every token is forced (C,).
         chunk_chosen: chunks kept for their score (C,).
         chunk_size: tokens per chunk; the last one may be shorter.
@@ -43,6 +48,7 @@ class Selection:
 
     kept: Indices
     chunk_scores: Floats
+    asked: Floats
     chunk_forced: Bools
     chunk_chosen: Bools
     chunk_size: int
@@ -56,38 +62,72 @@ def chunk_means(importance: Floats, chunk_size: int) -> Floats:
     return (sums / lengths).astype(np.float32)
 
 
+def lent(importance: Floats, chunk_scores: Floats, text: PromptText, config: SelectionConfig) -> Floats:
+    """Scores with what lines and sentences that share a rare word lend each other, (C,) -> (C,), none lower.
+
+    The draft's few queries see where an answer begins. What that leads to, as "Anna works at Brook" to "Brook is in
+    Exeter", they don't ask for yet, but the word leads there too. Where it stands gets `link_share` of the most that
+    was looked at in it anywhere, over the root of the number of other places, and chunks less the further away they
+    lie.
+
+    Args:
+        importance: (M,) of what lends.
+    """
+    start, end, word = text.rare.T
+    total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
+    others = np.bincount(word)[word] - 1
+    most = np.zeros(int(word.max(initial=0)) + 1)
+    np.maximum.at(most, word, (total[end] - total[start]) / (end - start))
+    begin, stop = _pieces(text.units, importance.size, config.unit_limit)
+    unit = np.searchsorted(begin, start, side="right") - 1
+    lends = np.divide(config.link_share * most[word], np.sqrt(others), out=np.zeros(word.size), where=others > 0)
+    return _raised(chunk_scores, _Around(begin[unit], stop[unit], start, end), lends, config)
+
+
 def held_together(importance: Floats, chunk_scores: Floats, units: Indices, config: SelectionConfig) -> Floats:
     """Scores with which the chunks of one line or sentence are kept together, (C,) -> (C,), none lower than before.
 
     The draft looks at where a passage begins. What goes on in the next chunk, like the value after a long name, would
-    compete with the best of the rest on its own. Of the mean of those tokens of a unit that were looked at most, a
-    chunk and a quarter of them wherever they lie, the chunks that hold part of them or are next to them get at least
-    `unit_share`, and each further one `unit_fade` of the one before: where several long lines compete, the parts of all
-    that were looked at come before the ends of one.
+    compete with the best of the rest on its own. Of the mean of those 13 tokens of a unit that were looked at most,
+    wherever they lie, the chunks that hold part of them or are next to them get `unit_share`, and others less the
+    further away they lie: where several long lines compete, the parts of all that were looked at come before the ends
+    of one.
 
     Args:
         importance: (M,) of which `chunk_scores` are the means.
-        units: where lines and sentences begin, ascending, the first at 0 (`TextUnits`); those longer than `unit_limit`
+        units: where lines and sentences begin, ascending, the first at 0 (`PromptText`); those longer than `unit_limit`
             are cut into pieces.
     """
-    size, M = config.chunk_size, importance.size
-    window = size + size // 4
+    M, window = importance.size, max(_LOOKED, config.chunk_size)
     begin, end = _pieces(units, M, config.unit_limit)
     total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
-    looked_end = np.minimum(np.arange(M) + window, np.repeat(end, end - begin))
+    looked_end = np.minimum(np.arange(M, dtype=np.int32) + np.int32(window), np.repeat(end, end - begin))
     seen = total[looked_end] - total[:M]  # in what begins at each token and ends with its unit at the latest
     best = np.maximum.reduceat(seen, begin)
     at = np.flatnonzero(seen == np.repeat(best, end - begin))
-    at = at[np.searchsorted(at, begin)]
+    start = at[np.searchsorted(at, begin)].astype(np.int32)
+    around = _Around(begin, end, start, looked_end[start])
+    return _raised(chunk_scores, around, config.unit_share * best / window, config)
 
-    first, last = begin // size, (end - 1) // size
-    parts = np.where(first < last, last - first + 1, 0)
-    unit = np.repeat(np.arange(begin.size), parts)
+
+class _Around(NamedTuple):
+    """Units, or pieces of them, and the places in them where something was found; prompt indices, each (N,)."""
+
+    begin: Indices
+    end: Indices
+    start: Indices
+    stop: Indices
+
+
+def _raised(chunk_scores: Floats, around: _Around, height: npt.NDArray[np.float64], config: SelectionConfig) -> Floats:
+    """Chunks of each unit get its height at least, times `unit_fade` per eight tokens between them and the place."""
+    size = config.chunk_size
+    first, parts = around.begin // size, (around.end - 1) // size - around.begin // size + 1
+    unit = np.repeat(np.arange(parts.size), parts)
     chunk = first[unit] + np.arange(unit.size) - np.repeat(np.cumsum(parts) - parts, parts)
-    away = np.maximum(np.maximum(chunk * size - looked_end[at[unit]], at[unit] - (chunk + 1) * size), 0)
+    away = np.maximum(np.maximum(chunk * size - around.stop[unit], around.start[unit] - (chunk + 1) * size), 0)
     scores = chunk_scores.copy()
-    held = config.unit_share * config.unit_fade ** (away / size) * best[unit] / window
-    np.maximum.at(scores, chunk, held.astype(np.float32))
+    np.maximum.at(scores, chunk, (height[unit] * config.unit_fade ** (away / _FADED)).astype(np.float32))
     return scores
 
 
@@ -123,23 +163,25 @@ def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_siz
     chosen = np.zeros(C, dtype=np.bool_)
     chosen[ranked[: min(count, C - int(chunk_forced.sum()))]] = True
     tokens = np.repeat(chosen, chunk_size)[:M] | forced
-    return Selection(np.flatnonzero(tokens).astype(np.int32), chunk_scores, chunk_forced, chosen, chunk_size)
+    kept = np.flatnonzero(tokens).astype(np.int32)
+    return Selection(kept, chunk_scores, chunk_scores, chunk_forced, chosen, chunk_size)
 
 
 def select_tokens(
-    importance: Floats, forced: Bools, units: Indices, keep: Fraction, config: SelectionConfig
+    importance: Floats, forced: Bools, text: PromptText, keep: Fraction, config: SelectionConfig
 ) -> Selection:
-    """From importance (M,) to what is kept: chunk means, lines and sentences held together, the best chunks.
+    """From importance (M,) to what is kept: chunk means, linked lines, lines held together, the best chunks.
 
     Args:
         forced: (M,) per token.
-        units: where lines and sentences begin.
     """
-    scores = held_together(importance, chunk_means(importance, config.chunk_size), units, config)
-    return select_chunks(scores, forced, keep, config.chunk_size)
+    found = np.where(forced, np.float32(0), importance)  # the question's tokens look at those just before it as well
+    asked = lent(found, chunk_means(importance, config.chunk_size), text, config)
+    scores = held_together(importance, asked, text.units, config)
+    return replace(select_chunks(scores, forced, keep, config.chunk_size), asked=asked)
 
 
-def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float, Indices]:
+def held_part(selection: Selection, held: Bools) -> tuple[float, Indices]:
     """How much of what the selection asks for an earlier turn has kept already, and the rest.
 
     What it asks for are the chosen chunks that stand out: twelve times the score of an ordinary one. The others fill
@@ -147,12 +189,12 @@ def held_part(scores: Floats, selection: Selection, held: Bools) -> tuple[float,
     with no gap, are missed with it but do not count: the rest of a line or sentence.
 
     Args:
-        scores: mean importance per chunk (C,), not held together: a chunk counts for what the draft saw in it.
         held: (L,) whether the earlier turn kept the token, for the first L <= M tokens; the rest is new to it.
 
     Returns:
         A share of importance between 0 and 1, and the tokens before L that are missing, ascending int32.
     """
+    scores = selection.asked
     candidates = scores[~selection.chunk_forced]
     ordinary = float(np.median(candidates)) if candidates.size else 0.0
     stands_out = selection.chunk_chosen & (scores >= _STANDS_OUT * ordinary)

@@ -86,7 +86,7 @@ class TestInspect:
         assert "dropped" in done.stdout
         rows = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if "e-0" in line]
         assert all(before[4] != after[4] for before, after in pairwise(rows))
-        assert sum(int(row[1]) for row in rows) == 50
+        assert sum(int(row[1]) for row in rows) == 100
 
     def test_chunk_size_reaches_the_selection(self, models: list[str], prompt_file: str) -> None:
         done = run("inspect", "--raw", "--prompt-file", prompt_file, "--chunk-size", "40", *models)

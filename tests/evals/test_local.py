@@ -71,7 +71,7 @@ def test_the_oracle_does_not_apply_where_everything_counts(examinee):
 
 
 def test_a_prompt_that_can_not_be_prefilled_sparsely_is_not_measured(examinee):
-    short = Item((Turn("What is the secret code for Anna?", "None."),), ("1",))
+    short = Item((Turn("Who?", "None."),), ("1",))
     with pytest.raises(NotMeasuredError, match="ran in full mode"):
         examinee.ask(short, arms(["sparse"], ["0.2"]), 4, 0, False)
 

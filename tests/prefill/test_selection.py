@@ -19,9 +19,16 @@ from mlx_specprefill.prefill.selection import (
     held_part,
     held_together,
     kept_spans,
+    lent,
     select_chunks,
     select_tokens,
 )
+from mlx_specprefill.prefill.text import PromptText
+
+
+def alone(units):
+    """Lines and sentences that share no words."""
+    return PromptText(np.asarray(units, dtype=np.int32), np.zeros((0, 3), dtype=np.int32))
 
 
 def brute_force(scores: list[float], forced: list[bool], keep: Fraction, size: int) -> list[int]:
@@ -124,7 +131,7 @@ def selected(scores, keep, forced=()):
     scores = np.array(scores, dtype=np.float32)
     mask = np.zeros(2 * scores.size, dtype=bool)
     mask[list(forced)] = True
-    return scores, select_chunks(scores, mask, keep, 2)
+    return select_chunks(scores, mask, keep, 2)
 
 
 def tokens(count, *chunks):
@@ -143,34 +150,34 @@ def part(*of):
 
 def test_only_chunks_that_stand_out_decide_what_is_held():
     """The median is 1; chunks 1 and 5 stand out with 24 and 12, chunk 3 is chosen with 4 and does not matter."""
-    scores, selection = selected([1, 24, 1, 4, 1, 12, 1], Fraction(3, 7))
+    selection = selected([1, 24, 1, 4, 1, 12, 1], Fraction(3, 7))
     assert selection.chunk_chosen.nonzero()[0].tolist() == [1, 3, 5]
-    assert part(scores, selection, tokens(14, 1, 5)) == (1.0, [])
-    assert part(scores, selection, tokens(14, 1, 3)) == (pytest.approx(2 / 3), [10, 11])
-    assert part(scores, selection, tokens(14, 3, 5)) == (pytest.approx(1 / 3), [2, 3])
+    assert part(selection, tokens(14, 1, 5)) == (1.0, [])
+    assert part(selection, tokens(14, 1, 3)) == (pytest.approx(2 / 3), [10, 11])
+    assert part(selection, tokens(14, 3, 5)) == (pytest.approx(1 / 3), [2, 3])
     half = tokens(14, 5)
     half[2] = True
-    assert part(scores, selection, half) == (pytest.approx(2 / 3), [3])
+    assert part(selection, half) == (pytest.approx(2 / 3), [3])
 
 
 def test_chosen_chunks_beside_one_that_stands_out_are_missed_with_it():
     """Where a line crosses borders: chunks 1, 3 and 4 go on from chunk 2, chunk 6 from nothing that stands out."""
-    scores, selection = selected([1, 3, 12, 3, 3, 1, 4, 1, 1, 1, 1], Fraction(5, 11))
-    assert part(scores, selection, tokens(22)) == (0.0, [*range(2, 10)])
-    assert part(scores, selection, tokens(22, 2)) == (1.0, [2, 3, 6, 7, 8, 9])
+    selection = selected([1, 3, 12, 3, 3, 1, 4, 1, 1, 1, 1], Fraction(5, 11))
+    assert part(selection, tokens(22)) == (0.0, [*range(2, 10)])
+    assert part(selection, tokens(22, 2)) == (1.0, [2, 3, 6, 7, 8, 9])
 
 
 def test_what_goes_on_for_long_is_not_missed_with_what_stands_out():
     """32 tokens of chunks that were chosen on either side of chunk 40."""
     scores = np.ones(120, dtype=np.float32)
     scores[15:66], scores[40] = 3, 12
-    scores, selection = selected(scores, Fraction(51, 120))
-    assert part(scores, selection, tokens(240)) == (0.0, [*range(48, 114)])
+    selection = selected(scores, Fraction(51, 120))
+    assert part(selection, tokens(240)) == (0.0, [*range(48, 114)])
 
 
 def test_what_is_put_in_is_completed_by_the_best_of_the_rest():
     """Chunk 5 is missing; of the chosen ones 1 is held, 3 (4) and 7 (3) come next, as far as there is room."""
-    _, selection = selected([1, 18, 1, 4, 1, 9, 1, 3, 1], Fraction(4, 9))
+    selection = selected([1, 18, 1, 4, 1, 9, 1, 3, 1], Fraction(4, 9))
     missing, held = np.array([10, 11], dtype=np.int32), tokens(18, 1)
     assert completed(missing, selection, held, 3).tolist() == [10, 11]
     assert completed(missing, selection, held, 4).tolist() == [6, 7, 10, 11]
@@ -181,22 +188,22 @@ def test_what_is_put_in_is_completed_by_the_best_of_the_rest():
 
 
 def test_where_nothing_stands_out_everything_is_held():
-    scores, selection = selected([1, 11.9, 1, 2, 1], Fraction(2, 5))
-    assert part(scores, selection, np.zeros(10, dtype=bool)) == (1.0, [])
+    selection = selected([1, 11.9, 1, 2, 1], Fraction(2, 5))
+    assert part(selection, np.zeros(10, dtype=bool)) == (1.0, [])
 
 
 def test_forced_chunks_are_neither_ordinary_nor_asked_for():
     """Chunk 0 is forced, seen by every turn, and draws most attention; without it the median is 1."""
-    scores, selection = selected([90, 1, 12, 1, 1], Fraction(2, 5), forced=(0, 1))
-    assert part(scores, selection, tokens(10, 0)) == (0.0, [4, 5])
-    assert part(scores, selection, tokens(10, 2)) == (1.0, [])
+    selection = selected([90, 1, 12, 1, 1], Fraction(2, 5), forced=(0, 1))
+    assert part(selection, tokens(10, 0)) == (0.0, [4, 5])
+    assert part(selection, tokens(10, 2)) == (1.0, [])
 
 
 def test_what_lies_after_the_earlier_turn_does_not_count():
-    scores, selection = selected([14, 1, 13, 1, 1], Fraction(2, 5))
-    assert part(scores, selection, np.ones(3, dtype=bool)) == (1.0, [])
-    assert part(scores, selection, np.zeros(3, dtype=bool)) == (0.0, [0, 1])
-    assert part(scores, selection, np.zeros(0, dtype=bool)) == (1.0, [])
+    selection = selected([14, 1, 13, 1, 1], Fraction(2, 5))
+    assert part(selection, np.ones(3, dtype=bool)) == (1.0, [])
+    assert part(selection, np.zeros(3, dtype=bool)) == (0.0, [0, 1])
+    assert part(selection, np.zeros(0, dtype=bool)) == (1.0, [])
 
 
 def together_by_hand(importance, units, rule):
@@ -209,14 +216,12 @@ def together_by_hand(importance, units, rule):
     cut = [(at, min(at + 32, end)) for start, end in whole if end - start > limit for at in range(start, end, 32)]
     for start, end in [unit for unit in whole if unit[1] - unit[0] <= limit] + cut:
         touched = [c for c, chunk in enumerate(chunks) if set(chunk) & set(range(start, end))]
-        if len(touched) < 2:
-            continue
-        window = size + size // 4
+        window = max(13, size)
         seen, at = max((sum(importance[at : min(at + window, end)]), -at) for at in range(start, end))
         looked = range(-at, min(-at + window, end))
         for c in touched:
             away = max(chunks[c][0] - looked.stop, looked.start - (c + 1) * size, 0)
-            scores[c] = max(scores[c], rule.unit_share * rule.unit_fade ** (away / size) * seen / window)
+            scores[c] = max(scores[c], rule.unit_share * rule.unit_fade ** (away / 8) * seen / window)
     return means, scores
 
 
@@ -231,12 +236,85 @@ def test_units_are_held_together_as_by_hand(seed, M, size, limit):
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+def linked_by_hand(importance, text, rule):
+    """Word by word and place by place."""
+    M, size = len(importance), rule.chunk_size
+    chunks = [range(start, min(start + size, M)) for start in range(0, M, size)]
+    scores = [0.0] * len(chunks)
+    ends = [*text.units[1:], M]
+    for start, stop, word in text.rare:
+        places = [place for place in text.rare if place[2] == word]
+        if len(places) == 1:
+            continue
+        most = max(sum(importance[a:b]) / (b - a) for a, b, _ in places)
+        unit = max(u for u, begin in enumerate(text.units) if begin <= start)
+        for i, chunk in enumerate(chunks):
+            if set(chunk) & set(range(text.units[unit], ends[unit])):
+                away = max(chunk[0] - stop, start - (i + 1) * size, 0)
+                lends = rule.link_share * most / math.sqrt(len(places) - 1)
+                scores[i] = max(scores[i], lends * rule.unit_fade ** (away / 8))
+    return scores
+
+
+@given(st.integers(0, 10_000), st.integers(20, 90), st.integers(1, 9), st.integers(0, 8))
+def test_rare_words_link_lines_as_by_hand(seed, M, size, count):
+    rng = np.random.default_rng(seed)
+    importance = rng.random(M).astype(np.float32)
+    starts = np.unique(np.append(0, rng.integers(0, M - 4, 6))).astype(np.int32)
+    at, long, word = rng.integers(0, M - 4, count), rng.integers(1, 4, count), np.sort(rng.integers(0, 3, count))
+    text = PromptText(starts, np.stack([at, at + long, word], axis=1).astype(np.int32))
+    rule = SelectionConfig(chunk_size=size, unit_fade=0.5, link_share=0.75)
+    none = np.zeros(-(-M // size), dtype=np.float32)
+    np.testing.assert_allclose(lent(importance, none, text, rule), linked_by_hand(importance, text, rule), rtol=1e-5)
+
+
+def two_hops(forced=(), more=()):
+    """Ten lines of 16 tokens. The draft looks at the third line; its third token begins the eighth as well."""
+    importance = np.full(160, 0.01, dtype=np.float32)
+    importance[32:40] = 1
+    rare = np.array([[start, start + 1, 7] for start in (34, 112, *more)], dtype=np.int32)
+    mask = np.zeros(160, dtype=bool)
+    mask[list(forced)] = True
+    return importance, mask, PromptText(np.arange(0, 160, 16, dtype=np.int32), rare), Fraction(1, 5)
+
+
+def test_what_is_found_leads_to_the_line_that_shares_a_rare_word():
+    """Eight chunks of four: the line that was looked at and the one that it leads to."""
+    importance, forced, text, keep = two_hops()
+    selection = select_tokens(importance, forced, text, keep, SelectionConfig())
+    assert selection.kept.tolist() == [*range(32, 48), *range(112, 128)]
+    assert selection.asked[[8, 28, 36]].tolist() == pytest.approx([1, 0.5, 0.01])
+    alone = select_tokens(importance, forced, text, keep, SelectionConfig(link_share=0.0))
+    assert not set(range(112, 128)) & set(alone.kept.tolist())
+
+
+def test_the_more_lines_share_a_word_the_less_it_says():
+    asked = select_tokens(*two_hops(more=(80, 96, 144)), SelectionConfig()).asked
+    np.testing.assert_allclose(asked[[20, 24, 28, 36]], 0.5 / 2, rtol=1e-6)
+
+
+def test_what_is_kept_anyway_leads_nowhere():
+    importance, forced, text, keep = two_hops(forced=range(32, 48))
+    selection = select_tokens(importance, forced, text, keep, SelectionConfig())
+    assert selection.asked[28] == pytest.approx(0.01)
+
+
+def test_a_later_turn_asks_for_what_a_rare_word_leads_to():
+    """An earlier turn kept the first line of two: what it lacks is the other."""
+    selection = select_tokens(*two_hops(), SelectionConfig())
+    held = np.zeros(160, dtype=bool)
+    held[32:48] = True
+    share, missing = held_part(selection, held)
+    assert 0.4 < share < 0.9
+    assert missing.tolist() == [*range(112, 128)]
+
+
 def test_a_sentence_that_goes_on_brings_its_next_chunk_and_a_new_one_does_not():
     importance = np.array([0, 0, 0, 8, 0, 0, 0, 0, 1, 0, 0, 0], dtype=np.float32)
     scores = chunk_means(importance, 4)
-    rule = SelectionConfig(chunk_size=4, unit_share=0.75)
+    rule = SelectionConfig(unit_share=0.75)
     goes_on = held_together(importance, scores, np.array([0, 2, 6, 9]), rule)
-    np.testing.assert_allclose(goes_on, [2, 0.75 * 8 / 5, 0.25])
+    np.testing.assert_allclose(goes_on, [2, 0.75 * 8 / 13, 0.25])
     assert held_together(importance, scores, np.array([0, 4, 8]), rule).tolist() == scores.tolist()
     off = replace(rule, unit_share=0.0)
     assert held_together(importance, scores, np.array([0, 2, 6, 9]), off).tolist() == scores.tolist()
@@ -247,38 +325,40 @@ def test_of_several_long_lines_what_was_looked_at_comes_first():
     importance = np.full(512, 0.01, dtype=np.float32)
     for start, peak in ((64, 1.0), (192, 0.99), (320, 0.98)):
         importance[start : start + 8] = peak
-    units, forced = np.arange(0, 512, 64, dtype=np.int32), np.zeros(512, dtype=bool)
-    kept = select_tokens(importance, forced, units, Fraction(12, 64), SelectionConfig()).kept
+    text, forced = alone(np.arange(0, 512, 64)), np.zeros(512, dtype=bool)
+    kept = select_tokens(importance, forced, text, Fraction(24, 128), SelectionConfig()).kept
     assert kept.tolist() == [*range(64, 96), *range(192, 224), *range(320, 352)]
-    evenly = select_tokens(importance, forced, units, Fraction(12, 64), SelectionConfig(unit_fade=1.0)).kept
+    evenly = select_tokens(importance, forced, text, Fraction(24, 128), SelectionConfig(unit_fade=1.0)).kept
     assert evenly.tolist() == [*range(64, 128), *range(192, 216), *range(320, 328)]
 
 
+@pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("shift", range(8))
-def test_where_chunks_begin_does_not_decide_between_lines(shift):
+def test_where_chunks_begin_does_not_decide_between_lines(size, shift):
     """What was looked at counts the same whether one chunk holds it or two do."""
     importance, start = np.zeros(128, dtype=np.float32), 40 + shift
-    importance[start : start + 10] = 1
-    scores = held_together(importance, chunk_means(importance, 8), np.array([0, start]), SelectionConfig())
-    after = -(-(start + 10) // 8)
-    away = (after * 8 - start - 10) / 8
-    np.testing.assert_allclose(scores[after : after + 3], 0.95 * 0.8 ** (away + np.arange(3)), rtol=1e-6)
+    importance[start : start + 13] = 1
+    rule = SelectionConfig(chunk_size=size)
+    scores = held_together(importance, chunk_means(importance, size), np.array([0, start]), rule)
+    after = -(-(start + 13) // size)
+    away = after * size - start - 13
+    np.testing.assert_allclose(scores[after : after + 3], 0.8 ** ((away + size * np.arange(3)) / 8), rtol=1e-6)
 
 
 def test_with_room_for_it_a_long_line_is_whole():
     importance = np.full(512, 0.01, dtype=np.float32)
     importance[64:72] = 1.0
-    units, forced = np.array([0, 64, 160], dtype=np.int32), np.zeros(512, dtype=bool)
-    kept = select_tokens(importance, forced, units, Fraction(13, 64), SelectionConfig()).kept
+    forced = np.zeros(512, dtype=bool)
+    kept = select_tokens(importance, forced, alone([0, 64, 160]), Fraction(26, 128), SelectionConfig()).kept
     assert set(range(64, 160)) <= set(kept.tolist())
 
 
 def test_a_line_that_is_too_long_is_held_together_in_pieces():
     """Minified code, or a list on one line: pieces of 32 tokens, four chunks each, from where the line begins."""
     importance = np.zeros(128, dtype=np.float32)
-    importance[46:56] = 4
+    importance[43:56] = 4
     scores = chunk_means(importance, 8)
-    rule = SelectionConfig(unit_share=0.75, unit_fade=0.5)
+    rule = SelectionConfig(chunk_size=8, unit_share=0.75, unit_fade=0.5)
     got = held_together(importance, scores, np.array([0, 8, 120]), rule)
     assert got.nonzero()[0].tolist() == [5, 6, 7, 8]
     assert got[5:9].tolist() == [3, 4, 3, 1.5]
@@ -290,14 +370,22 @@ def test_what_a_selection_costs_depends_on_the_length_only():
     """The budget is spent on other chunks, not enlarged."""
     rng = np.random.default_rng(3)
     importance, forced = rng.random(640).astype(np.float32), np.zeros(640, dtype=bool)
-    units = np.arange(0, 640, 24, dtype=np.int32)
+    text = alone(np.arange(0, 640, 24))
     for share in (0.0, 0.75, 1.0):
         config = SelectionConfig(unit_share=share)
-        assert select_tokens(importance, forced, units, Fraction(1, 5), config).kept.size == 128
+        assert select_tokens(importance, forced, text, Fraction(1, 5), config).kept.size == 128
 
 
 @pytest.mark.parametrize(
-    "bad", [{"unit_share": -0.1}, {"unit_share": 1.1}, {"unit_fade": -0.1}, {"unit_fade": 1.1}, {"chunk_size": 0}]
+    "bad",
+    [
+        {"unit_share": -0.1},
+        {"unit_share": 1.1},
+        {"unit_fade": -0.1},
+        {"unit_fade": 1.1},
+        {"link_share": 2},
+        {"chunk_size": 0},
+    ],
 )
 def test_bad_rules_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):

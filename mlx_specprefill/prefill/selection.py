@@ -40,7 +40,7 @@ class Selection:
     Attributes:
         kept: prompt indices of the kept tokens, ascending and unique, int32 (N,).
         chunk_scores: by which chunks were chosen, float32 (C,).
-        asked: of that, what a chunk is asked for itself and not as the rest of a line or sentence, float32 (C,).
+        asked: what a chunk is asked for itself and not as the rest of a line or sentence, float32 (C,).
         chunk_forced: chunks whose every token is forced (C,).
         chunk_chosen: chunks kept for their score (C,).
         chunk_size: tokens per chunk; the last one may be shorter.
@@ -176,8 +176,13 @@ def select_tokens(
         forced: (M,) per token.
     """
     found = np.where(forced, np.float32(0), importance)  # the question's tokens look at those just before it as well
-    asked = lent(found, chunk_means(importance, config.chunk_size), text, config)
-    scores = held_together(importance, asked, text.units, config)
+    means = chunk_means(importance, config.chunk_size)
+    nothing = np.zeros_like(means)
+    links = lent(found, nothing, text, config)
+    scores = held_together(importance, np.maximum(means, links), text.units, config)
+    # Smoothing carries what was looked at over the end of a line. Nobody asks for what lies there.
+    lines = held_together(importance, nothing, text.units, replace(config, unit_share=1.0, unit_fade=1.0))
+    asked = np.maximum(np.minimum(means, lines), links)
     return replace(select_chunks(scores, forced, keep, config.chunk_size), asked=asked)
 
 

@@ -283,9 +283,22 @@ def test_what_is_found_leads_to_the_line_that_shares_a_rare_word():
     importance, forced, text, keep = two_hops()
     selection = select_tokens(importance, forced, text, keep, SelectionConfig())
     assert selection.kept.tolist() == [*range(32, 48), *range(112, 128)]
-    assert selection.asked[[8, 28, 36]].tolist() == pytest.approx([1, 0.5, 0.01])
+    assert selection.asked[[8, 28, 36]].tolist() == pytest.approx([(8 + 5 * 0.01) / 13, 0.5, 0.01])
     alone = select_tokens(importance, forced, text, keep, SelectionConfig(link_share=0.0))
     assert not set(range(112, 128)) & set(alone.kept.tolist())
+
+
+def test_what_is_carried_over_the_end_of_a_line_is_not_asked_for():
+    """The last chunk of four was not looked at, only smoothed into: its line as a whole is ordinary."""
+    importance = np.full(80, 1, dtype=np.float32)
+    importance[24:40], importance[40:44] = 60, 20
+    text, forced = alone(range(0, 80, 20)), np.zeros(80, dtype=bool)
+    selection = select_tokens(importance, forced, text, Fraction(3, 10), SelectionConfig())
+    assert set(range(24, 44)) <= set(selection.kept.tolist())
+    assert selection.asked[[6, 9, 10]].tolist() == pytest.approx([60, 60, (4 * 20 + 9) / 13])
+    held = np.zeros(80, dtype=bool)
+    held[24:40] = True
+    assert held_part(selection, held)[0] == 1
 
 
 def test_the_more_lines_share_a_word_the_less_it_says():

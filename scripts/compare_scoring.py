@@ -7,9 +7,10 @@ Query rows: `look`, the last prompt token and the look-ahead (the paper's); `A-B
 line of the question, at least A and at most B tokens, the rest from those, and without what template and question
 attract unless it says `all`. Heads: their maximum (the paper's), their mean, or the one head that looked most at gold
 in `--calibrate` items of the first task, which are not measured. Unit: the share of what was looked at most in a line
-or sentence that the chunks there get at least, and of that every further one. Chunk: tokens. Printed are the share of
-items of which every gold token is kept and the share of gold tokens that are, and in brackets the difference of the
-first to the paper's rows, heads and chunks with the engine's units, over the same items, with its 95 % interval.
+or sentence that the chunks there get at least, of that what lies eight tokens further away, and the share of what was
+looked at in a rare word that other lines with it get. Chunk: tokens. Printed are the share of items of which every gold
+token is kept and the share of gold tokens that are, and in brackets the difference of the first to the paper's rows,
+heads and chunks with the engine's units, over the same items, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ from mlx_lm.models.cache import make_prompt_cache  # isort: skip
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
-Rule = tuple[str, str, tuple[float, float], int, str]  # rows, heads, unit share and fade, chunk size, keep
+Unit = tuple[float, float, float]  # share, fade, link
+Rule = tuple[str, str, Unit, int, str]  # rows, heads, unit, chunk size, keep
 ROWS, WIDTH, STEP = 8, 13, 512
-UNITS = ((0.0, 1.0), (0.95, 1.0), (0.95, 0.85), (0.95, 0.8), (0.95, 0.75))
-STOCK = ("look", "max", (0.95, 0.8), 32)
+OURS: Unit = (1.0, 0.8, 0.5)
+UNITS: tuple[Unit, ...] = ((0.0, 1.0, 0.0), (1.0, 1.0, 0.0), (1.0, 0.8, 0.0), OURS, (0.95, 0.8, 0.5), (1.0, 0.8, 0.6))
+STOCK = ("look", "max", OURS, 32)
 
 
 class Rows(NamedTuple):
@@ -54,7 +57,7 @@ class Rows(NamedTuple):
 
     least: int = 16  # tokens of the question
     most: int = 48
-    share: float = 0.7
+    share: float = 0.8
     framed: bool = True  # whether template and question attract nothing
 
     def __str__(self) -> str:
@@ -66,8 +69,8 @@ QUESTIONS = (
     LOOK,
     Rows(share=0.5, framed=False),
     Rows(share=0.5),
+    Rows(share=0.7),
     Rows(),
-    Rows(share=0.8),
     Rows(share=0.9),
     Rows(16, 16),
 )
@@ -206,7 +209,7 @@ def _outcomes(read: Read, shares: Sequence[str], sizes: Sequence[int], best: int
     for rows, heads in product(QUESTIONS, ("max", "mean", "best")):
         importance = _importance(read, rows, heads, best)
         for unit, size in product(UNITS, sizes):
-            rule = SelectionConfig(chunk_size=size, unit_share=unit[0], unit_fade=unit[1])
+            rule = SelectionConfig(size, *unit[:2], link_share=unit[2])
             for share in shares:
                 found[str(rows), heads, unit, size, share] = _kept_gold(read, importance, share, rule)
     return found
@@ -225,8 +228,8 @@ def _table(outcomes: Mapping[str, Sequence[Mapping[Rule, float]]], shares: Seque
     rules = dict.fromkeys(key[:4] for found in outcomes.values() for key in found[0])
     for rule in rules:
         cells = [_cell([(f[(*STOCK, share)], f[(*rule, share)]) for f in outcomes[name]]) for name, share in columns]
-        (share, fade), size = rule[2:]
-        print(f"| {rule[0]} | {rule[1]} | {share:g}, {fade:g} | {size} | " + " | ".join(cells) + " |", flush=True)
+        unit, size = ", ".join(f"{part:g}" for part in rule[2]), rule[3]
+        print(f"| {rule[0]} | {rule[1]} | {unit} | {size} | " + " | ".join(cells) + " |", flush=True)
 
 
 def _cell(pairs: Sequence[tuple[float, float]]) -> str:
@@ -243,7 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--task", nargs="+", default=["niah_single_2", "niah_multikey_1"], choices=sorted(TASKS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024])
     parser.add_argument("--keep", nargs="+", default=["0.1", "0.2"])
-    parser.add_argument("--chunks", nargs="+", type=int, default=[8], help="tokens; 32, the paper's, is always there")
+    parser.add_argument("--chunks", nargs="+", type=int, default=[4], help="tokens; 32, the paper's, is always there")
     parser.add_argument("-n", type=int, default=100, help="items per task and length")
     parser.add_argument("--calibrate", type=int, default=20, help="items before the first one, to choose a head by")
     parser.add_argument("--seed", type=int, default=30_000, help="number of the first item")

@@ -225,7 +225,7 @@ def together_by_hand(importance, units, rule):
     return means, scores
 
 
-@given(st.integers(0, 10_000), st.integers(1, 90), st.integers(1, 9), st.integers(1, 40))
+@given(st.integers(0, 10_000), st.integers(1, 90), st.integers(1, 20), st.integers(1, 40))
 def test_units_are_held_together_as_by_hand(seed, M, size, limit):
     rng = np.random.default_rng(seed)
     importance = rng.random(M).astype(np.float32)

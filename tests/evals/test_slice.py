@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,17 @@ OPTIONS = Options(
 )
 
 
+def asked(name, options):
+    pair = BUNDLED[name]
+    with Engine(load_pair(pair.target, pair.draft), examination()) as engine:
+        report = evaluate(options, LocalExaminee(engine), print)
+    assert report["skipped"] == []
+    return report["cells"][0]
+
+
 @pytest.fixture(scope="module", params=sorted(BUNDLED))
 def cell(request):
-    pair = BUNDLED[request.param]
-    with Engine(load_pair(pair.target, pair.draft), examination()) as engine:
-        report = evaluate(OPTIONS, LocalExaminee(engine), print)
-    assert report["skipped"] == []
-    return request.param, report["cells"][0]
+    return request.param, asked(request.param, OPTIONS)
 
 
 def test_sparse_prefill_finds_what_full_prefill_finds(cell):
@@ -44,3 +49,10 @@ def test_the_demo_pair_can_do_the_task_at_all(cell):
     """Where full prefill fails, losing nothing to it would prove nothing."""
     name, found = cell
     assert name != "demo" or found["full"] >= 0.9
+
+
+def test_a_question_in_two_hops_is_answered():
+    """Without the links of rare words one of ten is."""
+    found = asked("demo", replace(OPTIONS, tasks=("qa_2",), number=10))
+    assert found["full"] >= 0.8
+    assert found["arms"]["sparse@0.2"]["accuracy"] >= 0.8

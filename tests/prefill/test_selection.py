@@ -284,12 +284,12 @@ def test_what_is_found_leads_to_the_line_that_shares_a_rare_word():
     selection = select_tokens(importance, forced, text, keep, SelectionConfig())
     assert selection.kept.tolist() == [*range(32, 48), *range(112, 128)]
     assert selection.asked[[8, 28, 36]].tolist() == pytest.approx([(8 + 5 * 0.01) / 13, 0.5, 0.01])
-    alone = select_tokens(importance, forced, text, keep, SelectionConfig(link_share=0.0))
-    assert not set(range(112, 128)) & set(alone.kept.tolist())
+    unlinked = select_tokens(importance, forced, text, keep, SelectionConfig(link_share=0.0))
+    assert not set(range(112, 128)) & set(unlinked.kept.tolist())
 
 
 def test_what_is_carried_over_the_end_of_a_line_is_not_asked_for():
-    """The last chunk of four was not looked at, only smoothed into: its line as a whole is ordinary."""
+    """The last of five chunks was not looked at, only smoothed into: its line as a whole is ordinary."""
     importance = np.full(80, 1, dtype=np.float32)
     importance[24:40], importance[40:44] = 60, 20
     text, forced = alone(range(0, 80, 20)), np.zeros(80, dtype=bool)

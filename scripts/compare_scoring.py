@@ -47,7 +47,8 @@ Bools = npt.NDArray[np.bool_]
 Unit = tuple[float, float, float]  # share, fade, link
 Rule = tuple[str, str, Unit, int, str]  # rows, heads, unit, chunk size, keep
 ROWS, WIDTH, STEP = 8, 13, 512
-OURS: Unit = (1.0, 0.8, 0.5)
+RULE = SelectionConfig()
+OURS: Unit = (RULE.unit_share, RULE.unit_fade, RULE.link_share)
 UNITS: tuple[Unit, ...] = ((0.0, 1.0, 0.0), (1.0, 1.0, 0.0), (1.0, 0.8, 0.0), OURS, (0.95, 0.8, 0.5), (1.0, 0.8, 0.6))
 STOCK = ("look", "max", OURS, 32)
 
@@ -57,7 +58,7 @@ class Rows(NamedTuple):
 
     least: int = 16  # tokens of the question
     most: int = 48
-    share: float = 0.8
+    share: float = ScoringConfig().question_share
     framed: bool = True  # whether template and question attract nothing
 
     def __str__(self) -> str:
@@ -246,7 +247,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--task", nargs="+", default=["niah_single_2", "niah_multikey_1"], choices=sorted(TASKS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024])
     parser.add_argument("--keep", nargs="+", default=["0.1", "0.2"])
-    parser.add_argument("--chunks", nargs="+", type=int, default=[4], help="tokens; 32, the paper's, is always there")
+    parser.add_argument(
+        "--chunks", nargs="+", type=int, default=[RULE.chunk_size], help="tokens; 32, the paper's, is always there"
+    )
     parser.add_argument("-n", type=int, default=100, help="items per task and length")
     parser.add_argument("--calibrate", type=int, default=20, help="items before the first one, to choose a head by")
     parser.add_argument("--seed", type=int, default=30_000, help="number of the first item")

@@ -19,6 +19,7 @@ __all__ = [
     "held_part",
     "held_together",
     "kept_spans",
+    "lent",
     "select_chunks",
     "select_tokens",
 ]
@@ -62,8 +63,8 @@ def chunk_means(importance: Floats, chunk_size: int) -> Floats:
     return (sums / lengths).astype(np.float32)
 
 
-def lent(importance: Floats, chunk_scores: Floats, text: PromptText, config: SelectionConfig) -> Floats:
-    """Scores with what lines and sentences that share a rare word lend each other, (C,) -> (C,), none lower.
+def lent(importance: Floats, text: PromptText, config: SelectionConfig) -> Floats:
+    """What lines and sentences that share a rare word lend each other, (M,) -> (C,) per chunk.
 
     The draft's few queries see where an answer begins. What that leads to, as "Anna works at Brook" to "Brook is in
     Exeter", they don't ask for yet, but the word leads there too. Where it stands gets `link_share` of the most that
@@ -81,7 +82,8 @@ def lent(importance: Floats, chunk_scores: Floats, text: PromptText, config: Sel
     begin, stop = _pieces(text.units, importance.size, config.unit_limit)
     unit = np.searchsorted(begin, start, side="right") - 1
     lends = np.divide(config.link_share * most[word], np.sqrt(others), out=np.zeros(word.size), where=others > 0)
-    return _raised(chunk_scores, _Around(begin[unit], stop[unit], start, end), lends, config)
+    nothing = np.zeros(-(-importance.size // config.chunk_size), dtype=np.float32)
+    return _raised(nothing, _Around(begin[unit], stop[unit], start, end), lends, config)
 
 
 def held_together(importance: Floats, chunk_scores: Floats, units: Indices, config: SelectionConfig) -> Floats:
@@ -177,11 +179,11 @@ def select_tokens(
     """
     found = np.where(forced, np.float32(0), importance)  # the question's tokens look at those just before it as well
     means = chunk_means(importance, config.chunk_size)
-    nothing = np.zeros_like(means)
-    links = lent(found, nothing, text, config)
+    links = lent(found, text, config)
     scores = held_together(importance, np.maximum(means, links), text.units, config)
     # Smoothing carries what was looked at over the end of a line. Nobody asks for what lies there.
-    lines = held_together(importance, nothing, text.units, replace(config, unit_share=1.0, unit_fade=1.0))
+    unfaded = replace(config, unit_share=1.0, unit_fade=1.0)
+    lines = held_together(importance, np.zeros_like(means), text.units, unfaded)
     asked = np.maximum(np.minimum(means, lines), links)
     return replace(select_chunks(scores, forced, keep, config.chunk_size), asked=asked)
 

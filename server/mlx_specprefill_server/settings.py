@@ -82,7 +82,7 @@ class Settings(BaseSettings):
     calibration_file: Path | None = Field(default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json")
     specprefill_keep_pct: Annotated[Fraction, BeforeValidator(keep_pct)] = Fraction(1, 5)
     forced_rule: ForcedRule = "template"
-    chunk_size: int = Field(default=4, ge=1)  # tokens
+    chunk_size: int = Field(default=SelectionConfig().chunk_size, ge=1)  # tokens
     speculative: SpeculationName = "off"  # how answers are drafted when a request doesn't say
     prefill_step: int = 2048
     max_queue: int = 256

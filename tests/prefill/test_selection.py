@@ -264,8 +264,7 @@ def test_rare_words_link_lines_as_by_hand(seed, M, size, count):
     at, long, word = rng.integers(0, M - 4, count), rng.integers(1, 4, count), np.sort(rng.integers(0, 3, count))
     text = PromptText(starts, np.stack([at, at + long, word], axis=1).astype(np.int32))
     rule = SelectionConfig(chunk_size=size, unit_fade=0.5, link_share=0.75)
-    none = np.zeros(-(-M // size), dtype=np.float32)
-    np.testing.assert_allclose(lent(importance, none, text, rule), linked_by_hand(importance, text, rule), rtol=1e-5)
+    np.testing.assert_allclose(lent(importance, text, rule), linked_by_hand(importance, text, rule), rtol=1e-5)
 
 
 def two_hops(forced=(), more=()):

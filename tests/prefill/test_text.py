@@ -29,6 +29,13 @@ def metaspace() -> TokenizerWrapper:
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=inner))
 
 
+def pieces_of(tokenizer: TokenizerWrapper, ids: list[int], kind: str) -> list[str]:
+    """The text that each token stands for."""
+    if kind == "byte-level":
+        return [tokenizer.decode([token]) for token in ids]
+    return [piece.replace("\u2581", " ") for piece in tokenizer.convert_ids_to_tokens(ids)]
+
+
 def by_hand(pieces: list[str]) -> list[int]:
     """Of the pieces that a text is cut into: those after a line break, or after a full stop and before a space."""
     starts = [0]
@@ -43,11 +50,8 @@ def by_hand(pieces: list[str]) -> list[int]:
 def test_units_equal_those_of_the_text(kind: str) -> None:
     tokenizer = load(DEMO) if kind == "byte-level" else metaspace()
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    if kind == "byte-level":
-        pieces = [tokenizer.decode([token]) for token in ids]
-        assert "".join(pieces).replace("\ufffd", "") != ""
-    else:
-        pieces = [piece.replace("\u2581", " ") for piece in tokenizer.convert_ids_to_tokens(ids)]
+    pieces = pieces_of(tokenizer, ids, kind)
+    assert "".join(pieces).replace("\ufffd", "") != ""
     reader = TextReader(tokenizer)
     assert reader.read(ids).units.tolist() == by_hand(pieces)
     assert reader.read(ids[::-1]).units.tolist()[0] == 0
@@ -102,10 +106,7 @@ def rare_by_hand(pieces: list[str], units: list[int]) -> dict[str, list[int]]:
 def test_rare_words_are_those_that_a_few_units_share(kind: str) -> None:
     tokenizer = load(DEMO) if kind == "byte-level" else metaspace()
     ids = tokenizer.encode(SHARED, add_special_tokens=False)
-    pieces = [
-        raw.replace("\u2581", " ") if kind == "metaspace" else tokenizer.decode([token])
-        for token, raw in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
-    ]
+    pieces = pieces_of(tokenizer, ids, kind)
     text = TextReader(tokenizer).read(ids)
     found: dict[str, list[int]] = {}
     for start, end, word in text.rare:

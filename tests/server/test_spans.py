@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -207,6 +208,22 @@ def test_empty_contents_leave_no_wrong_span() -> None:
     prompt = build("chatml", [turn("user", ""), turn("assistant", " \n"), turn("user", "Now.")])
     assert parts("chatml", prompt)[-1] == ("user", "<|im_start|>user\n", "Now.", "<|im_end|>\n")
     assert build("chatml", [turn("user", "")]).spans == ()
+
+
+def test_a_text_full_of_our_marks_takes_no_longer_than_another() -> None:
+    """Looking for a mark that is not in the text must not go through the text once for each that is."""
+    marks = " ".join(f"Qk{i}zX" for i in range(60_000))
+    begun = time.monotonic()
+    messages = [turn("user", "One."), turn("assistant", marks), turn("user", "Two.")]
+    prompt = build("chatml", messages)
+    assert time.monotonic() - begun < 12  # once per mark took 20 s
+    assert [content for _, _, content, _ in parts("chatml", prompt)] == ["One.", marks, "Two."]
+
+
+@pytest.mark.parametrize("mark", ["Qk0zX", "Qk00zX Qk0000000000zX", "Qk0zXQk1zX", "Qk" + "9" * 5000 + "zX"])
+def test_our_marks_in_a_text_are_text(mark: str) -> None:
+    prompt = build("chatml", [turn("user", mark), turn("assistant", f"{mark}0ox")])
+    assert [content for _, _, content, _ in parts("chatml", prompt)] == [mark, f"{mark}0ox"]
 
 
 CONTENT = st.text(alphabet="ab é🎉\n<>|{}\"\\'", max_size=12) | st.sampled_from(

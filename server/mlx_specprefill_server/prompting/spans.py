@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Literal
 
 from mlx_specprefill import InvalidRequestError, PromptSpan
@@ -30,6 +30,8 @@ TURN_ENDS = (
     "[/INST]", "[/SYSTEM_PROMPT]", "[/AVAILABLE_TOOLS]", "[/TOOL_RESULTS]", "<|END_OF_TURN_TOKEN|>", "<|end_of_text|>",
     "<|endoftext|>", "<|eot|>", "<｜end▁of▁sentence｜>", "<|end_of_role|>",
 )  # fmt: skip
+
+STEM = re.compile("Qk([0-9]{1,9})zX")  # no text has room for all of them
 
 Render = Callable[[Sequence[Message]], str]
 
@@ -122,10 +124,8 @@ def _place(index: int, places: Mapping[str, list[int]]) -> _Place | None:
 
 def _absent(text: str) -> str:
     """A word of letters and digits that is not in the text."""
-    number = 0
-    while f"Qk{number}zX" in text:
-        number += 1
-    return f"Qk{number}zX"
+    taken = {int(number) for number in STEM.findall(text)}
+    return f"Qk{next(number for number in count() if number not in taken)}zX"
 
 
 def _with_marks(message: Message, mark: str) -> Message:

@@ -69,7 +69,7 @@ class QueryCapture:
         counted: bool (M,), the tokens whose attention is pooled; None: all.
         rows: one (M,) float32 array per captured token, in order.
         layers: attention calls that counted, per row.
-        passage: (M,) float32, what the tokens of a passage of the prompt attend to on average; None before that.
+        passage: (M,) float32, what the tokens of a passage attend to on average; None before that.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class QueryCapture:
 
     @contextmanager
     def of_passage(self, span: int, length: int, passage: slice) -> Iterator[None]:
-        """Capture these tokens of a causal forward of `length` tokens after which the cache holds `span` <= M."""
+        """Capture these tokens of a causal forward of `length` tokens after which the cache holds `span` tokens."""
         with self._observing(span, length, passage):
             yield
         self.passage = self._joined()

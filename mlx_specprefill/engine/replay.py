@@ -41,23 +41,22 @@ class Replay:
 def replay_continuation(
     prefiller: Prefiller, request: GenerationRequest, continuation: tuple[int, ...], attention: bool
 ) -> Generator[Progress, None, Replay]:
-    """Prefill, then one target forward per token, as in decoding; yields between slices of the prefill.
+    """Prefill, then one target forward over the whole continuation; yields between slices of the prefill.
 
     Attention can only be read after a full prefill: the target's cache must hold the whole prompt.
     """
     sequence = Sequence(-1, request, 0.0)
     logits = yield from _prefilled(prefiller, sequence)
-    M = len(request.prompt)
-    capture = QueryCapture(M, 1, "mean") if attention and sequence.kept is None else None
-    rows = [logits]
-    for number, token in enumerate(continuation[:-1], 1):
-        with adjusted_offsets([sequence.shift]), nullcontext() if capture is None else capture.row(M + number):
-            logits = prefiller.pair.target(mx.array([[token]]), cache=sequence.cache)[:, -1, :]
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        rows.append(logits)
-    raw = mx.concatenate(rows).astype(mx.float32)
+    M, T = len(request.prompt), len(continuation) - 1
+    capture = QueryCapture(M, 1, "mean") if attention and sequence.kept is None and T > 0 else None
+    if T > 0:
+        seen = nullcontext() if capture is None else capture.of_passage(M + T, T, slice(0, T))
+        with adjusted_offsets([sequence.shift]), seen:
+            rows = prefiller.pair.target(mx.array(continuation[:-1])[None], cache=sequence.cache)[0]
+        logits = mx.concatenate([logits, rows])
+    raw = logits.astype(mx.float32)
     logprobs = np.array(raw - mx.logsumexp(raw, axis=-1, keepdims=True))
-    looked = np.array(mx.stack(capture.rows).mean(axis=0)) if capture is not None and capture.rows else None
+    looked = np.array(capture.passage) if capture is not None and capture.passage is not None else None
     return Replay(logprobs, sequence.account(), looked)
 
 

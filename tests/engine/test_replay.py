@@ -19,6 +19,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
+from mlx_specprefill.engine.sequence import Sequence
 from tests.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
 M, T = 300, 12
@@ -55,6 +56,42 @@ def test_attention_is_a_mean_of_probabilities_over_the_prompt():
     assert attention.sum() == pytest.approx(1, abs=1e-5)  # the rows are softmaxes over the prompt's keys
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [SPARSE, FULL], ids=["sparse", "full"])
+def test_one_forward_over_a_continuation_equals_one_forward_per_token(family, options):
+    """Tokens that nobody would generate, fed one at a time to the cache that the engine's own prefill leaves."""
+    continuation = random_prompt(T, seed=9)
+    with Engine(tiny_pair(family), CONFIG) as engine:
+        replay = engine.replay(request(options), continuation)
+        cache, logits = prefilled(engine, request(options))
+        rows = [logits]
+        for token in continuation[:-1]:
+            rows.append(engine.pair.target(mx.array([[token]]), cache=cache)[:, -1])
+    raw = mx.concatenate(rows).astype(mx.float32)
+    expected = np.array(raw - mx.logsumexp(raw, axis=-1, keepdims=True))
+    np.testing.assert_allclose(replay.logprobs, expected, atol=1e-4)
+
+
+def prefilled(engine, asked):
+    """The target's cache after the engine's own prefill, and the last token's logits."""
+    sequence = Sequence(-1, asked, 0.0)
+    slices = engine.prefiller.run(sequence)
+    while True:
+        try:
+            next(slices)
+        except StopIteration as finished:
+            return sequence.cache, finished.value
+
+
+def test_attention_equals_brute_force():
+    """Rows of a dense forward over prompt and continuation, softmax over the prompt's keys, all but the first row."""
+    continuation = random_prompt(8, seed=3)
+    with Engine(tiny_pair("llama"), CONFIG) as engine:
+        attention = engine.replay(request(FULL), continuation, attention=True).attention
+        rows = attention_rows(engine.pair.target, (*random_prompt(M), *continuation[:-1]), M, rows=7)
+    np.testing.assert_allclose(attention, rows.mean(axis=(0, 1)), atol=1e-5)
+
+
 def test_the_callers_own_importance_decides_what_is_kept():
     importance = np.zeros(M, dtype=np.float32)
     importance[96:104] = 1  # one whole chunk
@@ -83,7 +120,7 @@ def test_scoring_by_either_head_rule_equals_brute_force(heads):
     config = EngineConfig(scoring=ScoringConfig(1, question_rows=(0, 0), pool_width=1, heads=heads), prefill_step=64)
     with Engine(pair, config) as engine:
         importance = engine.inspect(request(SPARSE)).importance
-    rows = attention_rows(pair.draft, random_prompt(M))
+    rows = attention_rows(pair.draft, random_prompt(M), M)[:, 0]
     rows[:, 0] = 0  # part of the frame
     np.testing.assert_allclose(importance, rows.max(axis=0) if heads == "max" else rows.mean(axis=0), atol=1e-5)
 
@@ -108,20 +145,20 @@ def test_where_nobody_says_anything_nothing_is_a_matter_of_choice():
     assert last.account.mode == "full"
 
 
-def attention_rows(model, prompt):
-    """(layers * heads, M) attention of the last token, from the modules' own projections in one dense forward."""
+def attention_rows(model, tokens, prompt_len, rows=1):
+    """(layers * heads, rows, prompt_len): the last tokens' attention over the first ones, in one dense forward."""
     seen = []
     inner = mx.fast.scaled_dot_product_attention
 
     def spy(q, k, v, **kwargs):
-        repeated = mx.repeat(k, q.shape[1] // k.shape[1], axis=1)
-        logits = (q[:, :, -1:] * kwargs["scale"]) @ repeated.swapaxes(-1, -2)
-        seen.append(np.array(mx.softmax(logits.astype(mx.float32), axis=-1))[0, :, 0])
+        repeated = mx.repeat(k, q.shape[1] // k.shape[1], axis=1)[..., :prompt_len, :]
+        logits = (q[:, :, -rows:] * kwargs["scale"]) @ repeated.swapaxes(-1, -2)
+        seen.append(np.array(mx.softmax(logits.astype(mx.float32), axis=-1))[0])
         return inner(q, k, v, **kwargs)
 
     mx.fast.scaled_dot_product_attention = spy
     try:
-        mx.eval(model(mx.array([list(prompt)])))
+        mx.eval(model(mx.array([list(tokens)])))
     finally:
         mx.fast.scaled_dot_product_attention = inner
     return np.concatenate(seen)

@@ -44,7 +44,7 @@ from mlx_specprefill.prefill.plan import plan_prefill
 from mlx_specprefill.prefill.scoring import Scores, question_span, score_prompt
 from mlx_specprefill.prefill.selection import Selection, held_part, select_tokens
 from mlx_specprefill.prefill.text import TextReader
-from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
+from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
 
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=2500, help="of the document")
     options = parser.parse_args(arguments)
-    named = read_pairs(CLONE_PAIRS)[options.pair]
+    named = find_pair(options.pair)
     pair = load_pair(named.target, named.draft)
     table = {}
     for facts in (1, 12):

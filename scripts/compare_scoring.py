@@ -35,7 +35,7 @@ from mlx_specprefill.prefill.selection import select_tokens
 from mlx_specprefill.prefill.text import PromptText, TextReader
 from mlx_specprefill_server.evals.statistics import paired_difference
 from mlx_specprefill_server.evals.tasks import TASKS, Item, Space, make_item
-from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
+from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
 
@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _examine(name: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    known = read_pairs(CLONE_PAIRS)[name]
+    known = find_pair(name)
     reader = Reader(load_pair(known.target, known.draft))
 
     def reads(task: str, length: int, numbers: range) -> Iterator[Read]:

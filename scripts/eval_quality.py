@@ -25,7 +25,7 @@ from mlx_specprefill_server.evals.arms import ARM_KINDS, arms
 from mlx_specprefill_server.evals.command import Options, evaluate
 from mlx_specprefill_server.evals.errors import EvaluationError
 from mlx_specprefill_server.evals.local import LocalExaminee, examination
-from mlx_specprefill_server.pairs import CLONE_PAIRS, Pair, PairsError, read_pairs
+from mlx_specprefill_server.pairs import NAMED_PAIRS, Pair, PairsError, find_pair, read_pairs
 
 QUICK: dict[str, Any] = {"task": ["niah_single_2", "niah_multikey_1"], "lengths": [1024, 2048], "n": 8, "depths": []}
 
@@ -65,14 +65,15 @@ def _pairs(options: argparse.Namespace) -> dict[str, Pair]:
     if options.target:
         return {Path(options.target).parent.name or options.target: Pair(target=options.target, draft=options.draft)}
     try:
-        known = read_pairs(CLONE_PAIRS)
+        names = options.pair or (_bundled() if options.quick else ["demo"])
+        return {name: find_pair(name) for name in names}
     except PairsError as error:
         sys.exit(f"error: {error}")
-    bundled = [name for name, pair in known.items() if Path(pair.target).is_dir()]
-    names = options.pair or (bundled if options.quick else ["demo"])
-    if unknown := [name for name in names if name not in known]:
-        sys.exit(f"error: no pair {', '.join(unknown)} in {CLONE_PAIRS.name}; it has: {', '.join(known)}")
-    return {name: known[name] for name in names}
+
+
+def _bundled() -> list[str]:
+    rows = read_pairs(NAMED_PAIRS)
+    return [name for name, row in rows.items() if isinstance(row.target, str) and Path(row.target).is_dir()]
 
 
 def _examine(name: str, pair: Pair, options: argparse.Namespace) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import mlx_specprefill  # noqa: F401
 
+from .real_model import smollm2_file
 from .scripted import Flavour, save_scripted
 from .serving import Server, start
 
@@ -17,6 +19,12 @@ settings.register_profile("steady", deadline=None, derandomize=True, suppress_he
 settings.load_profile("steady")
 
 SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct; skips where it is not installed."""
+    return smollm2_file()
 
 
 @pytest.fixture(scope="session")

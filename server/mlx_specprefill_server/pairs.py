@@ -4,71 +4,126 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-__all__ = ["CLONE_PAIRS", "Pair", "PairsError", "find_pair", "read_pairs"]
+from .packages import MissingPackageError, PackagedFile, PackageError, locate
 
-# The file is data and stays in the clone: an installed wheel has no such neighbour.
-CLONE_PAIRS = Path(__file__).resolve().parents[2] / "models" / "pairs.toml"
+__all__ = ["NAMED_PAIRS", "MissingPairError", "Pair", "PairsError", "Row", "find_pair", "find_row", "read_pairs"]
+
+# In a clone a link to models/pairs.toml, so that the folders beside that file are found; in a wheel a copy of it.
+NAMED_PAIRS = Path(__file__).with_name("pairs.toml").resolve()
 
 
 class PairsError(ValueError):
     """The pairs file is missing or malformed, or does not have the pair; the message is meant for the user."""
 
 
-class Pair(BaseModel):
-    """One row of the file: `target` and `draft` are folders or repository ids, `alias` is the id that clients see."""
+class MissingPairError(PairsError):
+    """The pair is known, but what it loads is not on this machine."""
+
+
+class _Described(BaseModel):
+    """What a pair says beside its models; `alias` is the id that clients see."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    target: str
-    draft: str | None = None
     threshold: int | None = Field(default=None, ge=0)
     keep_pct: float | None = Field(default=None, gt=0, le=1)
     alias: str | None = None
     note: str = ""
+    origin: str | None = None
+    licence: str | None = None
+
+
+def _kind(value: Any) -> str:
+    return "package" if isinstance(value, dict | PackagedFile) else "name"
+
+
+Model = Annotated[Annotated[str, Tag("name")] | Annotated[PackagedFile, Tag("package")], Discriminator(_kind)]
+
+
+class Row(_Described):
+    """A pair as the file names it: each model is a folder, a repository id, or a file of an installed package."""
+
+    target: Model
+    draft: Model | None = None
+
+
+class Pair(_Described):
+    """A pair as it can be loaded: `target` and `draft` are folders, files or repository ids."""
+
+    target: str
+    draft: str | None = None
 
 
 def find_pair(name: str, file: Path | None = None) -> Pair:
-    """The pair of that name.
+    """The pair of that name, its packaged files found and checked.
+
+    Raises:
+        MissingPairError: its package is not installed, or it is part of a clone and this is none.
+        PairsError: no such file, no such pair, a row that can't be understood, or a damaged packaged file.
+    """
+    row = find_row(name, file)
+    try:
+        target, draft = _located(row.target), None if row.draft is None else _located(row.draft)
+    except MissingPackageError as error:
+        raise MissingPairError(f"pair {name!r}: {error}; `mlx-specprefill pull {name}` fetches it") from error
+    except PackageError as error:
+        raise PairsError(f"pair {name!r}: {error}; `mlx-specprefill pull {name}` fetches it again") from error
+    if file is None and Path(target).is_absolute() and not Path(target).exists():
+        raise MissingPairError(
+            f"pair {name!r} is part of a clone of the repository, not of this installation. "
+            "Give another --pair, --target and --draft, or your own file with --pairs-file."
+        )
+    return Pair.model_validate(
+        {"alias": name, **row.model_dump(exclude_defaults=True), "target": target, "draft": draft}
+    )
+
+
+def find_row(name: str, file: Path | None = None) -> Row:
+    """The row of that name, whether its models are on this machine or not.
 
     Raises:
         PairsError: no such file, no such pair, or a row that can't be understood.
     """
-    path = file or CLONE_PAIRS
-    if file is None and not path.is_file():
-        raise PairsError(
-            "no models/pairs.toml beside this installation: named pairs and the demo models are part of a clone of "
-            "the repository. Give --target and --draft, or your own file with --pairs-file."
-        )
-    pairs = read_pairs(path)
-    if name not in pairs:
-        raise PairsError(f"no pair {name!r} in {path}; it has: {', '.join(pairs) or 'none'}")
-    pair = pairs[name]
-    return pair if pair.alias else pair.model_copy(update={"alias": name})
+    path = file or NAMED_PAIRS
+    rows = read_pairs(path)
+    if name not in rows:
+        raise PairsError(f"no pair {name!r} in {path}; it has: {', '.join(rows) or 'none'}")
+    return rows[name]
 
 
-def read_pairs(path: Path) -> dict[str, Pair]:
-    """Every pair of the file in its order, folders resolved against the file's own place."""
+def read_pairs(path: Path) -> dict[str, Row]:
+    """Every pair of the file in its order, folders resolved against the file's own place.
+
+    Raises:
+        PairsError: no such file, or a row that can't be understood.
+    """
     try:
         rows = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PairsError(f"can't read {path}: {error}") from error
-    return {name: _pair(name, row, path) for name, row in rows.items()}
+    return {name: _row(name, row, path) for name, row in rows.items()}
 
 
-def _pair(name: str, row: Any, path: Path) -> Pair:
+def _row(name: str, values: Any, path: Path) -> Row:
     try:
-        pair = Pair.model_validate(row)
+        row = Row.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join([name, *map(str, first["loc"])])
         raise PairsError(f"{path}: {where}: {first['msg']}") from error
-    draft = None if pair.draft is None else _locate(pair.draft, path)
-    return pair.model_copy(update={"target": _locate(pair.target, path), "draft": draft})
+    draft = None if row.draft is None else _beside(path, row.draft)
+    return row.model_copy(update={"target": _beside(path, row.target), "draft": draft})
 
 
-def _locate(model: str, path: Path) -> str:
-    return str((path.parent / model).resolve()) if model.startswith("./") else model
+def _beside(path: Path, model: str | PackagedFile) -> str | PackagedFile:
+    if isinstance(model, str) and model.startswith("./"):
+        return str((path.parent / model).resolve())
+    return model
+
+
+def _located(model: str | PackagedFile) -> str:
+    return model if isinstance(model, str) else str(locate(model))

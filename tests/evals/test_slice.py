@@ -11,9 +11,13 @@ from mlx_specprefill import Engine, load_pair
 from mlx_specprefill_server.evals.arms import arms
 from mlx_specprefill_server.evals.command import Options, evaluate
 from mlx_specprefill_server.evals.local import LocalExaminee, examination
-from mlx_specprefill_server.pairs import CLONE_PAIRS, read_pairs
+from mlx_specprefill_server.pairs import NAMED_PAIRS, find_pair, read_pairs
 
-BUNDLED = {name: pair for name, pair in read_pairs(CLONE_PAIRS).items() if Path(pair.target).is_dir()}
+BUNDLED = {
+    name: find_pair(name)
+    for name, row in read_pairs(NAMED_PAIRS).items()
+    if isinstance(row.target, str) and Path(row.target).is_dir()
+}
 pytestmark = pytest.mark.timeout(900)  # forty answers of every pair
 MOST_LOST = 0.05
 OPTIONS = Options(

@@ -3,7 +3,7 @@
 One safetensors file per record, one sqlite index per folder. A file comes into being under its own name only when it
 is complete, its row only after that, and nothing is served whose bytes don't hash to what the row says. Arrays are
 turned into bytes on the MLX thread; one I/O thread does all writing. Whatever goes wrong with the folder costs cached
-work and a log line, never a request.
+work and a log line, never a request. The index holds the prompts' tokens as they are, so only the owner may read.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from .private import create_private, make_private
+
 __all__ = ["DiskRow", "DiskTier"]
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ _FORMAT = "mlx-specprefill-prefix"
 _RECORD = re.compile(r"[0-9a-f]+(-state)?\.safetensors")
 _TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
 _INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
+_LOCK = "lock"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     key TEXT PRIMARY KEY,
@@ -247,11 +250,13 @@ class DiskTier:
 
     def _open(self) -> bool:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock_file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            mended = make_private(self.folder, _is_ours)
+            self._lock_file = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             log.warning("no disk cache: %s", error)
             return False
+        if mended:
+            log.warning("%s holds prompts: what was open to others is closed now (%d files)", self.folder, mended)
         alone = self._try_lock()
         try:
             self._database = self._open_index(alone)
@@ -290,7 +295,9 @@ class DiskTier:
         return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
-        database = sqlite3.connect(self.folder / _INDEX_FILES[0], timeout=5.0, check_same_thread=False)
+        index = self.folder / _INDEX_FILES[0]
+        os.close(os.open(index, os.O_RDWR | os.O_CREAT, 0o600))  # sqlite gives its other files the rights of this one
+        database = sqlite3.connect(index, timeout=5.0, check_same_thread=False)
         try:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
@@ -366,7 +373,7 @@ class DiskTier:
         row, checksum = job.row, _checksum(parts)
         temporary = self.folder / f"{row.key}.{os.getpid()}-{next(self._temporary)}.tmp"
         try:
-            with temporary.open("wb") as file:
+            with create_private(temporary) as file:
                 for part in parts:
                     file.write(_bytes(part))
                 file.flush()
@@ -430,6 +437,10 @@ class DiskTier:
     def _total(self) -> int:
         (total,) = self._database.execute("SELECT COALESCE(SUM(file_bytes), 0) FROM records").fetchone()
         return int(total)
+
+
+def _is_ours(name: str) -> bool:
+    return name in (*_INDEX_FILES, _LOCK) or bool(_RECORD.fullmatch(name) or _TEMPORARY.fullmatch(name))
 
 
 def _bytes(part: _Part) -> bytes | memoryview:

@@ -513,3 +513,55 @@ def test_metadata_is_plain_json(tmp_path: Path) -> None:
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     assert set(header["__metadata__"]) == {"format", "version", "key", "namespace"}
+
+
+# --- privacy ----------------------------------------------------------------------------------------------------------
+
+
+def open_to_others(folder: Path) -> dict[str, str]:
+    """The folder and the files in it that anybody but their owner may do anything with, and their modes."""
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    return {name: oct(mode) for name, mode in modes.items() if mode & 0o077}
+
+
+@contextlib.contextmanager
+def everybody_may_read() -> Iterator[None]:
+    before = os.umask(0)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def test_nobody_else_can_read_what_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with everybody_may_read(), cached(folder) as prefixes:
+        prefixes.store(range(28), filled(fake_caches(), range(28)))
+        prefixes._disk.flush()  # type: ignore[union-attr]
+        assert {"index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "lock"} < {f.name for f in folder.iterdir()}
+        assert records(folder)
+        assert open_to_others(folder) == {}
+    assert open_to_others(folder) == {}
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_of_before_is_closed_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
+    for path in (tmp_path, *tmp_path.iterdir()):
+        path.chmod(0o777)
+    with caplog.at_level(logging.WARNING), cached(tmp_path) as prefixes:
+        assert found(prefixes, range(28)) == 28
+        assert open_to_others(tmp_path) == {"notes.txt": "0o777"}  # not ours
+    assert "was open to others" in caplog.text
+    caplog.clear()
+    with cached(tmp_path):
+        assert "was open to others" not in caplog.text
+
+
+def test_nothing_is_kept_in_a_folder_that_is_everybodys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.chmod(0o1777)
+    with cached(tmp_path) as prefixes:
+        assert not prefixes._disk.enabled  # type: ignore[union-attr]
+    assert "not this user's alone" in caplog.text
+    assert list(tmp_path.iterdir()) == []

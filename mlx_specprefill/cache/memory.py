@@ -20,6 +20,7 @@ _LOOKUP, _STORE = 1.0, 2.0**-10
 GRACE = 64.0
 # Shared entries are spared only up to this part of the limit: the rest is left to conversations that are new.
 SHARED_PART = Fraction(7, 8)
+_SLACK = 64  # items of a queue that may name nothing any more, besides as many as there are entries
 
 
 class Entry:
@@ -49,28 +50,43 @@ class Entry:
 
 
 class _Queue:
-    """Evictable entries of one class, least recently used first."""
+    """Evictable entries of one class, least recently used first. An entry that was discarded is not held on to."""
 
     def __init__(self, shared: bool) -> None:
         self._shared = shared
-        self._order = itertools.count()
-        # Items go stale: uses only rise, so an item is put right when it reaches the top.
-        self._heap: list[tuple[float, int, Entry]] = []
-        self._inside: set[Entry] = set()
+        self._numbers = itertools.count()
+        # Items go stale: uses only rise, so an item is put right when it reaches the top. They name their entries
+        # by number, because an item may outlive its entry for as long as nothing is evicted.
+        self._heap: list[tuple[float, int]] = []
+        self._entries: dict[int, Entry] = {}
+        self._inside: dict[Entry, int] = {}
 
     def offer(self, entry: Entry) -> None:
         if entry not in self._inside:
-            self._inside.add(entry)
-            heapq.heappush(self._heap, (entry.used, next(self._order), entry))
+            number = self._inside[entry] = next(self._numbers)
+            self._entries[number] = entry
+            heapq.heappush(self._heap, (entry.used, number))
+
+    def discard(self, entry: Entry) -> None:
+        """Forget an entry; no effect when it isn't here."""
+        number = self._inside.pop(entry, None)
+        if number is not None:
+            del self._entries[number]
+            if len(self._heap) > 2 * len(self._entries) + _SLACK:
+                self._heap = [(entry.used, number) for number, entry in self._entries.items()]
+                heapq.heapify(self._heap)
 
     def lowest(self) -> Entry | None:
         while self._heap:
-            used, order, entry = self._heap[0]
-            if not entry.held or bool(entry.hits) != self._shared or not entry.evictable():
+            used, number = self._heap[0]
+            entry = self._entries.get(number)
+            if entry is None:
                 heapq.heappop(self._heap)
-                self._inside.discard(entry)
+            elif bool(entry.hits) != self._shared or not entry.evictable():
+                heapq.heappop(self._heap)
+                del self._entries[number], self._inside[entry]
             elif entry.used != used:
-                heapq.heapreplace(self._heap, (entry.used, order, entry))
+                heapq.heapreplace(self._heap, (entry.used, number))
             else:
                 return entry
         return None
@@ -143,11 +159,13 @@ class ByteBudget:
         self.offer(entry)
 
     def remove(self, entry: Entry) -> None:
-        """Stop counting an entry; no effect when it isn't counted."""
+        """Stop counting an entry and let go of it; no effect when it isn't counted."""
         if entry.held:
             entry.held = False
             self.used -= entry.nbytes
             self.shared -= entry.nbytes if entry.hits else 0
+            for queue in (self._single, self._hit):
+                queue.discard(entry)
 
     def offer(self, entry: Entry) -> None:
         """The entry may be evictable from now on."""

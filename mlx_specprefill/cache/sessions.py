@@ -67,6 +67,7 @@ class _Session(Entry):
 
     def evict(self) -> None:
         del self._siblings[self.key]
+        self.cache = []
         self._budget.remove(self)
 
 

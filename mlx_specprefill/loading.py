@@ -212,8 +212,8 @@ def _sparse_refusal(target: nn.Module, draft: nn.Module | None) -> str | None:
 
 
 def _name(where: str | Path) -> str:
-    path = Path(where)
-    return "/".join(path.parts[-2:]) if path.exists() else str(where)
+    """A repository's name, or a folder's own: clients see it, and where it lies is not their business."""
+    return Path(where).resolve().name if Path(where).exists() else str(where)
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ..errors import EngineClosedError, RequestCancelled
 from ..request import Event, Failed, Finished, FinishReason, TokenEvent
 from .caches import EngineCaches
 from .densify import Densifier, SparseTurn
+from .failures import log_failure
 from .inbox import Inbox
 from .jobs import Job, bare
 from .memory import Memory
@@ -169,7 +170,7 @@ class Loop:
         try:
             event = self._advance(job)
         except Exception as error:
-            log.exception("prefill failed")
+            log_failure(log, "prefill failed", error)
             self._fail(job, error)
             return
         job.slice_s = time.perf_counter() - begun

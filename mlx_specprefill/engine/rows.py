@@ -15,6 +15,7 @@ from ..errors import SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import GenerationRequest, TokenEvent
 from ..sampling import LogitsProcessor, held_back, logits_processors, make_sampler
+from .failures import log_failure
 from .sequence import Sequence, Speculation
 from .speculation import Speculator
 
@@ -113,7 +114,7 @@ class Rows:
         try:
             return list(self._batch.step())
         except RowFailed as failed:
-            log.error("a row failed", exc_info=failed.__cause__)
+            log_failure(log, "a row failed", failed.__cause__)
             self._batch.remove(failed.uid)
             cause = failed.__cause__
             return [(failed.uid, cause if isinstance(cause, Exception) else failed)]
@@ -137,7 +138,7 @@ class Rows:
         try:
             events, leaving = self._speculator.step(uid, self._speculator.leaves(uid, len(self) - 1))
         except Exception as error:
-            log.exception("a speculative row failed")
+            log_failure(log, "a speculative row failed", error)
             self._remove_drafted(uid)
             return [(uid, error)], None
         return [(uid, event) for event in events], leaving

@@ -19,6 +19,7 @@ from .monitoring.access_log import AccessLog
 from .openai import chat, completions, models, responses
 from .routes import about, explain, health, live, page, tokens
 from .settings import Settings
+from .tidying import HeadAsGet, TrailingSlash
 
 ON: TelemetryConfig = {"auto_configure": True, "logs": False}  # records of exceptions might quote prompts
 OFF: TelemetryConfig = {"auto_configure": False, "tracing": False, "metrics": False, "logs": False}
@@ -38,12 +39,14 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
     )
     app.state.service = Service(engine, settings)
     errors.install(app)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Gatekeeper, settings=settings)
     if settings.cors_origins:  # outside of the gate, which asks for a key that no preflight has
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(AccessLog)
+    app.add_middleware(TrailingSlash)
     routers = [
         module.router
         for module in (page, health, about, live, explain, tokens, chat, completions, responses, messages, models)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import PurePath
@@ -146,7 +147,8 @@ def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Call
     """
 
     async def parse(request: Request, service: ServiceDep) -> Model:
-        raw = await _read(request, service.settings.body_limit)
+        limit = service.settings.body_limit
+        raw = _decoded(await _read(request, limit), request.headers.get("content-encoding", ""), limit)
         try:
             body = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
@@ -183,8 +185,32 @@ async def _read(request: Request, limit: int) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
-            raise ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
+            raise _too_large(limit)
     return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
+
+
+def _decoded(body: bytes, encoding: str, limit: int) -> bytes:
+    """A body that may be compressed; what it becomes is held to the same limit."""
+    encoding = encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "x-gzip"):
+        message = f"Content-Encoding {encoding!r:.40} is not supported; send the body as it is, or with gzip."
+        raise ApiError(415, message, code="unsupported_media_type", headers={"Accept-Encoding": "gzip"})
+    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        text = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"The body is not valid gzip: {error}", code="invalid_json") from error
+    if len(text) > limit:
+        raise _too_large(limit)
+    if not stream.eof or stream.unused_data:
+        raise ApiError(400, "The body is not one whole gzip stream.", code="invalid_json")
+    return text
 
 
 def _validated(model: type[Model], body: dict[str, Any]) -> Model:

@@ -37,6 +37,11 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 ANTHROPIC_OVERLOADED = 529
+# Paths of other kinds of server, whose clients would otherwise look for a mistake of their own.
+NOT_DONE_HERE = {
+    "/v1/embeddings": "This server generates text and makes no embeddings.",
+    "/v1/rerank": "This server generates text and ranks no documents.",
+}
 
 
 class JsonResponse(Response):
@@ -123,8 +128,9 @@ def error_response(exc: Exception, path: str) -> Response:
 
 async def _known(request: Request, exc: Exception) -> Response:
     if isinstance(exc, HTTPException) and exc.status_code == 404:
-        message = f"There is nothing at {request.url.path[:200]}; most paths of this API begin with /v1/."
-        exc = ApiError(404, message, code="unknown_url")
+        path = request.url.path
+        nothing = f"There is nothing at {path[:200]}; most paths of this API begin with /v1/."
+        exc = ApiError(404, NOT_DONE_HERE.get(path, nothing), code="unknown_url")
     if api_error(exc).status == 500:
         logger.error("%s %s: %s", request.method, request.url.path, exc, exc_info=exc)
     return error_response(exc, request.url.path)

@@ -150,7 +150,11 @@ def test_free_until_the_trigger(engine: Engine) -> None:
     assert bound[-1] in STOP
 
 
-def test_a_grammar_that_gets_too_complex_ends_its_own_row_only(engine: Engine) -> None:
+def test_a_grammar_that_gets_too_complex_ends_its_own_row_only(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the client's, so the log has no traceback of it."""
+    caplog.set_level("INFO")
     grammar = Constraint("start: /a{1,100000}{1,100000}/")
     hopeless = request(constraint=grammar, max_tokens=2000, min_tokens=1999)
     with ThreadPoolExecutor(1) as pool:
@@ -159,6 +163,8 @@ def test_a_grammar_that_gets_too_complex_ends_its_own_row_only(engine: Engine) -
         assert other.result()[0] == generated(engine.generate(request("other")))[0]
     assert isinstance(events[-1], Failed)
     assert isinstance(events[-1].error, InvalidRequestError)
+    assert [record for record in caplog.records if "too complex" in record.message or "a row failed" in record.message]
+    assert not [record for record in caplog.records if record.exc_info]
     assert answer(engine, request(constraint=Constraint('start: "ok"'))) == ("ok", "stop")
 
 

@@ -20,8 +20,7 @@ def test_a_pair_from_disk(tmp_path):
     assert (pair.model_type, pair.dtype, pair.context_length, pair.vocab_size) == ("llama", "float32", 4096, VOCAB)
     assert pair.sparse_refusal is None
     assert pair.draft is not None
-    assert pair.target_id.endswith("target")
-    assert pair.draft_id.endswith("draft")
+    assert (pair.target_id, pair.draft_id) == ("target", "draft")
     logits = pair.target(mx.array(random_prompt(5))[None])
     assert logits.dtype == mx.float32
 

@@ -235,7 +235,7 @@ def test_the_last_token_of_room_can_be_used(client: TestClient, engine: FakeEngi
         ("temperature", 2.1),
         ("temperature", "hot"),
         ("temperature", True),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 1.5),
         ("top_k", -2),
         ("top_k", 1.5),
@@ -254,7 +254,7 @@ def test_the_last_token_of_room_can_be_used(client: TestClient, engine: FakeEngi
         ("stop", [""]),
         ("stop", [1]),
         ("stop", {"a": 1}),
-        ("stop", ["a", "b", "c", "d", "e"]),
+        ("stop", ["a"] * 65),
         ("logit_bias", [1]),
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"1": 101}),
@@ -339,6 +339,13 @@ def test_stop_strings_end_the_answer_and_the_work(client: TestClient, engine: Fa
     assert (shown, reason) == ("alpha b", "stop")
     assert engine.idle()
     assert len(engine.requests) == 1
+
+
+def test_many_stop_strings_and_top_p_zero(client: TestClient, engine: FakeEngine) -> None:
+    engine.says("Hello")
+    body = ask(client, stop=[f"no {i}" for i in range(63)] + ["l"], top_p=0, temperature=1)
+    assert body["choices"][0]["message"]["content"] == "He"
+    assert (engine.requests[-1].sampling.top_p, engine.requests[-1].sampling.temperature) == (0, 1)
 
 
 def test_a_stop_string_stops_the_engine(client: TestClient, engine: FakeEngine) -> None:

@@ -26,7 +26,7 @@ from .fakes import FakeEngine
     [
         ("GET", "/nowhere", 404, "unknown_url"),
         ("POST", "/v1/nowhere", 404, "unknown_url"),
-        ("GET", "/v1/models/", 404, "model_not_found"),
+        ("GET", "/v1/models/nobody", 404, "model_not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/docs", 404, "unknown_url"),

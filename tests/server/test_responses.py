@@ -381,6 +381,8 @@ def test_calls_of_functions_from_a_namespace_name_it(engine: FakeEngine) -> None
     tools = [{"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]}]
     pieces = [*call(0, "spawn", "{}"), *call(1, "other", "{}"), done("tool_calls")]
     payloads = checked(streamed(answer_of(engine, pieces, tools=tools).stream()))
+    ends = [event["name"] for event in payloads if event["type"] == "response.function_call_arguments.done"]
+    assert ends == ["spawn", "other"]
     spawn, other = payloads[-1]["response"]["output"]
     assert spawn["namespace"] == "agents"
     assert "namespace" not in other

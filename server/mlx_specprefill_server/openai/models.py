@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -18,7 +19,9 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(service: ServiceDep) -> Response:
     """The loaded model as a list of one."""
-    return JsonResponse({"object": "list", "data": [_model(service)]})
+    model = _model(service)
+    page = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}  # Anthropic's
+    return JsonResponse({"object": "list", "data": [model], **page})
 
 
 @router.get("/v1/models/{model_id:path}")
@@ -31,11 +34,17 @@ async def retrieve_model(model_id: str, service: ServiceDep) -> Response:
 
 
 def _model(service: Service) -> dict[str, Any]:
+    """OpenAI's object and Anthropic's in one."""
     length = service.context_length
     return {
         "id": service.model_id,
         "object": "model",
+        "type": "model",
+        "display_name": service.model_id,
+        "lifecycle": "active",
         "created": service.started,
+        "created_at": datetime.fromtimestamp(service.started, UTC).isoformat(),
+        "max_input_tokens": length,
         "owned_by": "mlx-specprefill",
         "max_model_len": length,
         "context_length": length,

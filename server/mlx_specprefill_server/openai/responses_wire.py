@@ -65,7 +65,7 @@ class ItemWriter:
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
-            yield self._about(f"{EVENTS[item['type']]}.done", arguments=text)
+            yield self._about(f"{EVENTS[item['type']]}.done", name=item["name"], arguments=text)
         else:
             part = _part(item["type"], text, self._logprobs)
             item["content"] = [part]
@@ -101,11 +101,11 @@ class ItemWriter:
         self._logprobs += logprobs
         return self._about(name, delta=text, logprobs=logprobs)
 
-    def _about(self, name: str, **fields: Any) -> Event:
+    def _about(self, event: str, /, **fields: Any) -> Event:
         """An event about the content of the open item."""
         assert self._open is not None
         part = {} if self._open["type"] == "function_call" else {"content_index": 0}
-        return {"type": name, "item_id": self._open["id"], "output_index": self._index, **part, **fields}
+        return {"type": event, "item_id": self._open["id"], "output_index": self._index, **part, **fields}
 
 
 def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..prompting.conversation import Conversation, conversation, ending_of
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat", "refuse_completion"]
 
-MAX_STOPS = 4
+MAX_STOPS = 64
 MAX_PROMPTS = 128
 MAX_ANSWERS = 32
 UNLIMITED = -1  # max_tokens as llama.cpp's clients write "no limit"
@@ -80,7 +80,7 @@ class GenerationFields(SpecPrefillFields):
     return_progress: bool = False
     max_tokens: MaxTokens | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0  # 0: the likeliest token alone
     top_k: Annotated[Whole, Field(ge=-1)] = 0  # 0 and -1: off
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[Number, Field(gt=0, le=10)] = 1.0

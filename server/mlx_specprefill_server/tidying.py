@@ -1,0 +1,53 @@
+"""What HTTP clients take for granted of every path: HEAD where there is GET, and no difference made by a last slash."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["HeadAsGet", "TrailingSlash"]
+
+OWN_HEAD = ("/", "/health")  # paths with an answer of their own to HEAD
+
+
+class TrailingSlash:
+    """ASGI middleware around everything: `/v1/models/` is `/v1/models`, for the gate and the log as for the routes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
+class HeadAsGet:
+    """ASGI middleware next to the routes: HEAD has GET's status and headers, and no body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD" or scope["path"] in OWN_HEAD:
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._app({**scope, "method": "GET"}, receive, _headless(send))
+        except _EnoughError:
+            pass
+
+
+class _EnoughError(Exception):
+    """Ends a stream that nobody reads."""
+
+
+def _headless(send: Send) -> Send:
+    async def start_only(message: Message) -> None:
+        if message["type"] != "http.response.body":
+            await send(message)
+            return
+        await send({"type": "http.response.body", "body": b""})
+        if message.get("more_body", False):
+            raise _EnoughError
+
+    return start_only

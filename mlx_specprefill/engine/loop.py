@@ -169,7 +169,7 @@ class Loop:
         self._slicing.begin(job)
         try:
             event = self._advance(job)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - one job must not end the others
             log_failure(log, "prefill failed", error)
             self._fail(job, error)
             return

@@ -137,7 +137,7 @@ class Rows:
         """What came of it, and why the row has to go on as a plain one, if it has to."""
         try:
             events, leaving = self._speculator.step(uid, self._speculator.leaves(uid, len(self) - 1))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - one row must not end the others
             log_failure(log, "a speculative row failed", error)
             self._remove_drafted(uid)
             return [(uid, error)], None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ["HeadAsGet", "TrailingSlash"]
@@ -31,10 +33,8 @@ class HeadAsGet:
         if scope["type"] != "http" or scope["method"] != "HEAD" or scope["path"] in OWN_HEAD:
             await self._app(scope, receive, send)
             return
-        try:
+        with suppress(_EnoughError):
             await self._app({**scope, "method": "GET"}, receive, _headless(send))
-        except _EnoughError:
-            pass
 
 
 class _EnoughError(Exception):

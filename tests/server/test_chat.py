@@ -553,3 +553,22 @@ def test_token_ids(client: TestClient, engine: FakeEngine) -> None:
     assert [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]] == hello
     assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [body["prompt_token_ids"]]
     assert "token_ids" not in ask(client)["choices"][0]
+
+
+THINKING = ("<think>\nTwo and two", " are four.\n</think>\n\nFour.", " are four.", "Four.")
+ANSWERING = ("<think>Hm.</think>It", " is four.", None, " is four.")
+
+
+@pytest.mark.parametrize(("begun", "written", "thought", "said"), [THINKING, ANSWERING])
+def test_a_message_goes_on_inside_its_reasoning(
+    client: TestClient, engine: FakeEngine, begun: str, written: str, thought: str | None, said: str
+) -> None:
+    """Where it broke off decides, not where the tag stands; and a user may write about tags."""
+    engine.says(written)
+    messages = [{"role": "user", "content": "What does <think> mean?"}, {"role": "assistant", "content": begun}]
+    message = ask(client, messages=messages, continue_final_message=True)["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (thought, said)
+    blocks = client.post("/v1/messages", json={"messages": messages, "max_tokens": 99}).json()["content"]
+    assert [block.get("thinking", block.get("text")) for block in blocks] == [text for text in (thought, said) if text]
+    engine.says("Hello </think>.")
+    assert ask(client, messages=messages[:1])["choices"][0]["message"]["content"] == "Hello </think>."

@@ -195,6 +195,34 @@ def test_a_call_that_breaks_is_no_part_of_a_whole_message(engine: FakeEngine) ->
     assert [block.type for block in message.content] == ["tool_use", "text"]
 
 
+WHOLE_CALL = '<tool_call>{"name": "read", "arguments": {"path": "a"}}</tool_call>'
+UNCLOSED = [
+    ('<tool_call>{"name": "read", "arguments": {', "end_turn"),  # nothing of it has gone out
+    ('<tool_call>{"name": "read", "arguments": {"path": "a', "max_tokens"),
+    ('<tool_call>{"name": "read", "arguments": {"path": "a", ', "max_tokens"),
+    (WHOLE_CALL + '<tool_call>{"name": "read", ', "tool_use"),
+    (WHOLE_CALL + '<tool_call>{"name": "read", "arguments": {"path": "b', "max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("text", "stop"), UNCLOSED)
+def test_input_that_is_unfinished_never_comes_with_a_normal_stop(
+    client: TestClient, engine: FakeEngine, text: str, stop: str
+) -> None:
+    """Agents run what stands in a tool_use block when the answer seems to have ended well."""
+    engine.says(text)
+    tools = [{"name": "read", "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}}}]
+    body = {"max_tokens": 300, "messages": HI, "tools": tools, "stream": True}
+    message = accumulated(named_events(client.post(URL, json=body).text))
+    announced = sum(block.type == "tool_use" for block in message.content)
+    assert message.stop_reason == stop
+    assert stop == "max_tokens" or announced == text.count("</tool_call>")
+    answered = ask(client, tools=tools, max_tokens=300)
+    inputs = [block["input"] for block in answered["content"] if block["type"] == "tool_use"]
+    assert inputs == [{"path": "a"}] * text.count("</tool_call>")
+    assert answered["stop_reason"] == ("tool_use" if inputs else "end_turn")
+
+
 def test_pings_fill_silence_and_content_is_stirred_before_clients_give_up(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

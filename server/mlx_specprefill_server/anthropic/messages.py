@@ -138,7 +138,8 @@ class MessageAnswer:
         if self._report.error is not None:
             yield {**anthropic_body(self._report.error), **self._account()}
             return
-        yield {"type": "message_delta", "delta": stop_of(piece), "usage": self._usage(), **self._account()}
+        stop = stop_of(piece, torn=self._writer.broken)
+        yield {"type": "message_delta", "delta": stop, "usage": self._usage(), **self._account()}
         yield {"type": "message_stop"}
 
     def _usage(self) -> dict[str, Any]:

@@ -36,8 +36,10 @@ DELTAS = {
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def stop_of(end: AnswerDone) -> dict[str, Any]:
-    """Why the answer ended."""
+def stop_of(end: AnswerDone, torn: bool = False) -> dict[str, Any]:
+    """Why the answer ended. `torn`: a call has gone out in part, which clients expect of answers without room only."""
+    if torn:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
     if end.finish_reason == "stop" and end.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_string}
     return {"stop_reason": STOP_REASONS[end.finish_reason], "stop_sequence": None}
@@ -51,6 +53,7 @@ class BlockWriter:
         self._index = 0  # of the open block, or of the next one
         self._open: dict[str, Any] | None = None
         self._text: list[str] = []  # of the open block
+        self.broken = False  # a call was announced that is none
 
     def write(self, piece: AnswerPiece) -> Iterator[Event]:
         """The events that one piece of the answer makes."""
@@ -71,6 +74,7 @@ class BlockWriter:
             case CallBroken():
                 yield from self.close()
                 self.blocks.pop()
+                self.broken = True
 
     def stir(self, thinks: bool) -> Iterator[Event]:
         """A sign of life that clients count as content: an empty delta, in a new block if none is open."""

@@ -56,8 +56,8 @@ class Format:
     tokenizer: Any = None
 
     def opened(self, prompt: str) -> bool:
-        """Whether the prompt ends inside reasoning."""
-        return self.think is not None and prompt.rstrip().endswith(self.think[0])
+        """Whether the prompt ends inside reasoning: behind its tag, or in the middle of it."""
+        return self.think is not None and prompt.rfind(self.think[0]) > prompt.rfind(self.think[1])
 
     def reasoning_end(self, prompt: str) -> tuple[int, ...]:
         """The tokens after which the answer proper begins; empty: at once."""
@@ -68,13 +68,14 @@ class Format:
 
         Args:
             tools: the request's function tools; without any, no text is taken for a call.
-            prompt: the end of the rendered prompt, which may have opened the reasoning.
+            prompt: what it has of the answer's turn: reasoning may be opened, and begun.
         """
         known = Tools.of(tools)
         if self.tools == "harmony":
             return Parser(HarmonyText(known, opened_header(prompt)))
         openers, bare = self._readers(list(tools))
-        return Parser(TaggedText(known, self.think, self.opened(prompt), openers, bare))
+        begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
+        return Parser(TaggedText(known, self.think, self.opened(prompt), openers, bare, begun=begun))
 
     def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], CallReader | None]:
         match self.tools:

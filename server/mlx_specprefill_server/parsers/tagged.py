@@ -21,7 +21,7 @@ class TaggedText:
 
     Args:
         think: the tags around reasoning; None: the model writes none.
-        thinking: the prompt has opened the reasoning already.
+        thinking: the prompt has opened the reasoning already; `begun`: and some of it follows the tag.
         openers: the tags that begin a call, with what reads them.
         bare: reads calls without a tag, which are told by the beginning of their JSON; not within reasoning, where
             models sketch calls.
@@ -34,14 +34,17 @@ class TaggedText:
         thinking: bool,
         openers: Mapping[str, CallReader],
         bare: CallReader | None = None,
+        *,
+        begun: bool = False,
     ) -> None:
         self.thinking = thinking
+        self._begun = thinking and begun
         self._tools = tools
         self._think = think
         self._bare = bare if tools else None
         self._readers = {**openers, **({BARE: bare} if bare else {})} if tools else {}
         self._held: Said | None = None  # white space that may turn out to stand before a tag
-        self._trim = thinking  # white space at the beginning of what comes next is dropped
+        self._trim = thinking and not begun  # white space at the beginning of what comes next is dropped
         self._called = False
 
     def run(self, cursor: Cursor) -> Reading[None]:
@@ -58,7 +61,7 @@ class TaggedText:
 
     def _opening(self, cursor: Cursor) -> Reading[None]:
         """Reasoning, or a call without its tag, can only begin an answer."""
-        begins = [self._think[0]] if self._think else []
+        begins = [self._think[0]] if self._think and not self._begun else []
         begins += ["{"] if self._bare and not self.thinking else []
         if not begins:
             return

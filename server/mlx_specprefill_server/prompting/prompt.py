@@ -27,7 +27,7 @@ __all__ = ["Prompt", "PromptBuilder"]
 
 T = TypeVar("T")
 
-ENDING = 256  # characters: more than a template writes to open an answer
+ENDING = 256  # characters: more than a template writes to open an answer, where no marker says where that begins
 
 # What a template raises on a conversation that it does not provide for. jinja2 wraps only some of them.
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError)
@@ -35,7 +35,8 @@ TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, Arithmeti
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the rendered messages among them (none for a raw prompt); `ending` is the text's last part."""
+    """Token ids, and the rendered messages among them (none for a raw prompt); `ending`: what the text has
+    of the assistant's turn that the answer goes on with."""
 
     tokens: tuple[int, ...]
     spans: tuple[PromptSpan, ...] = ()
@@ -91,9 +92,9 @@ class PromptBuilder:
         messages, text = self._fitted(conversation)
         tokens, offsets = self._tokenize(text)
         if offsets is None:
-            return Prompt(tokens, ending=text[-ENDING:])
+            return Prompt(tokens, ending=_ending(text, self._ends))
         found = locate(messages, text, partial(self._render, conversation), self._ends, bool(conversation.tools))
-        return Prompt(tokens, to_tokens(found, offsets), text[-ENDING:])
+        return Prompt(tokens, to_tokens(found, offsets), _ending(text, self._ends))
 
     def _passages(self, conversation: Conversation, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
         _, whole = self._fitted(conversation)
@@ -142,6 +143,11 @@ class PromptBuilder:
             return tuple(tokenizer.encode(text, add_special_tokens=False)), None
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return tuple(encoded["input_ids"]), encoded["offset_mapping"]
+
+
+def _ending(text: str, ends: re.Pattern[str]) -> str:
+    begun = max((match.end() for match in ends.finditer(text)), default=max(len(text) - ENDING, 0))
+    return text[begun:]
 
 
 def _turn_ends(tokenizer: Any) -> re.Pattern[str]:

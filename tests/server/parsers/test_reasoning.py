@@ -12,6 +12,7 @@ from .test_formats import CALL, MISTRAL, PARIS, WEATHER, XML
 
 OPENED = "<|im_start|>assistant\n<think>\n"
 CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+BEGUN = OPENED + "Two and two"
 
 
 def shown(out: Read) -> tuple[Any, ...]:
@@ -36,6 +37,12 @@ def shown(out: Read) -> tuple[Any, ...]:
         (CLOSED, "<think>Hm.</think>Hello.", ("Hm.", "Hello.", [], "rt")),
         (OPENED, f"Hm.\n</think>\n\nI ask.\n{CALL}", ("Hm.", "I ask.", [WEATHER], "rtc")),
         (OPENED, f"Hm.\n</think>\n\n{CALL}\n", ("Hm.", "", [WEATHER], "rc")),
+        # the prompt has broken off in the middle of reasoning, or of the text behind it
+        (BEGUN, " are four.\n</think>\n\nFour.", (" are four.", "Four.", [], "rt")),
+        (BEGUN, "\n<think>?</think>Four.", ("\n<think>?", "Four.", [], "rt")),
+        (BEGUN, "</think>Four.", ("", "Four.", [], "t")),
+        (BEGUN, f" are\n{CALL}", (" are", "", [WEATHER], "rc")),
+        (BEGUN + "</think>\n\nIt", " is four.", ("", " is four.", [], "t")),
         # the call comes inside reasoning that is never closed, or closed too late
         (OPENED, f"I ask.\n{CALL}", ("I ask.", "", [WEATHER], "rc")),
         (OPENED, f"I ask.\n{XML}", ("I ask.", "", [WEATHER], "rc")),
@@ -70,7 +77,7 @@ def test_the_tags_come_from_the_vocabulary() -> None:
     fmt = detect(byte_tokenizer())
     assert fmt.think == ("<think>", "</think>")
     (end,) = byte_tokenizer().encode("</think>", add_special_tokens=False)
-    assert fmt.reasoning_end(OPENED) == (end,)
+    assert fmt.reasoning_end(OPENED) == fmt.reasoning_end(BEGUN) == (end,)
     assert fmt.reasoning_end(CLOSED) == fmt.reasoning_end("") == ()
 
 

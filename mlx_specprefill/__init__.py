@@ -47,6 +47,7 @@ from .loading import DtypeName, ModelPair, check_same_tokenizer, load_pair, make
 from .prefill.cost import PairCost, break_even, worthwhile
 from .request import (
     Account,
+    CacheLabel,
     Constraint,
     Event,
     Failed,
@@ -76,6 +77,7 @@ __all__ = [
     "SPECULATION_NAMES",
     "Account",
     "BlasStatus",
+    "CacheLabel",
     "CachedTokens",
     "ChunkInfo",
     "Constraint",

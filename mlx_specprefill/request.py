@@ -6,6 +6,7 @@ engine can keep the template's structure without knowing any template.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -17,7 +18,9 @@ import numpy.typing as npt
 from .config import SpeculationName
 
 __all__ = [
+    "SHARED",
     "Account",
+    "CacheLabel",
     "Constraint",
     "Event",
     "Failed",
@@ -42,6 +45,31 @@ Mode = Literal["sparse", "full"]
 Stage = Literal["queued", "draft", "select", "prefill", "decode"]
 FinishReason = Literal["stop", "length", "cancelled"]
 SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
+_LABEL_PART = re.compile(r"[\w-]{0,64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLabel:
+    """Who shares what is cached: nothing that is kept under one label is found, or seen, under another.
+
+    Attributes:
+        owner: whose it is; what is kept is listed and dropped by owner.
+        salt: a part of the owner's that is to be apart from the rest.
+
+    Both are empty or up to 64 letters, digits, underscores and hyphens. They are written into cache folders, so a
+    secret must come as a digest.
+    """
+
+    owner: str = ""
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        for name, part in (("owner", self.owner), ("salt", self.salt)):
+            if not _LABEL_PART.fullmatch(part):
+                raise ValueError(f"{name} must be at most 64 letters, digits, _ and -, got {part!r:.80}")
+
+
+SHARED = CacheLabel()  # of requests that say nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +154,7 @@ class GenerationRequest:
         spans: the rendered messages in prompt order, empty for a raw completion.
         constraint: None, or what the generated text must look like.
         min_tokens: stop ids are not generated before so many tokens, unless the constraint leaves nothing else.
+        label: with whom the request shares cached prefixes and sessions.
     """
 
     prompt: tuple[int, ...]
@@ -138,6 +167,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
     min_tokens: int = 0
+    label: CacheLabel = SHARED
 
 
 @dataclass(frozen=True, slots=True)

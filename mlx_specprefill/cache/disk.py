@@ -169,15 +169,23 @@ class DiskTier:
         """
         self._stamp = max(time.time(), self._stamp + 1e-6)
 
+    def namespaces(self) -> list[str]:
+        """Those that earlier processes left something in."""
+        return [name for (name,) in self._select("SELECT DISTINCT namespace FROM records")]
+
     def rows(self, namespace: str) -> list[DiskRow]:
         """What earlier processes left in this namespace."""
+        query = "SELECT key, namespace, parent, tokens, end, array_bytes FROM records WHERE namespace = ?"
+        return [DiskRow(*row) for row in self._select(query, namespace)]
+
+    def _select(self, query: str, *values: str) -> list[tuple[Any, ...]]:
+        """Rows of the index; none when it can't be read."""
         if not self.enabled:
             return []
         self.flush()
-        query = "SELECT key, namespace, parent, tokens, end, array_bytes FROM records WHERE namespace = ?"
         try:
             with self._database:
-                return [DiskRow(*row) for row in self._database.execute(query, (namespace,))]
+                return self._database.execute(query, values).fetchall()
         except sqlite3.Error as error:
             log.warning("the index of %s can't be read: %s", self.folder, error)
             return []

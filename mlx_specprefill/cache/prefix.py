@@ -1,9 +1,9 @@
 """The exact prefix cache: what a dense prefill computed for a prefix, computed once.
 
-A tree of token blocks per model. A full block hangs below the block before it, a shorter tail below the last full
-block; each holds the keys and values of its own tokens only, so prompts share what they have in common. Layers that
-can't be trimmed (recurrent, rotating) add a state at the lengths at which `store` saw one, and a model that has such
-layers is served at those lengths only. Everything runs on the MLX thread.
+A tree of token blocks per model and label. A full block hangs below the block before it, a shorter tail below the
+last full block; each holds the keys and values of its own tokens only, so prompts share what they have in common.
+Layers that can't be trimmed (recurrent, rotating) add a state at the lengths at which `store` saw one, and a model
+that has such layers is served at those lengths only. Everything runs on the MLX thread.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from ..request import SHARED, CacheLabel
 from .disk import DiskRow, DiskTier
 from .fingerprint import block_digest, root_digest, token_bytes
 from .layout import Arrays, Layout, nbytes_of
@@ -26,6 +27,7 @@ __all__ = ["PrefixCache", "PrefixEntry", "PrefixHit", "PrefixStats"]
 
 log = logging.getLogger(__name__)
 Tokens = npt.NDArray[np.int32]
+_AT = "@"  # between a namespace and a label, neither of which has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class PrefixEntry:
         nbytes: memory that dropping it frees; what it shares with other prefixes is not counted.
         last_use: seconds since the epoch; 0 when it was not used since the start.
         on_disk: it survives a restart.
+        label: under which it is found.
     """
 
     prefix_id: str
@@ -64,6 +67,7 @@ class PrefixEntry:
     hits: int
     last_use: float
     on_disk: bool
+    label: CacheLabel = SHARED
 
 
 class _Record(Entry):
@@ -87,8 +91,9 @@ class _Record(Entry):
 class _Node:
     """Tokens [end - len(tokens), end) below a parent that holds all tokens before them."""
 
-    def __init__(self, parent: _Node | None, tokens: Tokens, digest: bytes) -> None:
+    def __init__(self, parent: _Node | None, tokens: Tokens, digest: bytes, label: CacheLabel) -> None:
         self.parent = parent
+        self.label = label
         self.tokens = tokens
         self.digest = digest
         self.first = int(tokens[0]) if tokens.size else -1
@@ -164,18 +169,20 @@ class PrefixCache:
         if block_size < 1:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.block_size = block_size
+        self._identity = identity
         self._namespace = f"{identity}:{block_size}"
         self._layout = Layout(make_cache)
         self.refusal = self._layout.refusal
         self._budget = budget
         self._disk = disk
-        self._root = _Node(None, np.zeros(0, dtype=np.int32), root_digest(identity, block_size))
+        self._roots: dict[CacheLabel, _Node] = {}  # without those that nothing hangs on
         self.hits = self.misses = self.tokens_served = 0
         self._swept = 0  # disk evictions that the tree knows of
         if self.refusal is not None:
             log.warning("no prefix cache: %s", self.refusal)
         elif disk is not None:
-            self._adopt(disk.rows(self._namespace))
+            ours = [name for name in disk.namespaces() if self._label_of(name) is not None]
+            self._adopt([row for name in ours for row in disk.rows(name)])
 
     @property
     def nbytes(self) -> int:
@@ -183,20 +190,27 @@ class PrefixCache:
 
     # -- reading
 
-    def lookup(self, tokens: Sequence[int], limit: int | None = None, again: bool = False) -> PrefixHit | None:
+    def lookup(
+        self,
+        tokens: Sequence[int],
+        limit: int | None = None,
+        again: bool = False,
+        label: CacheLabel = SHARED,
+    ) -> PrefixHit | None:
         """The longest stored prefix of `tokens`, at most `limit` tokens of it.
 
         Args:
             limit: a prompt's last token has to be fed for its logits, so callers pass one less than the prompt.
             again: for a request that looked up before (a retry, background work); then what it finds does not count as
                 wanted by one request more, and the statistics stay as they are.
+            label: only what was stored under it is looked at.
         """
         self._budget.begin_lookup()
         if self._disk is not None:
             self._disk.begin()
         wanted = np.asarray(tokens, dtype=np.int32)[:limit]
-        while self.refusal is None:
-            match = self._deepest_state(wanted) if self._layout.stateful else self._longest(wanted)
+        while self.refusal is None and (root := self._roots.get(label)) is not None:
+            match = self._deepest_state(root, wanted) if self._layout.stateful else self._longest(root, wanted)
             if match is None:
                 break
             hit = self._serve(match, again)
@@ -207,20 +221,21 @@ class PrefixCache:
         self.misses += not again
         return None
 
-    def _longest(self, wanted: Tokens) -> _Match | None:
+    def _longest(self, root: _Node, wanted: Tokens) -> _Match | None:
         """Follow the prompt as far as it goes, into the middle of a block if need be."""
-        node = self._root
+        node = root
         while True:
             count, child = max(node.common(wanted), key=lambda match: match[0], default=(0, node))
             if count == 0:
-                return _Match(node, node.end) if node is not self._root else None
+                return _Match(node, node.end) if node is not root else None
             if count < self.block_size:
                 return _Match(child, node.end + count)
             node = child
 
-    def _deepest_state(self, wanted: Tokens) -> _Match | None:
+    def _deepest_state(self, root: _Node, wanted: Tokens) -> _Match | None:
         """The longest prefix that ends in a stored state."""
-        node, best = self._root, None
+        node = root
+        best: _Node | None = None
         while True:
             whole = [child for count, child in node.common(wanted) if count == child.tokens.size]
             best = max((child for child in whole if child.state is not None), key=lambda child: child.end, default=best)
@@ -253,11 +268,13 @@ class PrefixCache:
         return PrefixHit(match.length, cache)
 
     def _read(self, record: _Record) -> Arrays | None:
-        return None if self._disk is None else self._disk.read(record.key, self._namespace)
+        return None if self._disk is None else self._disk.read(record.key, self._namespace_of(record.node.label))
 
     # -- writing
 
-    def store(self, tokens: Sequence[int], cache: Sequence[Any], checkpoint: bool = True) -> None:
+    def store(
+        self, tokens: Sequence[int], cache: Sequence[Any], checkpoint: bool = True, label: CacheLabel = SHARED
+    ) -> None:
         """Remember what a dense prefill of `tokens` left in `cache`. Known blocks are not copied again.
 
         May be called as the prefill goes on, with more tokens each time. The cache is not changed and stays the
@@ -267,6 +284,7 @@ class PrefixCache:
             tokens: exactly what the cache holds.
             checkpoint: keep the state of layers that can't be trimmed. Without it nothing is stored for a model that
                 has such layers: its blocks are of no use before the next state, which brings them along.
+            label: under which alone it will be found.
 
         Raises:
             ValueError: the cache is sparse or does not hold that many tokens.
@@ -281,7 +299,16 @@ class PrefixCache:
         if self._disk is not None:
             self._disk.begin()
         self._sweep()
-        node = self._known(ids)
+        root = self._roots.get(label) or self._new_root(label)
+        try:
+            self._grow(root, ids, cache)
+        finally:
+            if root.children:
+                self._roots[label] = root
+
+    def _grow(self, root: _Node, ids: Tokens, cache: Sequence[Any]) -> None:
+        """Hang what is missing of these tokens below a label's root."""
+        node = self._known(root, ids)
         self._touch_path(node)
         if self._layout.stateful and not self._room_for_all(node, ids.size, cache):
             return
@@ -293,9 +320,9 @@ class PrefixCache:
         if self._layout.stateful and node.state is None:
             node.state = self._admit(node, "state", self._layout.state(cache))
 
-    def _known(self, ids: Tokens) -> _Node:
+    def _known(self, root: _Node, ids: Tokens) -> _Node:
         """The last node on the way to these tokens that is there already."""
-        node = self._root
+        node = root
         while node.end < ids.size:
             child = node.children.get(block_digest(node.digest, ids[node.end : node.end + self.block_size]))
             if child is None or not self._there(child.record):
@@ -312,7 +339,7 @@ class PrefixCache:
         covered = any(count == part.size and self._there(child.record) for count, child in siblings)
         if covered and not self._layout.stateful:
             return None
-        node = _Node(parent, part, block_digest(parent.digest, part))
+        node = _Node(parent, part, block_digest(parent.digest, part), parent.label)
         stale = parent.children.get(node.digest)
         if stale is not None:
             self._remove(stale)
@@ -383,6 +410,8 @@ class PrefixCache:
         """Cut a node and everything below it off the tree, in memory and on disk."""
         assert node.parent is not None
         node.parent.children.pop(node.digest, None)
+        if node.parent.parent is None and not node.parent.children:
+            self._roots.pop(node.label, None)  # clients choose labels: empty ones must not pile up
         for below in node.subtree():
             below.removed = True
             for record in below.records():
@@ -421,7 +450,7 @@ class PrefixCache:
         assert node.parent is not None
         return DiskRow(
             key=record.key,
-            namespace=self._namespace,
+            namespace=self._namespace_of(node.label),
             parent=node.parent.digest.hex(),
             tokens=token_bytes(node.tokens) if record.kind == "tokens" else b"",
             end=node.end,
@@ -430,7 +459,9 @@ class PrefixCache:
 
     def _adopt(self, rows: Sequence[DiskRow]) -> None:
         """Hang what an earlier process left on disk into the tree; what hangs on nothing is deleted."""
-        nodes = {self._root.digest.hex(): self._root}
+        labels = {label for row in rows if (label := self._label_of(row.namespace)) is not None}
+        roots = [self._new_root(label) for label in labels]
+        nodes = {root.digest.hex(): root for root in roots}
         useless: list[str] = []
         for row in sorted(rows, key=lambda row: (row.end, row.key)):  # a state's key sorts after its node's
             digest = row.key.removesuffix("-state")
@@ -444,9 +475,10 @@ class PrefixCache:
             if parent is None or block_digest(parent.digest, tokens).hex() != digest:
                 useless.append(row.key)
                 continue
-            node = nodes[digest] = _Node(parent, tokens, bytes.fromhex(digest))
+            node = nodes[digest] = _Node(parent, tokens, bytes.fromhex(digest), parent.label)
             node.record = _Record(self, node, "tokens", row.array_bytes)
             parent.children[node.digest] = node
+        self._roots = {root.label: root for root in roots if root.children}
         if self._disk is not None and useless:
             log.info("%d stored records without the blocks before them are deleted", len(useless))
             self._disk.remove(useless)
@@ -472,10 +504,14 @@ class PrefixCache:
         entries = [self._entry(node) for node in self._ends()]
         return sorted(entries, key=lambda entry: entry.last_use, reverse=True)
 
-    def drop(self, prefix_id: str) -> bool:
-        """Forget a prefix and what only it needs, in memory and on disk; False when there is none of that name."""
+    def drop(self, prefix_id: str, owner: str | None = None) -> bool:
+        """Forget a prefix and what only it needs, in memory and on disk; False when there is none of that name.
+
+        Args:
+            owner: drop it only if it is theirs.
+        """
         node = next((node for node in self._ends() if node.digest.hex() == prefix_id), None)
-        if node is None:
+        if node is None or owner not in (None, node.label.owner):
             return False
         if node.state is not None:
             self._forget(node.state)
@@ -485,13 +521,30 @@ class PrefixCache:
             self._remove(step)
         return True
 
-    def clear(self) -> None:
-        """Forget everything, in memory and on disk."""
-        for node in list(self._root.children.values()):
-            self._remove(node)
+    def clear(self, owner: str | None = None) -> None:
+        """Forget everything, or everything of one owner, in memory and on disk."""
+        for label, root in list(self._roots.items()):
+            if owner in (None, label.owner):
+                for node in list(root.children.values()):
+                    self._remove(node)
 
     def _nodes(self) -> Iterator[_Node]:
-        return (node for node in self._root.subtree() if node is not self._root)
+        return (node for root in self._roots.values() for node in root.subtree() if node is not root)
+
+    # -- labels
+
+    def _new_root(self, label: CacheLabel) -> _Node:
+        identity = self._identity if label == SHARED else f"{self._identity}{_AT}{label.owner}/{label.salt}"
+        return _Node(None, np.zeros(0, dtype=np.int32), root_digest(identity, self.block_size), label)
+
+    def _namespace_of(self, label: CacheLabel) -> str:
+        return self._namespace if label == SHARED else f"{self._namespace}{_AT}{label.owner}/{label.salt}"
+
+    def _label_of(self, namespace: str) -> CacheLabel | None:
+        """None: it is another model's, or was made with another block size."""
+        own, _, label = namespace.partition(_AT)
+        owner, _, salt = label.partition("/")
+        return CacheLabel(owner, salt) if own == self._namespace else None
 
     def _ends(self) -> list[_Node]:
         """Nodes that a prefix of its own ends in."""
@@ -514,6 +567,7 @@ class PrefixCache:
             hits=newest.hits,
             last_use=newest.seen_at,
             on_disk=self._disk is not None and self._disk.has(newest.key),
+            label=node.label,
         )
 
 

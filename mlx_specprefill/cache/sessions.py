@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..request import SHARED, CacheLabel
 from .fingerprint import block_digest, root_digest
 from .memory import ByteBudget, Entry
 from .positioned import can_cut, cut, leaves
@@ -41,6 +42,7 @@ class SessionEntry:
     nbytes: int
     hits: int
     last_use: float
+    label: CacheLabel = SHARED
 
 
 class _Session(Entry):
@@ -75,7 +77,7 @@ class SessionStore:
     """Caches in memory, used on the MLX thread.
 
     A namespace is everything but the tokens that a cache depends on: target, draft, keep share, selection rule. Entries
-    of one namespace are never seen from another.
+    of one namespace are never seen from another, nor those of one label from another.
 
     Args:
         budget: bytes in memory, possibly shared with other caches.
@@ -83,7 +85,7 @@ class SessionStore:
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
-        self._sessions: dict[str, dict[tuple[int, ...], _Session]] = {}
+        self._sessions: dict[tuple[str, CacheLabel], dict[tuple[int, ...], _Session]] = {}
 
     def __len__(self) -> int:
         return sum(len(sessions) for sessions in tuple(self._sessions.values()))
@@ -94,7 +96,7 @@ class SessionStore:
         stores = tuple(self._sessions.values())
         return sum(session.nbytes for sessions in stores for session in tuple(sessions.values()))
 
-    def lookup(self, namespace: str, tokens: Sequence[int]) -> SessionHit | None:
+    def lookup(self, namespace: str, tokens: Sequence[int], label: CacheLabel = SHARED) -> SessionHit | None:
         """A copy of the cache that stands for the most of `tokens`, and of one that is cut for half of them at least.
 
         Clients change what was said: a cache is cut back to where its key differs, if it can be.
@@ -103,7 +105,7 @@ class SessionStore:
         wanted = np.array(tokens, dtype=np.int32)
         found = [
             (length, length == len(session.key), session)
-            for session in self._sessions.get(namespace, {}).values()
+            for session in self._sessions.get((namespace, label), {}).values()
             if (length := session.common(wanted))
         ]
         usable = [one for one in found if one[1] or 2 * one[0] >= wanted.size]
@@ -115,7 +117,7 @@ class SessionStore:
         cut(cache, len(session.key) - length)
         return SessionHit(length, cache)
 
-    def store(self, namespace: str, tokens: Sequence[int], cache: list[Any]) -> bool:
+    def store(self, namespace: str, tokens: Sequence[int], cache: list[Any], label: CacheLabel = SHARED) -> bool:
         """Keep a cache under its logical tokens in place of the caches that it extends; False when there is no room.
 
         Args:
@@ -123,7 +125,9 @@ class SessionStore:
         """
         self._budget.begin_store()
         key = tuple(tokens)
-        sessions = self._sessions.setdefault(namespace, {})
+        # Clients choose labels: empty ones must not pile up.
+        self._sessions = {place: sessions for place, sessions in self._sessions.items() if sessions}
+        sessions = self._sessions.setdefault((namespace, label), {})
         extended = [session for old, session in sessions.items() if key[: len(old)] == old]
         session = _Session(sessions, self._budget, key, cache)
         session.hits = max((old.hits for old in extended), default=0)
@@ -139,31 +143,37 @@ class SessionStore:
     def entries(self) -> list[SessionEntry]:
         """The stored sessions, last used first."""
         entries = [
-            SessionEntry(_name(namespace, session), len(session.key), session.nbytes, session.hits, session.seen_at)
-            for namespace, sessions in self._sessions.items()
-            for session in sessions.values()
+            SessionEntry(_name(place, one), len(one.key), one.nbytes, one.hits, one.seen_at, place[1])
+            for place, sessions in self._sessions.items()
+            for one in sessions.values()
         ]
         return sorted(entries, key=lambda entry: entry.last_use, reverse=True)
 
-    def drop(self, session_id: str) -> bool:
-        """Forget one; False when there is none of that name."""
+    def drop(self, session_id: str, owner: str | None = None) -> bool:
+        """Forget one; False when there is none of that name.
+
+        Args:
+            owner: drop it only if it is theirs.
+        """
         named = (
             session
-            for namespace, sessions in self._sessions.items()
+            for place, sessions in self._sessions.items()
             for session in sessions.values()
-            if _name(namespace, session) == session_id
+            if owner in (None, place[1].owner) and _name(place, session) == session_id
         )
         session = next(named, None)
         if session is not None:
             session.evict()
         return session is not None
 
-    def clear(self) -> None:
-        """Forget every session."""
-        for sessions in self._sessions.values():
-            for session in list(sessions.values()):
-                session.evict()
+    def clear(self, owner: str | None = None) -> None:
+        """Forget every session, or every session of one owner."""
+        for (_, label), sessions in self._sessions.items():
+            if owner in (None, label.owner):
+                for session in list(sessions.values()):
+                    session.evict()
 
 
-def _name(namespace: str, session: _Session) -> str:
-    return block_digest(root_digest(namespace, 0), session.key).hex()
+def _name(place: tuple[str, CacheLabel], session: _Session) -> str:
+    namespace, label = place
+    return block_digest(root_digest(f"{namespace}@{label.owner}/{label.salt}", 0), session.key).hex()

@@ -22,6 +22,7 @@ from ..cache.sessions import SessionStore
 from ..config import EngineConfig
 from ..errors import SparseUnsupportedError
 from ..loading import ModelPair
+from ..request import CacheLabel
 from .stats import CachedTokens
 
 __all__ = ["EngineCaches", "Session", "empty_cache"]
@@ -56,7 +57,7 @@ def empty_cache(model: nn.Module) -> list[Any]:
 class EngineCaches:
     """Looks up and stores; a failure costs the saving, never the request. MLX thread only.
 
-    With a byte limit of 0 nothing is kept.
+    What is stored under a label is found under that label only. With a byte limit of 0 nothing is kept.
     """
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
@@ -104,86 +105,90 @@ class EngineCaches:
         """Let go of at least that many bytes, if there are as many."""
         self.budget.shrink(nbytes)
 
-    def target_prefix(self, tokens: Sequence[int], again: bool = False) -> PrefixHit | None:
+    def target_prefix(self, tokens: Sequence[int], label: CacheLabel, again: bool = False) -> PrefixHit | None:
         """The longest dense prefix that leaves at least one token to feed. `again`: not a request of its own."""
-        return _lookup(self._target, tokens, again)
+        return _lookup(self._target, tokens, label, again)
 
-    def draft_prefix(self, tokens: Sequence[int]) -> PrefixHit | None:
-        return _lookup(self._draft, tokens)
+    def draft_prefix(self, tokens: Sequence[int], label: CacheLabel) -> PrefixHit | None:
+        return _lookup(self._draft, tokens, label)
 
-    def keep_target(self, tokens: Sequence[int], cache: list[Any]) -> None:
+    def keep_target(self, tokens: Sequence[int], cache: list[Any], label: CacheLabel) -> None:
         """Store a cache that holds exactly these tokens, densely."""
-        _store(self._target, tokens, cache)
+        _store(self._target, tokens, cache, label)
 
-    def keep_draft(self, tokens: Sequence[int], cache: list[Any]) -> None:
-        _store(self._draft, tokens, cache)
+    def keep_draft(self, tokens: Sequence[int], cache: list[Any], label: CacheLabel) -> None:
+        _store(self._draft, tokens, cache, label)
 
-    def session(self, tokens: Sequence[int], keep: Fraction) -> Session | None:
+    def session(self, tokens: Sequence[int], keep: Fraction, label: CacheLabel) -> Session | None:
         """The sparse turn, made with the same share, that stands for the most of these tokens."""
         if not self.enabled:
             return None
-        hit = self.sessions.lookup(f"{self._pair_name}:{keep}", tokens)
+        hit = self.sessions.lookup(f"{self._pair_name}:{keep}", tokens, label)
         if hit is None:
             return None
         full = next((part for part in leaves(hit.cache) if isinstance(part, PositionedKVCache)), None)
         return None if full is None else Session(hit.length, hit.cache, full.runs.expand())
 
-    def keep_session(self, tokens: Sequence[int], cache: list[Any], keep: Fraction) -> None:
+    def keep_session(self, tokens: Sequence[int], cache: list[Any], keep: Fraction, label: CacheLabel) -> None:
         """Store a sparse cache under the tokens it stands for; it never answers a dense request."""
         if not self.enabled:
             return
         try:
-            self.sessions.store(f"{self._pair_name}:{keep}", tokens, cache)
+            self.sessions.store(f"{self._pair_name}:{keep}", tokens, cache, label)
         except Exception:
             log.exception("a session could not be stored")
 
-    def entries(self) -> tuple[CachedTokens, ...]:
-        """All that is kept, last used first."""
+    def entries(self, owner: str | None = None) -> tuple[CachedTokens, ...]:
+        """All that is kept, or what is kept of one owner's, last used first."""
         sessions = [
             CachedTokens(entry.session_id, "session", entry.length, entry.nbytes, entry.hits, entry.last_use)
             for entry in self.sessions.entries()
+            if owner in (None, entry.label.owner)
         ]
-        prefixes = [*_prefixes("target", self._target), *_prefixes("draft", self._draft)]
+        prefixes = [*_prefixes("target", self._target, owner), *_prefixes("draft", self._draft, owner)]
         return tuple(sorted([*sessions, *prefixes], key=lambda entry: entry.last_use, reverse=True))
 
-    def drop(self, name: str) -> bool:
-        """Forget one entry, in memory and on disk; False when there is none of that name."""
+    def drop(self, name: str, owner: str | None = None) -> bool:
+        """Forget one entry, in memory and on disk; False when there is none of that name, or not of that owner's."""
         prefixes = [cache for cache in (self._target, self._draft) if cache is not None]
-        return any(cache.drop(name) for cache in prefixes) or self.sessions.drop(name)
+        return any(cache.drop(name, owner) for cache in prefixes) or self.sessions.drop(name, owner)
 
-    def clear(self) -> None:
-        """Forget every prefix and session, in memory and on disk."""
-        self.sessions.clear()
+    def clear(self, owner: str | None = None) -> None:
+        """Forget every prefix and session, or those of one owner, in memory and on disk."""
+        self.sessions.clear(owner)
         for cache in (self._target, self._draft):
             if cache is not None:
-                cache.clear()
+                cache.clear(owner)
 
     def close(self) -> None:
         if self._disk is not None:
             self._disk.close()
 
 
-def _prefixes(kind: Literal["target", "draft"], cache: PrefixCache | None) -> list[CachedTokens]:
+def _prefixes(kind: Literal["target", "draft"], cache: PrefixCache | None, owner: str | None) -> list[CachedTokens]:
     return [
         CachedTokens(e.prefix_id, kind, e.length, e.nbytes, e.hits, e.last_use, e.on_disk)
         for e in (cache.entries() if cache is not None else ())
+        if owner in (None, e.label.owner)
     ]
 
 
-def _lookup(cache: PrefixCache | None, tokens: Sequence[int], again: bool = False) -> PrefixHit | None:
+def _lookup(
+    cache: PrefixCache | None, tokens: Sequence[int], label: CacheLabel, again: bool = False
+) -> PrefixHit | None:
     if cache is None:
         return None
     try:
-        return cache.lookup(tokens, len(tokens) - 1, again)
+        return cache.lookup(tokens, len(tokens) - 1, again, label)
     except Exception:
         log.exception("prefix look-up failed; the prompt is read from its start")
         return None
 
 
-def _store(cache: PrefixCache | None, tokens: Sequence[int], arrays: list[Any]) -> None:
+def _store(cache: PrefixCache | None, tokens: Sequence[int], arrays: list[Any], label: CacheLabel) -> None:
     if cache is None:
         return
     try:
-        cache.store(tokens, arrays)
+        cache.store(tokens, arrays, label=label)
     except Exception:
         log.exception("a prefix could not be stored")

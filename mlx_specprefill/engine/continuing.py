@@ -98,7 +98,7 @@ class Continuing:
         """An earlier sparse turn of the conversation; a caller's own scores mean what they say."""
         if request.specprefill.importance is not None:
             return None
-        return self._caches.session(request.prompt[: usable_prefix(request)], keep)
+        return self._caches.session(request.prompt[: usable_prefix(request)], keep, request.label)
 
     def _way(self, share: float, session: Session) -> Continuation:
         if share >= self._policy.extend_share:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..errors import RequestCancelled
+from ..request import SHARED, CacheLabel
 from .handle import RequestHandle
 from .jobs import Job, nobody
 from .memory import Memory
@@ -25,15 +26,21 @@ class SparseTurn:
     Attributes:
         prompt: its token ids; `answer`: those that came back.
         handle: of its request; says whether the conversation is expected to go on.
+        label: of its request; what becomes dense is found under no other.
     """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     handle: RequestHandle
+    label: CacheLabel = SHARED
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.prompt + self.answer
+
+    def follows(self, other: SparseTurn) -> bool:
+        """Whether it is a later turn of the same conversation, or the same turn."""
+        return self.label == other.label and self.prompt[: len(other.prompt)] == other.prompt
 
     def outranks(self, other: SparseTurn) -> bool:
         """Whether it should take the device from `other`: only its next turn is certain to come."""
@@ -54,7 +61,7 @@ class DensifyQueue:
 
     def add(self, turn: SparseTurn) -> None:
         """The newest turn; it replaces earlier turns of its conversation."""
-        others = [old for old in self._turns if turn.prompt[: len(old.prompt)] != old.prompt]
+        others = [old for old in self._turns if not turn.follows(old)]
         self._turns = [turn, *others]
         if len(self._turns) > _LIMIT:
             self._turns.remove(self._in_order()[-1])
@@ -102,7 +109,7 @@ class Densifier:
             self.turns.discard(turn)
             return None
         self._now = turn, RequestHandle()
-        slices = self._prefiller.dense(turn.tokens)
+        slices = self._prefiller.dense(turn.tokens, turn.label)
         return Job(uid, nobody, self._now[1], slices, on_end=partial(self._ended, turn), background=True)
 
     def _ended(self, turn: SparseTurn, result: object) -> None:

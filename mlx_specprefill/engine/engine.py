@@ -150,16 +150,19 @@ class Engine:
             tokens_per_second=self.loop.meter.per_second(),
         )
 
-    def cached(self) -> tuple[CachedTokens, ...]:
+    def cached(self, owner: str | None = None) -> tuple[CachedTokens, ...]:
         """What is kept for later requests, last used first; blocks for as long as one slice.
+
+        Args:
+            owner: of the labels under which it is kept (`CacheLabel.owner`); None: everybody's.
 
         Raises:
             EngineClosedError: the engine is not running.
         """
-        return self._inbox.call(self.caches.entries)
+        return self._inbox.call(partial(self.caches.entries, owner))
 
-    def drop_cached(self, name: str | None = None) -> bool:
-        """Forget one of `cached`, in memory and on disk, or everything; blocks for as long as one slice.
+    def drop_cached(self, name: str | None = None, owner: str | None = None) -> bool:
+        """Forget one of `cached(owner)`, in memory and on disk, or all of it; blocks for as long as one slice.
 
         Requests in work keep what they have taken. False when there is none of that name.
 
@@ -167,8 +170,8 @@ class Engine:
             EngineClosedError: the engine is not running.
         """
         if name is not None:
-            return self._inbox.call(partial(self.caches.drop, name))
-        self._inbox.call(self.caches.clear)
+            return self._inbox.call(partial(self.caches.drop, name, owner))
+        self._inbox.call(partial(self.caches.clear, owner))
         return True
 
     # --- requests ----------------------------------------------------------------------------------------------------

@@ -231,12 +231,13 @@ class Loop:
     def _keep(self, job: Job, tokens: tuple[int, ...], cache: list[Any]) -> None:
         sequence = _answering(job)
         if sequence.kept is None:
-            self._caches.keep_target(tokens, cache)
+            self._caches.keep_target(tokens, cache, sequence.request.label)
             return
         assert sequence.plan is not None
-        self._caches.keep_session(tokens, cache, sequence.plan.keep)
+        self._caches.keep_session(tokens, cache, sequence.plan.keep, sequence.request.label)
         if self._config.policy.densify and self._caches.enabled:
-            self._densifier.turns.add(SparseTurn(sequence.request.prompt, tuple(sequence.tokens), job.handle))
+            request = sequence.request
+            self._densifier.turns.add(SparseTurn(request.prompt, tuple(sequence.tokens), job.handle, request.label))
 
     def _cancel(self, job: Job) -> None:
         sequence = job.sequence

@@ -27,7 +27,7 @@ from ..prefill.scoring import Scores, question_span, score_prompt
 from ..prefill.selection import Selection, select_tokens
 from ..prefill.sparse import prefill
 from ..prefill.text import PromptText, TextReader
-from ..request import GenerationRequest, Progress, PromptLogprobs
+from ..request import CacheLabel, GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from .caches import EngineCaches, empty_cache
 from .continuing import Beginning, Continuing, usable_prefix
@@ -94,7 +94,7 @@ class Prefiller:
         prompt = sequence.request.prompt
         sequence.stage = "prefill"
         limit = usable_prefix(sequence.request)
-        hit = self.caches.target_prefix(prompt[: limit + 1], again) if limit > 0 else None
+        hit = self.caches.target_prefix(prompt[: limit + 1], sequence.request.label, again) if limit > 0 else None
         sequence.cached = hit.length if hit is not None else 0
         sequence.cache = hit.cache if hit is not None else empty_cache(self.pair.target)
 
@@ -162,7 +162,7 @@ class Prefiller:
         said = request.spans[-1].content_end if request.spans else None
         question = question_span(len(prompt), self.config.scoring, said, text.units)
         # What asks is read anew even if the cache holds it: a hit must not change the scores.
-        hit = self.caches.draft_prefix(prompt[: question[0] + 1])
+        hit = self.caches.draft_prefix(prompt[: question[0] + 1], request.label)
         cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
         stops = request.stop_token_ids | self.pair.eos_token_ids
         frame = frame_mask(request.spans, question, plan.forced)
@@ -185,9 +185,9 @@ class Prefiller:
             scores: Scores = finished.value
         except RequestCancelled:
             if 0 < done < len(prompt):
-                self.caches.keep_draft(prompt[:done], cache)
+                self.caches.keep_draft(prompt[:done], cache, request.label)
             raise
-        self.caches.keep_draft(prompt, cache)
+        self.caches.keep_draft(prompt, cache, request.label)
         return scores
 
     def select(self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
@@ -229,7 +229,7 @@ class Prefiller:
 
         def keep_beginning(progress: Progress) -> Progress:
             if run and progress.done == run and run < kept.size:
-                self.caches.keep_target(prompt[: start + run], sequence.cache)
+                self.caches.keep_target(prompt[: start + run], sequence.cache, sequence.request.label)
             return progress
 
         return (yield from mapped(read_along(slices, self._speculator.reader(sequence, kept)), keep_beginning))
@@ -258,16 +258,16 @@ class Prefiller:
                 progress = next(slices)
                 done = progress.done
                 if done in cuts:
-                    self.caches.keep_target(request.prompt[: S + done], sequence.cache)
+                    self.caches.keep_target(request.prompt[: S + done], sequence.cache, request.label)
                 yield progress
         except StopIteration as finished:
             logits: mx.array = finished.value
         except RequestCancelled:
             if done:  # an identical retry goes on from here
-                self.caches.keep_target(request.prompt[: S + done], sequence.cache)
+                self.caches.keep_target(request.prompt[: S + done], sequence.cache, request.label)
             raise
         if not cuts:  # with cuts, the state at M - 1 was kept: an identical prompt can't use the one at M
-            self.caches.keep_target(request.prompt, sequence.cache)
+            self.caches.keep_target(request.prompt, sequence.cache, request.label)
         return logits
 
     def _start(self, sequence: Sequence) -> Generator[Progress, None, None]:
@@ -287,18 +287,18 @@ class Prefiller:
         """The whole prompt, for a draft that proposes after a full prefill."""
         assert self.pair.draft is not None
         sequence.stage = "draft"
-        prompt = sequence.request.prompt
-        hit = self.caches.draft_prefix(prompt)
+        prompt, label = sequence.request.prompt, sequence.request.label
+        hit = self.caches.draft_prefix(prompt, label)
         start = hit.length if hit is not None else 0
         cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
         for progress in prefill(self.pair.draft, cache, prompt[start:], None, lambda: self.slice_size("draft")):
             yield Progress("draft", start + progress.done, len(prompt))
-        self.caches.keep_draft(prompt, cache)
+        self.caches.keep_draft(prompt, cache, label)
         sequence.draft_cache = cache
 
-    def dense(self, tokens: tuple[int, ...]) -> Generator[Progress | PromptLogprobs, None, None]:
+    def dense(self, tokens: tuple[int, ...], label: CacheLabel) -> Generator[Progress | PromptLogprobs, None, None]:
         """Background: bring the exact cache up to `tokens`, preemptible at every slice; cancelled, it keeps them."""
-        sequence = Sequence(-1, GenerationRequest(tokens, 1), 0.0)
+        sequence = Sequence(-1, GenerationRequest(tokens, 1, label=label), 0.0)
         self._from_prefix(sequence, again=True)
         if sequence.cached < len(tokens) - 1:
             yield from self._full(sequence)

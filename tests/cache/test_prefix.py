@@ -23,6 +23,7 @@ from mlx_specprefill.cache.memory import GRACE, ByteBudget, Entry
 from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, next_position, place
 from mlx_specprefill.cache.prefix import PrefixCache
 from mlx_specprefill.cache.sessions import SessionStore
+from mlx_specprefill.request import SHARED
 from tests.cache.stores import BLOCK, contents, decode, fake_caches, feed, filled, held_bytes, overwrite, same
 from tests.tiny import random_prompt, tiny_model
 
@@ -526,7 +527,7 @@ def test_leaves_go_before_what_they_continue() -> None:
     for base in range(8):
         tokens = tuple(range(1000 * (base + 1), 1000 * (base + 1) + 2 * BLOCK))
         serve(prefixes, make, tokens)
-        hit = prefixes._longest(np.arange(16 * BLOCK, dtype=np.int32))
+        hit = prefixes._longest(prefixes._roots[SHARED], np.arange(16 * BLOCK, dtype=np.int32))
         found.append(0 if hit is None else hit.length // BLOCK)
     assert found == [16, 16, 14, 12, 10, 8, 6, 4]  # shrinks from its end, and stays usable
 

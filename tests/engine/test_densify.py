@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import (
+    CacheLabel,
     Engine,
     EngineConfig,
     Finished,
@@ -73,6 +74,12 @@ def test_a_conversation_is_there_once_with_its_newest_turn() -> None:
     assert drained([turn(1, 2, answer=(5,)), turn(1, 2, answer=(6,))]) == [(1, 2)]
 
 
+def test_another_label_is_another_conversation() -> None:
+    one, other = CacheLabel("one"), CacheLabel("other")
+    turns = [SparseTurn((1, 2), (0,), RequestHandle(), one), SparseTurn((1, 2, 3), (0,), RequestHandle(), other)]
+    assert drained(turns) == [(1, 2, 3), (1, 2)]
+
+
 def test_a_replaced_turn_can_be_discarded() -> None:
     queue, old, new = DensifyQueue(), turn(1), turn(1, 2)
     queue.add(old)
@@ -109,10 +116,10 @@ def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ..
     taken: list[tuple[tuple[int, ...], int]] = []
     dense = engine.prefiller.dense
 
-    def watched(tokens: tuple[int, ...]) -> Generator[Any, None, None]:
-        hit = engine.caches.target_prefix(tokens)
+    def watched(tokens: tuple[int, ...], label: CacheLabel) -> Generator[Any, None, None]:
+        hit = engine.caches.target_prefix(tokens, label)
         taken.append((tokens[:LENGTH], 0 if hit is None else hit.length))
-        return dense(tokens)
+        return dense(tokens, label)
 
     patch.setattr(engine.prefiller, "dense", watched)
     return taken

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-import zlib
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import PurePath
 from typing import Annotated, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-import orjson
 from fastapi import Depends, Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from mlx_specprefill import Constraint, EngineClosedError, GenerationRequest, InvalidRequestError, RequestCancelled
+from mlx_specprefill import Constraint, EngineClosedError, GenerationRequest, RequestCancelled
 
+from .bodies import SMALL, decoded, loaded, read, validated
 from .errors import ApiError
 from .explaining.inspecting import Inspecting
 from .generating.deliveries import Deliveries
@@ -33,6 +33,7 @@ from .settings import Settings
 
 __all__ = ["Service", "ServiceDep", "body_of", "unless_client_leaves"]
 
+CONVERTERS = 2  # threads; they compete with the event loop for the interpreter
 REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class Service:
         self.started = int(time.time())
         self._live: WeakSet[Generation | Inspecting] = WeakSet()
         self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, Deliveries] = WeakKeyDictionary()
+        self._converters = ThreadPoolExecutor(CONVERTERS, thread_name_prefix="bodies")
         self.stopping = False
 
     @property
@@ -69,6 +71,12 @@ class Service:
     def draft_id(self) -> str | None:
         """None: no draft is loaded."""
         return _short(self.engine.pair.draft_id)
+
+    async def convert(self, call: Callable[[], T], large: bool) -> T:
+        """What is made of a body: beside the event loop, unless it takes no time."""
+        if not large:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._converters, call)
 
     async def compile(self, constraint: Constraint | None) -> None:
         """Compile a grammar before `submit` needs it, on the worker that has the tokenizer to itself.
@@ -146,31 +154,19 @@ def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Call
         check: sees the raw body first, and raises InvalidRequestError on what the dialect refuses by name.
     """
 
-    async def parse(request: Request, service: ServiceDep) -> Model:
-        limit = service.settings.body_limit
-        raw = _decoded(await _read(request, limit), request.headers.get("content-encoding", ""), limit)
-        try:
-            body = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
-        if not isinstance(body, dict):
-            raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
-        _refuse_depths(body)
-        given = {name: value for name, value in body.items() if value is not None}  # null means default
+    def checked(service: Service, raw: bytes | bytearray, encoding: str) -> Model:
+        given = loaded(decoded(raw, encoding, service.settings.body_limit))
         _check_model(service, given.get("model"))
         check(given)
-        return _validated(model, given)
+        return validated(model, given)
+
+    async def parse(request: Request, service: ServiceDep) -> Model:
+        raw = await read(request, service.settings.body_limit)
+        encoding = request.headers.get("content-encoding", "")
+        return await service.convert(partial(checked, service, raw, encoding), large=len(raw) > SMALL or bool(encoding))
 
     parse.body_model = model  # type: ignore[attr-defined] # for the API's document
     return parse
-
-
-def _refuse_depths(body: dict[str, Any]) -> None:
-    """What comes in may have to go out again, a little deeper, and orjson writes a quarter of the levels it reads."""
-    try:
-        orjson.dumps([[[[body]]]])
-    except TypeError as error:
-        raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from error
 
 
 def _check_model(service: Service, name: Any) -> None:
@@ -178,60 +174,6 @@ def _check_model(service: Service, name: Any) -> None:
     if service.settings.strict_model and name is not None and name != service.model_id:
         message = f"The model {name!r:.100} is not loaded; {service.model_id!r} is."
         raise ApiError(404, message, param="model", code="model_not_found")
-
-
-async def _read(request: Request, limit: int) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise _too_large(limit)
-    return bytes(body)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
-
-
-def _decoded(body: bytes, encoding: str, limit: int) -> bytes:
-    """A body that may be compressed; what it becomes is held to the same limit."""
-    encoding = encoding.strip().lower()
-    if encoding in ("", "identity"):
-        return body
-    if encoding not in ("gzip", "x-gzip"):
-        message = f"Content-Encoding {encoding!r:.40} is not supported; send the body as it is, or with gzip."
-        raise ApiError(415, message, code="unsupported_media_type", headers={"Accept-Encoding": "gzip"})
-    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-    try:
-        text = stream.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise ApiError(400, f"The body is not valid gzip: {error}", code="invalid_json") from error
-    if len(text) > limit:
-        raise _too_large(limit)
-    if not stream.eof or stream.unused_data:
-        raise ApiError(400, "The body is not one whole gzip stream.", code="invalid_json")
-    return text
-
-
-def _validated(model: type[Model], body: dict[str, Any]) -> Model:
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = _path(first["loc"])
-        message = first["msg"].removeprefix("Value error, ").removeprefix(f"{field} ")
-        told = first["type"] == "missing" or isinstance(first["input"], dict | list) or ", got " in message
-        given = "" if told else _shown(first["input"])
-        raise InvalidRequestError(f"{field}: {message}{given}", field=field) from error
-
-
-def _path(loc: Sequence[int | str]) -> str:
-    """('messages', 0, 'role') as messages[0].role."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-
-
-def _shown(value: Any) -> str:
-    return f" (got {value!r:.60})"
 
 
 async def unless_client_leaves(request: Request, generation: Generation | Inspecting, work: Awaitable[T]) -> T:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from mlx_specprefill import SpecPrefillOptions, SpeculationName, keep_pct
 
-__all__ = ["Body", "Number", "SpecPrefillFields", "Whole"]
+__all__ = ["Body", "Number", "SpecPrefillFields", "Texts", "TokenIds", "Whole"]
 
 INT64 = 2**63
 
@@ -29,9 +29,18 @@ def _keep_pct(value: Any) -> Fraction:
     return keep_pct(value)
 
 
+def _texts(value: Any) -> dict[str, str]:
+    """pydantic would make an error for each wrong member."""
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("must be an object whose values are strings")
+    return value
+
+
 Share = Annotated[float, Field(gt=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-INT64, lt=INT64)]
+TokenIds = Annotated[list[Whole], Field(fail_fast=True)]
+Texts = Annotated[dict[str, str], PlainValidator(_texts, json_schema_input_type=dict[str, str])]
 
 
 class Body(BaseModel):

@@ -93,7 +93,7 @@ class MessagesRequest(CountRequest, SpecPrefillFields):
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[Whole, Field(ge=0)] = 0
-    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS), AfterValidator(_stops)] = Field(
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_stops)] = Field(
         default_factory=list
     )
 

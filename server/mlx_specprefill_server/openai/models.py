@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from ..bodies import check_model_name
 from ..deps import Service, ServiceDep
 from ..errors import ApiError, JsonResponse
 
@@ -27,6 +28,7 @@ async def list_models(service: ServiceDep) -> Response:
 @router.get("/v1/models/{model_id:path}")
 async def retrieve_model(model_id: str, service: ServiceDep) -> Response:
     """The loaded model, by its id."""
+    check_model_name(model_id)
     if model_id != service.model_id:
         message = f"The model {model_id!r} is not loaded; {service.model_id!r} is."
         raise ApiError(404, message, param="model", code="model_not_found")

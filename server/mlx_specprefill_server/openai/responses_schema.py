@@ -11,7 +11,7 @@ from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OutputFormat
 from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
-from ..fields import Body, Whole
+from ..fields import Body, Texts, Whole
 from .schemas import GenerationFields
 
 __all__ = ["ResponsesRequest", "refuse"]
@@ -48,7 +48,7 @@ class ResponsesRequest(GenerationFields):
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
     include: list[Any] = Field(default_factory=list)
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: Texts = Field(default_factory=dict)
     prompt_cache_key: str | None = None
     user: str | None = None
 

@@ -15,7 +15,7 @@ from ..asking import room
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import ApiError, JsonResponse
 from ..explaining.explained import explain_chunks, explanation
-from ..fields import SpecPrefillFields, Whole
+from ..fields import SpecPrefillFields, TokenIds
 from ..prompting.prompt import Prompt
 from .tokens import Rendered
 
@@ -27,7 +27,7 @@ router = APIRouter()
 class ExplainRequest(Rendered, SpecPrefillFields):
     """`messages` or `prompt`, and how it would be prefilled."""
 
-    prompt: str | list[Whole] | None = None
+    prompt: str | TokenIds | None = None
 
 
 def _one_prompt(body: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from mlx_specprefill import InvalidRequestError
 
 from ..deps import Service, ServiceDep, body_of
 from ..errors import JsonResponse
-from ..fields import Body, Whole
+from ..fields import Body, TokenIds
 from ..prompting.conversation import Conversation, conversation, ending_of
 
 __all__ = ["router"]
@@ -55,7 +55,7 @@ class DetokenizeRequest(Body):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[Whole]
+    tokens: TokenIds
 
 
 def _one_prompt(body: Mapping[str, Any]) -> None:

@@ -1,0 +1,165 @@
+"""From the bytes of a request body to a checked model, in bounded time and memory whatever the bytes are."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from mlx_specprefill import InvalidRequestError
+
+from .errors import ApiError
+
+__all__ = ["SMALL", "check_model_name", "decoded", "loaded", "read", "validated"]
+
+Model = TypeVar("Model", bound=BaseModel)
+
+SMALL = 1 << 16  # bytes of a body that can hold no more than the limits below allow
+MOST_VALUES = 1 << 20  # in one body; also the tokens of the longest prompt that models read today
+MOST_CONTAINERS = 1 << 17  # arrays and objects in one body: a conversation has a few per message
+DEEPEST = 250  # what comes in may have to go out again, a little deeper, and orjson writes no more than 254 levels
+LONGEST_NAME = 256  # characters of a model's name, which answers and logs repeat
+# A string, whole or cut off by the end, or the beginning of a value. What was matched is never tried again.
+TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{,]', re.DOTALL)
+CONTAINERS = (list, dict)
+
+
+async def read(request: Request, limit: int) -> bytearray:
+    """The body.
+
+    Raises:
+        ApiError: 413, as soon as it is known to be longer than `limit` bytes.
+    """
+    announced = request.headers.get("content-length", "")
+    body = bytearray()
+    if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
+        raise _too_large(limit)
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise _too_large(limit)
+    return body
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"The request body is larger than {limit} bytes, MLX_SPECPREFILL_BODY_LIMIT."
+    return ApiError(413, message, code="request_too_large")
+
+
+def decoded(body: bytes | bytearray, encoding: str, limit: int) -> bytes | bytearray:
+    """A body that may be compressed; what it becomes is held to the same limit.
+
+    Raises:
+        ApiError: 415, 400 or 413.
+    """
+    encoding = encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "x-gzip"):
+        message = f"Content-Encoding {encoding!r:.40} is not supported; send the body as it is, or with gzip."
+        raise ApiError(415, message, code="unsupported_media_type", headers={"Accept-Encoding": "gzip"})
+    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        text = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"The body is not valid gzip: {error}", code="invalid_json") from error
+    if len(text) > limit:
+        raise _too_large(limit)
+    if not stream.eof or stream.unused_data:
+        raise ApiError(400, "The body is not one whole gzip stream.", code="invalid_json")
+    return text
+
+
+def loaded(raw: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object, without its nulls, which mean the default.
+
+    Raises:
+        ApiError: 400 for what is none, or holds more than any request needs.
+        InvalidRequestError: the name of the model is too long.
+    """
+    if len(raw) > SMALL:
+        _refuse_many_values(raw)
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    _refuse_shapes(body)
+    check_model_name(body.get("model"))
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def check_model_name(name: Any) -> None:
+    """
+    Raises:
+        InvalidRequestError: it is too long to be repeated to anybody.
+    """
+    if isinstance(name, str) and len(name) > LONGEST_NAME:
+        raise InvalidRequestError(f"model: must have at most {LONGEST_NAME} characters", field="model")
+
+
+def _refuse_many_values(raw: bytes | bytearray) -> None:
+    """Before parsing, which takes up to a microsecond and 100 bytes per value and lets no other thread run."""
+    containers = raw.count(b"[") + raw.count(b"{")
+    if containers <= MOST_CONTAINERS and containers + raw.count(b",") <= MOST_VALUES:
+        return
+    found = [0, 0]  # values, containers; outside of strings this time
+    for match in TOKEN.finditer(raw):
+        first = raw[match.start()]
+        found[0] += first != ord('"')
+        found[1] += first in b"[{"
+        if found[0] > MOST_VALUES or found[1] > MOST_CONTAINERS:
+            limits = f"{MOST_VALUES} values or {MOST_CONTAINERS} arrays and objects"
+            raise ApiError(400, f"The body holds more than {limits}.", code="invalid_value")
+
+
+def _refuse_shapes(body: dict[str, Any]) -> None:
+    if next(islice(_levels(body), DEEPEST, None), None):
+        raise ApiError(400, "The body is nested too deeply.", code="invalid_json")
+
+
+def _levels(body: dict[str, Any]) -> Iterator[list[Any]]:
+    """The arrays and objects of each level of nesting, from the outside in."""
+    level: list[Any] = [body]
+    while level:
+        yield level
+        level = [
+            value
+            for container in level
+            for value in (container.values() if isinstance(container, dict) else container)
+            if type(value) in CONTAINERS
+        ]
+
+
+def validated(model: type[Model], body: dict[str, Any]) -> Model:
+    """The body as its model.
+
+    Raises:
+        InvalidRequestError: names the first field at fault. Fields that hold many values stop at the first wrong one,
+            because each error is made before one of them can be read.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = _path(first["loc"])
+        message = first["msg"].removeprefix("Value error, ").removeprefix(f"{field} ")
+        told = first["type"] == "missing" or isinstance(first["input"], dict | list) or ", got " in message
+        given = "" if told else _shown(first["input"])
+        raise InvalidRequestError(f"{field}: {message}{given}", field=field) from error
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    """('messages', 0, 'role') as messages[0].role."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+
+
+def _shown(value: Any) -> str:
+    return f" (got {value!r:.60})"

@@ -1,7 +1,8 @@
 """Measure every architecture of the installed mlx-lm and write down what it supports.
 
-Runs the oracle of tests/oracle.py on one or more tiny random models per architecture (a minute on one core) and writes
-`mlx_specprefill/adapters/verified.json`, which the library trusts, and `docs/supported-models.md`, which people read.
+Runs the oracle of tests/oracle.py on one or more tiny random models per architecture (two minutes on one core) and
+writes `mlx_specprefill/adapters/verified.json`, which the library trusts, and `docs/supported-models.md`, which people
+read.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ Measured with mlx-lm {version}. A row is one file of `mlx_lm/models`, checked as
 sparse prefill and 16 decoded tokens against a dense run in which the dropped tokens are masked out of every layer.
 *Max error* is the largest difference of any logit, relative to the largest logit. *Sparse target*: the model may be
 prefilled sparsely. *Draft*: its attention over the whole prompt can be read, so it can score a prompt for another
-model. What is refused still works, with an ordinary full prefill.
+model. *First layers*: so can its first layers alone, if one of them sees the whole prompt: hidden states, attention and
+caches are bit for bit those of the whole model. What is refused still works, with an ordinary full prefill.
 
-{targets} of {total} architectures can be prefilled sparsely, {drafts} can score a prompt. Other names for them:
+{targets} of {total} architectures can be prefilled sparsely, {drafts} can score a prompt, {depths} with their first
+layers alone. Other names for them:
 {aliases}.
 
-| architecture | family | attention | sparse target | draft | max error | why not |
-|---|---|---|---|---|---|---|
+| architecture | family | attention | sparse target | draft | first layers | max error | why not |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -58,6 +61,7 @@ def page(rows: dict[str, dict[str, object]]) -> str:
         version=mlx_lm.__version__,
         targets=sum(bool(row["sparse"]) for row in rows.values()),
         drafts=sum(bool(row["capture"]) for row in rows.values()),
+        depths=sum(bool(row["depth"]) for row in rows.values()),
         total=len(rows),
         aliases=aliases,
     )
@@ -75,6 +79,7 @@ def line(name: str, row: dict[str, object]) -> str:
         attention(name),
         "yes" if row["sparse"] else "no",
         "yes" if row["capture"] else "no",
+        "yes" if row["depth"] else "no",
         error,
         "; ".join(sorted(reasons)),
     ]

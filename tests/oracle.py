@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_specprefill.adapters.capture import QueryCapture, install_capture
+from mlx_specprefill.adapters.depth import FirstLayers
 from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS, adapter_for
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
@@ -103,10 +105,14 @@ def tiny_models() -> dict[str, Tiny]:
     return {name: Tiny(name, entry["architecture"], entry["config"]) for name, entry in entries.items()}
 
 
-def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
-    """The tiny model with random weights, ready for sparse prefill; parameters that start constant are perturbed."""
+def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, times: int = 1) -> nn.Module:
+    """The tiny model with random weights, ready for sparse prefill; parameters that start constant are perturbed.
+
+    Args:
+        times: that many times as many layers.
+    """
     mx.random.seed(seed)
-    model = _construct(name)
+    model = _construct(name, times)
     model.update(tree_map(_perturbed, model.parameters()))
     model.set_dtype(dtype)
     model.eval()
@@ -117,10 +123,16 @@ def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
     return model
 
 
-def _construct(name: str) -> nn.Module:
+def _construct(name: str, times: int = 1) -> nn.Module:
     tiny = tiny_models()[name]
     module = importlib.import_module(f"mlx_lm.models.{tiny.architecture}")
-    return module.Model(module.ModelArgs.from_dict(json.loads(json.dumps(tiny.config))))
+    config = json.loads(json.dumps(tiny.config))
+    text = config.get("text_config", config)
+    if times > 1:
+        count = text["num_hidden_layers"]
+        text |= {key: times * value for key, value in text.items() if isinstance(value, list) and len(value) == count}
+        text["num_hidden_layers"] = times * count
+    return module.Model(module.ModelArgs.from_dict(config))
 
 
 def can_repair(name: str) -> bool:
@@ -408,6 +420,115 @@ def captured_layers(model: nn.Module, prompt: Indices) -> int:
     return capture.layers[0] if capture.layers else 0
 
 
+# --- the first layers alone -------------------------------------------------------------------------------------------
+
+
+class _Seen:
+    """What forwards show until they enter a layer for the first time: the arrays that attention was called with.
+
+    `entered[n]` is the hidden state that layer n was given in the current forward, and how many calls came before.
+    """
+
+    def __init__(self) -> None:
+        self.attention: list[list[mx.array]] = []
+        self.entered: dict[int, tuple[mx.array, int]] = {}
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[_Seen]:
+    """A layer is entered when it or any of its parts is called."""
+    seen = _Seen()
+    parts: dict[int, int] = {}
+    for n, layer in enumerate(model.layers):
+        for part in layer.modules():
+            parts.setdefault(id(part), n)
+    kinds = {type(part) for layer in model.layers for part in layer.modules() if "__call__" in vars(type(part))}
+    calls = {kind: kind.__call__ for kind in kinds}
+    attention, softmax = mx.fast.scaled_dot_product_attention, mx.softmax
+
+    def entering(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            n = parts.get(id(module))
+            if n is not None and n not in seen.entered:
+                given = next(value for value in (*args, *kwargs.values()) if isinstance(value, mx.array))
+                seen.entered[n] = given, len(seen.attention)
+            return call(module, *args, **kwargs)
+
+        return run
+
+    def attending(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
+        seen.attention.append([q, k, *(value for value in kwargs.values() if isinstance(value, mx.array))])
+        return attention(q, k, v, **kwargs)
+
+    def normalising(logits: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        seen.attention.append([logits])
+        return softmax(logits, *args, **kwargs)
+
+    mx.fast.scaled_dot_product_attention, mx.softmax = attending, normalising
+    for kind, call in calls.items():
+        kind.__call__ = entering(call)
+    try:
+        yield seen
+    finally:
+        mx.fast.scaled_dot_product_attention, mx.softmax = attention, softmax
+        for kind, call in calls.items():
+            kind.__call__ = call
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The first `count` layers of a model. `differs`: what is not bit for bit as in the whole model; None: nothing.
+
+    `captured` is as in `captured_layers`, of these layers alone; `spans` is what the library makes of their caches.
+    """
+
+    count: int
+    differs: str | None
+    captured: int
+    spans: bool
+
+
+def depths(model: nn.Module, prompt: Indices, chunks: Sequence[int] = (31, 17, 1)) -> list[Depth]:
+    """Every number of first layers but all of them, against the whole model, which runs in turn with them.
+
+    Compared are the hidden state that the next layer is given, every array that attention was called with before, and
+    the caches.
+    """
+    shallow = [FirstLayers(model, count) for count in range(1, len(model.layers))]
+    caches, whole = [make_prompt_cache(first) for first in shallow], make_prompt_cache(model)
+    differs: dict[int, str] = {}
+    start = turn = 0
+    while start < prompt.size:
+        tokens = mx.array(prompt[start : start + chunks[turn % len(chunks)]])[None]
+        with _watched(model) as truth:
+            mx.eval(model(tokens, cache=whole))
+        for first, held in zip(shallow, caches, strict=True):
+            with _watched(model) as seen:
+                hidden = first(tokens, cache=held)
+            state, calls = truth.entered[first.count]
+            if not _same([state], [hidden]):
+                differs.setdefault(first.count, f"the hidden state, from token {start} on")
+            before = chain.from_iterable(truth.attention[:calls])
+            if not _same([*before], [*chain.from_iterable(seen.attention)]) or first.count in seen.entered:
+                differs.setdefault(first.count, f"attention, from token {start} on")
+        start, turn = start + tokens.shape[1], turn + 1
+    for first, held in zip(shallow, caches, strict=True):
+        ours = cache_arrays(held)
+        if not ours or not _same(cache_arrays(whole)[: len(ours)], ours):
+            differs.setdefault(first.count, "caches")
+    return [
+        Depth(first.count, differs.get(first.count), captured_layers(first, prompt), first.spans_prompt)
+        for first in shallow
+    ]
+
+
+def _same(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
+    return len(ours) == len(theirs) and all(
+        a.dtype == b.dtype and bool(mx.array_equal(a, b, equal_nan=a.dtype != mx.bool_).item())
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
 # --- one measurement per tiny model, shared by the tests and the table ------------------------------------------------
 
 
@@ -450,6 +571,15 @@ def measure(name: str) -> Measurement:
     )
 
 
+@cache
+def measure_depths(name: str) -> list[Depth]:
+    """Of one tiny model; empty if it can't be run at all."""
+    if measure(name).attention == "":
+        return []
+    model = build(name)
+    return depths(model, make_case(vocabulary(model), length=50).prompt)
+
+
 def _attention(model: nn.Module) -> str:
     """The kinds of state that its layers keep."""
     kinds = {type(leaf) for leaf in _leaves(make_prompt_cache(model))}
@@ -478,11 +608,14 @@ def table_row(architecture: str) -> dict[str, Any]:
     measured = [measure(name) for name in variants(architecture)] if architecture not in UNBUILDABLE else []
     compared = [m.error for m in measured if m.error is not None and m.attention != "recurrent"]
     errors = [error for error in compared if np.isfinite(error)]
+    captures = bool(measured) and all(m.captured > 0 for m in measured) and architecture not in DRAFT_REFUSALS
+    shallow = [depth for name in variants(architecture) for depth in measure_depths(name)] if captures else []
     exact = bool(measured) and all(m.failure is None and m.identical and m.error < EXACT for m in measured)
     return {
         "sparse": exact and architecture not in SPARSE_REFUSALS,
         "reason": SPARSE_REFUSALS.get(architecture) or (None if exact else "it differs from the masked dense run"),
         "error": float(f"{max(errors):.0e}") if errors else None,
-        "capture": bool(measured) and all(m.captured > 0 for m in measured) and architecture not in DRAFT_REFUSALS,
+        "capture": captures,
+        "depth": bool(shallow) and all(depth.differs is None and depth.captured for depth in shallow if depth.spans),
         "mlx_lm": mlx_lm.__version__,
     }

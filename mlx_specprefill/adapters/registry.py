@@ -19,6 +19,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from ..config import HeadRule
 from . import dynamic_ntk, ministral3
+from .depth import FirstLayers
 
 __all__ = [
     "BATCH_REFUSALS",
@@ -36,6 +37,7 @@ _SLOT_TOP_K = "its block selection is cut over storage slots, not over positions
 _LEARNED_POSITIONS = "its learned position embedding is looked up by storage slot"
 _CHUNKED = "its chunked cache derives the attention mask from the slot, not from the position"
 _NOT_IMPORTABLE = "mlx-lm can't import it without the package ai2-olmo, so it was not verified"
+_DEPTH_DIFFERS = "its first layers alone differ from those of the whole model"
 _METAL_ONLY = "it runs on Metal kernels only and could not be verified"
 
 # Why sparse prefill is not exact there. A test asserts that this and what the oracle says agree.
@@ -123,6 +125,7 @@ class Adapter:
         prepare: run once at load, before the first forward.
         sparse_refusal: why it can't be prefilled sparsely; None if it can.
         draft_refusal: why it can't score a prompt; None if it can.
+        depth_refusal: why its first layers can't do so alone; None if they can.
         batch_refusal: why it can't decode several sequences in one forward; None if it can.
         speculation_refusal: why it can't verify several tokens in one forward; None if it can.
         absolute: it depends on absolute positions by design, so moving a whole sequence changes its logits.
@@ -133,6 +136,7 @@ class Adapter:
     prepare: Callable[[], None] | None = None
     sparse_refusal: str | None = None
     draft_refusal: str | None = None
+    depth_refusal: str | None = None
     batch_refusal: str | None = None
     speculation_refusal: str | None = None
     absolute: bool = False
@@ -141,7 +145,7 @@ class Adapter:
 
 @cache
 def verified() -> Mapping[str, Mapping[str, Any]]:
-    """The rows of `verified.json`: architecture -> sparse, reason, error, capture, mlx_lm."""
+    """The rows of `verified.json`: architecture -> sparse, reason, error, capture, depth, mlx_lm."""
     rows: dict[str, dict[str, Any]] = json.loads((files(__package__) / "verified.json").read_text(encoding="utf-8"))
     return rows
 
@@ -156,6 +160,7 @@ def adapter_for(model_type: str) -> Adapter:
             family="unknown",
             sparse_refusal=reason,
             draft_refusal=reason,
+            depth_refusal=reason,
             batch_refusal=reason,
             speculation_refusal=reason,
         )
@@ -165,6 +170,7 @@ def adapter_for(model_type: str) -> Adapter:
         prepare=_prepare_ministral3 if family == "ministral3" else dynamic_ntk.install,
         sparse_refusal=None if row["sparse"] else str(row["reason"]),
         draft_refusal=None if row["capture"] else DRAFT_REFUSALS[architecture],
+        depth_refusal=None if row["depth"] else DRAFT_REFUSALS.get(architecture, _DEPTH_DIFFERS),
         batch_refusal=BATCH_REFUSALS.get(architecture),
         speculation_refusal=SPECULATION_REFUSALS.get(architecture),
         absolute=architecture in _ABSOLUTE,
@@ -178,4 +184,5 @@ def architecture_of(model: nn.Module) -> str:
     A checkpoint's `model_type` can be claimed by a file of its own (`model_file`) or be moved by mlx-lm according to
     `architectures`; the class that was really instantiated can't be mistaken.
     """
-    return type(model).__module__.removeprefix("mlx_lm.models.")
+    whole = model.whole if isinstance(model, FirstLayers) else model
+    return type(whole).__module__.removeprefix("mlx_lm.models.")

@@ -1,0 +1,155 @@
+"""The first layers of a model, as a model of their own that shares its weights.
+
+No forward is copied or taken apart. A shallow copy of the modules around the list of layers gets another list: the
+first layers as they are, and in the place of every other one a stop, which ends the forward with what it was given.
+The list keeps its length, and so does the list of caches that the forward sees, so whatever a forward looks up by a
+layer's index (kinds of attention, masks, inputs per layer) stays where it is. What would follow the stop, the final
+norm and the output projection included, never runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from ..cache.positioned import leaves
+from ..errors import SparseUnsupportedError
+
+__all__ = ["FirstLayers", "first_layers", "layers_of", "smallest_depth"]
+
+
+class FirstLayers(nn.Module):  # type: ignore[misc]
+    """The first `count` layers of `whole`: tokens (B, L) to the hidden states (B, L, ...) that the next layer reads.
+
+    Every parameter is the same array as in `whole`, which is not changed: both can be used in turn.
+
+    Attributes:
+        whole: the model; not one of this module's children.
+        count: layers that run.
+        model: the shallow copy, with stops.
+    """
+
+    whole: nn.Module
+    count: int
+
+    def __init__(self, whole: nn.Module, count: int) -> None:
+        super().__init__()
+        stops = {id(layer): _Stop(layer) for layer in layers_of(whole)[count:]}
+        self.model = _replacing(whole, stops)
+        if self.model is whole:
+            raise SparseUnsupportedError("its layers are not kept in a list")
+        object.__setattr__(self, "whole", whole)
+        self.count = count
+        self._slots = self._used_caches()
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return layers_of(self.whole)[: self.count]
+
+    @property
+    def spans_prompt(self) -> bool:
+        """Whether one of the layers keeps the keys of the whole prompt, so that its attention can score it."""
+        return any(type(part) is KVCache for part in leaves(self.make_cache()))
+
+    def make_cache(self) -> list[Any]:
+        """Caches of these layers alone, as `make_prompt_cache` makes them for the whole model."""
+        whole = make_prompt_cache(self.whole)
+        return [whole[slot] for slot in self._slots]
+
+    def __call__(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        if cache is None:
+            return self._hidden(inputs, None)
+        every = list(make_prompt_cache(self.whole))  # those of the other layers stay empty
+        for slot, part in zip(self._slots, cache, strict=True):
+            every[slot] = part
+        return self._hidden(inputs, every)
+
+    def _hidden(self, inputs: mx.array, cache: list[Any] | None) -> mx.array:
+        try:
+            self.model(inputs, cache=cache)
+        except _Stopped as stopped:
+            return stopped.hidden
+        raise SparseUnsupportedError(f"its forward ends before layer {self.count}")
+
+    def _used_caches(self) -> tuple[int, ...]:
+        """Which of the whole model's caches these layers write to; nothing is computed to find out."""
+        cache = list(make_prompt_cache(self.whole))
+        self._hidden(mx.zeros((1, 2), dtype=mx.int32), cache)
+        return tuple(slot for slot, part in enumerate(cache) if any(not leaf.empty() for leaf in leaves([part])))
+
+
+def first_layers(model: nn.Module, count: int) -> nn.Module:
+    """The first `count` layers, or the model itself if it has no more: that one goes on to logits.
+
+    Raises:
+        ValueError: fewer than one layer, or more than the model has.
+        SparseUnsupportedError: none of these layers sees the whole prompt, or its forward can't be ended early.
+    """
+    total = len(layers_of(model))
+    if not 1 <= count <= total:
+        raise ValueError(f"it has {total} layers, so the first {count} of them can't be run")
+    if count == total:
+        return model
+    shallow = FirstLayers(model, count)
+    if not shallow.spans_prompt:
+        raise SparseUnsupportedError(
+            f"none of its first {count} layers sees the whole prompt: it takes {smallest_depth(model)}"
+        )
+    return shallow
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers, in the order in which they run."""
+    return list(model.layers)
+
+
+def smallest_depth(model: nn.Module) -> int:
+    """How many first layers it takes for one among them that sees the whole prompt; at most all of them."""
+    total = len(layers_of(model))
+    return next((count for count in range(1, total) if FirstLayers(model, count).spans_prompt), total)
+
+
+class _Stopped(Exception):  # noqa: N818 - a control signal, not an error
+    """Ends a forward at a stop."""
+
+    def __init__(self, hidden: mx.array) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _Stop(nn.Module):  # type: ignore[misc]
+    """Stands where a layer was: looks like it to a forward that asks what kind it is, and ends it when it is called.
+
+    Its parts are stops too: there are forwards that call those instead of the layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(object.__getattribute__(self, "_layer"), name)
+        return _Stop(value) if isinstance(value, nn.Module) else value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Stopped(next(value for value in (*args, *kwargs.values()) if isinstance(value, mx.array)))
+
+
+def _replacing(module: nn.Module, stops: Mapping[int, _Stop]) -> nn.Module:
+    """The module, or a shallow copy of it if some list below it holds layers that stops, by the layer's id, replace."""
+    changed: dict[str, Any] = {}
+    for name, value in module.items():
+        if isinstance(value, list) and any(id(part) in stops for part in value):
+            changed[name] = [stops.get(id(part), part) for part in value]
+        elif isinstance(value, nn.Module) and (twin := _replacing(value, stops)) is not value:
+            changed[name] = twin
+    if not changed:
+        return module
+    copied = copy.copy(module)
+    dict.update(copied, changed)  # `Module.update` is something else
+    return copied

@@ -171,7 +171,7 @@ def endless(engine: Engine, patch: pytest.MonkeyPatch) -> list[str]:
     """From now on making a turn dense goes on until it is stopped; what happened, in order."""
     seen: list[str] = []
 
-    def dense(tokens: tuple[int, ...]) -> Generator[Any, None, None]:
+    def dense(tokens: tuple[int, ...], label: CacheLabel) -> Generator[Any, None, None]:
         seen.append("began")
         try:
             while True:

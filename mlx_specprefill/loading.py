@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
 
 from .adapters.capture import install_capture
+from .adapters.gguf import is_gguf, load_gguf
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.probe import probe_sparse
 from .adapters.recurrence import install_replay
@@ -67,11 +68,11 @@ class ModelPair:
 
 
 def load_pair(target: str | Path, draft: str | Path | None = None, *, dtype: DtypeName = "auto") -> ModelPair:
-    """Load a target and optionally a draft, from directories or hub names, with mlx-lm.
+    """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
     Args:
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
-            matmuls are some fifty times slower.
+            matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
 
     Raises:
         LoadError: a checkpoint is missing or broken.
@@ -159,6 +160,8 @@ def _special(tokenizer: TokenizerWrapper) -> set[int]:
 
 def _load(where: str | Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     path = Path(where).expanduser()
+    if is_gguf(path):
+        return _load_gguf(path, dtype)
     looks_local = str(where).startswith((".", "/", "~")) or path.exists()
     if looks_local and not (path / "config.json").is_file():
         raise LoadError(f"{where}: no model here (config.json is missing)")
@@ -169,6 +172,15 @@ def _load(where: str | Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrap
     _cast(model, dtype)
     mx.eval(model.parameters())
     return model, tokenizer, config
+
+
+def _load_gguf(path: Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """On the CPU backend packed weights are slower than float32 ones, so only a dtype asked for keeps them packed."""
+    unpacked = dtype == "auto" and _on_cpu()
+    try:
+        return load_gguf(path, dtype=mx.float32 if unpacked else _DTYPES.get(dtype), pack=not unpacked)
+    except (LoadError, OSError) as error:
+        raise LoadError(f"{path}: {error}") from error
 
 
 def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:
@@ -187,10 +199,13 @@ def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead
 
 
 def _cast(model: nn.Module, dtype: DtypeName) -> None:
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if dtype == "auto" and not on_cpu:
+    if dtype == "auto" and not _on_cpu():
         return
     model.set_dtype(mx.float32 if dtype == "auto" else _DTYPES[dtype])
+
+
+def _on_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
 def _sparse_refusal(target: nn.Module, draft: nn.Module | None) -> str | None:
@@ -212,8 +227,11 @@ def _sparse_refusal(target: nn.Module, draft: nn.Module | None) -> str | None:
 
 
 def _name(where: str | Path) -> str:
-    """A repository's name, or a folder's own: clients see it, and where it lies is not their business."""
-    return Path(where).resolve().name if Path(where).exists() else str(where)
+    """A repository's name, a file's or a folder's own: clients see it, and where it lies is not their business."""
+    path = Path(where)
+    if is_gguf(path):
+        return path.stem
+    return path.resolve().name if path.exists() else str(where)
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

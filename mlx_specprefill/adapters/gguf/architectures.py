@@ -1,0 +1,181 @@
+"""The architectures that GGUF files are loaded of: one row each, and the model's configuration out of the metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gguf import MODEL_ARCH
+
+from ...errors import LoadError
+from .header import Header, shown
+
+__all__ = ["ARCHITECTURES", "ROPE_FACTORS", "Architecture", "architecture_in", "config_in"]
+
+ROPE_FACTORS = "rope_freqs.weight"  # what every RoPE frequency is divided by: Llama 3.1's scaling, already worked out
+_MAX_SIZE = 2**31 - 1
+_GEMMA3_PATTERN = 6  # every sixth layer sees everything, the others a window
+_GEMMA3_27B = 62  # layers: the one size whose queries are not scaled by the head's size
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How one `general.architecture` becomes a model of mlx-lm.
+
+    Attributes:
+        model_type: the file of `mlx_lm/models`.
+        names: the gguf package's own table of tensor names.
+        interleaved: llama.cpp stores the rows of q and k in the order of its RoPE; they are put back.
+        norm_offset: what llama.cpp's converter added to the weights of norms.
+    """
+
+    model_type: str
+    names: MODEL_ARCH
+    interleaved: bool = False
+    norm_offset: float = 0.0
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", MODEL_ARCH.LLAMA, interleaved=True),
+    "qwen2": Architecture("qwen2", MODEL_ARCH.QWEN2),
+    "qwen3": Architecture("qwen3", MODEL_ARCH.QWEN3),
+    "gemma3": Architecture("gemma3_text", MODEL_ARCH.GEMMA3, norm_offset=1.0),
+}
+
+
+def architecture_in(header: Header) -> tuple[str, Architecture]:
+    """The file's architecture by its name.
+
+    Raises:
+        LoadError: it is none of the table, or the file is no whole model.
+    """
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise LoadError(f"the architecture {shown(name)} is not supported, only {', '.join(ARCHITECTURES)}")
+    kind = header.metadata.get("general.type", "model")
+    if kind != "model":
+        raise LoadError(f"it holds no model (general.type is {shown(kind)})")
+    parts = header.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise LoadError(f"it is one of {shown(parts)} parts; join them with llama.cpp's `llama-gguf-split --merge`")
+    return name, ARCHITECTURES[name]
+
+
+def config_in(header: Header) -> dict[str, Any]:
+    """What config.json would hold, sizes checked against the tensors so that nothing larger than the file is built.
+
+    Raises:
+        LoadError: a setting is missing, impossible, or contradicts the tensors.
+    """
+    name, architecture = architecture_in(header)
+    settings = _Settings(header, name)
+    heads, embedding = settings.size("attention.head_count"), settings.shape("token_embd.weight")
+    width = settings.size("embedding_length")
+    head_dim = settings.size("attention.key_length", width // heads)
+    config: dict[str, Any] = {
+        "model_type": architecture.model_type,
+        "vocab_size": embedding[0],
+        "hidden_size": width,
+        "num_hidden_layers": settings.size("block_count"),
+        "intermediate_size": settings.size("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": settings.real("attention.layer_norm_rms_epsilon"),
+        "rope_theta": settings.real("rope.freq_base", 10_000.0),
+        "max_position_embeddings": settings.size("context_length"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+    }
+    _check_sizes(settings, config)
+    return config | _rope_scaling(settings, config) | _special(settings, config)
+
+
+class _Settings:
+    """The metadata of one architecture."""
+
+    def __init__(self, header: Header, name: str) -> None:
+        self.header, self.name = header, name
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive whole number."""
+        value = self.header.metadata.get(f"{self.name}.{key}", default)
+        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
+            raise LoadError(f"{self.name}.{key} is {shown(value)}, not a whole number from 1 on")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value: Any = self.header.metadata.get(f"{self.name}.{key}", default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise LoadError(f"{self.name}.{key} is {shown(value)}, not a positive number")
+        return float(value)
+
+    def optional(self, key: str) -> Any:
+        return self.header.metadata.get(f"{self.name}.{key}")
+
+    def shape(self, tensor: str) -> tuple[int, int]:
+        """Of a matrix that must be there, (rows, columns)."""
+        info = self.header.tensors.get(tensor)
+        if info is None or len(info.shape) != 2:
+            raise LoadError(f"it has no matrix {tensor}")
+        return info.shape[0], info.shape[1]
+
+
+def _check_sizes(settings: _Settings, config: dict[str, Any]) -> None:
+    """What the metadata says and what the tensors are."""
+    heads, kv_heads, head_dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    if layers > len(settings.header.tensors):
+        raise LoadError(f"{settings.name}.block_count is {layers}, but it has {len(settings.header.tensors)} tensors")
+    expected = {
+        "token_embd.weight": (config["vocab_size"], width),
+        "blk.0.attn_q.weight": (heads * head_dim, width),
+        "blk.0.attn_k.weight": (kv_heads * head_dim, width),
+        "blk.0.ffn_gate.weight": (config["intermediate_size"], width),
+    }
+    for tensor, shape in expected.items():
+        if settings.shape(tensor) != shape:
+            raise LoadError(f"{tensor} has the shape {settings.shape(tensor)}, but the metadata says {shape}")
+    if head_dim % 2 or heads % kv_heads:
+        raise LoadError(f"{heads} heads of {head_dim} with {kv_heads} for keys and values are no possible attention")
+    rotated = settings.optional("rope.dimension_count")
+    if rotated not in (None, head_dim):
+        raise LoadError(f"{settings.name}.rope.dimension_count is {shown(rotated)}, but only {head_dim} is supported")
+
+
+def _rope_scaling(settings: _Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """`rope_scaling` as mlx-lm has it, if the file scales its positions."""
+    if ROPE_FACTORS in settings.header.tensors:
+        return {}  # the factors themselves come with the weights
+    kind = settings.optional("rope.scaling.type")
+    if kind in (None, "none"):
+        return {}
+    factor = settings.real("rope.scaling.factor")
+    if kind == "linear":
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    if kind == "yarn":
+        original = settings.size("rope.scaling.original_context_length", config["max_position_embeddings"])
+        return {"rope_scaling": {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}}
+    raise LoadError(f"{settings.name}.rope.scaling.type is {shown(kind)}; only linear and yarn are supported")
+
+
+def _special(settings: _Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """What one architecture has and the others have not."""
+    if settings.name == "llama":
+        return {"attention_bias": "blk.0.attn_q.bias" in settings.header.tensors}
+    if settings.name != "gemma3":
+        return {}
+    if settings.optional("final_logit_softcapping"):
+        raise LoadError("gemma3.final_logit_softcapping is not supported")
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    pattern = settings.size("attention.sliding_window_pattern", _GEMMA3_PATTERN)
+    if config["num_hidden_layers"] < pattern:
+        raise LoadError(f"gemma3.block_count is {config['num_hidden_layers']}, less than one round of {pattern} layers")
+    return {
+        "sliding_window_pattern": pattern,
+        "sliding_window": settings.size("attention.sliding_window"),
+        "rope_local_base_freq": settings.real("rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": per_head if config["num_hidden_layers"] == _GEMMA3_27B else config["head_dim"],
+    }

@@ -1,0 +1,229 @@
+"""What a GGUF file says of itself: metadata and where its tensors lie, read without trusting it.
+
+Every count and length is compared with the bytes that are left before anything of that size is read or built, so a
+short file that claims to be a long one costs nothing. Only little-endian files of versions 2 and 3 exist in practice.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.quants import dequantize
+
+from ...errors import LoadError
+
+__all__ = ["Header", "TensorInfo", "read_header", "shown"]
+
+MAX_HEADER = 1 << 26  # bytes; a vocabulary of 262 144 tokens with scores takes 7 MB
+MAX_ELEMENTS = 1 << 22  # of all arrays together; the same vocabulary with its merges has 1.4 million
+MAX_NAME = 256
+MAX_DIMENSIONS = 4
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8  # bytes of an empty name and what must follow it
+_NUMBERS = {
+    GGUFValueType.UINT8: "<u1",
+    GGUFValueType.INT8: "<i1",
+    GGUFValueType.UINT16: "<u2",
+    GGUFValueType.INT16: "<i2",
+    GGUFValueType.UINT32: "<u4",
+    GGUFValueType.INT32: "<i4",
+    GGUFValueType.FLOAT32: "<f4",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "<u8",
+    GGUFValueType.INT64: "<i8",
+    GGUFValueType.FLOAT64: "<f8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor. `shape` has the rows first, as arrays have it; `start` counts bytes from the file's begin."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    start: int
+    nbytes: int
+
+    def read(self, file: BinaryIO) -> npt.NDArray[np.uint8]:
+        """Its bytes, (rows..., bytes of a row) uint8."""
+        file.seek(self.start)
+        data = file.read(self.nbytes)
+        if len(data) < self.nbytes:
+            raise LoadError(f"the file ends within tensor {shown(self.name)}")
+        return np.frombuffer(data, dtype=np.uint8).reshape(*self.shape[:-1], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Metadata by key (numbers, truth values, text and lists of them), tensors by name."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+
+def shown(value: object) -> str:
+    """Something out of the file for a message of one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:76]}..."
+
+
+def read_header(path: Path) -> Header:
+    """Metadata and tensor table of a GGUF file; no tensor is read.
+
+    Raises:
+        LoadError: the file is not GGUF, is cut off, or says something that can't be.
+        OSError: it can't be read.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        reader = _Reader(file, min(size, MAX_HEADER), cut=size > MAX_HEADER)
+        tensor_count, entry_count = _counts(reader)
+        metadata = _metadata(reader, entry_count)
+        table = [_tensor(reader) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise LoadError(f"general.alignment is {shown(alignment)}, not a power of two")
+    begin = -(-reader.position // alignment) * alignment
+    placed = [_placed(info, begin, size) for info in table]
+    _check_apart(placed)
+    return Header(metadata, {info.name: info for info in placed})
+
+
+class _Reader:
+    """A file that is read once from its start, and never further than its end or the limit."""
+
+    def __init__(self, file: BinaryIO, limit: int, *, cut: bool) -> None:
+        self.position, self._file, self._limit, self._cut = 0, file, limit, cut
+        self._elements = 0
+
+    @property
+    def left(self) -> int:
+        return self._limit - self.position
+
+    def take(self, count: int, what: str) -> bytes:
+        """The next bytes."""
+        data = self._file.read(count) if count <= self.left else b""
+        if len(data) < count:
+            why = f"is larger than {MAX_HEADER >> 20} MiB" if self._cut else "is cut off"
+            raise LoadError(f"its header {why} (in {what})")
+        self.position += count
+        return data
+
+    def number(self, layout: str, what: str) -> Any:
+        return struct.unpack(layout, self.take(struct.calcsize(layout), what))[0]
+
+    def text(self, what: str, longest: int = MAX_HEADER) -> str:
+        """A string: its length in eight bytes, then UTF-8."""
+        length = self.number("<Q", what)
+        if length > longest:
+            raise LoadError(f"{what} has {length} bytes, more than {longest}")
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError:
+            raise LoadError(f"{what} is not UTF-8") from None
+
+    def value(self, kind: int, what: str) -> Any:
+        """One metadata value of a stored type."""
+        if kind == GGUFValueType.STRING:
+            return self.text(what)
+        if kind == GGUFValueType.ARRAY:
+            return self._array(what)
+        if kind not in _NUMBERS:
+            raise LoadError(f"{what} has the unknown type {kind}")
+        return self._numbers(GGUFValueType(kind), 1, what)[0]
+
+    def _array(self, what: str) -> list[Any]:
+        kind, count = self.number("<I", what), self.number("<Q", what)
+        self._elements += count
+        if self._elements > MAX_ELEMENTS:
+            raise LoadError(f"{what} brings the arrays to {self._elements} elements, more than {MAX_ELEMENTS}")
+        if kind == GGUFValueType.STRING:
+            return [self.text(what) for _ in range(count)]
+        if kind not in _NUMBERS:
+            raise LoadError(f"{what} is an array of the unsupported type {kind}")
+        return self._numbers(GGUFValueType(kind), count, what)
+
+    def _numbers(self, kind: GGUFValueType, count: int, what: str) -> list[Any]:
+        stored = np.dtype(_NUMBERS[kind])
+        listed: list[Any] = np.frombuffer(self.take(count * stored.itemsize, what), stored).tolist()
+        return listed
+
+
+def _counts(reader: _Reader) -> tuple[int, int]:
+    """How many tensors and metadata entries follow."""
+    if reader.take(4, "the first bytes") != _MAGIC:
+        raise LoadError("not a GGUF file (it doesn't start with 'GGUF')")
+    version = reader.number("<I", "the version")
+    if version not in _VERSIONS:
+        raise LoadError(f"GGUF version {version} is not supported, only 2 and 3 (little-endian)")
+    tensors, entries = reader.number("<Q", "the tensor count"), reader.number("<Q", "the metadata count")
+    if tensors * _SMALLEST_TENSOR + entries * _SMALLEST_ENTRY > reader.left:
+        raise LoadError(f"it claims {tensors} tensors and {entries} metadata entries, more than its header can hold")
+    return tensors, entries
+
+
+def _metadata(reader: _Reader, count: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for _ in range(count):
+        key = reader.text("a metadata key", MAX_NAME)
+        if key in metadata:
+            raise LoadError(f"it has {shown(key)} twice")
+        metadata[key] = reader.value(reader.number("<I", shown(key)), shown(key))
+    return metadata
+
+
+def _tensor(reader: _Reader) -> TensorInfo:
+    """An entry of the tensor table; `start` is still relative to the data section."""
+    name = reader.text("a tensor's name", MAX_NAME)
+    what = f"tensor {shown(name)}"
+    dimensions = reader.number("<I", what)
+    if not 1 <= dimensions <= MAX_DIMENSIONS:
+        raise LoadError(f"{what} has {dimensions} dimensions")
+    shape = struct.unpack(f"<{dimensions}Q", reader.take(8 * dimensions, what))[::-1]
+    number, start = reader.number("<I", what), reader.number("<Q", what)
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        raise LoadError(f"{what} has the unknown type {number}") from None
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    if 0 in shape or shape[-1] % block:
+        raise LoadError(f"{what} has the shape {shape}, which {kind.name} can't have")
+    return TensorInfo(name, shape, kind, start, math.prod(shape) // block * block_bytes)
+
+
+def _placed(info: TensorInfo, begin: int, size: int) -> TensorInfo:
+    """The same with its place in the file."""
+    start = begin + info.start
+    if start + info.nbytes > size:
+        raise LoadError(f"tensor {shown(info.name)} lies behind the end of the file, which is cut off or corrupt")
+    if not _is_decodable(info.kind):
+        raise LoadError(f"tensor {shown(info.name)} has the type {info.kind.name}, which can't be read")
+    return TensorInfo(info.name, info.shape, info.kind, start, info.nbytes)
+
+
+def _check_apart(tensors: list[TensorInfo]) -> None:
+    """No name twice, no two tensors in one place: a small file can't stand for a large model."""
+    if len({info.name for info in tensors}) < len(tensors):
+        raise LoadError("it has two tensors of one name")
+    end = 0
+    for info in sorted(tensors, key=lambda info: info.start):
+        if info.start < end:
+            raise LoadError(f"tensor {shown(info.name)} overlaps another")
+        end = info.start + info.nbytes
+
+
+def _is_decodable(kind: GGMLQuantizationType) -> bool:
+    """Whether the gguf package can turn this type into numbers."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True

@@ -1,0 +1,239 @@
+"""A tokenizer and a chat template out of a GGUF file's metadata.
+
+The result goes through a folder as Hugging Face has it, so that mlx-lm loads it like every other: detokenizer, tool
+calls and thinking are found out in one place. SentencePiece vocabularies are transformers' to build. Byte-level ones
+are built here, because the class that it takes for them adds a token of its own to vocabularies without it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS, convert_gguf_tokenizer
+
+from ...errors import LoadError
+from .header import shown
+
+__all__ = ["PRE_TOKENIZERS", "build_tokenizer"]
+
+log = logging.getLogger(__name__)
+
+MAX_TOKEN = 1024  # characters
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+# What ends an answer whatever a file names as its end: the names that llama.cpp goes by, of control tokens alone.
+_ENDS = frozenset(
+    "<|eot_id|> <|eom_id|> <|end_of_text|> <|im_end|> <|end|> <|endoftext|> <end_of_turn> <eos> </s> <EOT>".split()
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How text is cut before merging.
+
+    Attributes:
+        splits: regular expressions, one after the other; a match is a piece, and so is what lies between two.
+        whole: a piece that is a token is taken as it is, merges or not.
+        start: a text begins with the start token unless the file says otherwise.
+        composed: text is brought to its composed form (NFC) first.
+    """
+
+    splits: tuple[str, ...]
+    whole: bool = False
+    start: bool = False
+    composed: bool = False
+
+
+_LLAMA3 = PreTokenizer((GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"],), whole=True, start=True)
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": PreTokenizer((_GPT2,)),
+    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": PreTokenizer((GGUF_PRE_TOKENIZER_SPLITS["qwen2"],), composed=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """Tokens by id with their types; scores and merges as far as the file has them."""
+
+    tokens: list[str]
+    types: list[int]
+    scores: list[float] | None
+    merges: list[str] | None
+
+    def of_type(self, kind: int) -> list[str]:
+        return [token for token, its in zip(self.tokens, self.types, strict=True) if its == kind]
+
+
+def build_tokenizer(
+    metadata: Mapping[str, Any], architecture: str, rows: int, context: int
+) -> tuple[TokenizerWrapper, list[int]]:
+    """The tokenizer that a file describes, and the ids that end an answer.
+
+    Args:
+        architecture: `general.architecture`.
+        rows: of the embedding; the vocabulary may be smaller, not larger.
+        context: the longest prompt in tokens.
+
+    Raises:
+        LoadError: its kind or pre-tokenizer is unknown, or its parts don't fit each other.
+    """
+    vocabulary = _vocabulary(metadata, rows)
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        backend, starts = _byte_level(metadata, vocabulary)
+    elif kind == "llama":
+        backend, starts = _sentencepiece(metadata, vocabulary, architecture), True
+    else:
+        raise LoadError(f"tokenizer.ggml.model is {shown(kind)}; only gpt2 and llama are supported")
+    named = _named(metadata, vocabulary)
+    _add_ends(metadata, backend, named, starts)
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise LoadError("tokenizer.chat_template is not text")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        **named,
+        **({} if template is None else {"chat_template": template}),
+    }
+    ends = _end_ids(metadata, vocabulary)
+    with TemporaryDirectory() as folder:
+        backend.save(str(Path(folder, "tokenizer.json")), pretty=False)
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return load_tokenizer(Path(folder), eos_token_ids=ends or None), ends
+
+
+def _vocabulary(metadata: Mapping[str, Any], rows: int) -> _Vocabulary:
+    """Checked: unique tokens of a sane length, not more than the embedding has rows; what only pads it is left out."""
+    tokens = _listed(metadata, "tokens", str)
+    if tokens is None or not 0 < len(tokens) <= rows:
+        raise LoadError(f"it has {len(tokens or ())} tokens for an embedding of {rows} rows")
+    types = _listed(metadata, "token_type", int) or [_NORMAL] * len(tokens)
+    scores = _listed(metadata, "scores", float)
+    if len(types) != len(tokens) or (scores is not None and len(scores) != len(tokens)):
+        raise LoadError("its vocabulary has tokens, types and scores of different number")
+    count = len(tokens)
+    while count and types[count - 1] == _UNUSED and tokens[count - 1] == f"[PAD{count - 1}]":
+        count -= 1
+    tokens = tokens[:count]
+    if len(set(tokens)) < count:
+        raise LoadError("its vocabulary has a token twice")
+    if longest := next((token for token in tokens if len(token) > MAX_TOKEN), None):
+        raise LoadError(f"its token {shown(longest)} has more than {MAX_TOKEN} characters")
+    return _Vocabulary(tokens, types[:count], scores[:count] if scores else None, _listed(metadata, "merges", str))
+
+
+def _listed(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any] | None:
+    """An array of the tokenizer's, all of one type."""
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if values is None:
+        return None
+    if not isinstance(values, list) or not all(type(value) is kind for value in values):
+        raise LoadError(f"tokenizer.ggml.{name} is no list of {kind.__name__}")
+    return values
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    """The tokenizer, and whether texts begin with the start token if the file doesn't say."""
+    name = metadata.get("tokenizer.ggml.pre")
+    if name is None:
+        log.warning("the file names no pre-tokenizer; 'default' may cut text differently than the model was trained on")
+        name = "default"
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        raise LoadError(f"the pre-tokenizer {shown(name)} is not supported, only {', '.join(PRE_TOKENIZERS)}")
+    chosen = PRE_TOKENIZERS[name]
+    vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
+    merges = [_pair(merge, vocab) for merge in vocabulary.merges or ()]
+    backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=chosen.whole))
+    if chosen.composed:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(split), behavior="isolated") for split in chosen.splits),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        added = [AddedToken(token, special=special, normalized=False) for token in vocabulary.of_type(kind)]
+        backend.add_special_tokens(added) if special else backend.add_tokens(added)
+    return backend, chosen.start
+
+
+def _pair(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not space or left not in vocab or right not in vocab or left + right not in vocab:
+        raise LoadError(f"its merge {shown(merge)} doesn't join two tokens to a third")
+    return left, right
+
+
+def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary, architecture: str) -> Tokenizer:
+    """As transformers builds it: merges follow from the scores where the file has none."""
+    if vocabulary.scores is None and vocabulary.merges is None:
+        raise LoadError("its vocabulary has neither scores nor merges")
+    parts = {"tokens": vocabulary.tokens, "token_type": vocabulary.types, "scores": vocabulary.scores}
+    merges = {} if vocabulary.merges is None else {"merges": vocabulary.merges}
+    backend, _ = convert_gguf_tokenizer(architecture, {"tokenizer_type": "llama", **parts, **merges})
+    grown = backend.get_vocab().keys() - set(vocabulary.tokens)
+    if backend.get_vocab_size() != len(vocabulary.tokens):
+        raise LoadError(f"its vocabulary lacks {shown(sorted(grown))}")
+    if metadata.get("tokenizer.ggml.add_space_prefix") is False and isinstance(
+        backend.pre_tokenizer, pre_tokenizers.Metaspace
+    ):
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _named(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, str]:
+    """The tokens with a role, by the name that transformers gives it."""
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {role: _id(metadata, f"{key}_token_id", vocabulary) for role, key in roles.items()}
+    return {role: vocabulary.tokens[index] for role, index in found.items() if index is not None}
+
+
+def _id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -> int | None:
+    index = metadata.get(f"tokenizer.ggml.{name}")
+    if index is None:
+        return None
+    if type(index) is not int or not 0 <= index < len(vocabulary.tokens):
+        raise LoadError(f"tokenizer.ggml.{name} is {shown(index)}, which is none of {len(vocabulary.tokens)} tokens")
+    return index
+
+
+def _add_ends(metadata: Mapping[str, Any], backend: Tokenizer, named: Mapping[str, str], starts: bool) -> None:
+    """The start token before a text, the end token after it, as the file or its kind of tokenizer wants."""
+    start = named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", starts) else None
+    end = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    around = [token for token in (start, end) if token is not None]
+    if around:
+        pieces = [*([start] if start else []), "$A", *([end] if end else [])]
+        ids = [(token, backend.token_to_id(token)) for token in around]
+        backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=ids)
+
+
+def _end_ids(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[int]:
+    """The ids that end an answer, the file's own first."""
+    stated = [_id(metadata, f"{name}_token_id", vocabulary) for name in ("eos", "eot", "eom")]
+    known = [
+        index
+        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        if kind == _CONTROL and token in _ENDS
+    ]
+    return list(dict.fromkeys([*(index for index in stated if index is not None), *known]))

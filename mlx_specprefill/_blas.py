@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -21,13 +22,16 @@ __all__ = ["BlasStatus", "preload"]
 ENV = "MLX_SPECPREFILL_BLAS"
 BlasState = Literal["loaded", "not-needed", "off", "missing", "too-late", "failed"]
 
-# Names as Debian, Fedora and conda install them, the threaded builds first; MKL also comes from PyPI's `mkl`.
+# Names as Debian, Fedora and conda install them, the threaded builds first; MKL also comes in a wheel, `mkl`.
 SONAMES = ("libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so.0", "libmkl_rt.so.3", "libmkl_rt.so.2")
+# The smallest wheel that brings one, and the last of its series whose functions have their plain names.
+WHEEL = "scipy-openblas32==0.3.23.293.2"
+WHEEL_MODULE, WHEEL_LIBRARY = "scipy_openblas32", "lib/libopenblas_python.so"
 PROBE = "cblas_sgemm"
 FOREIGN_MARKS = ("openblas_get_config", "MKL_Get_Version_String")
 ADVICE = (
     "MLX runs on its reference BLAS. Install OpenBLAS (Debian, Ubuntu: apt install libopenblas0-pthread; Fedora: "
-    "dnf install openblas-threads; anywhere: pip install mkl) and float32 models prefill many times faster. "
+    f"dnf install openblas-threads; anywhere: pip install {WHEEL}) and float32 models prefill many times faster. "
     f"{ENV}=off hides this message."
 )
 
@@ -71,12 +75,15 @@ def _already_global() -> bool:
 
 
 def _candidates() -> Iterator[str]:
-    """The environment's own libraries (conda, PyPI's mkl), then whatever the system linker knows."""
+    """The environment's own libraries (conda, the wheel mkl), what the system linker knows, the wheel's."""
     for soname in SONAMES:
         local = Path(sys.prefix, "lib", soname)
         if local.is_file():
             yield str(local)
     yield from SONAMES
+    module = find_spec(WHEEL_MODULE)  # imports nothing
+    for folder in (module and module.submodule_search_locations) or ():
+        yield str(Path(folder, WHEEL_LIBRARY))
 
 
 def _load_found() -> BlasStatus:

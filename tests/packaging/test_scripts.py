@@ -11,6 +11,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGGING_PYTHON = '#!/bin/sh\necho "$@" >>"$(dirname "$0")/calls"\n[ "$1" != -V ] || echo "Python 3.11.0"\n'
+WITHOUT_BLAS = (
+    LOGGING_PYTHON
+    + """
+case "$*" in *BLAS.state*) echo missing ;; *WHEEL*) echo some-blas==1.0 ;; esac
+case "$*" in *some-blas*) exit "$(cat "$(dirname "$0")/status" || echo 0)" ;; esac
+"""
+)
+WITHOUT_SMOLLM2 = LOGGING_PYTHON + 'case "$*" in *pull*) exit 2 ;; esac\n'
 TOO_OLD = "#!/bin/sh\nexit 1\n"
 WITHOUT_VENV = "#!/bin/sh\ncase $2 in *ensurepip*) exit 1 ;; *) exit 0 ;; esac\n"
 
@@ -26,6 +34,8 @@ def write_program(path: Path, text: str) -> Path:
 def clone(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("training", "*.py"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "models").mkdir()
+    shutil.copy(ROOT / "models" / "pairs.toml", tmp_path / "models")
     return tmp_path
 
 
@@ -88,3 +98,76 @@ class TestInstalledOnce:
         ensure(clone, "run")
         ensure(clone, "dev")
         assert len(self.installs(calls)) == 2
+
+
+def calls_of(clone: Path) -> list[str]:
+    return (clone / ".venv/bin/calls").read_text().splitlines()
+
+
+class TestBlas:
+    @staticmethod
+    def installs(clone: Path) -> list[str]:
+        return [line for line in calls_of(clone) if " install " in line and "some-blas==1.0" in line]
+
+    def test_a_machine_without_one_gets_a_wheel_once_and_without_dependencies(self, clone: Path) -> None:
+        write_program(clone / ".venv/bin/python", WITHOUT_BLAS)
+        assert ensure(clone).returncode == 0
+        assert ensure(clone).returncode == 0
+        [line] = self.installs(clone)
+        assert "--no-deps" in line
+        assert "--only-binary=:all:" in line
+
+    def test_a_machine_with_one_gets_nothing(self, clone: Path) -> None:
+        write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
+        assert ensure(clone).returncode == 0
+        assert not [line for line in calls_of(clone) if "blas" in line and " install " in line]
+
+    def test_a_wheel_that_can_not_be_had_is_no_failure(self, clone: Path) -> None:
+        write_program(clone / ".venv/bin/python", WITHOUT_BLAS)
+        (clone / ".venv/bin/status").write_text("1")
+        done = ensure(clone)
+        assert done.returncode == 0
+        assert "MLX will be slow" in done.stderr
+
+
+def serve(clone: Path, *arguments: str) -> list[str]:
+    """What scripts/serve asked Python to do with models."""
+    done = subprocess.run([clone / "scripts/serve", *arguments], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [line for line in calls_of(clone) if line.startswith("-m mlx_specprefill_server")]
+
+
+PULL = "-m mlx_specprefill_server pull smollm2"
+
+
+class TestSmolLM2:
+    def test_it_is_fetched_at_the_first_start_only(self, clone: Path) -> None:
+        write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
+        assert serve(clone, "--port", "1") == [PULL, "-m mlx_specprefill_server serve --port 1"]
+        assert serve(clone).count(PULL) == 1
+
+    def test_a_changed_list_of_pairs_fetches_again(self, clone: Path) -> None:
+        write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
+        serve(clone)
+        (clone / "models/pairs.toml").write_text("changed")
+        assert serve(clone).count(PULL) == 2
+
+    def test_where_it_can_not_be_had_the_server_starts_and_the_next_start_tries_again(self, clone: Path) -> None:
+        write_program(clone / ".venv/bin/python", WITHOUT_SMOLLM2)
+        assert serve(clone) == [PULL, "-m mlx_specprefill_server serve"]
+        assert serve(clone).count(PULL) == 2
+
+    @pytest.mark.parametrize(
+        ("arguments", "fetched"),
+        [
+            ("--pair demo", False),
+            ("--pair=demo", False),
+            ("--target some/model", False),
+            ("--help", False),
+            ("--pair smollm2", True),
+            ("--port 1 --pair=smollm2", True),
+        ],
+    )
+    def test_it_is_fetched_only_where_it_is_served(self, clone: Path, arguments: str, fetched: bool) -> None:
+        write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
+        assert (PULL in serve(clone, *arguments.split())) == fetched

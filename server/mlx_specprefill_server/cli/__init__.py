@@ -1,4 +1,4 @@
-"""The console command `mlx-specprefill`: serve, generate, inspect, calibrate, eval, top."""
+"""The console command `mlx-specprefill`: serve, pull, generate, inspect, calibrate, eval, top."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from .calibrating import calibrate
 from .evaluating import evaluate
 from .generating import generate
 from .inspecting import inspect
+from .pulling import pull
 from .serving import serve
 from .watching import top
 
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (serve, generate, inspect, calibrate, top):
+for command in (serve, pull, generate, inspect, calibrate, top):
     app.command()(command)
 app.command("eval")(evaluate)
 

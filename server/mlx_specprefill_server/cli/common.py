@@ -17,7 +17,8 @@ from mlx_specprefill import BLAS, ModelPair, SpecPrefillError, SpecPrefillOption
 
 from ..evals.errors import EvaluationError
 from ..monitoring.logs import set_up as set_up_logs
-from ..pairs import Pair, PairsError, find_pair
+from ..packages import PackageError
+from ..pairs import MissingPairError, Pair, PairsError, find_pair
 from ..prompting.conversation import conversation
 from ..prompting.prompt import Prompt, PromptBuilder
 from ..settings import LogLevel, Settings
@@ -43,6 +44,7 @@ __all__ = [
 USAGE_ERROR = 2  # the exit status of everything the user can put right
 FAILED = 1
 ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
+_DEFAULT_PAIR, _SUBSTITUTE = "smollm2", "demo"
 _ONE_SHOT_THRESHOLD = 8192  # tokens; measuring takes longer than one request saves
 
 
@@ -55,7 +57,7 @@ def one_line_errors() -> Iterator[None]:
     """What the user did wrong, in one line; everything else keeps its traceback."""
     try:
         yield
-    except (SpecPrefillError, PairsError, EvaluationError) as error:
+    except (SpecPrefillError, PackageError, PairsError, EvaluationError) as error:
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -84,18 +86,35 @@ def notes() -> Console:
     return Console(stderr=True)
 
 
-def choose(name: str, pairs_file: Path | None, target: str | None, draft: str | None) -> Pair:
-    """The pair that the options mean.
+def choose(name: str | None, pairs_file: Path | None, target: str | None, draft: str | None) -> Pair:
+    """The pair that the options mean; without options the real model where it is installed, else the bundled one.
 
     Raises:
         PairsError: no such pair, or an unreadable file.
-        OptionError: a draft without a target.
+        OptionError: a draft without a target, or a file of pairs without a name.
     """
     if target is not None:
         return Pair(target=target, draft=draft)
     if draft is not None:
         raise OptionError("--draft needs --target")
-    return find_pair(name, pairs_file)
+    if name is not None:
+        return find_pair(name, pairs_file)
+    if pairs_file is not None:
+        raise OptionError("--pairs-file needs --pair")
+    return _default_pair()
+
+
+def _default_pair() -> Pair:
+    try:
+        return find_pair(_DEFAULT_PAIR)
+    except MissingPairError as error:
+        missing = error
+    try:
+        substitute = find_pair(_SUBSTITUTE)
+    except MissingPairError:  # an installation without the repository's models
+        raise missing from None
+    typer.echo(f"note: {missing}. Taking {_SUBSTITUTE} instead, a toy for tests.", err=True)
+    return substitute
 
 
 def make_settings(pair: Pair, *, one_shot: bool = False, **given: Any) -> Settings:
@@ -110,6 +129,8 @@ def make_settings(pair: Pair, *, one_shot: bool = False, **given: Any) -> Settin
         "specprefill_threshold": _ONE_SHOT_THRESHOLD if one_shot and pair.threshold is None else pair.threshold,
         "specprefill_keep_pct": pair.keep_pct,
         "model_alias": pair.alias,
+        "model_origin": pair.origin,
+        "model_licence": pair.licence,
     }
     for name, value in pair_says.items():
         if value is not None and name not in known:

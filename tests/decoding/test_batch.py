@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -79,6 +80,23 @@ def test_all_rows_share_one_forward(llama: Any) -> None:
     batch.remove(2)
     batch.step()
     assert forwards == [4, 4, 4, 3]
+
+
+def test_a_row_keeps_neither_the_cache_it_brought_nor_its_prompts_logits(llama: Any) -> None:
+    """The cache is copied into the batch's; the logits are part of those of all rows of the prefill's last forward."""
+    batch, left = DecodeBatch(llama), []
+    before = mx.get_active_memory()
+    for uid, made in enumerate(make_rows(VOCAB, 8)):
+        row = batch_row(llama, uid, made)
+        forward = mx.zeros((1, 64, 1 << 14))  # of a larger vocabulary: 4 MiB
+        mx.eval(forward)
+        batch.add(replace(row, logits=forward[:, -1, :VOCAB]))
+        left += [weakref.ref(part) for part in leaves(row.cache)]
+        del row, forward
+    for _ in range(2):
+        batch.step()
+    assert not any(part() is not None for part in left)
+    assert mx.get_active_memory() - before < 4 << 20
 
 
 def test_the_first_token_needs_no_forward(llama: Any) -> None:

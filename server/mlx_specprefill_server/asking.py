@@ -16,6 +16,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
 )
 
+from .callers import Caller
 from .constrained.output_format import OutputFormat, constraint_of
 from .constrained.tool_choice import ToolChoice, offered
 from .deps import Service
@@ -127,7 +128,7 @@ class Asked:
         return pieces
 
 
-async def ask(service: Service, ask: Ask) -> Asked:
+async def ask(service: Service, ask: Ask, caller: Caller, cache_salt: str | None) -> Asked:
     """Renders the conversation and starts its answers.
 
     Raises:
@@ -139,7 +140,7 @@ async def ask(service: Service, ask: Ask) -> Asked:
     prompt = await service.prompts.chat(ask.conversation)
     constraint = _constraint(service, ask, prompt)
     await service.compile(constraint)
-    generation = service.submit(_jobs(service, ask, prompt, constraint))
+    generation = service.submit(_jobs(service, ask, prompt, constraint), caller, cache_salt)
     readers = [_reader(service, ask, prompt, i) for i in range(ask.n)]
     return Asked(prompt.tokens, generation, readers)
 

@@ -8,6 +8,7 @@ from ipaddress import ip_address
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .callers import Caller, anybody, callers_by_key
 from .errors import ApiError, error_response
 from .settings import Settings
 
@@ -22,7 +23,8 @@ class Gatekeeper:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
-        self._keys = [key.get_secret_value().encode() for key in settings.api_keys]
+        self._callers = callers_by_key(settings)
+        self._anybody = anybody(settings)
         self._names = {name.lower().strip("[]") for name in settings.allowed_hosts}
         self._names |= {"localhost", settings.host.lower()}
         self._any_host = "*" in self._names
@@ -34,15 +36,18 @@ class Gatekeeper:
         await app(scope, receive, send)
 
     def _refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
+        """None, and the scope's "caller" is set: it goes on."""
         if not self._host_allowed(headers.get("host", "")):
             message = "This Host header is not allowed; --allowed-host names those that are."
             return ApiError(403, message, code="host_not_allowed")
         if scope["method"] == "POST" and "origin" in headers and not _is_json(headers.get("content-type", "")):
             message = "Requests from a web page need Content-Type: application/json."
             return ApiError(415, message, code="unsupported_media_type")
-        if self._keys and not _is_open(scope["path"]) and not self._key_valid(headers):
+        caller = self._caller(headers) if self._callers else self._anybody
+        if caller is None and not _is_open(scope["path"]):
             message = "Incorrect API key provided. Send it as 'Authorization: Bearer <key>' or 'x-api-key'."
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        scope["caller"] = caller or Caller()
         return None
 
     def _host_allowed(self, header: str) -> bool:
@@ -52,13 +57,15 @@ class Gatekeeper:
             return True
         return self._any_address and _is_address(host)
 
-    def _key_valid(self, headers: Headers) -> bool:
+    def _caller(self, headers: Headers) -> Caller | None:
+        """Whose key came with the request; None: nobody's."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         # Clients that are also signed in elsewhere send that token as well, so either header may hold the key.
         given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
         # every key is compared to the end, so the time taken tells nothing about any of them
-        return True in [hmac.compare_digest(text, key) for text in given for key in self._keys]
+        found = [caller for text in given for key, caller in self._callers.items() if hmac.compare_digest(text, key)]
+        return found[0] if found else None
 
 
 def _is_open(path: str) -> bool:

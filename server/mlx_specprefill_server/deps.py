@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from typing import Annotated, Any, TypeVar
@@ -19,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from mlx_specprefill import Constraint, EngineClosedError, GenerationRequest, RequestCancelled
 
 from .bodies import SMALL, decoded, loaded, read, validated
+from .callers import Caller
 from .errors import ApiError
 from .explaining.inspecting import Inspecting
 from .generating.deliveries import Deliveries
@@ -87,23 +89,25 @@ class Service:
         if constraint is not None:
             await self.prompts.run(partial(self.engine.compile, constraint))
 
-    def submit(self, jobs: Sequence[Job]) -> Generation:
-        """Starts all jobs.
+    def submit(self, jobs: Sequence[Job], caller: Caller, cache_salt: str | None) -> Generation:
+        """Starts all jobs, which share cached prompts with the caller's others of the same salt only.
 
         Raises:
             EngineClosedError: shutting down, or the engine takes nothing more.
         """
         self._refuse_when_stopping()
+        label = caller.label(cache_salt)
+        jobs = [replace(job, request=replace(job.request, label=label)) for job in jobs]
         loop = asyncio.get_running_loop()
         deliveries = self._deliveries.setdefault(loop, Deliveries(loop))
-        generation = Generation(self.engine, self.vocabulary, jobs, deliveries, self._counted(len(jobs)))
+        generation = Generation(self.engine, self.vocabulary, jobs, deliveries, self._counted(len(jobs), caller))
         self._live.add(generation)
         return generation
 
-    def inspect(self, request: GenerationRequest) -> Inspecting:
+    def inspect(self, request: GenerationRequest, caller: Caller, cache_salt: str | None) -> Inspecting:
         """Starts an inspection; raises as `submit`."""
         self._refuse_when_stopping()
-        work = Inspecting(self.engine, request)
+        work = Inspecting(self.engine, replace(request, label=caller.label(cache_salt)))
         self._live.add(work)
         return work
 
@@ -111,7 +115,7 @@ class Service:
         if self.stopping:
             raise EngineClosedError("the server is shutting down")
 
-    def _counted(self, answers: int) -> Callable[[Ended], None]:
+    def _counted(self, answers: int, caller: Caller) -> Callable[[Ended], None]:
         """Tells the metrics and the request's line in the log how answers ended."""
         exchange = current_exchange()
         if exchange is not None:
@@ -119,7 +123,7 @@ class Service:
 
         def ended(end: Ended) -> None:
             self.metrics.ended(end)
-            self.recent.add(end, None if exchange is None else exchange.id)
+            self.recent.add(end, None if exchange is None else exchange.id, caller.name)
             if exchange is not None:
                 exchange.ended(end)
 

@@ -52,12 +52,13 @@ class Body(BaseModel):
 
 
 class SpecPrefillFields(Body):
-    """The request's word on sparse prefill and on drafted answers, the same on every endpoint that generates."""
+    """The request's word on prefill, caching and drafted answers, the same on every endpoint that generates."""
 
     specprefill: bool | None = None
     specprefill_keep_pct: Annotated[Fraction, PlainValidator(_keep_pct, json_schema_input_type=Share)] | None = None
     specprefill_return_spans: bool = False
     speculative: SpeculationName | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None  # vLLM's
 
     def options(self) -> SpecPrefillOptions:
         """As the engine wants it."""

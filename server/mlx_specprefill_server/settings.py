@@ -65,6 +65,8 @@ class Settings(BaseSettings):
     model_origin: str | None = None  # where the model comes from, and
     model_licence: str | None = None  # what it may be used under: told by /v1/models
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()
+    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()  # keys that see all callers'
+    share_cache: bool = False  # True: what one key's prompts left in the cache serves the others
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()  # pages that may call, *: any
     strict_model: bool = False  # True: 404 for requests that name another model

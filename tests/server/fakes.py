@@ -154,10 +154,10 @@ class FakeEngine:
             result = RequestCancelled()
         on_end(inspection(request) if result is None else result)
 
-    def cached(self) -> tuple[CachedTokens, ...]:
+    def cached(self, owner: str | None = None) -> tuple[CachedTokens, ...]:
         return tuple(self.kept)
 
-    def drop_cached(self, name: str | None = None) -> bool:
+    def drop_cached(self, name: str | None = None, owner: str | None = None) -> bool:
         left = [] if name is None else [entry for entry in self.kept if entry.id != name]
         found = name is None or len(left) < len(self.kept)
         self.kept = left

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from mlx_specprefill import InvalidRequestError
 
 from ..asking import Ask, Asked, ask, counted
+from ..callers import CallerDep
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse, anthropic_body
 from ..generating.answers import AnswerDone, AnswerPiece, Idle
@@ -38,10 +39,11 @@ STIR_AFTER_S = 120.0
 async def create(
     request: Request,
     service: ServiceDep,
+    caller: CallerDep,
     body: Annotated[MessagesRequest, Depends(body_of(MessagesRequest, refuse))],
 ) -> Response:
     """Answers a conversation."""
-    asked = await ask(service, _ask(service, body))
+    asked = await ask(service, _ask(service, body), caller, body.cache_salt)
     answer = MessageAnswer(service, body, asked)
     if body.stream:
         return EventStream(answer.stream(), asked.generation)

@@ -72,6 +72,14 @@ def serve(
     ] = None,
     kv_bits: KvBits = None,
     api_keys: Annotated[list[str] | None, typer.Option("--api-key", help="Require this key; repeat for more.")] = None,
+    admin_keys: Annotated[
+        list[str] | None,
+        typer.Option("--admin-key", help="A key that also sees what is cached for the others; repeat."),
+    ] = None,
+    share_cache: Annotated[
+        bool | None,
+        typer.Option("--share-cache", help="Keys share cached prompts, and can tell by it what others asked."),
+    ] = None,
     model_alias: Annotated[str | None, typer.Option(help="The model id that clients see.")] = None,
     allowed_hosts: Annotated[
         list[str] | None, typer.Option("--allowed-host", help="Answer to this Host name too; repeat for more, *: any.")

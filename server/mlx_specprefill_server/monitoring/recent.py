@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
+from functools import partial
+from heapq import merge
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from mlx_specprefill import Finished
@@ -19,11 +23,12 @@ class RecentAnswers:
     """Used on the event loop."""
 
     def __init__(self) -> None:
-        self._answers: deque[dict[str, Any]] = deque(maxlen=HELD)
+        # One line for each caller: how soon an answer is pushed out would tell of the others.
+        self._answers: defaultdict[str, deque[dict[str, Any]]] = defaultdict(partial(deque, maxlen=HELD))
 
-    def add(self, end: Ended, request_id: str | None) -> None:
+    def add(self, end: Ended, request_id: str | None, caller: str) -> None:
         account = end.event.account
-        self._answers.appendleft(
+        self._answers[caller].appendleft(
             {
                 "request_id": request_id,
                 "ended": round(time.time(), 3),
@@ -33,5 +38,7 @@ class RecentAnswers:
             }
         )
 
-    def newest_first(self) -> list[dict[str, Any]]:
-        return list(self._answers)
+    def newest_first(self, caller: str | None) -> list[dict[str, Any]]:
+        """Those to one caller; None: to all."""
+        shown = self._answers.values() if caller is None else [self._answers.get(caller, ())]
+        return list(islice(merge(*shown, key=itemgetter("ended"), reverse=True), HELD))

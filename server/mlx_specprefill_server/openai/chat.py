@@ -13,6 +13,7 @@ from starlette.responses import Response
 from mlx_specprefill import TokenEvent
 
 from ..asking import Ask, Asked, ask, counted
+from ..callers import CallerDep
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse
 from ..generating.answers import (
@@ -41,9 +42,9 @@ BodyDep = Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]
 
 
 @router.post("/v1/chat/completions")
-async def create(request: Request, service: ServiceDep, body: BodyDep) -> Response:
+async def create(request: Request, service: ServiceDep, caller: CallerDep, body: BodyDep) -> Response:
     """Answers a conversation."""
-    asked = await ask(service, _ask(service, body))
+    asked = await ask(service, _ask(service, body), caller, body.cache_salt)
     answer = ChatAnswer(service, body, asked)
     if body.stream:
         return EventStream(answer.stream(), asked.generation)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from mlx_specprefill import Constraint, InvalidRequestError, Logprob, TokenEvent
 
 from ..asking import copies
+from ..callers import CallerDep
 from ..constrained.output_format import constraint_of
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse
@@ -47,6 +48,7 @@ Scores = tuple[tuple[Logprob, tuple[Logprob, ...]], ...]
 async def create(
     request: Request,
     service: ServiceDep,
+    caller: CallerDep,
     body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest, refuse_completion))],
 ) -> Response:
     """Continues one or several prompts."""
@@ -58,7 +60,7 @@ async def create(
     jobs: list[Job] = []
     for prompt in prompts:
         jobs += copies(_job(service, body, prompt, constraint), body.n, first=len(jobs))
-    generation = service.submit(jobs)
+    generation = service.submit(jobs, caller, body.cache_salt)
     answer = CompletionAnswer(service, body, jobs)
     if body.stream:
         return EventStream(answer.stream(generation), generation)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from mlx_specprefill import ContextLengthError, TokenEvent
 
 from ..asking import Ask, Asked, ask, counted
+from ..callers import CallerDep
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import JsonResponse, api_error
 from ..generating.answers import AnswerDone, AnswerPiece, Idle, Working
@@ -36,10 +37,10 @@ BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))
 
 
 @router.post("/v1/responses")
-async def create(request: Request, service: ServiceDep, body: BodyDep) -> Response:
+async def create(request: Request, service: ServiceDep, caller: CallerDep, body: BodyDep) -> Response:
     """Answers a conversation."""
     tools = function_tools(body.tools)
-    asked = await ask(service, _ask(service, body, tools))
+    asked = await ask(service, _ask(service, body, tools), caller, body.cache_salt)
     answer = ResponsesAnswer(service, body, tools, asked)
     if body.stream:
         return EventStream(answer.stream(), asked.generation)

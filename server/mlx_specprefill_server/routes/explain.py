@@ -12,6 +12,7 @@ from starlette.responses import Response
 from mlx_specprefill import GenerationRequest, InvalidRequestError, SparseUnsupportedError
 
 from ..asking import room
+from ..callers import CallerDep
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves
 from ..errors import ApiError, JsonResponse
 from ..explaining.explained import explain_chunks, explanation
@@ -40,6 +41,7 @@ def _one_prompt(body: Mapping[str, Any]) -> None:
 async def explain(
     request: Request,
     service: ServiceDep,
+    caller: CallerDep,
     body: Annotated[ExplainRequest, Depends(body_of(ExplainRequest, _one_prompt))],
 ) -> Response:
     """The draft reads the prompt and scores it; the target is not run."""
@@ -48,7 +50,8 @@ async def explain(
     if not prompt.tokens:
         raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
     room(len(prompt.tokens), 1, service.context_length, field)
-    work = service.inspect(GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans))
+    asked = GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans)
+    work = service.inspect(asked, caller, body.cache_salt)
     try:
         inspection = await unless_client_leaves(request, work, work.result())
     except SparseUnsupportedError as error:

@@ -22,7 +22,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 SMALL = 1 << 16  # bytes of a body that can hold no more than the limits below allow
 MOST_VALUES = 1 << 20  # in one body; also the tokens of the longest prompt that models read today
-MOST_CONTAINERS = 1 << 17  # arrays and objects in one body: a conversation has a few per message
+MOST_CONTAINERS = 1 << 16  # arrays and objects in one body: a conversation has a few per message
 DEEPEST = 250  # what comes in may have to go out again, a little deeper, and orjson writes no more than 254 levels
 LONGEST_NAME = 256  # characters of a model's name, which answers and logs repeat
 # A string, whole or cut off by the end, or the beginning of a value. What was matched is never tried again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ from .parsers.formats import detect
 from .prompting.prompt import PromptBuilder
 from .settings import Settings
 
-__all__ = ["Service", "ServiceDep", "body_of", "unless_client_leaves"]
+__all__ = ["Service", "ServiceDep", "body_of", "unless_client_leaves", "while_connected"]
 
 CONVERTERS = 2  # threads; they compete with the event loop for the interpreter
 REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -49,7 +49,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
-        self.prompts = PromptBuilder(engine.pair.tokenizer)
+        self.prompts = PromptBuilder(engine.pair.tokenizer, engine.pair.context_length)
         self.metrics = Metrics(engine, self.model_id)
         self.recent = RecentAnswers()
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
@@ -180,6 +180,24 @@ def _check_model(service: Service, name: Any) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work`, and gives it up as soon as the client hangs up.
+
+    Raises:
+        ClientDisconnect: the client left.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return await task
+    finally:
+        task.cancel()
+        watch.cancel()
+
+
 async def unless_client_leaves(request: Request, generation: Generation | Inspecting, work: Awaitable[T]) -> T:
     """Awaits `work`, and closes its generation as soon as the client hangs up.
 
@@ -199,7 +217,11 @@ async def unless_client_leaves(request: Request, generation: Generation | Inspec
 
 
 async def _until_disconnect(request: Request, generation: Generation | Inspecting) -> None:
+    await _disconnected(request)
+    generation.close()
+
+
+async def _disconnected(request: Request) -> None:
     """The body has been read, so the next message can only be the disconnect."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    generation.close()

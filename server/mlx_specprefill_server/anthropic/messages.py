@@ -14,7 +14,7 @@ from mlx_specprefill import InvalidRequestError
 
 from ..asking import Ask, Asked, ask, counted
 from ..callers import CallerDep
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves
+from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
 from ..errors import JsonResponse, anthropic_body
 from ..generating.answers import AnswerDone, AnswerPiece, Idle
 from ..prompting.conversation import Conversation, Ending, Message, conversation
@@ -43,7 +43,7 @@ async def create(
     body: Annotated[MessagesRequest, Depends(body_of(MessagesRequest, refuse))],
 ) -> Response:
     """Answers a conversation."""
-    asked = await ask(service, _ask(service, body), caller, body.cache_salt)
+    asked = await while_connected(request, ask(service, _ask(service, body), caller, body.cache_salt))
     answer = MessageAnswer(service, body, asked)
     if body.stream:
         return EventStream(answer.stream(), asked.generation)
@@ -51,9 +51,12 @@ async def create(
 
 
 @router.post("/v1/messages/count_tokens")
-async def count(service: ServiceDep, body: Annotated[CountRequest, Depends(body_of(CountRequest, refuse))]) -> Response:
+async def count(
+    request: Request, service: ServiceDep, body: Annotated[CountRequest, Depends(body_of(CountRequest, refuse))]
+) -> Response:
     """How many tokens the prompt has."""
-    return JsonResponse({"input_tokens": await counted(service, _conversation(body), body.choice())})
+    tokens = await while_connected(request, counted(service, _conversation(body), body.choice()))
+    return JsonResponse({"input_tokens": tokens})
 
 
 def _conversation(body: CountRequest) -> Conversation:

@@ -14,7 +14,7 @@ from mlx_specprefill import TokenEvent
 
 from ..asking import Ask, Asked, ask, counted
 from ..callers import CallerDep
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves
+from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
 from ..errors import JsonResponse
 from ..generating.answers import (
     AnswerDone,
@@ -44,7 +44,7 @@ BodyDep = Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]
 @router.post("/v1/chat/completions")
 async def create(request: Request, service: ServiceDep, caller: CallerDep, body: BodyDep) -> Response:
     """Answers a conversation."""
-    asked = await ask(service, _ask(service, body), caller, body.cache_salt)
+    asked = await while_connected(request, ask(service, _ask(service, body), caller, body.cache_salt))
     answer = ChatAnswer(service, body, asked)
     if body.stream:
         return EventStream(answer.stream(), asked.generation)
@@ -52,9 +52,9 @@ async def create(request: Request, service: ServiceDep, caller: CallerDep, body:
 
 
 @router.post("/v1/chat/completions/input_tokens")
-async def count(service: ServiceDep, body: BodyDep) -> Response:
+async def count(request: Request, service: ServiceDep, body: BodyDep) -> Response:
     """How many tokens the prompt has, in llama.cpp's shape."""
-    tokens = await counted(service, body.conversation(), body.choice())
+    tokens = await while_connected(request, counted(service, body.conversation(), body.choice()))
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 

@@ -15,7 +15,7 @@ from mlx_specprefill import Constraint, InvalidRequestError, Logprob, TokenEvent
 from ..asking import copies
 from ..callers import CallerDep
 from ..constrained.output_format import constraint_of
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves
+from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
 from ..errors import JsonResponse
 from ..generating.deltas import Delta
 from ..generating.generation import Done, Generation, Idle, Job, Piece, PromptScores, Working
@@ -56,7 +56,7 @@ async def create(
         raise InvalidRequestError(f"n: at most {MAX_PROMPTS} answers are supported in one request", field="n")
     constraint = constraint_of(body.output(), special=service.vocabulary.special)
     await service.compile(constraint)
-    prompts = [await _prompt(service, prompt, body.suffix) for prompt in body.prompt]
+    prompts = await while_connected(request, _prompts(service, body))
     jobs: list[Job] = []
     for prompt in prompts:
         jobs += copies(_job(service, body, prompt, constraint), body.n, first=len(jobs))
@@ -65,6 +65,10 @@ async def create(
     if body.stream:
         return EventStream(answer.stream(generation), generation)
     return JsonResponse(await unless_client_leaves(request, generation, answer.collect(generation)))
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
+    return [await _prompt(service, prompt, body.suffix) for prompt in body.prompt]
 
 
 async def _prompt(service: Service, prompt: str | tuple[int, ...], suffix: str) -> Prompt:

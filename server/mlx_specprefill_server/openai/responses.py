@@ -15,7 +15,7 @@ from mlx_specprefill import ContextLengthError, TokenEvent
 
 from ..asking import Ask, Asked, ask, counted
 from ..callers import CallerDep
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves
+from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
 from ..errors import JsonResponse, api_error
 from ..generating.answers import AnswerDone, AnswerPiece, Idle, Working
 from ..prompting.conversation import Conversation, conversation
@@ -40,7 +40,7 @@ BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))
 async def create(request: Request, service: ServiceDep, caller: CallerDep, body: BodyDep) -> Response:
     """Answers a conversation."""
     tools = function_tools(body.tools)
-    asked = await ask(service, _ask(service, body, tools), caller, body.cache_salt)
+    asked = await while_connected(request, ask(service, _ask(service, body, tools), caller, body.cache_salt))
     answer = ResponsesAnswer(service, body, tools, asked)
     if body.stream:
         return EventStream(answer.stream(), asked.generation)
@@ -48,9 +48,10 @@ async def create(request: Request, service: ServiceDep, caller: CallerDep, body:
 
 
 @router.post("/v1/responses/input_tokens")
-async def count(service: ServiceDep, body: BodyDep) -> Response:
+async def count(request: Request, service: ServiceDep, body: BodyDep) -> Response:
     """How many tokens the prompt has."""
-    tokens = await counted(service, _conversation(body, function_tools(body.tools)), body.choice())
+    conversation = _conversation(body, function_tools(body.tools))
+    tokens = await while_connected(request, counted(service, conversation, body.choice()))
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 

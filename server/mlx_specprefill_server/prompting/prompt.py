@@ -1,16 +1,14 @@
 """From conversations and raw prompts to token ids and message spans.
 
-Templates and tokenizers take seconds on the longest prompts, so they run on one worker thread of their own: the event
-loop stays free, and the tokenizer is never used by two threads.
+Templates and tokenizers take seconds on the longest prompts, so they run on worker threads of their own: the event loop
+stays free. A fast tokenizer may be used by several threads, as long as none changes its settings.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +19,15 @@ from jinja2 import TemplateError
 from mlx_specprefill import InvalidRequestError, PromptSpan
 
 from .conversation import Conversation, Message, plainer
+from .size import SizeGuard
 from .spans import locate, to_tokens, turn_ends
+from .workers import Workers
 
 __all__ = ["Prompt", "PromptBuilder"]
 
 T = TypeVar("T")
 
+WORKERS = 4  # threads; the tokenizer leaves the interpreter to others while it works
 ENDING = 256  # characters: more than a template writes to open an answer, where no marker says where that begins
 
 # What a template raises on a conversation that it does not provide for. jinja2 wraps only some of them.
@@ -44,11 +45,20 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Renders and tokenizes for one model; `tokenizer` is an mlx_lm TokenizerWrapper."""
+    """Renders and tokenizes for one model.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Args:
+        tokenizer: an mlx_lm TokenizerWrapper.
+        context_length: tokens; texts that can't fit are refused before they are tokenized. None: any length is taken.
+
+    Attributes:
+        workers: the threads on which it does so.
+    """
+
+    def __init__(self, tokenizer: Any, context_length: int | None = None) -> None:
         self._tokenizer = tokenizer
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
+        self.workers = Workers(WORKERS if getattr(tokenizer, "is_fast", False) else 1)
+        self._size = SizeGuard(tokenizer, context_length, self._count)
         self._ends = _turn_ends(tokenizer)
 
     async def chat(self, conversation: Conversation) -> Prompt:
@@ -56,20 +66,29 @@ class PromptBuilder:
 
         Raises:
             InvalidRequestError: the model has no chat template, or its template refuses the conversation.
+            ContextLengthError: it can't fit the context.
         """
         return await self.run(partial(self._chat, conversation))
 
     async def raw(self, text: str) -> Prompt:
-        """A prompt as it stands, with the special tokens that the tokenizer adds by itself."""
+        """A prompt as it stands, with the special tokens that the tokenizer adds by itself.
+
+        Raises:
+            ContextLengthError: it can't fit the context.
+        """
         return await self.run(partial(self._raw, text))
 
     async def text(self, conversation: Conversation) -> str:
         """The rendered conversation as text; raises as `chat`."""
         return (await self.run(partial(self._fitted, conversation)))[1]
 
-    async def tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
-        """The ids of a text; `special` adds what the tokenizer puts around prompts by itself."""
-        return await self.run(lambda: tuple(self._tokenizer.encode(text, add_special_tokens=special)))
+    async def tokens(self, text: str, *, special: bool, field: str) -> tuple[int, ...]:
+        """The ids of a text; `special` adds what the tokenizer puts around prompts by itself.
+
+        Raises:
+            ContextLengthError: it can't fit the context; names `field`.
+        """
+        return await self.run(partial(self._tokens, text, special, field))
 
     async def passages(self, conversation: Conversation, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
         """Where these texts first occur in `chat`'s prompt: token spans [start, end) that cover them.
@@ -80,16 +99,30 @@ class PromptBuilder:
         return await self.run(partial(self._passages, conversation, texts))
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Anything long that uses the tokenizer, on the worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, call)
+        """Anything long that uses the tokenizer, on a worker thread."""
+        return await self.workers.run(call)
+
+    def _count(self, text: str) -> int:
+        if getattr(self._tokenizer, "is_fast", False):
+            backend = self._tokenizer.backend_tokenizer
+            return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _tokens(self, text: str, special: bool, field: str = "prompt") -> tuple[int, ...]:
+        self._size.check(text, field)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _raw(self, text: str) -> Prompt:
         start = self._tokenizer.bos_token
         has_start = bool(start) and text.startswith(start)
-        return Prompt(tuple(self._tokenizer.encode(text, add_special_tokens=not has_start)))
+        return Prompt(self._tokens(text, special=not has_start))
 
     def _chat(self, conversation: Conversation) -> Prompt:
+        # Of what the assistant said templates may leave out the reasoning.
+        said = sum(len(message["content"]) for message in conversation.messages if message["role"] != "assistant")
+        self._size.check_length(said, conversation.field)
         messages, text = self._fitted(conversation)
+        self._size.check(text, conversation.field)
         tokens, offsets = self._tokenize(text)
         if offsets is None:
             return Prompt(tokens, ending=_ending(text, self._ends))

@@ -13,7 +13,7 @@ from mlx_specprefill import GenerationRequest, InvalidRequestError, SparseUnsupp
 
 from ..asking import room
 from ..callers import CallerDep
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves
+from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
 from ..errors import ApiError, JsonResponse
 from ..explaining.explained import explain_chunks, explanation
 from ..fields import SpecPrefillFields, TokenIds
@@ -46,7 +46,7 @@ async def explain(
 ) -> Response:
     """The draft reads the prompt and scores it; the target is not run."""
     field = "messages" if body.prompt is None else "prompt"
-    prompt = await _prompt(service, body)
+    prompt = await while_connected(request, _prompt(service, body))
     if not prompt.tokens:
         raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
     room(len(prompt.tokens), 1, service.context_length, field)
@@ -57,7 +57,7 @@ async def explain(
     except SparseUnsupportedError as error:
         raise ApiError(400, f"Nothing to explain: {error}", code="sparse_unsupported") from error
     texts = partial(explain_chunks, service.engine.pair.tokenizer, prompt.tokens, inspection)
-    chunks = await service.prompts.run(texts)
+    chunks = await while_connected(request, service.prompts.run(texts))
     names = {"object": "specprefill.explanation", "model": service.model_id, "draft": service.draft_id}
     return JsonResponse(names | explanation(inspection, chunks) | {"tokens": prompt.tokens})
 

@@ -24,14 +24,16 @@ async def probe() -> Response:
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(service: ServiceDep) -> Response:
-    """200 while the engine moves; 503 when its thread is dead or has been silent for too long."""
-    state = service.engine.health()
+    """200 while the engine moves; 503 when its thread is dead, or it or one for prompts is silent for too long."""
+    state, workers = service.engine.health(), service.prompts.workers
     body: dict[str, Any] = {
         "status": "ok",
         "model": service.model_id,
         "running": state.running,
         "queued": state.queued,
         "heartbeat_age_s": round(state.heartbeat_age_s, 3),
+        "prompts_waiting": workers.waiting,
+        "prompts_longest_s": round(workers.longest_s, 3),
     }
     trouble = _trouble(service)
     if trouble is None:
@@ -47,4 +49,6 @@ def _trouble(service: Service) -> str | None:
         return "the engine's thread is dead"
     if state.heartbeat_age_s > service.settings.stale_after_s:
         return f"the engine has been silent for {state.heartbeat_age_s:.0f} s"
+    if service.prompts.workers.longest_s > service.settings.stale_after_s:
+        return f"a prompt has been rendered and tokenized for {service.prompts.workers.longest_s:.0f} s"
     return None

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.responses import Response
 
 from mlx_specprefill import InvalidRequestError
 
-from ..deps import Service, ServiceDep, body_of
+from ..deps import Service, ServiceDep, body_of, while_connected
 from ..errors import JsonResponse
 from ..fields import Body, TokenIds
 from ..prompting.conversation import Conversation, conversation, ending_of
@@ -72,10 +72,12 @@ def _nothing(body: Mapping[str, Any]) -> None:
 
 @router.post("/tokenize")
 async def tokenize(
-    service: ServiceDep, body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest, _one_prompt))]
+    request: Request,
+    service: ServiceDep,
+    body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest, _one_prompt))],
 ) -> Response:
     """The ids of a text or of a rendered conversation."""
-    tokens = await _tokens(service, body)
+    tokens = await while_connected(request, _tokens(service, body))
     answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length}
     if body.with_pieces:
         answer["tokens"] = [{"id": token, "piece": _piece(service, token)} for token in tokens]
@@ -88,8 +90,8 @@ async def _tokens(service: Service, body: TokenizeRequest) -> Sequence[int]:
     if body.messages is not None:
         return (await service.prompts.chat(body.conversation())).tokens
     if body.content is not None:
-        return await service.prompts.tokens(body.content, special=body.add_special)
-    return await service.prompts.tokens(body.prompt or "", special=body.add_special_tokens)
+        return await service.prompts.tokens(body.content, special=body.add_special, field="content")
+    return await service.prompts.tokens(body.prompt or "", special=body.add_special_tokens, field="prompt")
 
 
 def _piece(service: Service, token: int) -> str | list[int]:
@@ -103,19 +105,23 @@ def _piece(service: Service, token: int) -> str | list[int]:
 
 @router.post("/detokenize")
 async def detokenize(
-    service: ServiceDep, body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest, _nothing))]
+    request: Request,
+    service: ServiceDep,
+    body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest, _nothing))],
 ) -> Response:
     """The text of token ids."""
     size = service.vocabulary.size
     if not all(0 <= token < size for token in body.tokens):
         raise InvalidRequestError(f"tokens: ids must be from 0 to {size - 1}", field="tokens")
-    text = await service.prompts.run(partial(service.vocabulary.decode, body.tokens))
+    decoding = service.prompts.run(partial(service.vocabulary.decode, body.tokens))
+    text = await while_connected(request, decoding)
     return JsonResponse({"content": text, "prompt": text})
 
 
 @router.post("/apply-template")
 async def apply_template(
-    service: ServiceDep, body: Annotated[Rendered, Depends(body_of(Rendered, _nothing))]
+    request: Request, service: ServiceDep, body: Annotated[Rendered, Depends(body_of(Rendered, _nothing))]
 ) -> Response:
     """The text that a conversation becomes, ready for the assistant's answer."""
-    return JsonResponse({"prompt": await service.prompts.text(body.conversation())})
+    text = await while_connected(request, service.prompts.text(body.conversation()))
+    return JsonResponse({"prompt": text})

@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
 
 from .adapters.capture import install_capture
+from .adapters.depth import first_layers, layers_of, smallest_depth
 from .adapters.gguf import is_gguf, load_gguf
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.probe import probe_sparse
@@ -67,21 +68,32 @@ class ModelPair:
         return frozenset(int(i) for i in self.tokenizer.eos_token_ids)
 
 
-def load_pair(target: str | Path, draft: str | Path | None = None, *, dtype: DtypeName = "auto") -> ModelPair:
+def load_pair(
+    target: str | Path,
+    draft: str | Path | None = None,
+    *,
+    draft_layers: int | None = None,
+    dtype: DtypeName = "auto",
+) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
     Args:
+        draft: "self" is the target's own first layers, which share its weights.
+        draft_layers: how many of the draft's first layers read the prompt; unless it is all of them, they don't look
+            ahead. None: all of another model, half of the target's own.
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
 
     Raises:
-        LoadError: a checkpoint is missing or broken.
+        LoadError: a checkpoint is missing or broken, or the draft can't score with so many layers.
         PairMismatchError: the two don't share one tokenizer.
     """
     model, tokenizer, config = _load(target, dtype)
     mtp = _load_head(model, target, dtype)
-    if draft is None:
-        return make_pair(model, tokenizer, config, target_id=_name(target), mtp=mtp)
+    if draft is None or draft == "self":
+        own: Literal["self"] | None = None if draft is None else "self"
+        name = _name(target)
+        return make_pair(model, tokenizer, config, target_id=name, draft=own, draft_layers=draft_layers, mtp=mtp)
     draft_model, draft_tokenizer, draft_config = _load(draft, dtype)
     check_same_tokenizer(tokenizer, draft_tokenizer)
     return make_pair(
@@ -92,6 +104,7 @@ def load_pair(target: str | Path, draft: str | Path | None = None, *, dtype: Dty
         draft=draft_model,
         draft_config=draft_config,
         draft_id=_name(draft),
+        draft_layers=draft_layers,
         mtp=mtp,
     )
 
@@ -102,12 +115,25 @@ def make_pair(
     config: dict[str, Any],
     *,
     target_id: str = "target",
-    draft: nn.Module | None = None,
+    draft: nn.Module | Literal["self"] | None = None,
     draft_config: dict[str, Any] | None = None,
     draft_id: str = "draft",
+    draft_layers: int | None = None,
     mtp: MTPHead | str = "it was not loaded from a checkpoint",
 ) -> ModelPair:
-    """Join loaded models: install what they need, once, and find out whether this pair can prefill sparsely."""
+    """Join loaded models: install what they need, once, and find out whether this pair can prefill sparsely.
+
+    Args:
+        draft, draft_layers: as in `load_pair`.
+
+    Raises:
+        LoadError: the draft can't score with so many layers.
+    """
+    if isinstance(draft, str):
+        draft, draft_config, draft_id = target, config, target_id
+        draft_layers = _half(target) if draft_layers is None else draft_layers
+    if draft_layers is not None:
+        draft, draft_id = _shallow(draft, draft_id, draft_layers)
     install_rope()
     install_capture()
     for model in (target, draft):
@@ -132,6 +158,31 @@ def make_pair(
         draft_config=draft_config,
         mtp=mtp,
     )
+
+
+def _half(model: nn.Module) -> int:
+    """Half of its layers, or more if it takes more for one that sees the whole prompt."""
+    if adapter_for(architecture_of(model)).depth_refusal is not None:
+        return len(layers_of(model))
+    return max(len(layers_of(model)) // 2, smallest_depth(model))
+
+
+def _shallow(draft: nn.Module | None, draft_id: str, count: int) -> tuple[nn.Module, str]:
+    """The draft's first layers, and their name.
+
+    Raises:
+        LoadError: there is no draft, or these layers of it can't score.
+    """
+    if draft is None:
+        raise LoadError(f"draft_layers is {count}, but there is no draft")
+    total, refusal = len(layers_of(draft)), adapter_for(architecture_of(draft)).depth_refusal
+    if count < total and refusal is not None:
+        raise LoadError(f"draft_layers is {count}, but {draft_id} can't score: {refusal}")
+    try:
+        shallow = first_layers(draft, count)
+    except (ValueError, SparseUnsupportedError) as error:
+        raise LoadError(f"draft_layers is {count}, but of {draft_id}: {error}") from error
+    return shallow, f"{draft_id} ({count} of {total} layers)"
 
 
 def check_same_tokenizer(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:

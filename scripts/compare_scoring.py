@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _examine(name: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     known = find_pair(name)
-    reader = Reader(load_pair(known.target, known.draft))
+    reader = Reader(load_pair(known.target, known.draft, draft_layers=known.draft_layers))
 
     def reads(task: str, length: int, numbers: range) -> Iterator[Read]:
         for number in numbers:

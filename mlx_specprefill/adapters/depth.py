@@ -84,7 +84,10 @@ class FirstLayers(nn.Module):  # type: ignore[misc]
 
 
 def first_layers(model: nn.Module, count: int) -> nn.Module:
-    """The first `count` layers, or the model itself if it has no more: that one goes on to logits.
+    """The first `count` layers, or the model itself if it has no more: that one goes on to logits, if it does at all.
+
+    Args:
+        model: a model of mlx-lm, or first layers of one.
 
     Raises:
         ValueError: fewer than one layer, or more than the model has.
@@ -95,7 +98,7 @@ def first_layers(model: nn.Module, count: int) -> nn.Module:
         raise ValueError(f"it has {total} layers, so the first {count} of them can't be run")
     if count == total:
         return model
-    shallow = FirstLayers(model, count)
+    shallow = FirstLayers(_whole(model), count)
     if not shallow.spans_prompt:
         raise SparseUnsupportedError(
             f"none of its first {count} layers sees the whole prompt: it takes {smallest_depth(model)}"
@@ -111,7 +114,11 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def smallest_depth(model: nn.Module) -> int:
     """How many first layers it takes for one among them that sees the whole prompt; at most all of them."""
     total = len(layers_of(model))
-    return next((count for count in range(1, total) if FirstLayers(model, count).spans_prompt), total)
+    return next((count for count in range(1, total) if FirstLayers(_whole(model), count).spans_prompt), total)
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    return model.whole if isinstance(model, FirstLayers) else model
 
 
 class _Stopped(Exception):  # noqa: N818 - a control signal, not an error

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..adapters.capture import recorded_attention
+from ..adapters.depth import FirstLayers
 from ..adapters.mtp import MTPHead
 from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rewind import rewind_refusal
@@ -141,6 +142,8 @@ def _target_refusal(target: nn.Module) -> str | None:
 
 
 def _draft_refusal(draft: nn.Module) -> str | None:
+    if isinstance(draft, FirstLayers):
+        return f"the draft runs its first {draft.count} layers only, which do not say what token comes next"
     refusal = rewind_refusal(draft, make_prompt_cache(draft))
     return None if refusal is None else f"the draft: {refusal}"
 

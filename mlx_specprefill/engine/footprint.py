@@ -7,6 +7,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from ..adapters.depth import FirstLayers
 from ..adapters.mtp import MTPHead
 from ..cache.positioned import leaves
 from .admission import Footprint, physical_memory
@@ -26,8 +27,15 @@ def default_limit() -> int | None:
     return int(_SHARE_OF_RAM * ram) if ram else None
 
 
-def weight_bytes(model: nn.Module) -> int:
-    return sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
+def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:
+    """Of the parameters in memory that `beside` does not have as well: a draft can be a part of its target."""
+    counted = {} if beside is None else _arrays(beside)
+    return sum(int(array.nbytes) for key, array in _arrays(model).items() if key not in counted)
+
+
+def _arrays(model: nn.Module) -> dict[int, mx.array]:
+    held = model.whole if isinstance(model, FirstLayers) else model  # the layers that don't run are there all the same
+    return {id(array): array for _, array in tree_flatten(held.parameters())}
 
 
 def measure_footprint(model: nn.Module | None, step: int) -> Footprint:

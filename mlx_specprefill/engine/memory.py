@@ -46,7 +46,7 @@ class Memory:
         """Measure what a sequence costs, on the MLX thread. A model that can't even do this tells its first request."""
         pair, limit = self._pair, self._config.memory_limit or default_limit()
         head = 0 if isinstance(pair.mtp, str) else pair.mtp.nbytes
-        self._weights = weight_bytes(pair.target) + head, weight_bytes(pair.draft) if pair.draft else 0
+        self._weights = weight_bytes(pair.target) + head, weight_bytes(pair.draft, pair.target) if pair.draft else 0
         try:
             self._costs.measure()
             self._target = measure_footprint(pair.target, self._costs.longest_slice("prefill"))

@@ -109,7 +109,8 @@ class Speculator:
         if self._costs is None:
             config = self.config
             rows = (1, config.gamma + 1, config.gamma1 + 1, config.gamma2 + 1)
-            draft = None if self.pair.draft is None else measure_forwards(self.pair.draft, (1,))[1]
+            drafts = self.pair.draft is not None and self.refusals["draft"] is None
+            draft = measure_forwards(self.pair.draft, (1,))[1] if drafts else None
             head = None if isinstance(self.pair.mtp, str) else measure_head(self.pair.mtp)
             self._costs = DecodeCosts(measure_forwards(self.pair.target, rows), draft, head)
         return self._costs

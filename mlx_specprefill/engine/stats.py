@@ -60,7 +60,7 @@ class MemoryUse:
     """Bytes by consumer.
 
     Attributes:
-        target_weights, draft_weights: the models' parameters.
+        target_weights, draft_weights: the models' parameters; what they share counts as the target's.
         requests: KV cache and state of the requests in work, from the cost per token that was measured at start.
         reserved: what admission holds free for those requests, answers and activations included.
         prefix_cache, sessions: dense prefixes and sparse sessions kept for later requests, in memory.

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..adapters.capture import QueryCapture
+from ..adapters.depth import FirstLayers
 from ..adapters.registry import adapter_for, architecture_of
 from ..cache.positioned import leaves
 from ..config import ScoringConfig
@@ -95,7 +96,10 @@ def score_prompt(
         mx.eval([part.state for part in cache], [] if capture.passage is None else capture.passage)
         yield Progress("draft", end, M)
         start = end
-    looked_ahead = _look_ahead(draft, tokens[:, -1:], capture, cache, config)
+    if isinstance(draft, FirstLayers):
+        looked_ahead = _last_row(draft, tokens[:, -1:], capture, cache)
+    else:
+        looked_ahead = _look_ahead(draft, tokens[:, -1:], capture, cache, config)
     yield Progress("draft", M, M)
     return replace(_scores(capture, looked_ahead, config, stop_ids), cache=cache)
 
@@ -144,6 +148,14 @@ def _look_ahead(
     looked_ahead = mx.concatenate(generated)
     mx.eval(looked_ahead, capture.rows, [part.state for part in cache])
     return looked_ahead
+
+
+def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, cache: list[Any]) -> mx.array:
+    """Feed the last prompt token to layers that can't say what comes next: its own row, and no token."""
+    with capture.row(capture.prompt_len):
+        draft(last, cache=cache)
+    mx.eval(capture.rows, [part.state for part in cache])
+    return mx.array([], dtype=mx.uint32)
 
 
 class _Undo:

@@ -25,10 +25,14 @@ class MissingPairError(PairsError):
 
 
 class _Described(BaseModel):
-    """What a pair says beside its models; `alias` is the id that clients see."""
+    """What a pair says beside its models.
+
+    `alias` is the id that clients see, `draft_layers` how many of the draft's first layers read the prompt.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    draft_layers: int | None = Field(default=None, ge=1)
     threshold: int | None = Field(default=None, ge=0)
     keep_pct: float | None = Field(default=None, gt=0, le=1)
     alias: str | None = None
@@ -45,14 +49,17 @@ Model = Annotated[Annotated[str, Tag("name")] | Annotated[PackagedFile, Tag("pac
 
 
 class Row(_Described):
-    """A pair as the file names it: each model is a folder, a repository id, or a file of an installed package."""
+    """A pair as the file names it: each model is a folder, a repository id, or a file of an installed package.
+
+    The draft can also be "self": the target's own first layers.
+    """
 
     target: Model
     draft: Model | None = None
 
 
 class Pair(_Described):
-    """A pair as it can be loaded: `target` and `draft` are folders, files or repository ids."""
+    """A pair as it can be loaded: `target` and `draft` are folders, files or repository ids, or the draft is "self"."""
 
     target: str
     draft: str | None = None

@@ -60,6 +60,14 @@ class TestGenerate:
         assert "400 of 400 prompt tokens (100.0%)" in full.stderr
         assert "mode full (400 uncached prompt tokens, threshold 8192)" in auto.stderr
 
+    def test_the_target_as_its_own_draft(self, models: list[str], prompt_file: str) -> None:
+        arguments = ["generate", "--raw", "--prompt-file", prompt_file, "--max-tokens", "1", "--mode", "sparse"]
+        done = run(*arguments, *models[:2], "--draft", "self", "--draft-layers", "2")
+        assert done.exit_code == 0, done.output
+        assert "mode sparse (requested)" in done.stderr
+        wrong = run(*arguments, *models[:2], "--draft", "self", "--draft-layers", "4")
+        assert (wrong.exit_code, "draft_layers is 4, but of target: it has 3 layers" in wrong.stderr) == (2, True)
+
     def test_keep_share_reaches_the_engine(self, models: list[str], prompt_file: str) -> None:
         arguments = ["generate", "--raw", "--prompt-file", prompt_file, "--max-tokens", "1", "--mode", "sparse"]
         done = run(*arguments, "--forced", "last-token", "--keep-pct", "0.5", *models)

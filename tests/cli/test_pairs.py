@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill_server import packages, pairs
+from mlx_specprefill_server.cli.common import OptionError, choose
 from mlx_specprefill_server.pairs import MissingPairError, PairsError, find_pair, read_pairs
 
 
@@ -47,6 +48,27 @@ def test_folders_are_relative_to_the_file(tmp_path: Path) -> None:
     assert pair.draft == "org/d"
 
 
+def test_the_target_can_be_its_own_draft(tmp_path: Path) -> None:
+    path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "self"\ndraft_layers = 7\n')
+    pair = find_pair("a", path)
+    assert (pair.draft, pair.draft_layers) == ("self", 7)
+
+
+def test_options_change_the_draft_of_a_named_pair(tmp_path: Path) -> None:
+    path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "org/d"\ndraft_layers = 7\nkeep_pct = 0.3\n')
+
+    def chosen(draft: str | None, layers: int | None) -> tuple[str | None, int | None, float | None]:
+        pair = choose("a", path, None, draft, layers)
+        return pair.draft, pair.draft_layers, pair.keep_pct
+
+    assert chosen(None, None) == ("org/d", 7, 0.3)
+    assert chosen(None, 3) == ("org/d", 3, 0.3)
+    assert chosen("self", None) == ("self", None, 0.3)
+    assert chosen("self", 4) == ("self", 4, 0.3)
+    with pytest.raises(OptionError, match="--draft needs --target, unless it is self"):
+        chosen("org/other", None)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -54,6 +76,7 @@ def test_folders_are_relative_to_the_file(tmp_path: Path) -> None:
         ('[a]\ntarget = "t"\nkeep = 0.2\n', "a.keep"),
         ('[a]\ntarget = "t"\nkeep_pct = 2.0\n', "a.keep_pct"),
         ('[a]\ntarget = "t"\nthreshold = "many"\n', "a.threshold"),
+        ('[a]\ntarget = "t"\ndraft = "self"\ndraft_layers = 0\n', "a.draft_layers"),
         ('a = "t"\n', "a: "),
         ("[a]\ntarget = 3\n", "a.target"),
         ('[a.target]\npackage = "m"\nfile = "f"\nsha256 = "00"\n', "a.target.package.package"),

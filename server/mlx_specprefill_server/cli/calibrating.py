@@ -10,7 +10,7 @@ from mlx_specprefill import calibrate as measure_pair
 
 from .common import begin, choose, load, make_settings, notes, one_line_errors
 from .console import cost_table
-from .options import Draft, Dtype, Keep, Level, PairName, PairsFile, Target
+from .options import Draft, DraftLayers, Dtype, Keep, Level, PairName, PairsFile, Target
 
 __all__ = ["calibrate"]
 
@@ -21,6 +21,7 @@ def calibrate(
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,
+    draft_layers: DraftLayers = None,
     dtype: Dtype = "auto",
     log_level: Level = "warning",
 ) -> None:
@@ -30,7 +31,7 @@ def calibrate(
     """
     begin(log_level)
     with one_line_errors():
-        chosen = choose(pair, pairs_file, target, draft)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers)
         config = make_settings(chosen, specprefill_keep_pct=keep).engine_config()
         loaded = load(chosen, dtype)
         with notes().status("Measuring"):

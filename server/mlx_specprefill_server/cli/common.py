@@ -86,22 +86,27 @@ def notes() -> Console:
     return Console(stderr=True)
 
 
-def choose(name: str | None, pairs_file: Path | None, target: str | None, draft: str | None) -> Pair:
+def choose(
+    name: str | None, pairs_file: Path | None, target: str | None, draft: str | None, draft_layers: int | None = None
+) -> Pair:
     """The pair that the options mean; without options the real model where it is installed, else the bundled one.
+
+    A named pair can be given another depth of its draft, or itself as the draft.
 
     Raises:
         PairsError: no such pair, or an unreadable file.
         OptionError: a draft without a target, or a file of pairs without a name.
     """
     if target is not None:
-        return Pair(target=target, draft=draft)
-    if draft is not None:
-        raise OptionError("--draft needs --target")
-    if name is not None:
-        return find_pair(name, pairs_file)
-    if pairs_file is not None:
+        return Pair(target=target, draft=draft, draft_layers=draft_layers)
+    if draft not in (None, "self"):
+        raise OptionError("--draft needs --target, unless it is self")
+    if name is None and pairs_file is not None:
         raise OptionError("--pairs-file needs --pair")
-    return _default_pair()
+    found = _default_pair() if name is None else find_pair(name, pairs_file)
+    if draft is not None:
+        return found.model_copy(update={"draft": draft, "draft_layers": draft_layers})
+    return found if draft_layers is None else found.model_copy(update={"draft_layers": draft_layers})
 
 
 def _default_pair() -> Pair:
@@ -144,9 +149,9 @@ def options_of(enabled: bool | None, keep: str | None) -> SpecPrefillOptions:
 
 
 def load(pair: Pair, dtype: DtypeName) -> ModelPair:
-    names = pair.target if pair.draft is None else f"{pair.target} and {pair.draft}"
+    names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
     with notes().status(f"Loading {names}"):
-        return load_pair(pair.target, pair.draft, dtype=dtype)
+        return load_pair(pair.target, pair.draft, draft_layers=pair.draft_layers, dtype=dtype)
 
 
 def read_text(path: Path) -> str:

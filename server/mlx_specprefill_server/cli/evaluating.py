@@ -17,7 +17,7 @@ from ..evals.command import evaluate as run
 from ..evals.local import LocalExaminee, examination
 from ..evals.remote import RemoteExaminee
 from .common import OptionError, begin, choose, load, one_line_errors
-from .options import ChunkSize, Draft, Dtype, Level, PairName, PairsFile, Target
+from .options import ChunkSize, Draft, DraftLayers, Dtype, Level, PairName, PairsFile, Target
 
 __all__ = ["evaluate"]
 
@@ -52,6 +52,7 @@ def evaluate(
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,
+    draft_layers: DraftLayers = None,
     dtype: Dtype = "auto",
     log_level: Level = "warning",
 ) -> None:
@@ -74,7 +75,7 @@ def evaluate(
                 raise OptionError("--chunk-size is for a pair that is loaded here; a server has its own")
             typer.echo(json.dumps(run(options, RemoteExaminee(server, model, api_key), _tell)))
             return
-        chosen = choose(pair, pairs_file, target, draft)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers)
         selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
         with Engine(load(chosen, dtype), examination(selection)) as engine:
             typer.echo(json.dumps(run(options, LocalExaminee(engine), _tell)))

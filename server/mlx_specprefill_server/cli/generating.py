@@ -35,6 +35,7 @@ from .console import StageBars, stage_bars, stage_summary, stage_table
 from .options import (
     ChunkSize,
     Draft,
+    DraftLayers,
     Dtype,
     Forced,
     Keep,
@@ -67,6 +68,7 @@ def generate(
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,
+    draft_layers: DraftLayers = None,
     dtype: Dtype = "auto",
     forced: Forced = "template",
     prefill_step: PrefillStep = None,
@@ -78,7 +80,7 @@ def generate(
     with one_line_errors():
         text = read_text(prompt_file)
         options = options_of(_ENABLED[mode], keep)
-        chosen = choose(pair, pairs_file, target, draft)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers)
         settings = make_settings(
             chosen,
             one_shot=True,

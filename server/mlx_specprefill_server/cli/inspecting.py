@@ -26,7 +26,20 @@ from .common import (
     read_text,
 )
 from .console import chunk_table, stage_bars, work_table
-from .options import ChunkSize, Draft, Dtype, Forced, Keep, Level, PairName, PairsFile, Question, Raw, Target
+from .options import (
+    ChunkSize,
+    Draft,
+    DraftLayers,
+    Dtype,
+    Forced,
+    Keep,
+    Level,
+    PairName,
+    PairsFile,
+    Question,
+    Raw,
+    Target,
+)
 
 __all__ = ["inspect"]
 
@@ -46,6 +59,7 @@ def inspect(
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,
+    draft_layers: DraftLayers = None,
     dtype: Dtype = "auto",
     forced: Forced = "template",
     log_level: Level = "warning",
@@ -60,7 +74,7 @@ def inspect(
             raise OptionError("--prompt-file or --shape is needed")
         text = read_text(prompt_file)
         options = options_of(None, keep)
-        chosen = choose(pair, pairs_file, target, draft)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers)
         settings = make_settings(chosen, one_shot=True, chunk_size=chunk_size, forced_rule=forced, **ONE_SHOT)
         with Engine(load(chosen, dtype), settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)

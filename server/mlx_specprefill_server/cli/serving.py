@@ -14,11 +14,18 @@ from ..monitoring.logs import set_up as set_up_logs
 from ..parsers.formats import ReasoningParser, ToolParser
 from ..settings import LogFormat, LogLevel
 from .common import choose, load, make_settings, note_blas, one_line_errors
-from .options import ChunkSize, Draft, Dtype, KvBits, PairName, PairsFile, PrefillStep, Target
+from .options import ChunkSize, Draft, DraftLayers, Dtype, KvBits, PairName, PairsFile, PrefillStep, Target
 
 __all__ = ["serve"]
 
-_OF_THE_PAIR = ("pair", "pairs_file", "target", "draft", "dtype")  # every other parameter has its setting's name
+_OF_THE_PAIR = (
+    "pair",
+    "pairs_file",
+    "target",
+    "draft",
+    "draft_layers",
+    "dtype",
+)  # every other parameter has its setting's name
 
 
 def serve(
@@ -27,6 +34,7 @@ def serve(
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,
+    draft_layers: DraftLayers = None,
     host: Annotated[str | None, typer.Option(help="Default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Default 8000.")] = None,
     dtype: Dtype = "auto",
@@ -107,7 +115,7 @@ def serve(
     note_blas()
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _OF_THE_PAIR}
     with one_line_errors():
-        chosen = choose(pair, pairs_file, target, draft)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers)
         settings = make_settings(chosen, **given)
         set_up_logs(settings.log_level, settings.log_format)
         with Engine(load(chosen, dtype), settings.engine_config()) as engine:

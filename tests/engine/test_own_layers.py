@@ -1,0 +1,250 @@
+"""A draft that runs its first layers only: alone, and as the target's own layers inside the engine."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    LoadError,
+    ModelPair,
+    PairCost,
+    ScoringConfig,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+    SpeculationName,
+    calibrate,
+    load_pair,
+    make_pair,
+)
+from mlx_specprefill.adapters.capture import install_capture
+from mlx_specprefill.adapters.depth import FirstLayers, first_layers
+from mlx_specprefill.engine import calibration
+from mlx_specprefill.engine.calibration import calibrated
+from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
+from mlx_specprefill.prefill.scoring import Scores, score_prompt
+from tests.slices import finish
+from tests.tiny import CONFIGS, FAMILIES, VOCAB, generated, random_prompt, save_checkpoint, tiny_model, tokenizer
+
+CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0, densify=False), prefill_step=32)
+LAYERS = 2  # of three or four; one of them sees the whole prompt in every family
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    install_capture()
+
+
+def truncated(family: str, whole: nn.Module) -> nn.Module:
+    """A model that was built with so few layers, and has their weights."""
+    config = copy.deepcopy(CONFIGS[family])
+    text = config.get("text_config", config)
+    count = text["num_hidden_layers"]
+    text |= {key: value[:LAYERS] for key, value in text.items() if isinstance(value, list) and len(value) == count}
+    text["num_hidden_layers"] = LAYERS
+    model = tiny_model(family, **config)
+    named = dict(nn.utils.tree_flatten(whole.parameters()))
+    names = [name for name, _ in nn.utils.tree_flatten(model.parameters())]
+    model.load_weights([(name, named[name]) for name in names])
+    return model
+
+
+def scored(draft: nn.Module, prompt: tuple[int, ...], config: ScoringConfig, cache: list[Any] | None = None) -> Scores:
+    slices: Generator[Any, None, Scores] = score_prompt(draft, prompt, config, cache=cache)
+    return finish(slices)
+
+
+def own_pair(family: str = "llama", count: int | None = LAYERS, target: nn.Module | None = None) -> ModelPair:
+    config = {"max_position_embeddings": 4096, "vocab_size": VOCAB}
+    return make_pair(target or tiny_model(family, 1), tokenizer(), config, draft="self", draft_layers=count)
+
+
+def asked(length: int = 200, how: SpeculationName | None = None) -> GenerationRequest:
+    return GenerationRequest(
+        random_prompt(length), 12, specprefill=SpecPrefillOptions(enabled=True, speculative=how, return_spans=True)
+    )
+
+
+# --- scoring ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("step", [200, 33])
+def test_scores_are_those_of_a_model_that_has_no_more_layers(family: str, step: int) -> None:
+    """Its row for the last prompt token and the question's; nothing is generated."""
+    whole, prompt = tiny_model(family, 3), random_prompt(120, 4)
+    ours = scored(first_layers(whole, LAYERS), prompt, ScoringConfig(prefill_step=step))
+    theirs = scored(truncated(family, whole), prompt, ScoringConfig(rows=1, prefill_step=step))
+    assert np.array_equal(ours.importance, theirs.importance)
+    assert (ours.lookahead, ours.rows, ours.layers) == ((), 1, theirs.layers)
+    lengths = {int(part.offset) for part in ours.cache if hasattr(part, "offset")}
+    assert lengths == {120}
+
+
+def test_a_cached_beginning_does_not_change_the_scores() -> None:
+    shallow, prompt = first_layers(tiny_model("llama", 3), LAYERS), random_prompt(120, 4)
+    cache = make_prompt_cache(shallow)
+    scored(shallow, prompt[:60], ScoringConfig(), cache)
+    again = scored(shallow, prompt, ScoringConfig(), cache)
+    assert np.allclose(again.importance, scored(shallow, prompt, ScoringConfig()).importance, atol=1e-6)
+
+
+# --- inside the engine -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target_scores_for_itself(family: str) -> None:
+    """What is kept is what the first layers of another copy of it look at, and the answer that of just these tokens."""
+    pair = own_pair(family)
+    assert pair.sparse_refusal is None
+    whole = tiny_model(family, 1)
+    other = replace(pair, target=whole, draft=truncated(family, whole))
+    with Engine(pair, CONFIG) as engine:
+        tokens, last = generated(engine.generate(asked()))
+        again, _ = generated(engine.generate(asked()))
+    with Engine(other, replace(CONFIG, scoring=ScoringConfig(rows=1))) as engine:
+        expected, reference = generated(engine.generate(asked()))
+    assert isinstance(last, Finished)
+    assert isinstance(reference, Finished)
+    assert (last.account.mode, reference.account.mode) == ("sparse", "sparse")
+    assert last.account.kept_spans is not None
+    assert last.account.kept_spans == reference.account.kept_spans
+    assert tokens == again == expected
+
+
+def test_dense_answers_are_those_of_the_target_alone() -> None:
+    request = replace(asked(), specprefill=SpecPrefillOptions(enabled=False))
+    pair = own_pair()
+    with Engine(pair, CONFIG) as engine:
+        generated(engine.generate(asked()))
+        tokens, _ = generated(engine.generate(request))
+    with Engine(replace(pair, draft=None, draft_id=None), CONFIG) as engine:
+        assert generated(engine.generate(request))[0] == tokens
+
+
+@pytest.mark.parametrize("how", ["draft", "triforce"])
+def test_it_drafts_no_answers(how: SpeculationName) -> None:
+    with Engine(own_pair(), CONFIG) as engine:
+        _, last = generated(engine.generate(asked(how=how)))
+        _, automatic = generated(engine.generate(asked(how="auto")))
+    assert isinstance(last, Finished)
+    assert isinstance(automatic, Finished)
+    assert last.account.mode == automatic.account.mode == "sparse"
+    assert last.account.speculation is not None
+    assert last.account.speculation.strategy == "autoregressive"
+    assert "first 2 layers only" in last.account.speculation.reason
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def test_shared_weights_are_counted_once() -> None:
+    pair = own_pair()
+    assert isinstance(pair.draft, FirstLayers)
+    assert weight_bytes(pair.draft, pair.target) == 0
+    with Engine(pair, CONFIG) as engine:
+        generated(engine.generate(asked()))
+        memory = engine.stats().memory
+    assert (memory.target_weights, memory.draft_weights) == (weight_bytes(pair.target), 0)
+
+
+def test_layers_of_another_model_that_do_not_run_are_counted_all_the_same() -> None:
+    target, draft = tiny_model("llama", 1), tiny_model("llama", 2)
+    pair = make_pair(target, tokenizer(), {}, draft=draft, draft_config={}, draft_layers=1)
+    assert isinstance(pair.draft, FirstLayers)
+    assert weight_bytes(pair.draft, target) == weight_bytes(draft)
+
+
+def test_its_sequences_need_the_memory_of_its_layers() -> None:
+    whole = tiny_model("llama", 1)
+    of_one, of_all = (measure_footprint(first_layers(whole, count), 32).per_token for count in (1, 3))
+    assert of_all == 3 * of_one > 0
+
+
+def test_costs_are_measured_and_kept_per_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_STEPS": (64, 128), "_SHORTER": 32, "_TRIED": 128, "_LONG": 192}.items():
+        monkeypatch.setattr(calibration, name, value)
+    config = replace(CONFIG, calibration_file=tmp_path / "costs.json")
+    target = tiny_model("llama", 1)
+    costs: list[PairCost] = [calibrate(own_pair(count=count, target=target), config) for count in (1, 2)]
+    assert all(cost.draft.prefill_ms(1000) > 0 for cost in costs)
+    assert len(json.loads((tmp_path / "costs.json").read_text())) == 2
+    assert calibrated(own_pair(count=2, target=target), config) == costs[1]
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_from_a_checkpoint(tmp_path: Path) -> None:
+    where = save_checkpoint(tmp_path / "m", "gpt_oss", 1)
+    pair = load_pair(where, "self", draft_layers=3)
+    assert isinstance(pair.draft, FirstLayers)
+    assert pair.draft.whole is pair.target
+    assert (pair.draft.count, pair.sparse_refusal) == (3, None)
+    assert pair.draft_id == f"{pair.target_id} (3 of 4 layers)"
+    assert pair.draft_context == pair.context_length
+
+
+@pytest.mark.parametrize(("family", "count"), [("llama", 1), ("gpt_oss", 2), ("nemotron_h", 2)])
+def test_half_of_the_layers_unless_told_otherwise(family: str, count: int) -> None:
+    pair = own_pair(family, None)
+    assert isinstance(pair.draft, FirstLayers)
+    assert pair.draft.count == count
+
+
+def test_more_than_half_where_only_then_the_whole_prompt_is_seen() -> None:
+    layers = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    pair = own_pair(count=None, target=tiny_model("gpt_oss", 1, **layers))
+    assert pair.draft is pair.target
+
+
+def test_all_of_its_layers_look_ahead() -> None:
+    pair = own_pair(count=3)
+    assert pair.draft is pair.target
+    with Engine(pair, CONFIG) as engine:
+        _, last = generated(engine.generate(asked()))
+        assert engine.stats().memory.draft_weights == 0
+    assert isinstance(last, Finished)
+    assert last.account.mode == "sparse"
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "words"),
+    [
+        ("llama", 0, "it has 3 layers"),
+        ("llama", 4, "it has 3 layers"),
+        ("gpt_oss", 1, "it takes 2"),
+    ],
+)
+def test_depths_that_can_not_be(family: str, count: int, words: str) -> None:
+    with pytest.raises(LoadError, match=f"draft_layers is {count}, .*{words}"):
+        own_pair(family, count)
+
+
+def test_a_depth_of_nothing() -> None:
+    with pytest.raises(LoadError, match="draft_layers is 2, but there is no draft"):
+        make_pair(tiny_model("llama"), tokenizer(), {}, draft_layers=2)
+
+
+def test_first_layers_of_first_layers() -> None:
+    whole = tiny_model("llama")
+    two = first_layers(whole, 2)
+    assert first_layers(two, 2) is two
+    one = first_layers(two, 1)
+    assert isinstance(one, FirstLayers)
+    assert one.whole is whole
+    with pytest.raises(ValueError, match="it has 2 layers"):
+        first_layers(two, 3)

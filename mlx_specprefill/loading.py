@@ -198,15 +198,16 @@ def check_same_tokenizer(target: TokenizerWrapper, draft: TokenizerWrapper) -> N
         raise PairMismatchError(
             f"target and draft have different vocabularies ({len(ours)} and {len(theirs)} tokens; e.g. {example})"
         )
-    if _special(target) != _special(draft):
-        differing_ids = sorted(_special(target) ^ _special(draft))[:4]
+    if _added(target) != _added(draft):
+        differing_ids = sorted(_added(target) ^ _added(draft))[:4]
         raise PairMismatchError(f"target and draft have different special tokens (e.g. ids {differing_ids})")
     if target.encode(_PROBE_TEXT) != draft.encode(_PROBE_TEXT):
         raise PairMismatchError("target and draft share a vocabulary but split text differently")
 
 
-def _special(tokenizer: TokenizerWrapper) -> set[int]:
-    return {int(index) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+def _added(tokenizer: TokenizerWrapper) -> set[int]:
+    """What is cut out of a text whole. Which of them count as special is for decoding, and GGUF files call more so."""
+    return {int(index) for index in tokenizer.added_tokens_decoder}
 
 
 def _load(where: str | Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -10,6 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from mlx_specprefill import load_pair
 from mlx_specprefill.adapters.gguf import load_gguf
+from mlx_specprefill.cache.fingerprint import model_identity
 from tests.gguf_files import CONFIGS, F32, contents, from_safetensors, random_weights, rounded, tiny
 
 PROMPT = mx.array(np.random.default_rng(3).integers(3, 250, (1, 24)))
@@ -53,6 +56,94 @@ def test_packed_weights_equal_their_values(tmp_path, architecture, kind):
         ]
         assert len(layers) == (sum(array.ndim > 1 for array in weights.values()) if pack else 0)
         assert ("quantization" in read) == pack
+
+
+def equal(folder, architecture, config, extra=None, metadata=None):
+    """A file with these tensors and metadata beside the usual ones, against the folder with this configuration."""
+    weights = random_weights(config)
+    made = contents(architecture, config, weights)
+    made.tensors |= {name: (array, F32) for name, array in (extra or {}).items()}
+    made.metadata |= metadata or {}
+    model, _, _ = load_gguf(made.write(folder / "tiny.gguf"))
+    expected = logits(from_safetensors(folder / "folder", config, weights))
+    return np.abs(logits(model) - expected).max() < 1e-5 * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+def test_heads_of_their_own_and_tied_ones(tmp_path, architecture, tied):
+    assert equal(tmp_path, architecture, {**CONFIGS[architecture], "tie_word_embeddings": tied})
+
+
+def test_biases_of_llamas_attention(tmp_path):
+    assert equal(tmp_path, "llama", {**CONFIGS["llama"], "attention_bias": True})
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def llama3_factors(config):
+    """As llama.cpp's converter works them out."""
+    original, factors = LLAMA3["original_max_position_embeddings"], []
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    for index in range(0, config["head_dim"], 2):
+        wavelength = 2 * np.pi * config["rope_theta"] ** (index / config["head_dim"])
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(LLAMA3["factor"])
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / LLAMA3["factor"] + smooth))
+    assert len(set(factors)) > 2
+    return np.array(factors, np.float32)
+
+
+def test_llama_3s_scaling_comes_as_factors(tmp_path):
+    config = {**CONFIGS["llama"], "head_dim": 32, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}
+    assert equal(tmp_path, "llama", config, extra={"rope_freqs.weight": llama3_factors(config)})
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaling_by_name(tmp_path, architecture, kind):
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 128}
+    key = f"{architecture}.rope.scaling"
+    metadata = {f"{key}.type": kind, f"{key}.factor": 4.0, f"{key}.original_context_length": 128}
+    assert equal(tmp_path, architecture, {**CONFIGS[architecture], "rope_scaling": scaling}, metadata=metadata)
+
+
+def test_a_file_and_a_folder_are_a_pair(tmp_path):
+    """The converter calls more tokens special than a tokenizer.json does; what is cut out whole is the same."""
+    file = tiny("llama").write(tmp_path / "target.gguf")
+    folder = tmp_path / "draft"
+    from_safetensors(folder, CONFIGS["qwen3"], random_weights(CONFIGS["qwen3"]))
+    load_pair(file).tokenizer.save_pretrained(folder)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    stored["added_tokens"][0]["special"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("added_tokens_decoder", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    pair = load_pair(file, folder)
+    assert pair.sparse_refusal is None
+    assert not load_pair(folder).tokenizer.added_tokens_decoder[0].special
+
+
+def test_the_identity_for_caches(tmp_path):
+    """The same for two loads from two paths; another for packed weights, whose products are rounded differently."""
+    config = CONFIGS["llama"]
+    made = contents("llama", config, random_weights(config), mixed)
+    first, second = made.write(tmp_path / "a.gguf"), made.write(tmp_path / "b.gguf")
+    names = []
+    for file, pack in ((first, True), (second, True), (first, False)):
+        model, _, read = load_gguf(file, dtype=mx.float32, pack=pack)
+        names.append(model_identity(model, read))
+    assert names[0] == names[1] != names[2]
+
+
+def test_no_mtp_head_is_looked_for(tmp_path):
+    assert load_pair(tiny("llama").write(tmp_path / "tiny.gguf")).mtp == "MTP heads of llama are not supported"
 
 
 def test_bits_are_kept_per_tensor(tmp_path):

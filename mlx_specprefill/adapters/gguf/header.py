@@ -120,10 +120,10 @@ class _Reader:
     def number(self, layout: str, what: str) -> Any:
         return struct.unpack(layout, self.take(struct.calcsize(layout), what))[0]
 
-    def text(self, what: str, longest: int = MAX_HEADER) -> str:
+    def text(self, what: str, longest: int | None = None) -> str:
         """A string: its length in eight bytes, then UTF-8."""
         length = self.number("<Q", what)
-        if length > longest:
+        if longest is not None and length > longest:
             raise LoadError(f"{what} has {length} bytes, more than {longest}")
         try:
             return self.take(length, what).decode()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import signal
 import socket
+import time
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,9 +24,12 @@ from .openai import chat, completions, models, responses
 from .routes import about, explain, health, live, page, tokens
 from .settings import Settings
 from .tidying import HeadAsGet, TrailingSlash
+from .turnstile import Turnstile
 
 ON: TelemetryConfig = {"auto_configure": True, "logs": False}  # records of exceptions might quote prompts
 OFF: TelemetryConfig = {"auto_configure": False, "tracing": False, "metrics": False, "logs": False}
+
+ENDING_S = 10  # that connections get to end after their answers were ended
 
 __all__ = ["Server", "create_app", "serve"]
 
@@ -37,8 +44,9 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
         redirect_slashes=False,
         telemetry=ON if settings.otel else OFF,
     )
-    app.state.service = Service(engine, settings)
+    service = app.state.service = Service(engine, settings)
     errors.install(app)
+    app.add_middleware(Turnstile, service=service, settings=settings)
     app.add_middleware(HeadAsGet)
     app.add_middleware(Gatekeeper, settings=settings)
     if settings.cors_origins:  # outside of the gate, which asks for a key that no preflight has
@@ -58,11 +66,28 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
 
 
 class Server(uvicorn.Server):
-    """On a signal, ends the answers first: every stream gets its finish chunk and [DONE], then the engine stops."""
+    """Ends in two steps: SIGTERM lets what is in work finish, for a while; then, at a second one, or at SIGINT every
+    stream gets its finish chunk and [DONE], and the engine stops."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self._end_at = math.inf
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called in the middle of whatever the main thread does."""
+        if sig != signal.SIGTERM or self._service.draining:
+            super().handle_exit(sig, frame)
+            return
+        self._captured_signals.append(sig)
+        self._end_at = time.monotonic() + self._service.settings.shutdown_grace_s
+        self._service.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second; true: it is time to end."""
+        if self._service.draining and (not self._service.requests or time.monotonic() >= self._end_at):
+            self.should_exit = True
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stop()
@@ -77,7 +102,7 @@ def serve(engine: EngineLike, settings: Settings) -> None:
         app,
         host=settings.host,
         port=settings.port,
-        timeout_graceful_shutdown=settings.shutdown_grace_s,
+        timeout_graceful_shutdown=ENDING_S,
         server_header=False,
         log_config=None,  # its records go to our handler
         access_log=False,  # AccessLog writes the lines

@@ -21,7 +21,7 @@ from mlx_specprefill import Constraint, EngineClosedError, GenerationRequest, Re
 
 from .bodies import SMALL, decoded, loaded, read, validated
 from .callers import Caller
-from .errors import ApiError
+from .errors import ApiError, DeadlineError, QueueTimeoutError
 from .explaining.inspecting import Inspecting
 from .generating.deliveries import Deliveries
 from .generating.generation import Ended, EngineLike, Generation, Job
@@ -36,6 +36,7 @@ from .settings import Settings
 __all__ = ["Service", "ServiceDep", "body_of", "unless_client_leaves", "while_connected"]
 
 CONVERTERS = 2  # threads; they compete with the event loop for the interpreter
+PATIENCE_S = 5.0  # for the engine to end an answer itself, which it does between two of its steps
 REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 T = TypeVar("T")
@@ -57,6 +58,8 @@ class Service:
         self._live: WeakSet[Generation | Inspecting] = WeakSet()
         self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, Deliveries] = WeakKeyDictionary()
         self._converters = ThreadPoolExecutor(CONVERTERS, thread_name_prefix="bodies")
+        self.requests = 0  # that have a body and are in work
+        self.draining = False  # what is in work may go on, nothing new begins
         self.stopping = False
 
     @property
@@ -100,8 +103,13 @@ class Service:
         jobs = [replace(job, request=replace(job.request, label=label)) for job in jobs]
         loop = asyncio.get_running_loop()
         deliveries = self._deliveries.setdefault(loop, Deliveries(loop))
-        generation = Generation(self.engine, self.vocabulary, jobs, deliveries, self._counted(len(jobs), caller))
+        on_end, buffer = self._counted(len(jobs), caller), self.settings.stream_buffer
+        generation = Generation(self.engine, self.vocabulary, jobs, deliveries, on_end, buffer)
         self._live.add(generation)
+        if (deadline := _deadline()) is not None:
+            generation.end_at(deadline, DeadlineError())
+        if (patience := self.settings.queue_timeout_s) is not None:
+            generation.begin_within(patience, QueueTimeoutError(patience))
         return generation
 
     def inspect(self, request: GenerationRequest, caller: Caller, cache_salt: str | None) -> Inspecting:
@@ -109,6 +117,8 @@ class Service:
         self._refuse_when_stopping()
         work = Inspecting(self.engine, replace(request, label=caller.label(cache_salt)))
         self._live.add(work)
+        if (deadline := _deadline()) is not None:
+            work.end_at(deadline, DeadlineError())
         return work
 
     def _refuse_when_stopping(self) -> None:
@@ -131,9 +141,14 @@ class Service:
 
     def stop(self) -> None:
         """Ends every answer in work, so that each stream can close properly, and takes no new ones."""
-        self.stopping = True
+        self.draining = self.stopping = True
         for work in list(self._live):
-            work.stop(self.settings.shutdown_grace_s / 2)
+            work.stop(PATIENCE_S)
+
+
+def _deadline() -> float | None:
+    exchange = current_exchange()
+    return None if exchange is None else exchange.deadline
 
 
 def _short(model: str | None) -> str | None:
@@ -185,13 +200,16 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
     Raises:
         ClientDisconnect: the client left.
+        DeadlineError: the request has no time left.
     """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(request))
+    deadline = _deadline()
+    left = None if deadline is None else deadline - asyncio.get_running_loop().time()
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, watch), timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientDisconnect
+            raise ClientDisconnect if watch.done() else DeadlineError
         return await task
     finally:
         task.cancel()

@@ -25,7 +25,16 @@ from mlx_specprefill import (
     SpecPrefillError,
 )
 
-__all__ = ["ApiError", "JsonResponse", "anthropic_body", "api_error", "error_response", "install"]
+__all__ = [
+    "ApiError",
+    "DeadlineError",
+    "JsonResponse",
+    "QueueTimeoutError",
+    "anthropic_body",
+    "api_error",
+    "error_response",
+    "install",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +43,7 @@ CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is for the access log
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 ANTHROPIC_OVERLOADED = 529
 # Paths of other kinds of server, whose clients would otherwise look for a mistake of their own.
@@ -80,6 +89,22 @@ class ApiError(Exception):
         return {"error": error | self.extra}
 
 
+class DeadlineError(ApiError):
+    """The request has taken as long as it may."""
+
+    def __init__(self) -> None:
+        message = "The request was not finished within its time (--request-timeout, or its own x-request-timeout)."
+        super().__init__(504, message, code="request_timeout")
+
+
+class QueueTimeoutError(ApiError):
+    """The request has waited for its turn as long as it may."""
+
+    def __init__(self, seconds: float) -> None:
+        message = f"No place was free for this request within {seconds:g} s (--queue-timeout)."
+        super().__init__(503, message, code="queue_timeout", headers={"Retry-After": RETRY_AFTER_S})
+
+
 def api_error(exc: Exception) -> ApiError:
     """The one mapping from exceptions to statuses. What can't succeed by trying again is never a 503."""
     match exc:
@@ -117,9 +142,9 @@ def anthropic_body(exc: Exception) -> dict[str, Any]:
 
 
 def error_response(exc: Exception, path: str) -> Response:
-    """Any exception as a response to a request of `path`. Only a 503 invites the client to try again."""
+    """Any exception as a response to a request of `path`. Only 429 and 503 invite the client to try again."""
     error = api_error(exc)
-    headers = error.headers if error.status == 503 else error.headers | {"x-should-retry": "false"}
+    headers = error.headers if error.status in (429, 503) else error.headers | {"x-should-retry": "false"}
     if path != ANTHROPIC_PATH and not path.startswith(f"{ANTHROPIC_PATH}/"):
         return JsonResponse(error.body(), error.status, headers)
     status = ANTHROPIC_OVERLOADED if error.status == 503 else error.status

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_specprefill import Account, EngineError, SpecPrefillError, Timings
 
-from .errors import api_error
+from .errors import ApiError, api_error
 from .generating.answers import AnswerDone
 from .generating.generation import Done, Working
 
@@ -50,10 +50,10 @@ class Report:
         return sum(account.cached_tokens for account in self._accounts())
 
     @property
-    def error(self) -> SpecPrefillError | None:
-        """The first failure; whatever is not the library's own becomes an EngineError."""
+    def error(self) -> SpecPrefillError | ApiError | None:
+        """The first failure; whatever is not our own becomes an EngineError."""
         failed = next((end.error for end in self._ends if end.error is not None), None)
-        if failed is None or isinstance(failed, SpecPrefillError):
+        if failed is None or isinstance(failed, SpecPrefillError | ApiError):
             return failed
         error = EngineError(f"the engine failed on this request: {failed}")
         error.__cause__ = failed
@@ -63,7 +63,7 @@ class Report:
         """For responses whose status is still to be chosen.
 
         Raises:
-            SpecPrefillError: the first failure among the answers.
+            SpecPrefillError, ApiError: the first failure among the answers.
         """
         if (error := self.error) is not None:
             raise error

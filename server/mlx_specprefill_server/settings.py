@@ -73,7 +73,11 @@ class Settings(BaseSettings):
     body_limit: int = Field(default=32 * 2**20, gt=0)  # bytes of one request body
     keep_alive_s: float = Field(default=5.0, gt=0)  # silence in a stream before a comment is sent
     stale_after_s: float = Field(default=600.0, gt=0)  # heartbeat age at which /health turns to 503
-    shutdown_grace_s: int = Field(default=10, ge=0)  # time that open connections get to end after a signal
+    shutdown_grace_s: float = Field(default=30.0, ge=0)  # that requests in work get to finish after SIGTERM
+    request_timeout_s: float | None = Field(default=None, gt=0)  # of a request from its arrival to its end
+    queue_timeout_s: float | None = Field(default=None, gt=0)  # of a request's wait for one of the rows
+    max_requests_per_key: int | None = Field(default=None, ge=1)  # in work at the same time
+    stream_buffer: int = Field(default=4096, ge=1)  # events that may wait for a client that reads too slowly
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     otel: bool = False  # OpenTelemetry traces and metrics, to where the OTEL_* variables say

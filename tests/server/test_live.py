@@ -217,7 +217,7 @@ def test_shutdown_does_not_wait_for_a_long_step(live: Any, engine: FakeEngine) -
         yield from engine.tokens("late")
 
     engine.script = script
-    base, server = live(shutdown_grace_s=1)
+    base, server = live()
     with httpx.stream("POST", base + CHAT, json={"messages": HI, "stream": True}, timeout=60) as answer:
         lines = answer.iter_lines()
         first = next(lines)

@@ -99,6 +99,21 @@ def serve(
     strict_model: Annotated[
         bool | None, typer.Option("--strict-model", help="404 for requests that name another model. Default: any name.")
     ] = None,
+    request_timeout_s: Annotated[
+        float | None,
+        typer.Option("--request-timeout", help="Seconds after which a request is given up. Default: none."),
+    ] = None,
+    queue_timeout_s: Annotated[
+        float | None,
+        typer.Option("--queue-timeout", help="Seconds that a request may wait for its turn. Default: any."),
+    ] = None,
+    max_requests_per_key: Annotated[
+        int | None, typer.Option(help="Requests with one API key that may be in work. Default: any number.")
+    ] = None,
+    shutdown_grace_s: Annotated[
+        float | None,
+        typer.Option("--shutdown-grace", help="Seconds that requests get to finish after SIGTERM. Default 30."),
+    ] = None,
     log_level: Annotated[LogLevel | None, typer.Option(help="Default info.")] = None,
     log_format: Annotated[LogFormat | None, typer.Option(help="Default text.")] = None,
     otel: Annotated[

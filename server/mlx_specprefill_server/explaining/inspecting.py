@@ -36,6 +36,15 @@ class Inspecting:
         """Stops within one slice."""
         self._handle.cancel()
 
+    def end_at(self, when: float, error: Exception) -> None:
+        """As `Generation.end_at`."""
+        timer = self._loop.call_at(when, self._give_up, error)
+        self._result.add_done_callback(lambda _: timer.cancel())
+
+    def _give_up(self, error: Exception) -> None:
+        self.close()
+        self._settle(error)
+
     def stop(self, patience: float) -> None:
         """As `Generation.stop`."""
         self.close()

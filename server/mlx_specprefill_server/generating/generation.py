@@ -17,6 +17,7 @@ from mlx_specprefill import (
     CachedTokens,
     Constraint,
     EngineClosedError,
+    EngineError,
     EngineStats,
     Event,
     Failed,
@@ -35,9 +36,27 @@ from .deliveries import Deliveries
 from .deltas import AnswerText, Delta
 from .vocabulary import Vocabulary
 
-__all__ = ["Done", "Ended", "EngineLike", "Generation", "Idle", "Job", "Piece", "PromptScores", "Working"]
+__all__ = [
+    "Done",
+    "Ended",
+    "EngineLike",
+    "Generation",
+    "Idle",
+    "Job",
+    "Piece",
+    "PromptScores",
+    "SlowReaderError",
+    "Working",
+]
 
 logger = logging.getLogger(__name__)
+
+
+class SlowReaderError(EngineError):
+    """Nobody takes what the engine makes."""
+
+    def __init__(self) -> None:
+        super().__init__("The client has read too slowly: the answer was given up (MLX_SPECPREFILL_STREAM_BUFFER).")
 
 
 class Handle(Protocol):
@@ -160,11 +179,13 @@ class Generation:
         jobs: Sequence[Job],
         deliveries: Deliveries,
         on_end: OnEnd = lambda _: None,
+        buffer: int = 1 << 20,
     ) -> None:
         """Submits all jobs, or none. `on_end` hears of every answer's end before its reader does.
 
         Args:
             deliveries: to the running loop.
+            buffer: events that may wait for a reader; beyond it the answers are given up.
 
         Raises:
             InvalidRequestError, EngineClosedError: as `Engine.submit`.
@@ -176,6 +197,9 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()  # None: nothing came for a while
         self._handles: dict[int, Handle] = {}
+        self._buffer = buffer
+        self._timers: list[asyncio.TimerHandle] = []
+        self._waiting: asyncio.TimerHandle | None = None  # None: begun, or it may wait for ever
         self._later = {i: job.follows for i, job in enumerate(jobs) if job.follows is not None}
         self._answers = {i: _answer(i, job, vocabulary) for i, job in enumerate(jobs)}
         try:
@@ -188,6 +212,7 @@ class Generation:
 
     def close(self) -> None:
         """Stops whatever is still being made, within one step of the engine."""
+        self._cancel_timers()
         for index, handle in self._handles.items():
             if index in self._answers:
                 handle.cancel()
@@ -209,12 +234,30 @@ class Generation:
         """Gives answer `index` up; there must have been no Done of it."""
         return self._lost(index, error)
 
+    def end_at(self, when: float, error: Exception) -> None:
+        """Gives up by the event loop's clock: every answer that is not over then ends with `error`."""
+        self._timers.append(self._loop.call_at(when, self._give_up, error))
+
+    def begin_within(self, seconds: float, error: Exception) -> None:
+        """Gives up if the engine has not begun any of the answers by then."""
+        self._waiting = self._loop.call_later(seconds, self._give_up, error)
+
     def stop(self, patience: float) -> None:
         """Closes on the server's side: every answer ends now, or after `patience` if the engine is in a long step."""
         self.close()
         end = Failed(EngineClosedError("the server is shutting down"))
         for index in self._answers:
             self._loop.call_later(patience, self._events.put_nowait, (index, end))
+
+    def _give_up(self, error: Exception) -> None:
+        for index in self._answers:  # first: `close` has another reason for those that wait for one of these
+            self._events.put_nowait((index, Failed(error)))
+        self.close()
+
+    def _cancel_timers(self) -> None:
+        for timer in (*self._timers, self._waiting):
+            if timer is not None:
+                timer.cancel()
 
     async def pieces(self, idle_after: float) -> AsyncIterator[Piece]:
         """Every answer's pieces as they come; each answer ends with exactly one Done, also when the engine dies."""
@@ -228,6 +271,7 @@ class Generation:
                     yield piece
         finally:
             alarm.cancel()
+            self._cancel_timers()
 
     def _start(self, index: int) -> None:
         self._handles[index] = self._engine.submit(self._jobs[index].request, partial(self._deliver, index))
@@ -246,7 +290,18 @@ class Generation:
         """Called on the MLX thread."""
         if isinstance(event, Finished | Failed):
             self._deliveries.post(partial(self._tell, index), event)
-        self._deliveries.post(self._events.put_nowait, (index, event))
+        self._deliveries.post(self._arrived, (index, event))
+
+    def _arrived(self, item: tuple[int, Event]) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+        if self._events.qsize() < self._buffer:
+            self._events.put_nowait(item)
+        elif self._buffer:
+            logger.warning("an answer is given up: its client has left %d events unread", self._buffer)
+            self._buffer = 0  # nothing more is kept
+            self._give_up(SlowReaderError())
 
     def _tell(self, index: int, event: Finished | Failed) -> None:
         answer = self._answers.get(index)

@@ -46,6 +46,7 @@ class Exchange:
         self.status = 0
         self.answers: list[Ended] = []
         self.running = 0
+        self.deadline: float | None = None  # by the event loop's clock: the answer is given up then
         self._begun = time.perf_counter()
         self._ms: float | None = None  # None: the response is not over
         self._logged = False

@@ -44,6 +44,8 @@ async def health(service: ServiceDep) -> Response:
 
 def _trouble(service: Service) -> str | None:
     """A single long step is not trouble, which is why the limit on silence is generous."""
+    if service.draining:
+        return "the server is shutting down"
     state = service.engine.health()
     if not state.alive:
         return "the engine's thread is dead"

@@ -1,0 +1,73 @@
+"""How many requests may be at work, for how long, and none once the server is asked to end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .callers import Caller
+from .deps import Service
+from .errors import RETRY_AFTER_S, ApiError, error_response
+from .settings import Settings
+
+__all__ = ["TIMEOUT_HEADER", "Turnstile"]
+
+TIMEOUT_HEADER = "x-request-timeout"  # seconds
+RETRY = {"Retry-After": RETRY_AFTER_S}
+
+
+class Turnstile:
+    """ASGI middleware behind the gate, for requests that have a body: those are the ones that cost something."""
+
+    def __init__(self, app: ASGIApp, service: Service, settings: Settings) -> None:
+        self._app = app
+        self._service = service
+        self._limit = settings.max_requests_per_key or math.inf
+        self._timeout = settings.request_timeout_s or math.inf
+        self._running: Counter[Caller] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._admit(scope)
+        except ApiError as refusal:
+            await error_response(refusal, scope["path"])(scope, receive, send)
+            return
+        caller = scope["caller"]
+        self._running[caller] += 1
+        self._service.requests += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._service.requests -= 1
+            self._running[caller] -= 1
+            self._running += Counter()  # forgets those at 0
+
+    def _admit(self, scope: Scope) -> None:
+        if self._service.draining:
+            raise ApiError(503, "The server is shutting down.", code="engine_unavailable", headers=RETRY)
+        if self._running[scope["caller"]] >= self._limit:
+            message = f"{self._limit} requests with this key are in work, which is the limit (--max-requests-per-key)."
+            raise ApiError(429, message, code="too_many_requests", headers=RETRY)
+        seconds = min(self._timeout, _asked_timeout(Headers(scope=scope).get(TIMEOUT_HEADER)))
+        if seconds < math.inf:
+            scope["exchange"].deadline = asyncio.get_running_loop().time() + seconds
+
+
+def _asked_timeout(header: str | None) -> float:
+    """Seconds; more than the server's own timeout is not to be had."""
+    if header is None:
+        return math.inf
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ApiError(400, f"{TIMEOUT_HEADER}: must be a number of seconds above 0", code="invalid_value")
+    return seconds

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
 
 from .adapters.capture import install_capture
-from .adapters.depth import first_layers, layers_of, smallest_depth
+from .adapters.depth import first_layers, layers_of
 from .adapters.gguf import is_gguf, load_gguf
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.probe import probe_sparse
@@ -78,9 +78,9 @@ def load_pair(
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
     Args:
-        draft: "self" is the target's own first layers, which share its weights.
-        draft_layers: how many of the draft's first layers read the prompt; unless it is all of them, they don't look
-            ahead. None: all of another model, half of the target's own.
+        draft: "self" is the target itself, whose weights then serve both.
+        draft_layers: how many of the draft's first layers read the prompt; None: all of them. Fewer don't look ahead,
+            and the maximum over their heads chooses badly on real text.
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
 
@@ -131,7 +131,6 @@ def make_pair(
     """
     if isinstance(draft, str):
         draft, draft_config, draft_id = target, config, target_id
-        draft_layers = _half(target) if draft_layers is None else draft_layers
     if draft_layers is not None:
         draft, draft_id = _shallow(draft, draft_id, draft_layers)
     install_rope()
@@ -158,13 +157,6 @@ def make_pair(
         draft_config=draft_config,
         mtp=mtp,
     )
-
-
-def _half(model: nn.Module) -> int:
-    """Half of its layers, or more if it takes more for one that sees the whole prompt."""
-    if adapter_for(architecture_of(model)).depth_refusal is not None:
-        return len(layers_of(model))
-    return max(len(layers_of(model)) // 2, smallest_depth(model))
 
 
 def _shallow(draft: nn.Module | None, draft_id: str, count: int) -> tuple[nn.Module, str]:

@@ -51,7 +51,7 @@ Model = Annotated[Annotated[str, Tag("name")] | Annotated[PackagedFile, Tag("pac
 class Row(_Described):
     """A pair as the file names it: each model is a folder, a repository id, or a file of an installed package.
 
-    The draft can also be "self": the target's own first layers.
+    The draft can also be "self": the target's own layers.
     """
 
     target: Model

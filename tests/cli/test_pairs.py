@@ -12,7 +12,7 @@ import pytest
 
 from mlx_specprefill_server import packages, pairs
 from mlx_specprefill_server.cli.common import OptionError, choose
-from mlx_specprefill_server.pairs import MissingPairError, PairsError, find_pair, read_pairs
+from mlx_specprefill_server.pairs import MissingPairError, PairsError, find_pair, find_row, read_pairs
 
 
 def write(folder: Path, text: str) -> Path:
@@ -173,6 +173,11 @@ class TestPackagedFiles:
         (tmp_path / "file").touch()
         monkeypatch.setattr(packages, "CHECKED", tmp_path / "file" / "checked.json")
         assert find_pair("a", packaged(tmp_path)).target == str(installed.resolve())
+
+
+def test_smollm2_needs_no_second_model() -> None:
+    row = find_row("smollm2", pairs.NAMED_PAIRS)
+    assert (row.draft, row.draft_layers) == ("self", None)
 
 
 def test_smollm2_is_the_expected_file(smollm2: Path) -> None:

@@ -198,21 +198,9 @@ def test_from_a_checkpoint(tmp_path: Path) -> None:
     assert pair.draft_context == pair.context_length
 
 
-@pytest.mark.parametrize(("family", "count"), [("llama", 1), ("gpt_oss", 2), ("nemotron_h", 2)])
-def test_half_of_the_layers_unless_told_otherwise(family: str, count: int) -> None:
-    pair = own_pair(family, None)
-    assert isinstance(pair.draft, FirstLayers)
-    assert pair.draft.count == count
-
-
-def test_more_than_half_where_only_then_the_whole_prompt_is_seen() -> None:
-    layers = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
-    pair = own_pair(count=None, target=tiny_model("gpt_oss", 1, **layers))
-    assert pair.draft is pair.target
-
-
-def test_all_of_its_layers_look_ahead() -> None:
-    pair = own_pair(count=3)
+@pytest.mark.parametrize("count", [None, 3])
+def test_all_of_its_layers_look_ahead(count: int | None) -> None:
+    pair = own_pair(count=count)
     assert pair.draft is pair.target
     with Engine(pair, CONFIG) as engine:
         _, last = generated(engine.generate(asked()))

@@ -39,11 +39,11 @@ PairsFile = Annotated[Path | None, typer.Option(help="Another file of named pair
 Target = Annotated[str | None, typer.Option(help="Folder, GGUF file or repository id of the target, not --pair.")]
 Draft = Annotated[
     str | None,
-    typer.Option(help="The same for the draft, or self: the target's own first layers. None: full prefill only."),
+    typer.Option(help="The same for the draft, or self: the target's own layers. None: full prefill only."),
 ]
 DraftLayers = Annotated[
     int | None,
-    typer.Option(min=1, help="How many of the draft's first layers read the prompt. Default all; half for self."),
+    typer.Option(min=1, help="How many of the draft's first layers read the prompt. Default all."),
 ]
 Dtype = Annotated[DtypeName, typer.Option(help="auto: as stored on a GPU, float32 on a CPU.")]
 ChunkSize = Annotated[int | None, typer.Option(min=1, help="Tokens per chunk. Default 8.")]

@@ -7,6 +7,7 @@ import math
 import signal
 import socket
 import time
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -17,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from . import __version__, api_document, errors
 from .anthropic import messages
 from .auth import Gatekeeper
+from .connections import Connections, LimitedProtocol, open_files_for
 from .deps import Service
 from .generating.generation import EngineLike
 from .monitoring.access_log import AccessLog
@@ -31,7 +33,7 @@ OFF: TelemetryConfig = {"auto_configure": False, "tracing": False, "metrics": Fa
 
 ENDING_S = 10  # that connections get to end after their answers were ended
 
-__all__ = ["Server", "create_app", "serve"]
+__all__ = ["Server", "create_app", "make_server", "serve"]
 
 
 def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
@@ -95,16 +97,27 @@ class Server(uvicorn.Server):
         await asyncio.to_thread(self._service.engine.close)
 
 
-def serve(engine: EngineLike, settings: Settings) -> None:
-    """Serves until SIGINT or SIGTERM, and closes the engine."""
-    app = create_app(engine, settings)
+def make_server(app: FastAPI, settings: Settings) -> Server:
+    """The server of an application that `create_app` made."""
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
+        http=partial(LimitedProtocol, Connections(settings)),  # type: ignore[arg-type] # it is only called
+        ws="none",
         timeout_graceful_shutdown=ENDING_S,
         server_header=False,
         log_config=None,  # its records go to our handler
         access_log=False,  # AccessLog writes the lines
     )
-    Server(config, app.state.service).run()
+    return Server(config, app.state.service)
+
+
+def serve(engine: EngineLike, settings: Settings) -> None:
+    """Serves until SIGINT or SIGTERM, and closes the engine.
+
+    Raises:
+        DescriptorsError: the process may not open enough connections.
+    """
+    settings = settings.model_copy(update={"max_connections": open_files_for(settings.max_connections)})
+    make_server(create_app(engine, settings), settings).run()

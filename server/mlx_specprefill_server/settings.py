@@ -71,6 +71,11 @@ class Settings(BaseSettings):
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()  # pages that may call, *: any
     strict_model: bool = False  # True: 404 for requests that name another model
     body_limit: int = Field(default=32 * 2**20, gt=0)  # bytes of one request body
+    header_limit: Annotated[int, BeforeValidator(_size), Field(ge=1024)] = 64 * 2**10  # bytes of a request's headers
+    header_timeout_s: float = Field(default=10.0, gt=0)  # for them to arrive
+    body_timeout_s: float = Field(default=120.0, gt=0)  # for the body to arrive
+    write_timeout_s: float = Field(default=300.0, gt=0)  # during which a client may read nothing of its answer
+    max_connections: int = Field(default=1024, ge=1)
     keep_alive_s: float = Field(default=5.0, gt=0)  # silence in a stream before a comment is sent
     stale_after_s: float = Field(default=600.0, gt=0)  # heartbeat age at which /health turns to 503
     shutdown_grace_s: float = Field(default=30.0, ge=0)  # that requests in work get to finish after SIGTERM

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server.app import Server, create_app
+from mlx_specprefill_server.app import Server, create_app, make_server
 from mlx_specprefill_server.settings import Settings
 
 from .fakes import FakeEngine
@@ -52,9 +51,8 @@ def _live(engine: FakeEngine) -> Iterator[Callable[..., tuple[str, Server]]]:
     running: list[tuple[Server, threading.Thread]] = []
 
     def start(**settings: Any) -> tuple[str, Server]:
-        app = create_app(engine, Settings(**settings))
-        config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5)
-        server = Server(config, app.state.service)
+        given = Settings(port=0, **settings)
+        server = make_server(create_app(engine, given), given)
         thread = threading.Thread(target=server.run)
         thread.start()
         running.append((server, thread))

@@ -99,6 +99,7 @@ def serve(
     strict_model: Annotated[
         bool | None, typer.Option("--strict-model", help="404 for requests that name another model. Default: any name.")
     ] = None,
+    max_connections: Annotated[int | None, typer.Option(help="Connections that may be open. Default 1024.")] = None,
     request_timeout_s: Annotated[
         float | None,
         typer.Option("--request-timeout", help="Seconds after which a request is given up. Default: none."),

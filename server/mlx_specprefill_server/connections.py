@@ -1,0 +1,209 @@
+"""What a client may do before it has said who it is: open connections, send headers, take its time.
+
+uvicorn limits none of this over httptools. Its `limit_concurrency` answers every request with 503, also /health, once
+so many connections are open, so that silent ones would close the server to all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import httptools
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from mlx_specprefill import SpecPrefillError
+
+from .errors import RETRY_AFTER_S, ApiError
+from .settings import Settings
+
+__all__ = ["Connections", "DescriptorsError", "LimitedProtocol", "open_files_for"]
+
+logger = logging.getLogger(__name__)
+
+RESERVED = 24  # descriptors for files, and for connections that are accepted before they can be refused
+FEWEST = 8  # connections with which a server is of use
+LARGEST_LIMIT = 10_240  # open files; macOS takes no higher number, whatever its hard limit says
+OPEN_FILES = Path("/dev/fd")
+
+
+class DescriptorsError(SpecPrefillError):
+    """The process may not open enough files and connections."""
+
+
+def open_files_for(connections: int) -> int:
+    """Raises the limit on open files as far as needed and possible; how many connections it leaves room for.
+
+    Raises:
+        DescriptorsError: too few, and what to do about it.
+    """
+    used = len(os.listdir(OPEN_FILES)) + RESERVED
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(used + connections, LARGEST_LIMIT)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    room = connections if soft == resource.RLIM_INFINITY else min(connections, soft - used)
+    if room < min(connections, FEWEST):
+        raise DescriptorsError(
+            f"the limit on open files is {soft}, and this server needs at least {used + FEWEST}: raise it with "
+            f"`ulimit -Hn {used + FEWEST}` or higher in the shell or service that starts the server"
+        )
+    if room < connections:
+        logger.warning("at most %d connections: the limit on open files is %d", room, soft)
+    return room
+
+
+class Connections:
+    """All connections of a server, oldest first."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.most = settings.max_connections
+        self._open: dict[LimitedProtocol, None] = {}
+
+    def opened(self, new: LimitedProtocol) -> bool:
+        """Whether there is room for it. The oldest connection without a request in work is closed to make some."""
+        self._open[new] = None
+        if len(self._open) <= self.most:
+            return True
+        for connection in self._open:
+            if connection is not new and connection.is_idle:
+                self.closed(connection)
+                connection.transport.abort()
+                return True
+        return False
+
+    def closed(self, connection: LimitedProtocol) -> None:
+        self._open.pop(connection, None)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with limits on the bytes of headers and on the time for headers, body and reading."""
+
+    def __init__(self, connections: Connections, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._connections = connections
+        self._settings = connections.settings
+        self._timer: asyncio.TimerHandle | None = None  # of what is awaited from the client
+        self._reading: asyncio.TimerHandle | None = None  # of the client's reading
+        self._in_head = True
+        self._head_bytes = 0  # as they came
+        self._parsed_bytes = 0  # as they were parsed, of a head that came in one piece with something else
+        self._too_long = False
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is in work."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._connections.opened(self):
+            self._await(self._settings.header_timeout_s)
+        else:
+            message = f"{self._connections.most} connections have requests in work, which is the limit."
+            self._refuse(ApiError(503, message, code="engine_unavailable"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.closed(self)
+        self._await(None)
+        self._watch_reading(None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self._settings.header_limit:
+            self._refuse(self._head_too_long())
+
+    def on_message_begin(self) -> None:
+        self._parsed_bytes = 0
+        if self._timer is None:
+            self._await(self._settings.header_timeout_s)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+        # The body of a request that waits for another on the same connection is not read.
+        self._await(None if self.pipeline else self._settings.body_timeout_s)
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        self._await(None)
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._head_too_long() if self._too_long else ApiError(400, msg, code="invalid_http"))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reading(self._settings.write_timeout_s)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch_reading(None)
+
+    def _count(self, nbytes: int) -> None:
+        self._parsed_bytes += nbytes
+        if self._parsed_bytes > self._settings.header_limit:
+            self._too_long = True
+            raise httptools.HttpParserError
+
+    def _head_too_long(self) -> ApiError:
+        message = f"The headers are longer than {self._settings.header_limit} bytes, MLX_SPECPREFILL_HEADER_LIMIT."
+        return ApiError(431, message, code="headers_too_large")
+
+    def _await(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_late)
+
+    def _too_late(self) -> None:
+        if self._in_head and not self.is_idle:
+            self._await(self._settings.header_timeout_s)  # what comes next is not read before the answer is over
+        elif self._in_head and not self._head_bytes:
+            self.transport.close()  # a browser's spare connection
+        else:
+            self._refuse(ApiError(408, "The request did not arrive in time.", code="request_incomplete"))
+
+    def _watch_reading(self, seconds: float | None) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        self._reading = None if seconds is None else self.loop.call_later(seconds, self._not_read)
+
+    def _not_read(self) -> None:
+        logger.warning("a connection is closed: its client has read nothing for %g s", self._settings.write_timeout_s)
+        self.transport.abort()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Closes the connection, with a response if there is none yet that this would become a part of."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            self.transport.write(_response(error))
+        self.transport.close()
+
+
+def _response(error: ApiError) -> bytes:
+    body = orjson.dumps(error.body())
+    retry = f"retry-after: {RETRY_AFTER_S}\r\n" if error.status == 503 else "x-should-retry: false\r\n"
+    head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n{retry}\r\n"
+    return STATUS_LINE[error.status] + head.encode() + body

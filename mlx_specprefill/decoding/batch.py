@@ -248,6 +248,11 @@ class DecodeBatch:
     def uids(self) -> list[int]:
         return [row.uid for group in self._groups for row in group.rows]
 
+    @property
+    def caches(self) -> list[list[Any]]:
+        """One for each forward of a step."""
+        return [group.cache for group in self._groups]
+
     def add(self, row: DecodeRow) -> None:
         """Let a row take part from the next step on. Its first token comes from its logits, without a forward.
 

@@ -25,7 +25,11 @@ class Footprint:
 
     def of(self, tokens: int) -> int:
         """Bytes at the peak of a sequence of that many stored tokens."""
-        return self.per_token * tokens + self.constant + self.activation
+        return self.of_held(tokens) + self.activation
+
+    def of_held(self, tokens: int) -> int:
+        """Bytes of a sequence of that many stored tokens, between two forwards."""
+        return self.per_token * tokens + self.constant
 
 
 class Admission:
@@ -54,6 +58,10 @@ class Admission:
     @property
     def reserved(self) -> int:
         return sum(self._reserved.values())
+
+    def of(self, uid: int) -> int:
+        """What is reserved for one."""
+        return self._reserved.get(uid, 0)
 
     def can_ever(self, need: int) -> bool:
         """Whether it fits with nothing else running and an empty prefix cache."""

@@ -32,6 +32,7 @@ __all__ = ["Loop"]
 log = logging.getLogger(__name__)
 _IDLE_BEAT_S = 0.5
 _QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
+_LOOK_EVERY_S = 0.5  # at the memory; not above _IDLE_BEAT_S, so that it is looked at while nothing comes
 _TICK_SHARE = 0.25  # of `slice_target_ms`: short slices share a tick until that much time is spent
 
 
@@ -64,6 +65,8 @@ class Loop:
         self._rows = rows
         self._densifier = densifier
         self._last_end = 0.0  # of a request, by the monotonic clock
+        self._next_look = 0.0  # at the memory, by the same
+        self._returned = False  # what MLX keeps of the memory that was freed, since the last work
         self.jobs: dict[int, Job] = {}
         self.beat = time.monotonic()
         self.meter = Meter()
@@ -82,9 +85,11 @@ class Loop:
         for job in list(self.jobs.values()):
             self._cancel(job)
         self._caches.close()
+        self._memory.close()
 
     def _read_inbox(self) -> None:
         while (posted := self._inbox.take(self._rest_s)) is not None:
+            self._returned = False
             if isinstance(posted, Job):
                 self.jobs[posted.uid] = posted
             else:
@@ -115,6 +120,18 @@ class Loop:
         self._decode()
         self._start_background()
         self._prefill()
+        self._look_at_memory()
+
+    def _look_at_memory(self) -> None:
+        """Is all of it accounted for? What was freed goes back to the system when nobody is likely to want it soon."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_EVERY_S
+        self._memory.balance(self.jobs.values(), self._rows.nbytes)
+        if not self._returned and not self.jobs and now - self._last_end >= _QUIET_S:
+            self._memory.return_spare()
+            self._returned = True
 
     # --- from waiting to the answer ----------------------------------------------------------------------------------
 
@@ -140,6 +157,7 @@ class Loop:
             return
         job = self._densifier.job(self._inbox.next_uid())
         if job is not None:
+            self._returned = False
             self.jobs[job.uid] = job
             self._scheduler.add_background(job.uid)
 
@@ -266,6 +284,7 @@ class Loop:
 
     def _forget(self, job: Job) -> None:
         self.jobs.pop(job.uid, None)
+        self._slicing.end(job)
         self._scheduler.remove(job.uid)
         self._memory.admission.release(job.uid)
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import mlx.core as mx
 
 from ..config import EngineConfig
+from ..decoding.strategies import STRATEGIES
 from ..loading import ModelPair
 from ..request import GenerationRequest
 from .admission import Admission, Footprint
 from .caches import EngineCaches
 from .footprint import default_limit, measure_footprint, measure_head_footprint, weight_bytes
 from .jobs import Job
+from .ledger import Ledger, cache_bytes
 from .planning import Costs, Planner
 from .stats import MemoryUse
 
 __all__ = ["Memory"]
 
 log = logging.getLogger(__name__)
+_SPARE_PART = 8  # of the limit: what MLX may keep of freed memory, which the limit itself does not count
 _ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
 
 
@@ -40,6 +43,8 @@ class Memory:
         self._planner = planner
         self._target = self._draft = self._head = Footprint(0, 0, 0)
         self._weights = (0, 0)  # bytes of target and draft
+        self._ledger = Ledger()
+        self._spare_before: int | None = None  # MLX's own limit
         self.admission = Admission(None, 0)
 
     def measure(self) -> None:
@@ -56,6 +61,20 @@ class Memory:
             log.exception("could not measure memory use: requests are admitted without a prediction")
             limit = None
         self.admission = Admission(limit, sum(self._weights), lambda: self._caches.nbytes, self._caches.reclaim)
+        if limit is not None:
+            self._limit_spare(limit // _SPARE_PART)
+
+    def _limit_spare(self, nbytes: int) -> None:
+        """MLX's own limit is all that the device has; a lower one stays."""
+        self._spare_before = mx.set_cache_limit(nbytes)
+        if self._spare_before < nbytes:
+            mx.set_cache_limit(self._spare_before)
+
+    def close(self) -> None:
+        """MLX's settings and freed memory as they were; on the MLX thread."""
+        if self._spare_before is not None:
+            mx.set_cache_limit(self._spare_before)
+        mx.clear_cache()
 
     def need(self, request: GenerationRequest) -> int:
         """Predicted bytes: the prompt and the answer in the target and its MTP head, the prompt in the draft."""
@@ -85,8 +104,43 @@ class Memory:
             prefix_disk=self._caches.disk_nbytes,
             active=mx.get_active_memory(),
             spare=mx.get_cache_memory(),
+            unaccounted_bytes=self._ledger.unaccounted,
             limit=self.admission.limit,
         )
+
+    def balance(self, jobs: Collection[Job], rows: int) -> None:
+        """Between two slices, on the MLX thread: is all that MLX holds somebody's?
+
+        Args:
+            rows: bytes of the caches of all decoding rows.
+        """
+        held = {
+            "weights": sum(self._weights),
+            "prefixes and sessions": self._caches.nbytes,
+            "requests": rows + sum(self._arrays(job) for job in jobs),
+        }
+        working_set = max(self._target.activation, self._draft.activation) if jobs else 0
+        self._ledger.balance(mx.get_active_memory(), held, working_set)
+
+    def return_spare(self) -> None:
+        """Give the system what MLX keeps of freed memory for new arrays. MLX thread only."""
+        mx.clear_cache()
+
+    def _arrays(self, job: Job) -> int:
+        """Bytes of a job's caches, but for those of a decoding row. What can't be looked into counts as predicted."""
+        sequence = job.sequence
+        if sequence is None:
+            read = self._draft.of_held(job.done.get("draft", 0)) + self._target.of_held(job.done.get("prefill", 0))
+            return max(read, self.admission.of(job.uid))
+        total = cache_bytes(sequence.cache) + cache_bytes(sequence.draft_cache or ())
+        if sequence.stage == "draft" and sequence.draft_cache is None:
+            total += self._draft.of_held(job.done.get("draft", 0))
+        drafted = sequence.speculation
+        if drafted is not None and drafted.reader is not None:
+            total += self._head.per_token * (len(sequence.request.prompt) + len(sequence.tokens))
+        if drafted is not None and drafted.strategy is not None and STRATEGIES[drafted.strategy].needs_retrieval:
+            total += self._target.per_token * self._config.speculation.budget
+        return total
 
     def _held(self, job: Job) -> int:
         """Of a request's target cache, as far as it has come."""
@@ -97,4 +151,4 @@ class Memory:
         if sequence.stage == "decode":
             read = len(sequence.request.prompt) if sequence.kept is None else int(sequence.kept.size)
             stored = read + len(sequence.tokens)
-        return self._target.constant + self._target.per_token * stored
+        return self._target.of_held(stored)

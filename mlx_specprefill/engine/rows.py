@@ -16,6 +16,7 @@ from ..loading import ModelPair
 from ..request import GenerationRequest, TokenEvent
 from ..sampling import LogitsProcessor, held_back, logits_processors, make_sampler
 from .failures import log_failure
+from .ledger import cache_bytes
 from .sequence import Sequence, Speculation
 from .speculation import Speculator
 
@@ -37,6 +38,12 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self._batch) + len(self._speculator)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the caches of all rows. In a batch every row takes as much as the longest."""
+        drafted = (self._speculator.row(uid).cache for uid in self._drafted)
+        return sum(cache_bytes(cache) for cache in (*self._batch.caches, *drafted))
 
     def add(self, sequence: Sequence, logits: mx.array) -> list[TokenEvent]:
         """Let a prefilled sequence decode; it chooses its next token from `logits` (1, V).

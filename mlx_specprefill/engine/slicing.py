@@ -33,6 +33,11 @@ class Slicing:
         """The slices asked for from now on are this job's."""
         self._job = job
 
+    def end(self, job: Job) -> None:
+        """The job gets no more slices: what it holds is not to live until the next one begins."""
+        if self._job is job:
+            self._job = None
+
     def size(self, kind: str) -> int:
         """Tokens for the next forward of "draft" or "prefill"."""
         job = self._job

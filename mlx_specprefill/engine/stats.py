@@ -67,6 +67,8 @@ class MemoryUse:
         prefix_disk: dense prefixes on disk.
         active: all arrays of this process, as MLX counts them.
         spare: freed memory that MLX keeps for new arrays.
+        unaccounted_bytes: of `active`, those that are not of weights, caches or requests, measured between two slices
+            not more than a second ago. A prefill in work needs some.
         limit: for weights, requests and caches together; None: no limit is known.
     """
 
@@ -79,6 +81,7 @@ class MemoryUse:
     prefix_disk: int
     active: int
     spare: int
+    unaccounted_bytes: int
     limit: int | None
 
 

@@ -46,6 +46,7 @@ from mlx_specprefill.decoding.batch import DecodeBatch
 from mlx_specprefill.engine import prefiller as prefiller_module
 from mlx_specprefill.engine import rows as rows_module
 from mlx_specprefill.prefill.sparse import prefill
+from tests.engine.held import unaccounted
 from tests.slices import finish
 from tests.tiny import random_prompt, tiny_pair
 
@@ -321,10 +322,12 @@ def test_soak(family: str, unheard: None) -> None:
     engine = Engine(pair, CONFIG)
     crowd = Crowd(engine, rng)
     with engine, faults.everywhere():
+        before = unaccounted(engine)  # of tests before this one
         crowd.run(pool, count // 2)
         halfway = resident()
         crowd.run(pool, count - count // 2)
         assert settled(engine)
+        assert unaccounted(engine) < before + (1 << 20)  # without a collection: the server has none either
         assert engine.health().alive
         assert engine.memory.admission.reserved == 0
         assert len(engine.rows) == 0

@@ -129,6 +129,7 @@ def test_the_engine_is_asked_at_the_scrape(engine: FakeEngine) -> None:
     assert found['specprefill_cache_bytes{kind="prefix"}'] == 20
     assert found['specprefill_cache_bytes{kind="session"}'] == 10
     assert found['specprefill_cache_bytes{kind="disk"}'] == 5
+    assert found["specprefill_unaccounted_bytes"] == 10
     for consumer, count in (("target_weights", 1000), ("draft_weights", 100), ("requests", 60), ("limit", 2500)):
         assert found[f'specprefill_memory_bytes{{consumer="{consumer}"}}'] == count
     assert found["specprefill_engine_up"] == 1

@@ -30,6 +30,7 @@ _CONSUMERS = {
     "prefix_cache": "prefix cache",
     "sessions": "sparse sessions",
     "prefix_disk": "prefixes on disk",
+    "unaccounted_bytes": "not accounted for",
     "active": "all arrays",
     "limit": "limit",
 }

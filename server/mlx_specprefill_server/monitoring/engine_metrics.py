@@ -53,6 +53,8 @@ class EngineCollector(Collector):
         yield _gauge("specprefill_engine_heartbeat_age_seconds", "Since its last step.", health.heartbeat_age_s)
         yield from _counted(stats)
         yield _labelled(GaugeMetricFamily, "specprefill_memory_bytes", "Memory by consumer.", "consumer", _held(stats))
+        unaccounted = stats.memory.unaccounted_bytes
+        yield _gauge("specprefill_unaccounted_bytes", "Not of weights, caches or requests.", unaccounted)
         yield _labelled(GaugeMetricFamily, "specprefill_cache_bytes", "Kept for later requests.", "kind", _kept(stats))
 
     def _sums(self) -> Iterator[Metric]:

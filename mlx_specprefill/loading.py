@@ -223,7 +223,9 @@ def _load_gguf(path: Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrappe
     unpacked = dtype == "auto" and _on_cpu()
     try:
         return load_gguf(path, dtype=mx.float32 if unpacked else _DTYPES.get(dtype), pack=not unpacked)
-    except (LoadError, OSError) as error:
+    except OSError as error:
+        raise LoadError(f"{path}: {error.strerror or error}") from error
+    except LoadError as error:
         raise LoadError(f"{path}: {error}") from error
 
 

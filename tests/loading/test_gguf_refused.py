@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from mlx_specprefill import LoadError, load_pair
 from mlx_specprefill.adapters.gguf.header import read_header
+from mlx_specprefill.adapters.gguf.tokens import build_tokenizer
 from tests.gguf_files import CONFIGS, F32, UNUSED, VOCAB, contents, random_weights, tiny
 
 TEXT, ARRAY, U8, U32 = 8, 9, 0, 4
@@ -100,7 +101,7 @@ def test_a_header_may_not_be_as_large_as_the_file(tmp_path):
 
 
 def test_missing_and_unreadable_files_are_named(tmp_path):
-    with pytest.raises(LoadError, match=r"nowhere\.gguf: .*No such file"):
+    with pytest.raises(LoadError, match=r"nowhere\.gguf: No such file or directory$"):
         load_pair(tmp_path / "nowhere.gguf")
     (tmp_path / "folder.gguf").mkdir()
     with pytest.raises(LoadError, match=r"folder\.gguf"):
@@ -185,6 +186,10 @@ METADATA = {
     "a merge to nothing": ({f"{GGML}merges": ["a b"]}, "its merge 'a b'"),
     "a role for no token": ({f"{GGML}eos_token_id": VOCAB}, f"eos_token_id is {VOCAB}"),
     "a template that is no text": ({"tokenizer__chat_template": 7}, "chat_template is not text"),
+    "SentencePiece without end": (
+        {f"{GGML}model": "llama", f"{GGML}scores": [0.0] * VOCAB, f"{GGML}tokens": [*TOKENS[1:], "a" * 300]},
+        "a token of 300 characters",
+    ),
     "SentencePiece without scores": ({f"{GGML}model": "llama"}, "neither scores nor merges"),
 }
 
@@ -195,6 +200,14 @@ def test_metadata_that_cannot_be_is_named(tmp_path, metadata, message):
     with pytest.raises(LoadError, match=message) as caught:
         load_pair(file)
     assert "\n" not in str(caught.value)
+
+
+def test_merges_are_not_derived_from_endless_vocabularies():
+    """Every way to cut a token in two is tried, and one of a^n has n - 1 that count."""
+    tokens = [letter * length for letter in map(chr, range(0x4E00, 0x4E00 + 200)) for length in range(1, 257)]
+    metadata = {"tokens": tokens, "scores": [0.0] * len(tokens), "model": "llama"}
+    with pytest.raises(LoadError, match=r"its vocabulary of 6579200 characters is too large"):
+        build_tokenizer({f"tokenizer.ggml.{key}": value for key, value in metadata.items()}, "llama", 10**6, 512)
 
 
 def test_an_unknown_architecture_is_named(tmp_path):

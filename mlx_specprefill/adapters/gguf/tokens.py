@@ -29,6 +29,8 @@ __all__ = ["PRE_TOKENIZERS", "build_tokenizer"]
 log = logging.getLogger(__name__)
 
 MAX_TOKEN = 1024  # characters
+# Where merges follow from scores, every way to cut a token in two is tried, and each may become a merge.
+MAX_SCORED_TOKEN, MAX_SCORED = 256, 1 << 22  # characters of one token, of all; 262 144 tokens have 2 million
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 # What ends an answer whatever a file names as its end: the names that llama.cpp goes by, of control tokens alone.
 _ENDS = frozenset(
@@ -187,6 +189,8 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary, archite
     """As transformers builds it: merges follow from the scores where the file has none."""
     if vocabulary.scores is None and vocabulary.merges is None:
         raise LoadError("its vocabulary has neither scores nor merges")
+    if vocabulary.merges is None:
+        _check_scored(vocabulary)
     parts = {"tokens": vocabulary.tokens, "token_type": vocabulary.types, "scores": vocabulary.scores}
     merges = {} if vocabulary.merges is None else {"merges": vocabulary.merges}
     backend, _ = convert_gguf_tokenizer(architecture, {"tokenizer_type": "llama", **parts, **merges})
@@ -199,6 +203,14 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary, archite
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
         backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend
+
+
+def _check_scored(vocabulary: _Vocabulary) -> None:
+    lengths = [len(token) for token in vocabulary.tokens]
+    if max(lengths) > MAX_SCORED_TOKEN:
+        raise LoadError(f"its vocabulary has a token of {max(lengths)} characters, more than {MAX_SCORED_TOKEN}")
+    if sum(lengths) > MAX_SCORED:
+        raise LoadError(f"its vocabulary of {sum(lengths)} characters is too large, the limit is {MAX_SCORED}")
 
 
 def _named(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, str]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mlx_specprefill import Engine, Replay, load_pair
-from mlx_specprefill.request import Account
-from mlx_specprefill_server.evals.arms import ARM_KINDS, arms
+from mlx_specprefill import Engine, GenerationRequest, load_pair
+from mlx_specprefill_server.evals.arms import ARM_KINDS, FULL, arms
 from mlx_specprefill_server.evals.errors import NotMeasuredError
 from mlx_specprefill_server.evals.facts import Turn
-from mlx_specprefill_server.evals.local import LocalExaminee, divergence, examination
+from mlx_specprefill_server.evals.forced import divergence
+from mlx_specprefill_server.evals.local import LocalExaminee, examination
 from mlx_specprefill_server.evals.tasks import TASKS, Item, Space, make_item
+from mlx_specprefill_server.prompting.conversation import conversation
+from mlx_specprefill_server.prompting.prompt import PromptBuilder
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
@@ -81,9 +84,48 @@ def test_too_long_a_prompt_is_not_measured(examinee):
         examinee.ask(Item((Turn("word " * 40_000, ""),), ("1",)), arms([], []), 4, 0, False)
 
 
+@pytest.fixture(scope="module")
+def forced(examinee):
+    item = make_item(TASKS["copy"], "copy", 0, Space(700, examinee.count))
+    return item, examinee.ask(item, arms(list(ARM_KINDS), ["0.2"]), 16, 0, False)
+
+
+def test_a_known_answer_is_judged_without_generating_it(forced):
+    _, found = forced
+    assert {arm.kind for arm in found} == set(ARM_KINDS)
+    for arm, reply in found.items():
+        assert reply.score == float(reply.measures["right"] == 1)
+        assert reply.measures["nll"] > 0
+        assert ("kl" in reply.measures) == (arm.kind != "full")
+        assert reply.kept == 1 if arm.kind == "full" else 0.15 < reply.kept < 0.3
+    recall = {arm.kind: reply.measures.get("recall") for arm, reply in found.items()}
+    assert recall["oracle"] == 1
+    assert recall["recency"] == 0
+    assert recall["full"] is None
+
+
+@pytest.mark.parametrize(("name", "raw"), [("copy", True), ("quote", False)])
+def test_the_likeliest_tokens_are_what_greedy_decoding_gives(examinee, name, raw):
+    """Of the tokens up to the first that is not the answer's; the opening is given, the border may lie in a token."""
+    item = make_item(TASKS[name], name, 1, Space(600, examinee.count))
+    assert item.known.raw == raw
+    reply = examinee.ask(item, arms([], []), 16, 0, False)[FULL]
+    engine, encode = examinee._engine, examinee._encode
+    builder = PromptBuilder(engine.pair.tokenizer)
+    text = item.turns[0].question
+    if raw:
+        prompt = asyncio.run(builder.raw(text)).tokens
+    else:
+        said = conversation([{"role": "user", "content": text}])
+        prompt = (*asyncio.run(builder.chat(said)).tokens, *encode(item.known.opening))
+    answer = encode(item.known.answer)
+    law = engine.replay(GenerationRequest(prompt, 1), answer).logprobs
+    assert engine.pair.tokenizer.decode(law.argmax(axis=1).tolist()) == reply.text
+    assert reply.measures["nll"] == pytest.approx(-law[np.arange(len(answer)), list(answer)].mean(), abs=1e-3)
+
+
 def test_divergence_by_hand():
-    account = Account("full", "", 1, 1)
     p, q = np.log([[0.5, 0.5], [0.9, 0.1]]), np.log([[0.25, 0.75], [0.9, 0.1]])
-    measured = divergence(Replay(p, account, None), Replay(q, account, None))
+    measured = divergence(p, q)
     assert measured["kl"] == pytest.approx((0.5 * np.log(2) + 0.5 * np.log(2 / 3)) / 2)
     assert measured["top1"] == 0.5  # 0.5 against 0.75 prefers the other token, the second row the same one

@@ -21,9 +21,9 @@ def test_recency_prefers_the_end() -> None:
     assert (np.diff(rankings.by_recency(50)) > 0).all()
 
 
-def test_overlap_is_bm25() -> None:
-    prompt = [1, 2, 3, 4, 1, 1, 7, 8, 9, 9]  # chunks of 4: (1 2 3 4) (1 1 7 8) (9 9)
-    scores = rankings.by_overlap(prompt, 4, [1, 9, 55])
+def test_passages_are_ranked_by_bm25_of_their_words() -> None:
+    passages = ["One two THREE four.", "one, one! Seven eight", "nine nine"]
+    scores = rankings.by_words(10, passages, 4, "Nine ones? Is one absent")
     mean = 10 / 3
 
     def bm25(times: int, holding: int, size: int) -> float:

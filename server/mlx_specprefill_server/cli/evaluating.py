@@ -16,6 +16,7 @@ from ..evals.command import Options
 from ..evals.command import evaluate as run
 from ..evals.local import LocalExaminee, examination
 from ..evals.remote import RemoteExaminee
+from ..evals.tasks import GROUPS
 from .common import OptionError, begin, choose, load, one_line_errors
 from .options import ChunkSize, Draft, DraftLayers, Dtype, Level, PairName, PairsFile, Target
 
@@ -24,7 +25,8 @@ __all__ = ["evaluate"]
 
 def evaluate(
     tasks: Annotated[
-        list[str] | None, typer.Option("--task", help="A task or a group: ruler, adversarial, more, all; repeat.")
+        list[str] | None,
+        typer.Option("--task", "--suite", help=f"A task or a group: {', '.join(GROUPS)}; repeat."),
     ] = None,
     lengths: Annotated[list[int] | None, typer.Option("--length", help="Prompt tokens; repeat. Default 1024.")] = None,
     depths: Annotated[

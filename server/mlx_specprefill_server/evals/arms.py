@@ -25,6 +25,11 @@ class Arm:
     def name(self) -> str:
         return self.kind if self.keep is None else f"{self.kind}@{float(self.keep):g}"
 
+    @property
+    def restored(self) -> Arm:
+        """The arm that keeps the same tokens at their positions."""
+        return Arm("sparse", self.keep) if self.kind == "renumbered" else self
+
 
 FULL = Arm("full")
 

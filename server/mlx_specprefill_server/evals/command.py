@@ -9,13 +9,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from . import longbench, plots, suite
+from . import corpus, longbench, plots, suite
 from .arms import Arm
 from .errors import NothingToDoError
 from .examinee import Examinee
 from .records import Cell, Record, Records
 from .report import markdown, summarise
-from .tasks import TASKS, Item
+from .tasks import REAL, TASKS, Item
 
 __all__ = ["Options", "evaluate"]
 
@@ -46,7 +46,7 @@ def evaluate(options: Options, examinee: Examinee, tell: Tell) -> dict[str, Any]
         UnreachableError: the server went away; what was measured is kept.
     """
     sources, problems = _sources(options, examinee, tell)
-    described = {**examinee.described, "seed": options.seed}
+    described = {**examinee.described, "seed": options.seed, **_corpus(sources)}
     records = Records(None if options.out is None else options.out / "items.jsonl", described)
     plan = suite.Plan(options.arms, options.number, options.probes, options.seed)
     asked: dict[tuple[Cell, int], None] = {}
@@ -82,6 +82,11 @@ def _sources(options: Options, examinee: Examinee, tell: Tell) -> tuple[list[sui
     if not sources:
         raise NothingToDoError("nothing to measure: no known task and no readable file was named")
     return sources, problems
+
+
+def _corpus(sources: Sequence[suite.Source]) -> dict[str, str]:
+    """What real text the tasks are made of, if any are: other text means other items."""
+    return {"corpus": corpus.described()} if any(source.cell.task in REAL for source in sources) else {}
 
 
 def _longbench_sources(examples: Sequence[longbench.Example]) -> Iterator[suite.Source]:

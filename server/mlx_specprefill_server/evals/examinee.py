@@ -18,12 +18,14 @@ class Reply:
 
     Attributes:
         kept: share of the prompt that the target saw; None if unknown.
-        measures: further numbers by name: recall, mass, kl, top1, ppl_ratio.
+        measures: further numbers by name: recall, mass, kl, top1, ppl_ratio, nll, right, same.
+        score: where it follows from measures; None: from the text.
     """
 
     text: str
     kept: float | None = None
     measures: Mapping[str, float] = field(default_factory=dict)
+    score: float | None = None
 
 
 class Examinee(Protocol):

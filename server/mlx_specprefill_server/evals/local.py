@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from mlx_specprefill import (
     Account,
@@ -23,38 +22,33 @@ from mlx_specprefill import (
     Failed,
     Finished,
     GenerationRequest,
-    Inspection,
     Replay,
     SelectionConfig,
     SpecPrefillError,
-    SpecPrefillOptions,
     SpecPrefillPolicy,
     TokenEvent,
 )
 
 from ..prompting.conversation import conversation
 from ..prompting.prompt import Prompt, PromptBuilder
-from . import rankings
 from .arms import FULL, Arm
 from .errors import NotMeasuredError
 from .examinee import Reply
-from .tasks import Item
+from .forced import Forced, check_mode, divergence, forced_replies
+from .prompted import OWNER, Prompted, Span
+from .tasks import Item, Known
 
 __all__ = ["LocalExaminee", "examination"]
 
 PROBED_TOKENS = 64  # of the dense answer, teacher-forced
 CONTINUED_TOKENS = 256  # of the document, for perplexity
-QUESTION_TOKENS = 64  # at the end of the last message: the query of the lexical arm
-
-Span = tuple[int, int]
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float32]
+CACHE_BYTES = 4 << 30  # of one item's arms; they are kept apart by label and forgotten after the item
 
 
 def examination(selection: SelectionConfig | None = None) -> EngineConfig:
-    """Nothing that one answer leaves behind may help or hinder the next one."""
+    """Nothing is done in idle time that one answer could leave behind for the next one."""
     policy = SpecPrefillPolicy(densify=False)
-    return EngineConfig(selection=selection or SelectionConfig(), policy=policy, prefix_cache_bytes=0)
+    return EngineConfig(selection=selection or SelectionConfig(), policy=policy, prefix_cache_bytes=CACHE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class _Answer:
 
 class LocalExaminee:
     """Args:
-    engine: running, with its prefix cache off: what an earlier arm left behind must not help a later one.
+    engine: running, and nobody else's: what it keeps is dropped after every item.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -82,34 +76,54 @@ class LocalExaminee:
         return {"target": str(pair.target_id), "draft": str(pair.draft_id or "none"), "chunk_size": chunk_size}
 
     def count(self, text: str) -> int:
-        return len(self._engine.pair.tokenizer.encode(text, add_special_tokens=False))
+        return len(self._encode(text))
 
     def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
+        applicable = [arm for arm in arms if arm.kind != "oracle" or item.gold]
         try:
-            question = _Question(self._engine, *self._rendered(item), answer_tokens, seed)
-            applicable = [arm for arm in arms if arm.kind != "oracle" or item.gold]
-            answers = question.answers(applicable)
-            measures = {arm: question.selection_measures(arm, answers) for arm in answers}
-            if probe:
-                ratios = self._perplexity_ratios(item, applicable, seed)
-                for arm, more in question.probed(answers).items():
-                    measures[arm] |= more | ratios.get(arm, {})
+            self._engine.drop_cached(owner=OWNER)  # of the item before
+            if item.known is not None:
+                return self._force(item, item.known, applicable, seed)
+            return self._generate(item, applicable, answer_tokens, seed, probe)
         except SpecPrefillError as error:
             raise NotMeasuredError(str(error)) from error
+
+    def _force(self, item: Item, known: Known, arms: Sequence[Arm], seed: int) -> dict[Arm, Reply]:
+        if known.raw:
+            prompt, gold, forced = self._continued(item, known)
+        else:
+            prompt, gold = self._rendered(item)
+            forced = Forced(*_behind(self._encode(known.opening), self._encode(known.opening + known.answer)))
+        return forced_replies(Prompted(self._engine, prompt, gold, 1, seed), forced, arms, self._decode)
+
+    def _generate(
+        self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool
+    ) -> dict[Arm, Reply]:
+        question = _Question(self._engine, *self._rendered(item), answer_tokens, seed)
+        answers = question.answers(arms)
+        measures = {arm: question.recall(arm, answer.spans) for arm, answer in answers.items()}
+        if probe:
+            ratios = self._perplexity_ratios(item, arms, seed)
+            for arm, more in question.probed(answers).items():
+                measures[arm] |= more | ratios.get(arm, {})
         return {arm: self._reply(answer, measures[arm]) for arm, answer in answers.items()}
 
     def _perplexity_ratios(self, item: Item, arms: Sequence[Arm], seed: int) -> dict[Arm, dict[str, float]]:
         """The document's last tokens after what comes before them, without question or template."""
-        tokens = tuple(self._engine.pair.tokenizer.encode(item.turns[0].question, add_special_tokens=False))
+        tokens = self._encode(item.turns[0].question)
         if len(tokens) < 2 * CONTINUED_TOKENS:
             return {}
         prompt, continuation = Prompt(tokens[:-CONTINUED_TOKENS]), tokens[-CONTINUED_TOKENS:]
-        wanted = [arm for arm in arms if arm.kind != "oracle"]
-        return _Question(self._engine, prompt, (), 1, seed).perplexity_ratios(wanted, continuation)
+        wanted = [arm for arm in arms if arm.kind not in ("oracle", "full")]
+        replies = forced_replies(
+            Prompted(self._engine, prompt, (), 1, seed), Forced(continuation), [FULL, *wanted], str
+        )
+        full = replies[FULL].measures["nll"]
+        return {arm: {"ppl_ratio": float(np.exp(replies[arm].measures["nll"] - full))} for arm in wanted}
 
     def _reply(self, answer: _Answer, measures: Mapping[str, float]) -> Reply:
         stops = self._engine.pair.eos_token_ids
-        text = self._engine.pair.tokenizer.decode([token for token in answer.tokens if token not in stops])
+        text = self._decode([token for token in answer.tokens if token not in stops])
         return Reply(text, answer.account.kept_tokens / answer.account.prompt_tokens, measures)
 
     def _rendered(self, item: Item) -> tuple[Prompt, tuple[Span, ...]]:
@@ -121,142 +135,69 @@ class LocalExaminee:
         said = conversation(messages[:-1])
         return asyncio.run(self._builder.chat(said)), asyncio.run(self._builder.passages(said, item.gold))
 
+    def _continued(self, item: Item, known: Known) -> tuple[Prompt, tuple[Span, ...], Forced]:
+        """Text to go on with, where its gold lies, and how it goes on."""
+        text = item.turns[-1].question + known.opening
+        head = asyncio.run(self._builder.raw(text)).tokens
+        whole, start = _behind(head, asyncio.run(self._builder.raw(text + known.answer)).tokens)
+        gold = asyncio.run(self._builder.raw_passages(text, item.gold))
+        return Prompt(whole[:start]), gold, Forced(whole[start:])
 
-class _Question:
-    """One prompt on its way through all arms."""
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._engine.pair.tokenizer.encode(text, add_special_tokens=False))
 
-    def __init__(self, engine: Engine, prompt: Prompt, gold: tuple[Span, ...], answer_tokens: int, seed: int) -> None:
-        self._engine = engine
-        self._prompt = prompt
-        self._gold = gold
-        self._answer_tokens = answer_tokens
-        self._seed = seed
-        self._chunk = engine.config.selection.chunk_size
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._engine.pair.tokenizer.decode(list(tokens)))
 
-    @cached_property
-    def _inspection(self) -> Inspection:
-        """The draft is asked once, however many shares are kept."""
-        return self._engine.inspect(self._request(SpecPrefillOptions(enabled=True)))
+
+def _behind(head: Sequence[int], whole: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The tokens of a text, and the first of them that is not one of its beginning's: a border may lie in a token."""
+    pairs = enumerate(zip(head, whole, strict=False))
+    return whole, next((at for at, (one, other) in pairs if one != other), min(len(head), len(whole) - 1))
+
+
+class _Question(Prompted):
+    """One prompt on its way through all arms, answered by each."""
 
     def answers(self, arms: Sequence[Arm]) -> dict[Arm, _Answer]:
-        requests = {arm: self._options(arm) for arm in arms if arm.kind != "renumbered"}
-        for arm in arms:
-            if arm.kind == "renumbered":
-                requests.setdefault(Arm("sparse", arm.keep), self._options(Arm("sparse", arm.keep)))
-        answers = _gather(self._engine, {arm: self._request(options) for arm, options in requests.items()})
-        self._check_modes(answers)
-        renumbered = [arm for arm in arms if arm.kind == "renumbered"]
-        cut = {arm: self._cut(answers[Arm("sparse", arm.keep)].spans) for arm in renumbered}
+        restored = dict.fromkeys(arm.restored for arm in arms)
+        answers = _gather(self.engine, {arm: self.request(arm) for arm in restored})
+        for arm, answer in answers.items():
+            check_mode(arm, answer.account)
+        renumbered = [arm for arm in arms if arm.restored != arm]
+        cut = {arm: self.cut(answers[arm.restored].spans) for arm in renumbered}
         answers |= {
-            arm: replace(answer, account=answers[Arm("sparse", arm.keep)].account)
-            for arm, answer in _gather(self._engine, cut).items()
+            arm: replace(answer, account=answers[arm.restored].account)
+            for arm, answer in _gather(self.engine, cut).items()
         }
         return {arm: answers[arm] for arm in arms}
-
-    def _check_modes(self, answers: Mapping[Arm, _Answer]) -> None:
-        for arm, answer in answers.items():
-            if (answer.account.mode == "sparse") != (arm != FULL):
-                raise NotMeasuredError(f"arm {arm.name} ran in {answer.account.mode} mode: {answer.account.reason}")
-
-    def _request(self, options: SpecPrefillOptions) -> GenerationRequest:
-        return GenerationRequest(
-            self._prompt.tokens,
-            self._answer_tokens,
-            specprefill=options,
-            spans=self._prompt.spans,
-            stop_token_ids=self._engine.pair.eos_token_ids,
-        )
-
-    def _cut(self, spans: Sequence[Span]) -> GenerationRequest:
-        """What was kept, as if it were the whole prompt."""
-        tokens = tuple(token for start, end in spans for token in self._prompt.tokens[start:end])
-        return replace(self._request(SpecPrefillOptions(enabled=False)), prompt=tokens, spans=())
-
-    def _options(self, arm: Arm) -> SpecPrefillOptions:
-        if arm == FULL:
-            return SpecPrefillOptions(enabled=False, return_spans=True)
-        prompt, M = self._prompt.tokens, len(self._prompt.tokens)
-        score: dict[str, Callable[[], Floats]] = {
-            "sparse": lambda: self._inspection.importance,
-            "random": partial(rankings.random_chunks, M, self._chunk, self._seed),
-            "recency": partial(rankings.by_recency, M),
-            "lexical": partial(rankings.by_overlap, prompt, self._chunk, prompt[self._question_start() :]),
-            "oracle": partial(rankings.gold_first, M, self._chunk, self._gold, self._seed),
-        }
-        return SpecPrefillOptions(True, arm.keep, return_spans=True, importance=score[arm.kind]())
-
-    def _question_start(self) -> int:
-        end = self._prompt.spans[-1].content_end if self._prompt.spans else len(self._prompt.tokens)
-        return max(0, end - QUESTION_TOKENS)
-
-    # --- measures ----------------------------------------------------------------------------------------------------
-
-    def selection_measures(self, arm: Arm, answers: Mapping[Arm, _Answer]) -> dict[str, float]:
-        """Share of the chunks with gold in them whose gold was kept."""
-        if arm == FULL or not self._gold:
-            return {}
-        kept, gold = self._mask(answers[arm].spans), self._mask(self._gold)
-        starts = np.arange(0, kept.size, self._chunk)
-        needed = np.add.reduceat(gold, starts, dtype=np.int64)
-        found = np.add.reduceat(gold & kept, starts, dtype=np.int64)
-        return {"recall": float((found == needed)[needed > 0].mean())}
 
     def probed(self, answers: Mapping[Arm, _Answer]) -> dict[Arm, dict[str, float]]:
         """Distributions over the first tokens of the dense answer, and the attention mass that was kept.
 
         What a model says behind the end of its answer is noise, and would be most of a short one.
         """
-        dense = replace(self._request(SpecPrefillOptions(enabled=False)), max_tokens=PROBED_TOKENS)
-        continuation = _gather(self._engine, {FULL: dense})[FULL].tokens
-        full = self._engine.replay(dense, continuation, attention=True)
+        dense = self.request(FULL)
+        continuation = (answers.get(FULL) or self.answers([FULL])[FULL]).tokens[:PROBED_TOKENS]
+        full = self.engine.replay(dense, continuation, attention=True)
         measures = {}
         for arm, answer in answers.items():
             if arm != FULL:
-                replayed = self._engine.replay(self._replayed(arm, answer), continuation)
-                measures[arm] = divergence(full, replayed) | self._mass(full, answer)
+                replayed = self.engine.replay(self._replayed(arm, answer), continuation)
+                measures[arm] = divergence(full.logprobs, replayed.logprobs) | self._mass(full, answer)
         return measures
 
-    def perplexity_ratios(self, arms: Sequence[Arm], continuation: tuple[int, ...]) -> dict[Arm, dict[str, float]]:
-        """Perplexity of the continuation after each arm's prefill over that after a full one."""
-        answers = {arm: answer for arm, answer in self.answers(arms).items() if arm != FULL}
-        full = _surprise(self._engine.replay(self._request(self._options(FULL)), continuation), continuation)
-        surprises = {
-            arm: _surprise(self._engine.replay(self._replayed(arm, answer), continuation), continuation)
-            for arm, answer in answers.items()
-        }
-        return {arm: {"ppl_ratio": float(np.exp(surprise - full))} for arm, surprise in surprises.items()}
-
     def _replayed(self, arm: Arm, answer: _Answer) -> GenerationRequest:
-        return self._cut(answer.spans) if arm.kind == "renumbered" else self._request(self._options(arm))
+        return self.cut(answer.spans) if arm.kind == "renumbered" else self.request(arm)
 
     def _mass(self, full: Replay, answer: _Answer) -> dict[str, float]:
         """Of the target's attention to what is open to selection, the share that falls on what was kept."""
         if full.attention is None:
             return {}
-        open_to_choice = ~self._mask([(start, end) for start, end, _ in self._inspection.forced_ranges])
+        open_to_choice = ~self.mask([(start, end) for start, end, _ in self.inspection.forced_ranges])
         total = float(full.attention[open_to_choice].sum())
-        held = float(full.attention[open_to_choice & self._mask(answer.spans)].sum())
+        held = float(full.attention[open_to_choice & self.mask(answer.spans)].sum())
         return {"mass": held / total} if total > 0 else {}
-
-    def _mask(self, spans: Sequence[Span]) -> Bools:
-        mask = np.zeros(len(self._prompt.tokens), dtype=np.bool_)
-        for start, end in spans:
-            mask[start:end] = True
-        return mask
-
-
-def divergence(full: Replay, other: Replay) -> dict[str, float]:
-    """KL(full || other) in nats and the agreement of the likeliest token, means over the continuation."""
-    p, q = full.logprobs.astype(np.float64), other.logprobs.astype(np.float64)
-    return {
-        "kl": float((np.exp(p) * (p - q)).sum(axis=1).mean()),
-        "top1": float((p.argmax(axis=1) == q.argmax(axis=1)).mean()),
-    }
-
-
-def _surprise(replay: Replay, continuation: Sequence[int]) -> float:
-    """Mean negative log-probability, nats per token."""
-    return -float(replay.logprobs[np.arange(len(continuation)), list(continuation)].astype(np.float64).mean())
 
 
 def _gather(engine: Engine, requests: Mapping[Arm, GenerationRequest]) -> dict[Arm, _Answer]:

@@ -5,16 +5,16 @@ All return importance, float32 (M,), constant within a chunk or falling to the m
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["by_overlap", "by_recency", "gold_first", "random_chunks"]
+from . import bm25
+
+__all__ = ["by_recency", "by_words", "gold_first", "random_chunks"]
 
 Floats = npt.NDArray[np.float32]
-BM25_K, BM25_B = 1.2, 0.75
 
 
 def random_chunks(length: int, chunk_size: int, seed: int) -> Floats:
@@ -28,23 +28,10 @@ def by_recency(length: int) -> Floats:
     return np.arange(length, dtype=np.float32) / np.float32(length)
 
 
-def by_overlap(prompt: Sequence[int], chunk_size: int, query: Sequence[int]) -> Floats:
-    """BM25 of each chunk, as a bag of tokens, for the tokens of the question."""
-    M = len(prompt)
-    chunks = [Counter(prompt[start : start + chunk_size]) for start in range(0, M, chunk_size)]
-    frequency = Counter(token for chunk in chunks for token in chunk)
-    C = len(chunks)
-    mean_length = M / C
-    scores = np.zeros(C, dtype=np.float32)
-    for token in set(query):
-        if not frequency[token]:
-            continue
-        rarity = np.log(1 + (C - frequency[token] + 0.5) / (frequency[token] + 0.5))
-        for index, chunk in enumerate(chunks):
-            if times := chunk[token]:
-                length = BM25_K * (1 - BM25_B + BM25_B * chunk.total() / mean_length)
-                scores[index] += rarity * times * (BM25_K + 1) / (times + length)
-    return np.repeat(scores, chunk_size)[:M]
+def by_words(length: int, passages: Sequence[str], size: int, query: str) -> Floats:
+    """BM25 of each passage, `size` tokens long, for the words of the question."""
+    scores = bm25.Index(bm25.words(passage) for passage in passages).scores(bm25.words(query))
+    return np.repeat(scores, size)[:length]
 
 
 def gold_first(length: int, chunk_size: int, gold: Sequence[tuple[int, int]], seed: int) -> Floats:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .arms import Arm
+from .paired import paired_cells, paired_markdown, right_in_full
 from .records import Cell, Record
 from .statistics import DENSE_FLOOR, paired_difference
 
@@ -19,7 +20,9 @@ HEADINGS = {"kept": "kept", "recall": "gold recall", "mass": "attention kept", "
 
 
 def summarise(records: Iterable[Record], arms: Sequence[Arm], by_depth: bool = False) -> dict[str, Any]:
-    """Cells with their arms, and what was skipped. JSON-ready.
+    """Cells with their arms, what was skipped, and `paired_cells` of known answers, of all and of those right in full.
+
+    JSON-ready.
 
     Without `by_depth`, items of all depths of a task and length are one cell.
     """
@@ -31,8 +34,13 @@ def summarise(records: Iterable[Record], arms: Sequence[Arm], by_depth: bool = F
             groups.setdefault(cell, []).append(record)
         else:
             skipped.append({"item": f"{_name(record.cell)} number {record.number}", "why": record.skipped})
-    cells = [_cell(cell, groups[cell], arms) for cell in groups]
-    return {"cells": cells, "skipped": skipped}
+    everything = [record for own in groups.values() for record in own]
+    return {
+        "cells": [_cell(cell, groups[cell], arms) for cell in groups],
+        "paired": paired_cells(everything, arms),
+        "paired_right": paired_cells(right_in_full(everything), arms),
+        "skipped": skipped,
+    }
 
 
 def _cell(cell: Cell, records: Sequence[Record], arms: Sequence[Arm]) -> dict[str, Any]:
@@ -66,8 +74,20 @@ def _arm(name: str, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def markdown(summary: Mapping[str, Any]) -> str:
-    """One table per arm kind and share would be many: one table, a row per cell and arm."""
-    cells = summary["cells"]
+    """One table per arm kind and share would be many: one table, a row per cell and arm.
+
+    Cells of known answers have two of their own.
+    """
+    paired = {(cell["task"], cell["length"]) for cell in summary["paired"]}
+    cells = [cell for cell in summary["cells"] if (cell["task"], cell["length"]) not in paired]
+    parts = [_accuracies(cells)] if cells or not paired else []
+    if paired:
+        parts += ["Known answers, all items:", paired_markdown(summary["paired"])]
+        parts += ["Known answers, items that full prefill gets right:", paired_markdown(summary["paired_right"])]
+    return "\n\n".join(parts)
+
+
+def _accuracies(cells: Sequence[Mapping[str, Any]]) -> str:
     used = [
         m for m in MEASURES if any(m in row for cell in cells for name, row in cell["arms"].items() if name != "full")
     ]

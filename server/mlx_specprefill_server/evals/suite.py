@@ -112,4 +112,5 @@ def _entry(reply: Reply | None, score: Score) -> dict[str, object]:
     """An arm that does not apply to an item, like gold chunks where everything counts, has an empty entry."""
     if reply is None:
         return {}
-    return {"score": score(reply.text), "answer": reply.text, "kept": reply.kept, **reply.measures}
+    scored = score(reply.text) if reply.score is None else reply.score
+    return {"score": scored, "answer": reply.text, "kept": reply.kept, **reply.measures}

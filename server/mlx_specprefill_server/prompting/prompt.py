@@ -98,6 +98,14 @@ class PromptBuilder:
         """
         return await self.run(partial(self._passages, conversation, texts))
 
+    async def raw_passages(self, text: str, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """`passages` of a prompt as it stands.
+
+        Raises:
+            InvalidRequestError: a text does not occur, or this tokenizer can't tell places.
+        """
+        return await self.run(partial(self._located, text, texts, "prompt", not self._starts_itself(text)))
+
     async def run(self, call: Callable[[], T]) -> T:
         """Anything long that uses the tokenizer, on a worker thread."""
         return await self.workers.run(call)
@@ -113,9 +121,12 @@ class PromptBuilder:
         return tuple(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _raw(self, text: str) -> Prompt:
+        return Prompt(self._tokens(text, special=not self._starts_itself(text)))
+
+    def _starts_itself(self, text: str) -> bool:
+        """Whether the tokenizer need not begin it."""
         start = self._tokenizer.bos_token
-        has_start = bool(start) and text.startswith(start)
-        return Prompt(self._tokens(text, special=not has_start))
+        return bool(start) and text.startswith(start)
 
     def _chat(self, conversation: Conversation) -> Prompt:
         # Of what the assistant said templates may leave out the reasoning.
@@ -130,11 +141,15 @@ class PromptBuilder:
         return Prompt(tokens, to_tokens(found, offsets), _ending(text, self._ends))
 
     def _passages(self, conversation: Conversation, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        _, whole = self._fitted(conversation)
-        _, offsets = self._tokenize(whole)
+        return self._located(self._fitted(conversation)[1], texts, conversation.field)
+
+    def _located(
+        self, whole: str, texts: Sequence[str], field: str, special: bool = False
+    ) -> tuple[tuple[int, int], ...]:
+        _, offsets = self._tokenize(whole, special)
         places = [whole.find(text) for text in texts]
         if offsets is None or -1 in places:
-            raise InvalidRequestError("passages can't be located in this prompt", field=conversation.field)
+            raise InvalidRequestError("passages can't be located in this prompt", field=field)
         starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
         return tuple(
             (bisect_right(ends, place), bisect_left(starts, place + len(text)))
@@ -169,12 +184,15 @@ class PromptBuilder:
             raise InvalidRequestError(message[:1000], field=conversation.field) from error
         return str(text)
 
-    def _tokenize(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]] | None]:
-        """Ids as mlx-lm makes them from a rendered template, and their places, which only fast tokenizers know."""
+    def _tokenize(self, text: str, special: bool = False) -> tuple[tuple[int, ...], list[tuple[int, int]] | None]:
+        """Ids as mlx-lm makes them from a rendered template, and their places, which only fast tokenizers know.
+
+        `special`: with what the tokenizer puts around a text by itself.
+        """
         tokenizer = self._tokenizer._tokenizer  # the wrapper forwards attributes, but not the call itself
         if not getattr(tokenizer, "is_fast", False):
-            return tuple(tokenizer.encode(text, add_special_tokens=False)), None
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return tuple(tokenizer.encode(text, add_special_tokens=special)), None
+        encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         return tuple(encoded["input_ids"]), encoded["offset_mapping"]
 
 

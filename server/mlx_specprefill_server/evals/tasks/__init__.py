@@ -1,16 +1,18 @@
 """The table of tasks."""
 
 from .adversarial import ADVERSARIAL
-from .base import Item, Space, Task, make_item
+from .base import Item, Known, Space, Task, make_item
 from .more import MORE
+from .real import REAL
 from .ruler import RULER
 
-TASKS: dict[str, Task] = RULER | ADVERSARIAL | MORE
+TASKS: dict[str, Task] = RULER | ADVERSARIAL | MORE | REAL
 GROUPS: dict[str, tuple[str, ...]] = {
     "ruler": tuple(RULER),
     "adversarial": tuple(ADVERSARIAL),
     "more": tuple(MORE),
+    "real": tuple(REAL),
     "all": tuple(TASKS),
 }
 
-__all__ = ["GROUPS", "TASKS", "Item", "Space", "Task", "make_item"]
+__all__ = ["GROUPS", "REAL", "TASKS", "Item", "Known", "Space", "Task", "make_item"]

@@ -11,9 +11,24 @@ from ..aggregates import Whole
 from ..facts import Fact, Turn
 from ..haystack import Count
 
-__all__ = ["Item", "Space", "Task", "asked_about", "make_item", "within", "within_prose"]
+__all__ = ["Item", "Known", "Space", "Task", "asked_about", "make_item", "within", "within_prose"]
 
 OVERHEAD = 24  # tokens that a chat template and the line between document and question take
+
+
+@dataclass(frozen=True)
+class Known:
+    """An answer that is known word for word, so that it need not be generated to be judged.
+
+    Attributes:
+        opening: how the answer begins; the model is given it, and nothing of it is measured.
+        answer: what follows.
+        raw: the last question is no message but text to go on with, without a chat template.
+    """
+
+    opening: str
+    answer: str
+    raw: bool = False
 
 
 @dataclass(frozen=True)
@@ -24,11 +39,13 @@ class Item:
         turns: questions in order; the first one comes with the document. The last answer is the one that is scored.
         values: what scoring looks for.
         gold: passages of the document that the last answer needs; none where it needs the document as a whole.
+        known: the last answer word for word, where there is only one.
     """
 
     turns: tuple[Turn, ...]
     values: tuple[str, ...]
     gold: tuple[str, ...] = ()
+    known: Known | None = None
 
 
 @dataclass(frozen=True)

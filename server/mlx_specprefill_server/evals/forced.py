@@ -1,0 +1,100 @@
+"""Answers that are known word for word, judged by the laws of their tokens: one prefill per arm, and no decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_specprefill import Account, Replay
+
+from .arms import FULL, Arm
+from .errors import NotMeasuredError
+from .examinee import Reply
+from .prompted import Prompted
+
+__all__ = ["Forced", "check_mode", "divergence", "forced_replies"]
+
+
+@dataclass(frozen=True)
+class Forced:
+    """The tokens that follow a prompt; those from `start` on are the answer."""
+
+    tokens: tuple[int, ...]
+    start: int = 0
+
+
+def forced_replies(
+    prompted: Prompted, forced: Forced, arms: Sequence[Arm], decode: Callable[[Sequence[int]], str]
+) -> dict[Arm, Reply]:
+    """Of every arm.
+
+    Measures: `nll` (nats per token of the answer), `right` (share of its tokens that are the likeliest), and with
+    respect to full prefill over the same tokens `kl`, `top1` (share with the same likeliest token), `same` (whether
+    all have). The score is whether greedy decoding would give the answer, up to its end.
+    """
+    replays = _Replays(prompted, forced.tokens)
+    full = replays.of(FULL)
+    replies = {}
+    for arm in arms:
+        replay, measures = replays.of(arm), _known(replays.of(arm), forced)
+        account = replays.of(arm.restored).account
+        if arm != FULL:
+            measures |= _against(full, replay, forced) | prompted.recall(arm, account.kept_spans or ())
+        likeliest = replay.logprobs[forced.start :].argmax(axis=1)
+        kept = account.kept_tokens / account.prompt_tokens
+        replies[arm] = Reply(decode(likeliest.tolist()), kept, measures, score=float(measures["right"] == 1))
+    return replies
+
+
+class _Replays:
+    """One per arm, when it is asked for."""
+
+    def __init__(self, prompted: Prompted, tokens: tuple[int, ...]) -> None:
+        self._prompted = prompted
+        self._tokens = tokens
+        self._done: dict[Arm, Replay] = {}
+
+    def of(self, arm: Arm) -> Replay:
+        if arm not in self._done:
+            self._done[arm] = self._made(arm)
+        return self._done[arm]
+
+    def _made(self, arm: Arm) -> Replay:
+        replay = self._prompted.engine.replay
+        if arm.kind == "renumbered":
+            return replay(self._prompted.cut(self.of(arm.restored).account.kept_spans or ()), self._tokens)
+        found = replay(self._prompted.request(arm), self._tokens)
+        check_mode(arm, found.account)
+        return found
+
+
+def check_mode(arm: Arm, account: Account) -> None:
+    """Raises NotMeasuredError: the engine did not do what the arm is about."""
+    if (account.mode == "sparse") != (arm != FULL):
+        raise NotMeasuredError(f"arm {arm.name} ran in {account.mode} mode: {account.reason}")
+
+
+def _known(replay: Replay, forced: Forced) -> dict[str, float]:
+    answer = np.array(forced.tokens[forced.start :])
+    rows = replay.logprobs[forced.start :].astype(np.float64)
+    return {
+        "nll": -float(rows[np.arange(answer.size), answer].mean()),
+        "right": float((rows.argmax(axis=1) == answer).mean()),
+    }
+
+
+def _against(full: Replay, other: Replay, forced: Forced) -> dict[str, float]:
+    found = divergence(full.logprobs[forced.start :], other.logprobs[forced.start :])
+    return found | {"same": float(found["top1"] == 1)}
+
+
+def divergence(full: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> dict[str, float]:
+    """KL(full || other) in nats and the agreement of the likeliest token, means over the rows (T, V) of two laws."""
+    p, q = full.astype(np.float64), other.astype(np.float64)
+    return {
+        "kl": float((np.exp(p) * (p - q)).sum(axis=1).mean()),
+        "top1": float((p.argmax(axis=1) == q.argmax(axis=1)).mean()),
+    }

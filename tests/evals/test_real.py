@@ -1,0 +1,108 @@
+"""Tasks on real text: what is asked has one answer, which lies where the gold passage says."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from mlx_specprefill_server.evals import bm25, corpus
+from mlx_specprefill_server.evals.corpus import Module, Paragraph
+from mlx_specprefill_server.evals.tasks import REAL, Item, Space, make_item
+from mlx_specprefill_server.evals.tasks.real import _calls_in
+
+NAMES = sorted(REAL)
+
+
+def count(text: str) -> int:
+    return -(-len(text) // 3)
+
+
+def item(name: str, number: int = 0, length: int = 1500) -> Item:
+    return make_item(REAL[name], name, number, Space(length, count))
+
+
+def test_the_corpus_is_large_unique_and_described() -> None:
+    texts = [paragraph.text for paragraph in corpus.paragraphs()]
+    assert len(set(texts)) == len(texts)
+    assert sum(map(len, texts)) > 500_000
+    assert re.fullmatch(r"standard library of Python 3\.\d+\.\S+, [0-9a-f]{12}", corpus.described())
+
+
+def test_prose_is_told_from_code() -> None:
+    prose = Paragraph(
+        "Values that can't be determined are returned as they were given. They stay. It is so.", "x", True
+    )
+    assert corpus.sentences(prose) == ["Values that can't be determined are returned as they were given."]
+    assert corpus.sentences(Paragraph(prose.text, "x", False)) == []
+    assert all(">>>" not in paragraph.text for paragraph in corpus.paragraphs() if paragraph.prose)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gold_passage_holds_the_answer_and_lies_before_the_question(name: str) -> None:
+    for number in range(3):
+        made = item(name, number)
+        assert made.known is not None
+        document, _, question = made.turns[0].question.rpartition("\n\n")
+        assert made.known.answer.strip().rstrip(")") in " ".join(made.gold)
+        assert all(passage.strip() in document for passage in made.gold)
+        assert made.turns[0].answer == made.known.opening + made.known.answer
+        assert made.known.answer not in question or name == "code"
+
+
+def test_copies_and_clozes_break_off_inside_their_sentence() -> None:
+    for name in ("copy", "cloze"):
+        made = item(name)
+        assert made.known is not None
+        begun = made.turns[0].question.rpartition('says: "')[2]
+        assert (begun + made.known.answer) in made.gold[0]
+        assert made.turns[0].question.count(begun) == 2
+
+
+def test_distractors_are_the_paragraphs_most_like_the_one_that_answers() -> None:
+    made = item("cloze", 1, 4000)
+    document = made.turns[0].question.rpartition("\n\n")[0].split("\n\n")
+    own = next(text for text in document if made.gold[0] in text)
+    prose = [paragraph.text for paragraph in corpus.paragraphs() if paragraph.prose]
+    scores = bm25.Index(map(bm25.words, prose)).scores(bm25.words(own))
+    ranked = [prose[at] for at in (-scores).argsort(kind="stable")]
+    assert {*document} - {own} <= {*ranked[:60]}
+    assert document[-1] != own
+
+
+def test_labels_come_with_examples_of_every_class() -> None:
+    made = item("many_shot", 2)
+    labels = re.findall(r"^Label: (\w+)$", made.turns[0].question, re.M)
+    assert len(set(labels)) >= 3
+    assert labels.count(made.values[0]) == len(made.gold) >= 3
+    assert made.turns[0].question.endswith("\nLabel:")
+
+
+def test_a_helper_is_defined_far_above_its_call_and_mentioned_nowhere_else() -> None:
+    for number in range(4):
+        made = item("code", number, 3000)
+        text, (definition,) = made.turns[0].question, made.gold
+        name = re.fullmatch(r"(?:async )?def (\w+)\(.*", definition)[1]  # type: ignore[index]
+        assert text.endswith(f"{name}(")
+        assert len(re.findall(rf"\b{name}\b", text)) == 2
+        assert (len(text) - text.index(definition)) > 0.25 * len(text)
+        assert ast.parse(f"f({made.known.answer}") if made.known else None
+
+
+def test_calls_are_those_whose_arguments_are_named_as_the_parameters() -> None:
+    source = (
+        "def helper(first, second):\n    pass\n\ndef other(first):\n    pass\n\n"
+        "def caller(first, second):\n    other(1)\n    return helper(first, second)\n"
+        "def again(first, second):\n    return helper(first, second)\n"
+    )
+    (call,) = _calls_in(Module("m", source))
+    assert source[call.arguments : call.end] == "first, second)"
+    assert source[call.defined :].startswith("def helper(")
+
+
+def test_bm25_frequency() -> None:
+    index = bm25.Index([["a", "b"], ["a", "a"]])
+    assert (index.frequency("a"), index.frequency("b"), index.frequency("c")) == (2, 1, 0)
+    assert index.scores(["c"]).tolist() == [0, 0]
+    assert index.scores(["b"])[0] > 0

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill_server import packages, pairs
-from mlx_specprefill_server.cli.common import OptionError, choose
+from mlx_specprefill_server.cli.common import OptionError, choose, load
 from mlx_specprefill_server.pairs import MissingPairError, PairsError, find_pair, find_row, read_pairs
+from tests.gguf_files import tiny
 
 
 def write(folder: Path, text: str) -> Path:
@@ -46,6 +47,14 @@ def test_folders_are_relative_to_the_file(tmp_path: Path) -> None:
     pair = find_pair("a", path)
     assert pair.target == str(tmp_path.resolve() / "t")
     assert pair.draft == "org/d"
+
+
+def test_gguf_files_are_named_like_folders(tmp_path: Path) -> None:
+    tiny("llama").write(tmp_path / "t.gguf")
+    tiny("qwen3").write(tmp_path / "d.gguf")
+    pair = find_pair("a", write(tmp_path, '[a]\ntarget = "./t.gguf"\ndraft = "./d.gguf"\n'))
+    loaded = load(pair, "auto")
+    assert (loaded.target_id, loaded.draft_id, loaded.sparse_refusal) == ("t", "d", None)
 
 
 def test_the_target_can_be_its_own_draft(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ METADATA = {
         {f"{GGML}model": "llama", f"{GGML}scores": [0.0] * VOCAB, f"{GGML}tokens": [*TOKENS[1:], "a" * 300]},
         "a token of 300 characters",
     ),
-    "SentencePiece without scores": ({f"{GGML}model": "llama"}, "neither scores nor merges"),
+    "SentencePiece without scores": ({f"{GGML}model": "llama"}, "its vocabulary has no scores"),
 }
 
 

@@ -186,14 +186,12 @@ def _pair(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary, architecture: str) -> Tokenizer:
-    """As transformers builds it: merges follow from the scores where the file has none."""
-    if vocabulary.scores is None and vocabulary.merges is None:
-        raise LoadError("its vocabulary has neither scores nor merges")
-    if vocabulary.merges is None:
-        _check_scored(vocabulary)
+    """As transformers builds it; merges follow from the scores, as in llama.cpp."""
+    if vocabulary.scores is None:
+        raise LoadError("its vocabulary has no scores")
+    _check_scored(vocabulary)
     parts = {"tokens": vocabulary.tokens, "token_type": vocabulary.types, "scores": vocabulary.scores}
-    merges = {} if vocabulary.merges is None else {"merges": vocabulary.merges}
-    backend, _ = convert_gguf_tokenizer(architecture, {"tokenizer_type": "llama", **parts, **merges})
+    backend, _ = convert_gguf_tokenizer(architecture, {"tokenizer_type": "llama", **parts})
     grown = backend.get_vocab().keys() - set(vocabulary.tokens)
     if backend.get_vocab_size() != len(vocabulary.tokens):
         raise LoadError(f"its vocabulary lacks {shown(sorted(grown))}")

@@ -109,7 +109,8 @@ class Engine:
             return
         if self._thread.ident is not None:
             raise EngineClosedError("a closed engine can't be started again")
-        maybe_set_recommended_wired_limit()
+        if self.config.wired_limit:
+            maybe_set_recommended_wired_limit()
         self._inbox.open()
         self._thread.start()
         self._ready.wait()

@@ -102,6 +102,7 @@ class Settings(BaseSettings):
     max_rows: int = Field(default=32, ge=1)
     target_itl_ms: float = Field(default=200.0, gt=0)  # a prefill may delay running answers by this much
     memory_limit: Annotated[int, BeforeValidator(_size), Field(gt=0)] | None = None
+    wired_limit: bool = False  # True: macOS keeps models and caches resident; kernel panics were reported
     prefix_cache_size: Size = 2 << 30
     prefix_cache_dir: Path | None = None
     prefix_disk_size: Size = 20 << 30
@@ -129,6 +130,7 @@ class Settings(BaseSettings):
             max_rows=self.max_rows,
             slice_target_ms=self.target_itl_ms,
             memory_limit=self.memory_limit,
+            wired_limit=self.wired_limit,
             prefix_cache_bytes=self.prefix_cache_size,
             prefix_cache_dir=self.prefix_cache_dir,
             prefix_disk_bytes=self.prefix_disk_size,

@@ -7,12 +7,30 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillOptions
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.engine import prefiller
 from tests import tiny
+
+
+@pytest.mark.parametrize("wired", [False, True])
+def test_memory_is_wired_only_where_that_is_asked_for(monkeypatch, wired):
+    """Kernel panics were reported of Macs on which the limit is set, so neither we nor what we call sets it."""
+    limits, info = [], mx.device_info()
+    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: limits.append(limit) or 0)
+    monkeypatch.setattr(mx, "device_info", lambda: {**info, "max_recommended_working_set_size": 1 << 33})
+    config = EngineConfig(wired_limit=True) if wired else EngineConfig()
+    with Engine(tiny.tiny_pair(), config) as engine:
+        for enabled in (True, False):
+            request = GenerationRequest(
+                tuple(tiny.random_prompt(300)), 4, specprefill=SpecPrefillOptions(enabled, speculative="draft")
+            )
+            *_, last = engine.generate(request)
+            assert isinstance(last, Finished)
+    assert limits == ([1 << 33] if wired else [])
 
 
 class Watch:

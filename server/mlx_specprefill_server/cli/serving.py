@@ -65,6 +65,13 @@ def serve(
     memory_limit: Annotated[
         str | None, typer.Option(help="For weights, requests and caches, as 48GB. Default: what the device recommends.")
     ] = None,
+    wired_limit: Annotated[
+        bool | None,
+        typer.Option(
+            "--wired-limit/--no-wired-limit",
+            help="Keep models and caches wired on macOS 15 and later. Default off: kernel panics were reported.",
+        ),
+    ] = None,
     prefix_cache_size: Annotated[
         str | None, typer.Option(help="Memory for reusable prompt prefixes, 0: none. Default 2GB.")
     ] = None,

@@ -10,9 +10,11 @@ Example::
 """
 
 # ruff: noqa: E402 - a real BLAS must be loaded before anything imports mlx.core
+from . import _files
 from ._blas import BlasStatus, preload
 
 BLAS = preload()
+_files.preload()
 
 from .config import (
     SPECULATION_NAMES,
@@ -40,6 +42,7 @@ from .errors import (
     LoadError,
     PairMismatchError,
     RequestCancelled,
+    SettingsError,
     SparseUnsupportedError,
     SpecPrefillError,
 )
@@ -115,6 +118,7 @@ __all__ = [
     "SamplingParams",
     "ScoringConfig",
     "SelectionConfig",
+    "SettingsError",
     "ShapeWork",
     "SparseUnsupportedError",
     "SpecPrefillError",

@@ -166,6 +166,7 @@ class EngineConfig:
     wired_limit: bool = False  # let macOS wire what the device recommends: see docs/performance.md before
     prefix_cache_bytes: int = 2 << 30  # memory for dense prefixes and sparse sessions; 0 turns both off
     prefix_cache_dir: Path | None = None  # where prefixes outlive the process
+    prefix_cache_optional: bool = False  # True: go on without that folder where it can't be used
     prefix_disk_bytes: int = 20 << 30
     calibration_file: Path | None = None  # where measured costs outlive the process
     kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)

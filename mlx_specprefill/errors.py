@@ -5,6 +5,7 @@ SpecPrefillError
 │   └── ContextLengthError     prompt + completion do not fit the context window (HTTP 400)
 ├── LoadError                  a checkpoint can't be loaded
 │   └── PairMismatchError      target and draft don't share one tokenizer
+├── SettingsError              the engine can't run as it is configured, here or with these models
 ├── SparseUnsupportedError     this model or cache can't be prefilled sparsely; `.reason` is shown to the user
 ├── EngineError                the engine failed on one request (HTTP 500)
 │   └── EngineClosedError      the engine is not running or its queue is full (HTTP 503)
@@ -21,6 +22,7 @@ __all__ = [
     "LoadError",
     "PairMismatchError",
     "RequestCancelled",
+    "SettingsError",
     "SparseUnsupportedError",
     "SpecPrefillError",
 ]
@@ -59,6 +61,10 @@ class LoadError(SpecPrefillError):
 
 class PairMismatchError(LoadError):
     """Target and draft do not map the same text to the same token ids."""
+
+
+class SettingsError(SpecPrefillError):
+    """The configuration asks for what this machine or these models can't do; the message says what to change."""
 
 
 class SparseUnsupportedError(SpecPrefillError):

@@ -133,7 +133,8 @@ class DiskTier:
         pending_limit: bytes waiting to be written; beyond it records are not taken.
 
     Attributes:
-        enabled: False when the folder can't be used (the log says why): nothing is found and nothing is kept.
+        enabled: False when the folder can't be used: nothing is found and nothing is kept.
+        trouble: why it can't be used; the log says so too.
         evictions: records dropped to make room, by this process.
         nbytes: of all files, as this process last saw them.
     """
@@ -150,6 +151,7 @@ class DiskTier:
         self._jobs: queue.Queue[_Write | _Touch | _Remove | None] = queue.Queue()
         self._temporary = itertools.count()
         self._stamp = 0.0
+        self.trouble = ""
         self.enabled = self._open()
         self._thread = threading.Thread(target=self._loop, name="mlx-specprefill-cache-io", daemon=True)
         if self.enabled:
@@ -261,8 +263,7 @@ class DiskTier:
             mended = make_private(self.folder, _is_ours)
             self._lock_file = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            log.warning("no disk cache: %s", error)
-            return False
+            return self._unusable(str(error))
         if mended:
             log.warning("%s holds prompts: what was open to others is closed now (%d files)", self.folder, mended)
         alone = self._try_lock()
@@ -271,12 +272,16 @@ class DiskTier:
             self._load(alone)
             self.nbytes = self._total()
         except (sqlite3.Error, OSError) as error:
-            log.warning("no disk cache: the index of %s can't be used: %s", self.folder, error)
             os.close(self._lock_file)
-            return False
+            return self._unusable(f"the index of {self.folder} can't be used: {error}")
         if alone:
             fcntl.flock(self._lock_file, fcntl.LOCK_SH)
         return True
+
+    def _unusable(self, trouble: str) -> bool:
+        self.trouble = trouble
+        log.warning("no disk cache: %s", trouble)
+        return False
 
     def _try_lock(self) -> bool:
         """True when no other process uses the folder. The lock goes with the process, however it ends."""

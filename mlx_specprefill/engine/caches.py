@@ -20,7 +20,7 @@ from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache
 from ..cache.prefix import PrefixCache, PrefixHit
 from ..cache.sessions import SessionStore
 from ..config import EngineConfig
-from ..errors import SparseUnsupportedError
+from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import CacheLabel
 from .stats import CachedTokens
@@ -71,6 +71,11 @@ class EngineCaches:
             return
         if config.prefix_cache_dir is not None:
             self._disk = DiskTier(config.prefix_cache_dir, config.prefix_disk_bytes)
+            if not self._disk.enabled and not config.prefix_cache_optional:
+                raise SettingsError(
+                    f"the prefix cache folder can't be used: {self._disk.trouble} (--prefix-cache-optional goes on "
+                    "without it)"
+                )
         identity = model_identity(pair.target, pair.target_config)
         self._target = PrefixCache(identity, lambda: empty_cache(pair.target), self.budget, self._disk)
         self._pair_name = identity

@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache.fingerprint import model_identity
 from ..config import EngineConfig
-from ..errors import SparseUnsupportedError
+from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
 from ..prefill.cost import ModelCost, PairCost, Sample, fit
 from ..prefill.scoring import score_prompt
@@ -41,7 +42,7 @@ _SECONDS = 5.0  # for the long prompt; what is not read by then is left out. The
 Read = Callable[[list[int], int], Generator[Progress, None, Any]]
 
 
-def calibrated(pair: ModelPair, config: EngineConfig) -> PairCost | None:
+def calibrated(pair: ModelPair, config: EngineConfig, given_up: Callable[[], bool] = lambda: False) -> PairCost | None:
     """What an earlier start of this pair on this machine has measured, else a measurement that is kept for the next.
 
     None without a draft, and when measuring fails: the gate then goes by length alone.
@@ -53,7 +54,9 @@ def calibrated(pair: ModelPair, config: EngineConfig) -> PairCost | None:
         if known is not None:
             return known
         log.info("measuring what target and draft cost on this machine, once")
-        return calibrate(pair, config)
+        return calibrate(pair, config, given_up)
+    except RequestCancelled:
+        return None
     except Exception:
         log.exception("could not measure the pair: sparse prefill goes by the length of the prompt")
         return None
@@ -68,15 +71,19 @@ def _known(entry: Any) -> PairCost | None:
         return None
 
 
-def calibrate(pair: ModelPair, config: EngineConfig) -> PairCost:
+def calibrate(pair: ModelPair, config: EngineConfig, given_up: Callable[[], bool] = lambda: False) -> PairCost:
     """Read prompts of growing length with both models and fit their costs; some twenty seconds per model at most.
 
     A short prompt read in forwards of several lengths tells which length is best; a long one in just these makes the
     law true for what will run. The result is kept in `config.calibration_file`, if there is one. Not for a pair that an
     engine is using.
 
+    Args:
+        given_up: asked between two forwards.
+
     Raises:
         SparseUnsupportedError: there is no draft, or it can't score.
+        RequestCancelled: it was given up.
     """
     draft = pair.draft
     if draft is None:
@@ -92,10 +99,18 @@ def calibrate(pair: ModelPair, config: EngineConfig) -> PairCost:
         cache = list(make_prompt_cache(draft))
         return score_prompt(draft, tokens, config.scoring, frozenset(), cache, lambda: step)
 
-    cost = _measure(_Model(read_target, prompt), _Model(read_draft, prompt))
+    models = (_Model(partial(_until, given_up, read), prompt) for read in (read_target, read_draft))
+    cost = _measure(*models)
     mx.clear_cache()
     _store(config.calibration_file, _key(pair, config), cost)
     return cost
+
+
+def _until(given_up: Callable[[], bool], read: Read, tokens: list[int], step: int) -> Generator[Progress, None, None]:
+    for progress in read(tokens, step):
+        if given_up():
+            raise RequestCancelled
+        yield progress
 
 
 def _measure(target: _Model, draft: _Model) -> PairCost:

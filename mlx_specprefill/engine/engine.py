@@ -33,7 +33,7 @@ from .inbox import Inbox, Results
 from .inspection import Inspection, inspect_prompt
 from .jobs import Job, OnEvent, nobody
 from .loop import Loop
-from .memory import Memory
+from .memory import Memory, check_limit
 from .planning import Costs, Planner
 from .prefiller import Prefiller
 from .replay import Replay, replay_continuation
@@ -72,9 +72,10 @@ class Engine:
     def __init__(self, pair: ModelPair, config: EngineConfig | None = None) -> None:
         self.pair = pair
         self.config = config or EngineConfig()
+        check_limit(pair, self.config)
         self.caches = EngineCaches(pair, self.config)
         self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.slice_target_ms) or 1)
-        costs = Costs(pair, self.config)
+        costs = self.costs = Costs(pair, self.config)
         slicing = Slicing(self.config, self.scheduler, costs.longest_slice)
         planner = Planner(pair, self.config, costs, slicing.expected)
         self.speculator = Speculator(pair, self.config, lambda: bool(self.scheduler.decoding))
@@ -113,7 +114,12 @@ class Engine:
             maybe_set_recommended_wired_limit()
         self._inbox.open()
         self._thread.start()
-        self._ready.wait()
+        try:
+            self._ready.wait()
+        except BaseException:  # Ctrl-C while it measures, which can take a minute
+            self.costs.give_up()
+            self.close()
+            raise
         atexit.register(self.close)  # a thread that MLX has used must be gone before the interpreter finalises
 
     def close(self, timeout: float = 30.0) -> None:

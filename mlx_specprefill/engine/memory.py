@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..config import EngineConfig
 from ..decoding.strategies import STRATEGIES
+from ..errors import SettingsError
 from ..loading import ModelPair
 from ..request import GenerationRequest
 from .admission import Admission, Footprint
@@ -19,7 +20,7 @@ from .ledger import Ledger, cache_bytes
 from .planning import Costs, Planner
 from .stats import MemoryUse
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "check_limit"]
 
 log = logging.getLogger(__name__)
 _SPARE_PART = 8  # of the limit: what MLX may keep of freed memory, which the limit itself does not count
@@ -50,8 +51,7 @@ class Memory:
     def measure(self) -> None:
         """Measure what a sequence costs, on the MLX thread. A model that can't even do this tells its first request."""
         pair, limit = self._pair, self._config.memory_limit or default_limit()
-        head = 0 if isinstance(pair.mtp, str) else pair.mtp.nbytes
-        self._weights = weight_bytes(pair.target) + head, weight_bytes(pair.draft, pair.target) if pair.draft else 0
+        self._weights = _weights(pair)
         try:
             self._costs.measure()
             self._target = measure_footprint(pair.target, self._costs.longest_slice("prefill"))
@@ -152,3 +152,23 @@ class Memory:
             read = len(sequence.request.prompt) if sequence.kept is None else int(sequence.kept.size)
             stored = read + len(sequence.tokens)
         return self._target.of_held(stored)
+
+
+def _weights(pair: ModelPair) -> tuple[int, int]:
+    """Bytes of target, with its MTP head, and draft."""
+    head = 0 if isinstance(pair.mtp, str) else pair.mtp.nbytes
+    return weight_bytes(pair.target) + head, weight_bytes(pair.draft, pair.target) if pair.draft else 0
+
+
+def check_limit(pair: ModelPair, config: EngineConfig) -> None:
+    """
+    Raises:
+        SettingsError: the configured limit has no room for the weights.
+    """
+    limit, weights = config.memory_limit, _weights(pair)
+    if limit is not None and limit <= sum(weights):
+        target, draft = (f"{nbytes / 2**20:.1f} MiB" for nbytes in weights)
+        raise SettingsError(
+            f"--memory-limit of {limit / 2**20:.1f} MiB is below the weights: target {target}, draft {draft}. At least "
+            f"{sum(weights) / 2**20:.1f} MiB are needed, and more for requests and caches"
+        )

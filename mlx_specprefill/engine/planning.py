@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -26,11 +27,16 @@ class Costs:
         self._pair = pair
         self._config = config
         self.measured: PairCost | None = None
+        self._given_up = threading.Event()
+
+    def give_up(self) -> None:
+        """From any thread: end a `measure` in work, soon and without a result."""
+        self._given_up.set()
 
     def measure(self) -> None:
         """On the MLX thread."""
         if self._config.policy.threshold is None:
-            self.measured = calibrated(self._pair, self._config)
+            self.measured = calibrated(self._pair, self._config, self._given_up.is_set)
 
     def longest_slice(self, kind: str) -> int:
         """Tokens per forward of "draft" or "prefill" above which a prompt is read more slowly, as far as is known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import signal
 import socket
@@ -27,6 +28,8 @@ from .routes import about, explain, health, live, page, tokens
 from .settings import Settings
 from .tidying import HeadAsGet, TrailingSlash
 from .turnstile import Turnstile
+
+logger = logging.getLogger(__name__)
 
 ON: TelemetryConfig = {"auto_configure": True, "logs": False}  # records of exceptions might quote prompts
 OFF: TelemetryConfig = {"auto_configure": False, "tracing": False, "metrics": False, "logs": False}
@@ -85,6 +88,13 @@ class Server(uvicorn.Server):
         self._end_at = time.monotonic() + self._service.settings.shutdown_grace_s
         self._service.draining = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn says where it listens only when it has bound the sockets itself."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            host, port = listener.getsockname()[:2]
+            logger.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
+
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second; true: it is time to end."""
         if self._service.draining and (not self._service.requests or time.monotonic() >= self._end_at):
@@ -113,11 +123,11 @@ def make_server(app: FastAPI, settings: Settings) -> Server:
     return Server(config, app.state.service)
 
 
-def serve(engine: EngineLike, settings: Settings) -> None:
-    """Serves until SIGINT or SIGTERM, and closes the engine.
+def serve(engine: EngineLike, settings: Settings, sockets: list[socket.socket]) -> None:
+    """Serves on bound sockets until SIGINT or SIGTERM, and closes the engine.
 
     Raises:
         DescriptorsError: the process may not open enough connections.
     """
     settings = settings.model_copy(update={"max_connections": open_files_for(settings.max_connections)})
-    make_server(create_app(engine, settings), settings).run()
+    make_server(create_app(engine, settings), settings).run(sockets)

@@ -105,6 +105,7 @@ class Settings(BaseSettings):
     wired_limit: bool = False  # True: macOS keeps models and caches resident; kernel panics were reported
     prefix_cache_size: Size = 2 << 30
     prefix_cache_dir: Path | None = None
+    prefix_cache_optional: bool = False  # True: start without that folder where it can't be used
     prefix_disk_size: Size = 20 << 30
     densify: bool = True
     kv_bits: int | None = None
@@ -133,6 +134,7 @@ class Settings(BaseSettings):
             wired_limit=self.wired_limit,
             prefix_cache_bytes=self.prefix_cache_size,
             prefix_cache_dir=self.prefix_cache_dir,
+            prefix_cache_optional=self.prefix_cache_optional,
             prefix_disk_bytes=self.prefix_disk_size,
             kv_bits=self.kv_bits,
             calibration_file=self.calibration_file,

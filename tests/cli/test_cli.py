@@ -112,7 +112,7 @@ class TestServe:
     @pytest.fixture
     def served(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
         calls: list[tuple[Any, Any]] = []
-        monkeypatch.setattr(serving, "serve_forever", lambda engine, settings: calls.append((engine, settings)))
+        monkeypatch.setattr(serving, "serve_forever", lambda engine, settings, _: calls.append((engine, settings)))
         return calls
 
     def test_options_become_settings(self, models: list[str], served: list[tuple[Any, Any]]) -> None:

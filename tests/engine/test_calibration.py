@@ -233,3 +233,9 @@ def test_a_threshold_measures_nothing(monkeypatch):
         *_, last = engine.generate(GenerationRequest(tuple(tiny.random_prompt(300)), 1))
     assert last.account.mode == "sparse"
     assert last.account.predicted is None
+
+
+def test_measuring_that_is_given_up_keeps_nothing(tmp_path):
+    asked = iter([False, False, True])
+    assert calibrated(tiny.tiny_pair(), config(tmp_path / "costs.json"), lambda: next(asked)) is None
+    assert not (tmp_path / "costs.json").exists()

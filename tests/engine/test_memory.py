@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SpecPrefillOptions
+from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SettingsError, SpecPrefillOptions
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.engine import prefiller
 from tests import tiny
@@ -66,3 +66,11 @@ def test_the_drafts_cache_and_scores_are_gone_before_the_target_reads(monkeypatc
     assert last.account.mode == "sparse"
     assert len(watch.left) > 1
     assert (watch.alive[0] > 0) == held
+
+
+def test_a_limit_below_the_weights_is_refused_with_what_is_needed():
+    pair = tiny.tiny_pair()
+    with pytest.raises(
+        SettingsError, match=r"0\.0 MiB is below the weights: target \d+\.\d MiB, draft \d+\.\d MiB\. At least"
+    ):
+        Engine(pair, EngineConfig(memory_limit=1000))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,11 +12,14 @@ import typer
 from mlx_specprefill import Engine, ForcedRule, SpeculationName
 
 from ..app import serve as serve_forever
+from ..binding import bound, is_exposed
 from ..monitoring.logs import set_up as set_up_logs
 from ..parsers.formats import ReasoningParser, ToolParser
 from ..settings import LogFormat, LogLevel
 from .common import choose, load, make_settings, note_blas, one_line_errors
 from .options import ChunkSize, Draft, DraftLayers, Dtype, KvBits, PairName, PairsFile, PrefillStep, Target
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["serve"]
 
@@ -77,6 +82,10 @@ def serve(
     ] = None,
     prefix_cache_dir: Annotated[
         Path | None, typer.Option(help="Folder in which prefixes outlive the server. Default: none.")
+    ] = None,
+    prefix_cache_optional: Annotated[
+        bool | None,
+        typer.Option("--prefix-cache-optional", help="Start without that folder where it can't be used."),
     ] = None,
     prefix_disk_size: Annotated[str | None, typer.Option(help="Disk space for that folder. Default 20GB.")] = None,
     densify: Annotated[
@@ -141,5 +150,16 @@ def serve(
         chosen = choose(pair, pairs_file, target, draft, draft_layers)
         settings = make_settings(chosen, **given)
         set_up_logs(settings.log_level, settings.log_format)
-        with Engine(load(chosen, dtype), settings.engine_config()) as engine:
-            serve_forever(engine, settings)
+        outlive_the_terminal()
+        # First, because loading takes minutes: a port that another program has is to be known at once.
+        with bound(settings.host, settings.port) as sockets:
+            if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
+                logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
+            with Engine(load(chosen, dtype), settings.engine_config()) as engine:
+                serve_forever(engine, settings, sockets)
+
+
+def outlive_the_terminal() -> None:
+    """A terminal that is closed does not end the server; SIGTERM does."""
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)

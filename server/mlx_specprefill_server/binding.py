@@ -1,0 +1,54 @@
+"""The address on which the server will listen, taken before anything slow begins."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from ipaddress import ip_address
+
+__all__ = ["bound", "is_exposed"]
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Sockets on all addresses that a host has; they refuse connections until somebody listens.
+
+    Raises:
+        OSError: names the address: another program has the port, or this machine doesn't have the address.
+    """
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        for family, address in _addresses(host, port):
+            taken = sockets[0].getsockname()[1] if sockets else port  # one port for all, also where any will do
+            sockets.append(stack.enter_context(_bind(family, address, taken)))
+        yield sockets
+
+
+def is_exposed(sockets: Sequence[socket.socket]) -> bool:
+    """Whether other machines can reach one of them."""
+    return not all(ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback for listener in sockets)
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, str]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise OSError(errno.EADDRNOTAVAIL, error.strerror, f"--host {host}") from error
+    return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
+
+
+def _bind(family: int, address: str, port: int) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, os.strerror(error.errno or 0), f"--host {address} --port {port}") from error
+    return listener

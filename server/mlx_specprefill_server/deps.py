@@ -50,7 +50,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
-        self.prompts = PromptBuilder(engine.pair.tokenizer, engine.pair.context_length)
+        self.prompts = PromptBuilder(engine.pair.tokenizer, engine.pair.context_length, settings.allow_special_tokens)
         self.metrics = Metrics(engine, self.model_id)
         self.recent = RecentAnswers()
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)

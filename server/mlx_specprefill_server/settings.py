@@ -88,6 +88,7 @@ class Settings(BaseSettings):
     otel: bool = False  # OpenTelemetry traces and metrics, to where the OTEL_* variables say
     tool_parser: ToolParser | None = None  # None: as the chat template says
     reasoning_parser: ReasoningParser | None = None  # None: as the vocabulary and the chat template say
+    allow_special_tokens: bool = False  # True: names of control tokens in messages are those tokens, not text
     reasoning_alias: bool = False  # True: reasoning also under vLLM's name, `reasoning`
     temperature: float = Field(default=0.0, ge=0, le=2)  # when a request names none
     specprefill: bool = True  # False: sparse only when a request asks for it

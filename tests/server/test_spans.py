@@ -247,7 +247,7 @@ def test_spans_are_ordered_and_hold_the_messages(
     text = STYLES[style].apply_chat_template(
         messages, tools=[TOOL] if with_tools else None, add_generation_prompt=True, tokenize=False
     )
-    assert list(prompt.tokens) == STYLES[style].encode(text, add_special_tokens=False)
+    assert STYLES[style].decode(list(prompt.tokens)) == text
     if style != "nosy":
         user = [part[2] for part in parts(style, prompt) if part[0] == "user"]
         asked = [m["content"].strip() for m in messages if m["role"] == "user"]

@@ -25,11 +25,11 @@ def blocked(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Any:
     release, begun = threading.Event(), []
     real = PromptBuilder._tokenize
 
-    def tokenize(self: PromptBuilder, text: str) -> Any:
-        begun.append(text)
-        if "stuck" in text:
+    def tokenize(self: PromptBuilder, fitted: Any, field: str) -> Any:
+        begun.append(fitted.text)
+        if "stuck" in fitted.text:
             release.wait(60)
-        return real(self, text)
+        return real(self, fitted, field)
 
     monkeypatch.setattr(PromptBuilder, "_tokenize", tokenize)
     yield release, begun

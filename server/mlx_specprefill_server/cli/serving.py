@@ -104,6 +104,10 @@ def serve(
         bool | None,
         typer.Option("--share-cache", help="Keys share cached prompts, and can tell by it what others asked."),
     ] = None,
+    allow_special_tokens: Annotated[
+        bool | None,
+        typer.Option("--allow-special-tokens", help="Control tokens named in messages are tokens. Default: text."),
+    ] = None,
     model_alias: Annotated[str | None, typer.Option(help="The model id that clients see.")] = None,
     allowed_hosts: Annotated[
         list[str] | None, typer.Option("--allowed-host", help="Answer to this Host name too; repeat for more, *: any.")

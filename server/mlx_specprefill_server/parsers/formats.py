@@ -12,7 +12,7 @@ from .events import Parser, Tools
 from .harmony import ANSWER_ENDS, HarmonyText, opened_header
 from .tagged import TaggedText
 
-__all__ = ["Format", "ReasoningParser", "ToolParser", "detect"]
+__all__ = ["Format", "ReasoningParser", "ToolParser", "detect", "reasoning_tags"]
 
 ToolParser = Literal["hermes", "xml", "harmony", "mistral", "gemma", "glm", "native"]
 ReasoningParser = Literal["think", "mistral", "gemma", "native"]
@@ -100,7 +100,7 @@ def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: Reasoning
         tools, reasoning: set by hand, instead of what the template and vocabulary say.
     """
     template = str(getattr(tokenizer, "chat_template", "") or "")
-    think = _think(tokenizer, template) if reasoning in (None, "native") else THINK_TAGS[reasoning]
+    think = reasoning_tags(tokenizer) if reasoning in (None, "native") else THINK_TAGS[reasoning]
     think_end = tuple(tokenizer.encode(think[1], add_special_tokens=False)) if think else ()
     calls = tools or _tools(tokenizer, template)
     ends = ANSWER_ENDS if calls == "harmony" else ()
@@ -117,7 +117,9 @@ def _tools(tokenizer: Any, template: str) -> ToolParser | None:
     return None
 
 
-def _think(tokenizer: Any, template: str) -> tuple[str, str] | None:
+def reasoning_tags(tokenizer: Any) -> tuple[str, str] | None:
+    """Around a model's reasoning, as its vocabulary and chat template say; None: it writes none."""
+    template = str(getattr(tokenizer, "chat_template", "") or "")
     if tokenizer.has_thinking:
         return str(tokenizer.think_start), str(tokenizer.think_end)
     known = tokenizer.get_added_vocab()

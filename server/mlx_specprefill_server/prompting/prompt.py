@@ -18,9 +18,11 @@ from jinja2 import TemplateError
 
 from mlx_specprefill import InvalidRequestError, PromptSpan
 
+from .control import Controls
 from .conversation import Conversation, Message, plainer
+from .quoting import Encoded, Encoder, Quoted
 from .size import SizeGuard
-from .spans import locate, to_tokens, turn_ends
+from .spans import Render, locate, to_tokens, turn_ends
 from .workers import Workers
 
 __all__ = ["Prompt", "PromptBuilder"]
@@ -44,22 +46,42 @@ class Prompt:
     ending: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    """A conversation as a template took it.
+
+    Attributes:
+        messages: of `render`; names of control tokens in them are disguised.
+        rendered: what the template made of them; `text`: the same, character for character, without disguise.
+        render: the template with everything but the messages fixed.
+    """
+
+    messages: Sequence[Message]
+    rendered: str
+    text: str
+    render: Render
+
+
 class PromptBuilder:
     """Renders and tokenizes for one model.
 
     Args:
         tokenizer: an mlx_lm TokenizerWrapper.
         context_length: tokens; texts that can't fit are refused before they are tokenized. None: any length is taken.
+        allow_special_tokens: names of control tokens in a conversation's content are those tokens, not text.
 
     Attributes:
         workers: the threads on which it does so.
     """
 
-    def __init__(self, tokenizer: Any, context_length: int | None = None) -> None:
+    def __init__(self, tokenizer: Any, context_length: int | None = None, allow_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
         self.workers = Workers(WORKERS if getattr(tokenizer, "is_fast", False) else 1)
         self._size = SizeGuard(tokenizer, context_length, self._count)
         self._ends = _turn_ends(tokenizer)
+        self._controls = Controls(tokenizer)
+        self._encoder = Encoder(tokenizer, self._controls)
+        self._as_it_is = allow_special_tokens
 
     async def chat(self, conversation: Conversation) -> Prompt:
         """The rendered conversation, ready for the assistant's answer.
@@ -80,7 +102,7 @@ class PromptBuilder:
 
     async def text(self, conversation: Conversation) -> str:
         """The rendered conversation as text; raises as `chat`."""
-        return (await self.run(partial(self._fitted, conversation)))[1]
+        return (await self.run(partial(self._fitted, conversation))).text
 
     async def tokens(self, text: str, *, special: bool, field: str) -> tuple[int, ...]:
         """The ids of a text; `special` adds what the tokenizer puts around prompts by itself.
@@ -104,7 +126,7 @@ class PromptBuilder:
         Raises:
             InvalidRequestError: a text does not occur, or this tokenizer can't tell places.
         """
-        return await self.run(partial(self._located, text, texts, "prompt", not self._starts_itself(text)))
+        return await self.run(partial(self._raw_passages, text, texts))
 
     async def run(self, call: Callable[[], T]) -> T:
         """Anything long that uses the tokenizer, on a worker thread."""
@@ -132,41 +154,39 @@ class PromptBuilder:
         # Of what the assistant said templates may leave out the reasoning.
         said = sum(len(message["content"]) for message in conversation.messages if message["role"] != "assistant")
         self._size.check_length(said, conversation.field)
-        messages, text = self._fitted(conversation)
-        self._size.check(text, conversation.field)
-        tokens, offsets = self._tokenize(text)
+        fitted = self._fitted(conversation)
+        self._size.check(fitted.text, conversation.field)
+        tokens, offsets = self._tokenize(fitted, conversation.field)
+        ending = _ending(fitted.rendered, self._ends)
         if offsets is None:
-            return Prompt(tokens, ending=_ending(text, self._ends))
-        found = locate(messages, text, partial(self._render, conversation), self._ends, bool(conversation.tools))
-        return Prompt(tokens, to_tokens(found, offsets), _ending(text, self._ends))
+            return Prompt(tokens, ending=ending)
+        found = locate(fitted.messages, fitted.rendered, fitted.render, self._ends, bool(conversation.tools))
+        return Prompt(tokens, to_tokens(found, offsets), ending)
 
     def _passages(self, conversation: Conversation, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        return self._located(self._fitted(conversation)[1], texts, conversation.field)
+        fitted = self._fitted(conversation)
+        _, offsets = self._tokenize(fitted, conversation.field)
+        return _located(fitted.text, offsets, texts, conversation.field)
 
-    def _located(
-        self, whole: str, texts: Sequence[str], field: str, special: bool = False
-    ) -> tuple[tuple[int, int], ...]:
-        _, offsets = self._tokenize(whole, special)
-        places = [whole.find(text) for text in texts]
-        if offsets is None or -1 in places:
-            raise InvalidRequestError("passages can't be located in this prompt", field=field)
-        starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
-        return tuple(
-            (bisect_right(ends, place), bisect_left(starts, place + len(text)))
-            for place, text in zip(places, texts, strict=True)
-        )
+    def _raw_passages(self, text: str, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        _, offsets = self._encoder.as_it_is(text, not self._starts_itself(text))
+        return _located(text, offsets, texts, "prompt")
 
-    def _fitted(self, conversation: Conversation) -> tuple[Sequence[Message], str]:
-        """The messages in the first form that the template takes, and its rendering of them."""
+    def _fitted(self, conversation: Conversation) -> _Fitted:
+        """The conversation in the first form that the template takes."""
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
-        try:
-            return conversation.messages, self._render(conversation, conversation.messages)
-        except InvalidRequestError as refusal:
-            for messages in plainer(conversation.messages):
-                with suppress(InvalidRequestError):
-                    return messages, self._render(conversation, messages)
-            raise refusal
+        if self._as_it_is:
+            render = partial(self._render, conversation)
+            messages, rendered = _first_form(conversation.messages, render)
+            return _Fitted(messages, rendered, rendered, render)
+        quoted = Quoted(conversation, self._controls)
+
+        def read(messages: Sequence[Message]) -> str:
+            return quoted.read(self._render(quoted.conversation, messages))
+
+        messages, rendered = _first_form(quoted.conversation.messages, read)
+        return _Fitted(messages, rendered, quoted.shown(rendered), read)
 
     def _render(self, conversation: Conversation, messages: Sequence[Message]) -> str:
         going_on = {"continue_final_message": True} if conversation.ending == "continue" else {}
@@ -184,16 +204,35 @@ class PromptBuilder:
             raise InvalidRequestError(message[:1000], field=conversation.field) from error
         return str(text)
 
-    def _tokenize(self, text: str, special: bool = False) -> tuple[tuple[int, ...], list[tuple[int, int]] | None]:
-        """Ids as mlx-lm makes them from a rendered template, and their places, which only fast tokenizers know.
+    def _tokenize(self, fitted: _Fitted, field: str) -> Encoded:
+        if self._as_it_is:
+            return self._encoder.as_it_is(fitted.text)
+        return self._encoder.encode(fitted.text, self._controls.places(fitted.rendered), field)
 
-        `special`: with what the tokenizer puts around a text by itself.
-        """
-        tokenizer = self._tokenizer._tokenizer  # the wrapper forwards attributes, but not the call itself
-        if not getattr(tokenizer, "is_fast", False):
-            return tuple(tokenizer.encode(text, add_special_tokens=special)), None
-        encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-        return tuple(encoded["input_ids"]), encoded["offset_mapping"]
+
+def _located(
+    whole: str, offsets: Sequence[tuple[int, int]] | None, texts: Sequence[str], field: str
+) -> tuple[tuple[int, int], ...]:
+    """Where these texts first occur, in tokens."""
+    places = [whole.find(text) for text in texts]
+    if offsets is None or -1 in places:
+        raise InvalidRequestError("passages can't be located in this prompt", field=field)
+    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+    return tuple(
+        (bisect_right(ends, place), bisect_left(starts, place + len(text)))
+        for place, text in zip(places, texts, strict=True)
+    )
+
+
+def _first_form(messages: Sequence[Message], render: Render) -> tuple[Sequence[Message], str]:
+    """The messages in the first form that the template takes, and its rendering of them."""
+    try:
+        return messages, render(messages)
+    except InvalidRequestError as refusal:
+        for others in plainer(messages):
+            with suppress(InvalidRequestError):
+                return others, render(others)
+        raise refusal
 
 
 def _ending(text: str, ends: re.Pattern[str]) -> str:

@@ -19,7 +19,7 @@ from mlx_specprefill import InvalidRequestError, PromptSpan
 
 from .conversation import Message
 
-__all__ = ["CharSpan", "locate", "to_tokens", "turn_ends"]
+__all__ = ["TURN_ENDS", "CharSpan", "Render", "locate", "to_tokens", "turn_ends"]
 
 SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
 

@@ -1,0 +1,245 @@
+"""Control tokens in what people, tools and files say are text, never structure.
+
+A template makes one text of structure and content, in which nothing tells them apart any more. So before rendering,
+names of control tokens in content are written in private-use characters, one for one, which mean nothing to templates.
+What has a name in the rendered text is then the template's own. Afterwards the characters become what they were, and
+the text is tokenized by a copy of the tokenizer in which control tokens have other names, which the template's own get
+before. So everything else about the tokens stays as it is: the rules, the places, and every token of a text without
+such names.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from operator import itemgetter
+from threading import Lock
+from typing import Any
+
+import orjson
+
+from mlx_specprefill import InvalidRequestError
+
+from .control import NOTHING, Controls, Places
+from .conversation import Conversation, Message
+
+__all__ = ["Encoded", "Encoder", "Quoted"]
+
+Encoded = tuple[tuple[int, ...], list[tuple[int, int]] | None]
+
+FIRST, LAST = 0xF0000, 0xFFFFD  # of a plane that is private use
+PRIVATE = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]")
+ESCAPED = re.compile(r"\\u(db[89ab][0-9a-f])\\u(d[c-f][0-9a-f]{2})", re.IGNORECASE)  # of that plane, in ASCII JSON
+# Of JSON schemas and of calls; templates ask for them by name.
+WORDS = frozenset(
+    "$defs $ref additionalProperties allOf anyOf arguments array boolean const default description enum format "
+    "function id integer items maxItems maximum minItems minimum name null number object oneOf parameters pattern "
+    "properties required return string strict title type".split()
+)
+
+
+class Quoted:
+    """A conversation whose content has no name of a control token, and none that a template could complete.
+
+    Attributes:
+        conversation: with private-use characters in place of such names.
+    """
+
+    def __init__(self, conversation: Conversation, controls: Controls) -> None:
+        self._given = conversation
+        self._controls = controls
+        self.conversation = replace(
+            conversation,
+            messages=tuple(self._message(message) for message in conversation.messages),
+            tools=tuple(self._value(tool) for tool in conversation.tools),
+            template_kwargs={name: self._value(v, False) for name, v in conversation.template_kwargs.items()},
+        )
+
+    @cached_property
+    def _stand_ins(self) -> Mapping[int, int]:
+        """For each character that names have, one that the conversation does not have."""
+        alphabet = sorted(set("".join(self._controls.ids)))
+        given = (self._given.messages, self._given.tools, self._given.template_kwargs)
+        used = sorted({ord(char) for text in _texts(given) for char in _private_in(text)})
+        first = FIRST
+        for taken in used:
+            if taken >= first + len(alphabet):
+                break
+            first = taken + 1
+        if first + len(alphabet) > LAST:
+            field = self._given.field
+            raise InvalidRequestError(f"{field}: too many different private-use characters", field=field)
+        return {ord(char): first + i for i, char in enumerate(alphabet)}
+
+    def read(self, rendered: str) -> str:
+        """A rendering, of which templates may have made JSON in ASCII."""
+        if "_stand_ins" not in self.__dict__:
+            return rendered
+        ours = set(self._stand_ins.values())
+
+        def read(match: re.Match[str]) -> str:
+            char = _unescaped(match)
+            return char if ord(char) in ours else match[0]
+
+        return ESCAPED.sub(read, rendered)
+
+    def shown(self, rendered: str) -> str:
+        """The same text, character for character, as it was meant."""
+        if "_stand_ins" not in self.__dict__:
+            return rendered
+        meant = {stand_in: char for char, stand_in in self._stand_ins.items()}
+        run = f"[{chr(min(meant))}-{chr(max(meant))}]+"
+        return re.sub(run, lambda match: match[0].translate(meant), rendered)
+
+    def _message(self, message: Message) -> Message:
+        kept = {"assistant": self._controls.model, "system": self._controls.operator}.get(message["role"], NOTHING)
+        said = {"content": self._text(message["content"], kept), "role": message["role"]}
+        return {name: said[name] if name in said else self._value(value) for name, value in message.items()}
+
+    def _value(self, value: Any, words: bool = True) -> Any:
+        """Of a tool, a call, or an argument of the template, with all that it holds, names included."""
+        match value:
+            case str():
+                return value if value in WORDS else self._text(value, words=words)
+            case dict():
+                return {self._value(name, words): self._value(inner, words) for name, inner in value.items()}
+            case list() | tuple():
+                return [self._value(inner, words) for inner in value]
+        return value
+
+    def _text(self, text: str, kept: frozenset[str] = NOTHING, words: bool = False) -> str:
+        places = self._controls.in_content(text, kept, words)
+        return _replaced(text, places, lambda name: name.translate(self._stand_ins))[0] if places else text
+
+
+def _unescaped(pair: re.Match[str]) -> str:
+    return bytes.fromhex(pair[1] + pair[2]).decode("utf-16-be")
+
+
+def _private_in(text: str) -> Iterator[str]:
+    yield from PRIVATE.findall(text)
+    yield from map(_unescaped, ESCAPED.finditer(text))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for name, inner in value.items():
+                yield name
+                yield from _texts(inner)
+        case list() | tuple():
+            for inner in value:
+                yield from _texts(inner)
+
+
+def _replaced(text: str, places: Places, by: Callable[[str], str]) -> tuple[str, Places]:
+    """A text with other parts in these places, and where they are."""
+    parts: list[str] = []
+    there: Places = []
+    at = length = 0
+    for start, end in places:
+        part = by(text[start:end])
+        length += start - at
+        there.append((length, length + len(part)))
+        parts += [text[at:start], part]
+        at, length = end, length + len(part)
+    return "".join([*parts, text[at:]]), there
+
+
+def _moved(at: int, parts: Places, others: Places) -> int:
+    """Where a place of a text is in another one that has other parts; one within a part is at its end."""
+    before = bisect_right(parts, at, key=itemgetter(0)) - 1
+    if before < 0:
+        return at
+    (start, end), (other_start, other_end) = parts[before], others[before]
+    return other_start if at == start else other_end + max(0, at - end)
+
+
+class Encoder:
+    """Tokenizes rendered conversations; `tokenizer` is an mlx_lm TokenizerWrapper."""
+
+    def __init__(self, tokenizer: Any, controls: Controls) -> None:
+        self._tokenizer = tokenizer._tokenizer  # the wrapper forwards attributes, but not the call itself
+        self._controls = controls
+        self._fast = bool(getattr(tokenizer, "is_fast", False))
+        self._ids = frozenset(controls.ids.values()) - {getattr(tokenizer, "unk_token_id", None)}
+        self._names = {name: f"q{secrets.token_hex(8)}n{token}z" for name, token in controls.ids.items()}
+        self._lock = Lock()
+        self._copy: Any = None
+
+    def as_it_is(self, text: str, start: bool = False) -> Encoded:
+        """With every name of a control token as that token.
+
+        Args:
+            start: with what the tokenizer puts around a text by itself.
+        """
+        if not self._fast:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=start)), None
+        encoded = self._tokenizer(text, add_special_tokens=start, return_offsets_mapping=True)
+        return tuple(encoded["input_ids"]), encoded["offset_mapping"]
+
+    def encode(self, text: str, structure: Places, field: str) -> Encoded:
+        """Ids as mlx-lm makes them from a rendered template, and their places, which only fast tokenizers know.
+
+        Args:
+            structure: where control tokens are; what has a name elsewhere is text.
+            field: names the prompt in errors.
+
+        Raises:
+            InvalidRequestError: this tokenizer can't tell the two apart.
+        """
+        if structure == self._controls.places(text):
+            ids, offsets = self.as_it_is(text)
+            if offsets is None or self._count(ids) == self._count_of(text, structure):
+                return ids, offsets
+        if self._fast:
+            coded, places = _replaced(text, structure, self._names.__getitem__)
+            encoded = self._renamed().encode(coded, add_special_tokens=False)
+            if self._count(encoded.ids) == self._count_of(text, structure):
+                offsets = [(_moved(a, places, structure), _moved(b, places, structure)) for a, b in encoded.offsets]
+                return tuple(encoded.ids), offsets
+        message = "this model's tokenizer can't read the names of control tokens as text; take them out"
+        raise InvalidRequestError(f"{field}: {message}", field=field)
+
+    def _count(self, ids: Sequence[int]) -> int:
+        return sum(token in self._ids for token in ids)
+
+    def _count_of(self, text: str, places: Places) -> int:
+        return sum(self._controls.ids[text[a:b]] in self._ids for a, b in places)
+
+    def _renamed(self) -> Any:
+        """The tokenizer in which control tokens have other names, made when it is first needed: it takes a second."""
+        with self._lock:
+            if self._copy is None:
+                self._copy = _renamed(self._tokenizer.backend_tokenizer, self._names)
+            return self._copy
+
+
+def _renamed(backend: Any, names: Mapping[str, str]) -> Any:
+    """A copy of a `tokenizers.Tokenizer` in which tokens have these names instead."""
+    rules = orjson.loads(backend.to_str())
+    rules |= {"post_processor": None, "truncation": None, "padding": None}
+    for token in rules["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = rules["model"]
+    vocabulary = model.get("vocab", {})
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(piece, piece): token for piece, token in vocabulary.items()}
+    else:  # Unigram's
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not _makes(pair, names)]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return type(backend).from_str(orjson.dumps(rules).decode())
+
+
+def _makes(pair: str | Sequence[str], names: Mapping[str, str]) -> bool:
+    one, other = pair.split(" ") if isinstance(pair, str) else pair
+    return one in names or other in names or one + other in names

@@ -258,17 +258,20 @@ class Engine:
         self.check(request)
         return self._start(inspect_prompt(self.prefiller, request), on_event, on_end)
 
-    def replay(self, request: GenerationRequest, continuation: Tokens[int], attention: bool = False) -> Replay:
+    def replay(
+        self, request: GenerationRequest, continuation: Tokens[int], attention: bool = False, keep: bool = False
+    ) -> Replay:
         """Prefill as the request says, then feed a given continuation instead of generating one; blocks.
 
         Args:
             attention: also report where the target looks while it reads the continuation.
+            keep: what the target's cache holds afterwards serves the conversation's next turn, as after an answer.
 
         Raises:
             InvalidRequestError: as for `submit`, the continuation counting as the answer.
         """
         self.check(replace(request, max_tokens=len(continuation)))
-        slices = replay_continuation(self.prefiller, request, tuple(continuation), attention)
+        slices = replay_continuation(self.prefiller, request, tuple(continuation), attention, keep)
         return self._wait_for(slices, nobody)
 
     def _wait_for(self, slices: Generator[Any, None, T], on_event: OnEvent) -> T:

@@ -39,7 +39,7 @@ class Replay:
 
 
 def replay_continuation(
-    prefiller: Prefiller, request: GenerationRequest, continuation: tuple[int, ...], attention: bool
+    prefiller: Prefiller, request: GenerationRequest, continuation: tuple[int, ...], attention: bool, keep: bool = False
 ) -> Generator[Progress, None, Replay]:
     """Prefill, then one target forward over the whole continuation; yields between slices of the prefill.
 
@@ -54,10 +54,23 @@ def replay_continuation(
         with adjusted_offsets([sequence.shift]), seen:
             rows = prefiller.pair.target(mx.array(continuation[:-1])[None], cache=sequence.cache)[0]
         logits = mx.concatenate([logits, rows])
+    if keep and sequence.shift == 0:
+        _keep(prefiller, sequence, continuation[:-1])
     raw = logits.astype(mx.float32)
     logprobs = np.array(raw - mx.logsumexp(raw, axis=-1, keepdims=True))
     looked = np.array(capture.passage) if capture is not None and capture.passage is not None else None
     return Replay(logprobs, sequence.account(), looked)
+
+
+def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> None:
+    """What the cache holds serves the next turn, as after an answer."""
+    request, plan = sequence.request, sequence.plan
+    assert plan is not None
+    tokens = (*request.prompt, *read)
+    if sequence.kept is None:
+        prefiller.caches.keep_target(tokens, sequence.cache, request.label)
+    else:
+        prefiller.caches.keep_session(tokens, sequence.cache, plan.keep, request.label)
 
 
 def _prefilled(prefiller: Prefiller, sequence: Sequence) -> Generator[Progress, None, mx.array]:

@@ -72,6 +72,24 @@ def test_one_forward_over_a_continuation_equals_one_forward_per_token(family, op
     np.testing.assert_allclose(replay.logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("options", [SPARSE, FULL], ids=["sparse", "full"])
+def test_a_kept_continuation_is_where_the_next_turn_goes_on(options):
+    """As after an answer of the same tokens; without `keep` nothing of a sparse prefill is left."""
+    answer, more = random_prompt(T, seed=5), random_prompt(30, seed=6)
+    spans = (PromptSpan("user", 0, 4, M, M), PromptSpan("assistant", M, M, M + T, M + T))
+    following = (*request(options).prompt, *answer, *more)
+    spans = (*spans, PromptSpan("user", M + T, M + T, len(following), len(following)))
+    asked = GenerationRequest(following, T, specprefill=options, spans=spans)
+    for keep in (False, True):
+        with Engine(tiny_pair("llama"), CONFIG) as engine:
+            engine.replay(request(options), answer, keep=keep)
+            cached = engine.replay(asked, [5]).account.cached_tokens
+        if keep:
+            assert cached >= (0.2 * M if options is SPARSE else M + T - 1)
+        else:
+            assert cached <= (0 if options is SPARSE else M)
+
+
 def prefilled(engine, asked):
     """The target's cache after the engine's own prefill, and the last token's logits."""
     sequence = Sequence(-1, asked, 0.0)

@@ -124,6 +124,18 @@ def test_the_likeliest_tokens_are_what_greedy_decoding_gives(examinee, name, raw
     assert reply.measures["nll"] == pytest.approx(-law[np.arange(len(answer)), list(answer)].mean(), abs=1e-3)
 
 
+def test_a_session_is_judged_turn_by_turn_and_goes_on_where_it_was(examinee):
+    item = make_item(TASKS["session"], "session", 0, Space(900, examinee.count))
+    engine, before = examinee._engine, examinee._engine.stats().prefix_hits
+    asked = examinee.ask(item, arms(["sparse", "random"], ["0.2"]), 32, 0, False)
+    assert {arm.kind for arm in asked} == {"full", "sparse", "random"}
+    for reply in asked.values():
+        assert reply.text.count("\n") >= 4
+        assert 5 * reply.score == pytest.approx(round(5 * reply.score))
+    assert engine.stats().prefix_hits >= before + 4  # full prefill reads the document once
+    assert {entry.kind for entry in engine.cached("evaluation")} == {"target", "draft", "session"}
+
+
 def test_divergence_by_hand():
     p, q = np.log([[0.5, 0.5], [0.9, 0.1]]), np.log([[0.25, 0.75], [0.9, 0.1]])
     measured = divergence(p, q)

@@ -9,6 +9,7 @@ import pytest
 
 from mlx_specprefill_server.evals import bm25, corpus
 from mlx_specprefill_server.evals.corpus import Module, Paragraph
+from mlx_specprefill_server.evals.paraphrases import FACTS, content_words
 from mlx_specprefill_server.evals.tasks import REAL, Item, Space, make_item
 from mlx_specprefill_server.evals.tasks.real import _calls_in
 
@@ -45,9 +46,10 @@ def test_the_gold_passage_holds_the_answer_and_lies_before_the_question(name: st
         made = item(name, number)
         assert made.known is not None
         document, _, question = made.turns[0].question.rpartition("\n\n")
+        assert len(made.turns) == (5 if name == "session" else 1)
         assert made.known.answer.strip().rstrip(")") in " ".join(made.gold)
         assert all(passage.strip() in document for passage in made.gold)
-        assert made.turns[0].answer == made.known.opening + made.known.answer
+        assert made.turns[-1].answer.startswith(made.known.opening + made.known.answer)
         assert made.known.answer not in question or name == "code"
 
 
@@ -99,6 +101,25 @@ def test_calls_are_those_whose_arguments_are_named_as_the_parameters() -> None:
     (call,) = _calls_in(Module("m", source))
     assert source[call.arguments : call.end] == "first, second)"
     assert source[call.defined :].startswith("def helper(")
+
+
+def test_facts_and_questions_share_no_word_that_says_something() -> None:
+    for fact, question in FACTS:
+        assert not content_words(fact) & content_words(question), (fact, question)
+    assert len({*FACTS}) == len(FACTS)
+    assert content_words("She was walking the dogs") == {"walki", "dogs"}
+
+
+def test_a_session_asks_for_five_sentences_and_goes_on_from_each_answer() -> None:
+    made = item("session", 1)
+    turns = (*made.earlier, made)
+    assert [len(turn.turns) for turn in turns] == [1, 2, 3, 4, 5]
+    assert len({turn.gold for turn in turns}) == 5
+    assert all(turn.turns == made.turns[: len(turn.turns)] for turn in turns)
+    for turn in turns:
+        assert turn.known is not None
+        assert turn.turns[-1].answer == turn.known.opening + turn.known.answer + '".'
+        assert turn.known.answer.strip() in turn.gold[0]
 
 
 def test_bm25_frequency() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from .errors import NotMeasuredError
 from .examinee import Reply
 from .prompted import Prompted
 
-__all__ = ["Forced", "check_mode", "divergence", "forced_replies"]
+__all__ = ["Forced", "check_mode", "divergence", "forced_replies", "together"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Forced:
 
 
 def forced_replies(
-    prompted: Prompted, forced: Forced, arms: Sequence[Arm], decode: Callable[[Sequence[int]], str]
+    prompted: Prompted, forced: Forced, arms: Sequence[Arm], decode: Callable[[Sequence[int]], str], keep: bool = False
 ) -> dict[Arm, Reply]:
-    """Of every arm.
+    """Of every arm; with `keep` the next turn of the conversation goes on from here.
 
     Measures: `nll` (nats per token of the answer), `right` (share of its tokens that are the likeliest), and with
     respect to full prefill over the same tokens `kl`, `top1` (share with the same likeliest token), `same` (whether
     all have). The score is whether greedy decoding would give the answer, up to its end.
     """
-    replays = _Replays(prompted, forced.tokens)
+    replays = _Replays(prompted, forced.tokens, keep)
     full = replays.of(FULL)
     replies = {}
     for arm in arms:
@@ -52,9 +52,10 @@ def forced_replies(
 class _Replays:
     """One per arm, when it is asked for."""
 
-    def __init__(self, prompted: Prompted, tokens: tuple[int, ...]) -> None:
+    def __init__(self, prompted: Prompted, tokens: tuple[int, ...], keep: bool) -> None:
         self._prompted = prompted
         self._tokens = tokens
+        self._keep = keep
         self._done: dict[Arm, Replay] = {}
 
     def of(self, arm: Arm) -> Replay:
@@ -66,9 +67,25 @@ class _Replays:
         replay = self._prompted.engine.replay
         if arm.kind == "renumbered":
             return replay(self._prompted.cut(self.of(arm.restored).account.kept_spans or ()), self._tokens)
-        found = replay(self._prompted.request(arm), self._tokens)
+        found = replay(self._prompted.request(arm), self._tokens, keep=self._keep)
         check_mode(arm, found.account)
         return found
+
+
+def together(turns: Sequence[Mapping[Arm, Reply]]) -> dict[Arm, Reply]:
+    """Replies of a conversation's turns as one: means of what was measured."""
+    return {arm: _mean([replies[arm] for replies in turns]) for arm in turns[0]}
+
+
+def _mean(replies: Sequence[Reply]) -> Reply:
+    measures = {name: _average([reply.measures[name] for reply in replies]) for name in replies[0].measures}
+    kept = _average([reply.kept or 0.0 for reply in replies])
+    score = _average([reply.score or 0.0 for reply in replies])
+    return Reply("\n".join(reply.text for reply in replies), kept, measures, score)
+
+
+def _average(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def check_mode(arm: Arm, account: Account) -> None:

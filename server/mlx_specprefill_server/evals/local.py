@@ -34,7 +34,7 @@ from ..prompting.prompt import Prompt, PromptBuilder
 from .arms import FULL, Arm
 from .errors import NotMeasuredError
 from .examinee import Reply
-from .forced import Forced, check_mode, divergence, forced_replies
+from .forced import Forced, check_mode, divergence, forced_replies, together
 from .prompted import OWNER, Prompted, Span
 from .tasks import Item, Known
 
@@ -82,19 +82,25 @@ class LocalExaminee:
         applicable = [arm for arm in arms if arm.kind != "oracle" or item.gold]
         try:
             self._engine.drop_cached(owner=OWNER)  # of the item before
+            if item.earlier:
+                turns = (*item.earlier, item)
+                return together([self._force(turn, applicable, seed, session=True) for turn in turns])
             if item.known is not None:
-                return self._force(item, item.known, applicable, seed)
+                return self._force(item, applicable, seed)
             return self._generate(item, applicable, answer_tokens, seed, probe)
         except SpecPrefillError as error:
             raise NotMeasuredError(str(error)) from error
 
-    def _force(self, item: Item, known: Known, arms: Sequence[Arm], seed: int) -> dict[Arm, Reply]:
+    def _force(self, item: Item, arms: Sequence[Arm], seed: int, session: bool = False) -> dict[Arm, Reply]:
+        known = item.known
+        assert known is not None
         if known.raw:
             prompt, gold, forced = self._continued(item, known)
         else:
             prompt, gold = self._rendered(item)
             forced = Forced(*_behind(self._encode(known.opening), self._encode(known.opening + known.answer)))
-        return forced_replies(Prompted(self._engine, prompt, gold, 1, seed), forced, arms, self._decode)
+        prompted = Prompted(self._engine, prompt, gold, 1, seed, session)
+        return forced_replies(prompted, forced, arms, self._decode, keep=session)
 
     def _generate(
         self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool

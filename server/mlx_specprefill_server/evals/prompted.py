@@ -30,17 +30,28 @@ class Prompted:
     """Args:
     gold: token spans that hold what the answer needs.
     seed: of the random arm.
+    session: a turn of a conversation. The sparse arm follows its earlier turns as it does when it serves, so it
+        asks the draft by itself; arms that bring scores along start over at every turn.
 
     Each arm has its own cache label: what one leaves behind neither helps nor hinders another. The draft's label is
     one, so that it reads the prompt once for all.
     """
 
-    def __init__(self, engine: Engine, prompt: Prompt, gold: Sequence[Span], answer_tokens: int, seed: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        gold: Sequence[Span],
+        answer_tokens: int,
+        seed: int,
+        session: bool = False,
+    ) -> None:
         self.engine = engine
         self.prompt = prompt
         self.gold = gold
         self.answer_tokens = answer_tokens
         self.seed = seed
+        self.session = session
         self.chunk = engine.config.selection.chunk_size
 
     @cached_property
@@ -71,6 +82,8 @@ class Prompted:
     def _options(self, arm: Arm) -> SpecPrefillOptions:
         if arm == FULL:
             return SpecPrefillOptions(enabled=False, return_spans=True)
+        if self.session and arm.kind == "sparse":
+            return SpecPrefillOptions(True, arm.keep, return_spans=True)
         M = len(self.prompt.tokens)
         score: dict[str, Callable[[], Floats]] = {
             "sparse": lambda: self.inspection.importance,

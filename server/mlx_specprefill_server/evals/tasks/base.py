@@ -40,12 +40,14 @@ class Item:
         values: what scoring looks for.
         gold: passages of the document that the last answer needs; none where it needs the document as a whole.
         known: the last answer word for word, where there is only one.
+        earlier: the conversation's turns before this one, where they are judged as well; each goes on from the last.
     """
 
     turns: tuple[Turn, ...]
     values: tuple[str, ...]
     gold: tuple[str, ...] = ()
     known: Known | None = None
+    earlier: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True)

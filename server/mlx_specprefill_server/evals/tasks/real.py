@@ -11,13 +11,14 @@ import ast
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .. import bm25, corpus, scoring
+from .. import bm25, corpus, paraphrases, scoring
 from ..corpus import Module, Paragraph
 from ..errors import NotMeasuredError
 from ..facts import Turn
+from ..words import GIVEN_NAMES
 from .base import Item, Known, Space, Task
 
 __all__ = ["REAL"]
@@ -26,6 +27,8 @@ WORDS = range(14, 41)  # of a sentence that is asked for
 DEPTHS = (0.05, 0.85)  # of what is asked for: what lies behind is kept anyway
 LED_BY, COPIED = 7, 8  # words of a sentence that are given, and of its rest that are asked for
 SHOWN, QUOTED = range(7, 11), range(2, 7)  # words of a quotation: in the question, and in the answer
+ASK, ENDED = 'Quote the sentence of the text that contains the words "{}".', '".'
+TURNS, PEOPLE = 5, 4  # of a session; that there are facts about
 CLOZE_FROM, CLOZE_LETTERS = 8, 5  # a missing word stands behind so many others and has so many letters at least
 CLASSES, EXAMPLES = 3, 12  # of a many-shot task, at least; examples that a class has, at least
 SHOTS = range(8, 25)  # words of an example
@@ -100,13 +103,56 @@ def _copy(rng: random.Random, space: Space) -> Item:
 
 def _quote(rng: random.Random, space: Space) -> Item:
     """Quote the sentence that contains a few words: what is quoted comes before them."""
-    ask = '\n\nQuote the sentence of the text that contains the words "{}".'
-    shown = slice(SHOWN.start, SHOWN.stop)
-    sentence, document = _document_with(rng, space, lambda s: " ".join(s.words[shown]), ask)
+    sentence, document = _document_with(rng, space, _shown, ASK)
+    question, known = _quoted(sentence)
+    return _answered(f"{document}\n\n{question}", known.opening, known.answer, [sentence.text])
+
+
+def _shown(sentence: _Sentence) -> str:
+    return " ".join(sentence.words[SHOWN.start : SHOWN.stop])
+
+
+def _quoted(sentence: _Sentence) -> tuple[str, Known]:
+    """A question for a sentence by words from its middle, and the answer, which begins with words before those."""
     words = sentence.words
+    question = ASK.format(_shown(sentence))
     opening = 'The sentence is: "' + " ".join(words[: QUOTED.start])
-    question = document + ask.format(" ".join(words[shown]))
-    return _answered(question, opening, " " + " ".join(words[QUOTED.start : QUOTED.stop]), [sentence.text])
+    return question, Known(opening, " " + " ".join(words[QUOTED.start : QUOTED.stop]))
+
+
+def _session(rng: random.Random, space: Space) -> Item:
+    """Five quotations of one document, one after the other."""
+    while True:
+        sentence = rng.choice(_sentences())
+        document = _around(rng, sentence.index, space.without(*[ASK * 2] * TURNS) - TURNS * 24, space)
+        asked = [one for one in _sentences() if document.count(one.text) == 1 and document.count(_shown(one)) == 1]
+        if len({_shown(one) for one in asked}) >= TURNS:
+            break
+    items: list[Item] = []
+    turns: tuple[Turn, ...] = ()
+    for one in rng.sample(asked, TURNS):
+        question, known = _quoted(one)
+        said = Turn(question if turns else f"{document}\n\n{question}", known.opening + known.answer + ENDED)
+        items.append(_known((*turns, said), known, [one.text]))
+        turns = (*turns, said)
+    return replace(items[-1], earlier=tuple(items[:-1]))
+
+
+# --- other words -----------------------------------------------------------------------------------------------------
+
+
+def _paraphrase(rng: random.Random, space: Space) -> Item:
+    """A fact about somebody, asked for in other words, among facts about others."""
+    facts, names = rng.sample(paraphrases.FACTS, PEOPLE), rng.sample(GIVEN_NAMES, PEOPLE)
+    said = [f"{name} {fact}." for name, (fact, _) in zip(names, facts, strict=True)]
+    question = f"{facts[0][1]} Quote what the text says about this person."
+    at = rng.randrange(len(corpus.paragraphs()))
+    budget = space.without(question, *said)
+    pieces = _around(rng, at, budget, space).split("\n\n")
+    for one in rng.sample(said, PEOPLE):
+        pieces.insert(rng.randrange(1, max(2, int(DEPTHS[1] * len(pieces)))), one)
+    document = "\n\n".join(pieces)
+    return _answered(f"{document}\n\n{question}", f'The text says: "{names[0]}', f" {facts[0][0]}", said[:1])
 
 
 def _continued(text: str, answer: str, gold: Sequence[str]) -> Item:
@@ -116,7 +162,11 @@ def _continued(text: str, answer: str, gold: Sequence[str]) -> Item:
 
 def _answered(question: str, opening: str, answer: str, gold: Sequence[str]) -> Item:
     """A message, and how its answer goes on after the opening."""
-    return Item((Turn(question, opening + answer),), (answer.strip(),), tuple(gold), Known(opening, answer))
+    return _known((Turn(question, opening + answer),), Known(opening, answer), gold)
+
+
+def _known(turns: tuple[Turn, ...], known: Known, gold: Sequence[str]) -> Item:
+    return Item(turns, (known.answer.strip(),), tuple(gold), known)
 
 
 # --- distractors -----------------------------------------------------------------------------------------------------
@@ -321,4 +371,6 @@ REAL: dict[str, Task] = {
     "cloze": Task(_cloze, scoring.all_values, 8),
     "many_shot": Task(_many_shot, scoring.all_values, 8),
     "code": Task(_code, scoring.all_values, 24),
+    "paraphrase": Task(_paraphrase, scoring.all_values, 32),
+    "session": Task(_session, scoring.all_values, 32),
 }

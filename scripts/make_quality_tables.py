@@ -5,6 +5,8 @@
     python scripts/make_quality_tables.py RUNS                       writes docs/quality/*.svg and the tables
 
 RUNS holds a folder per pair. In docs/quality.md what stands between `<!-- NAME -->` and `<!-- end -->` is replaced.
+Known answers, such as those of the suite `real`, go to `<!-- real NAME -->`; those that full prefill gets right go to
+`<!-- real right NAME -->` as well.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import numpy as np
 
 from mlx_specprefill_server.evals import plots
 from mlx_specprefill_server.evals.arms import FULL, Arm, ArmKind, arms
+from mlx_specprefill_server.evals.paired import is_known, paired_markdown
 from mlx_specprefill_server.evals.records import Record, Records
 from mlx_specprefill_server.evals.report import summarise
 from mlx_specprefill_server.evals.statistics import DENSE_FLOOR, paired_difference
@@ -45,7 +48,11 @@ def main(arguments: list[str] | None = None) -> None:
     for name, records in runs.items():
         summary = summarise(records, ARMS)
         summary["cells"].sort(key=lambda cell: (cell["task"], cell["length"]))
-        page = _replaced(page, name, _accuracy(summary["cells"]))
+        paired = {(cell["task"], cell["length"]) for cell in summary["paired"]}
+        others = [cell for cell in summary["cells"] if (cell["task"], cell["length"]) not in paired]
+        page = _replaced(page, name, _accuracy(others))
+        page = _replaced(page, f"real {name}", paired_markdown(summary["paired"]).splitlines())
+        page = _replaced(page, f"real right {name}", paired_markdown(summary["paired_right"]).splitlines())
         swept = [cell for cell in summary["cells"] if "sparse@0.1" in cell["arms"]]
         plots.plot_keeps({"cells": swept}, PLOTS / f"keeps-{name}.svg")
         plots.plot_depths(records, HEAT_MAP[1], HEAT_MAP[0], PLOTS / f"depths-{name}.svg")
@@ -122,7 +129,7 @@ def _distributions(runs: Mapping[str, Sequence[Record]]) -> Iterator[str]:
 
 
 def _probed(record: Record) -> bool:
-    return any("kl" in entry for entry in record.arms.values())
+    return not is_known(record) and any("kl" in entry for entry in record.arms.values())
 
 
 def _positions(runs: Mapping[str, Sequence[Record]]) -> Iterator[str]:

@@ -26,7 +26,7 @@ __all__ = ["REAL"]
 WORDS = range(14, 41)  # of a sentence that is asked for
 DEPTHS = (0.05, 0.85)  # of what is asked for: what lies behind is kept anyway
 LED_BY, COPIED = 7, 8  # words of a sentence that are given, and of its rest that are asked for
-SHOWN, QUOTED = range(7, 11), range(2, 7)  # words of a quotation: in the question, and in the answer
+SHOWN, QUOTED = range(8, 12), range(3, 8)  # words of a quotation: in the question, and in the answer
 ASK, ENDED = 'Quote the sentence of the text that contains the words "{}".', '".'
 TURNS, PEOPLE = 5, 4  # of a session; that there are facts about
 CLOZE_FROM, CLOZE_LETTERS = 8, 5  # a missing word stands behind so many others and has so many letters at least
@@ -35,7 +35,7 @@ SHOTS = range(8, 25)  # words of an example
 JOINED = 0.97  # of the room: pieces have more tokens together than each by itself
 FAR, CHARACTERS = (0.3, 0.9), 3.3  # how far up a helper lies, as a share of the document; characters of a token of code
 LONG_ARGUMENTS = 6  # characters, at least
-_PLAIN = re.compile(r"[A-Z][A-Za-z0-9 ,;()’'-]+\.")
+_PLAIN = re.compile(r"[A-Z][A-Za-z0-9 ,;()'-]+\.")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,10 @@ def _copy(rng: random.Random, space: Space) -> Item:
 
 def _quote(rng: random.Random, space: Space) -> Item:
     """Quote the sentence that contains a few words: what is quoted comes before them."""
-    sentence, document = _document_with(rng, space, _shown, ASK)
+    while True:
+        sentence, document = _document_with(rng, space, _shown, ASK)
+        if document.count(_opened(sentence)) == 1:
+            break
     question, known = _quoted(sentence)
     return _answered(f"{document}\n\n{question}", known.opening, known.answer, [sentence.text])
 
@@ -112,11 +115,15 @@ def _shown(sentence: _Sentence) -> str:
     return " ".join(sentence.words[SHOWN.start : SHOWN.stop])
 
 
+def _opened(sentence: _Sentence) -> str:
+    return " ".join(sentence.words[: QUOTED.start])
+
+
 def _quoted(sentence: _Sentence) -> tuple[str, Known]:
     """A question for a sentence by words from its middle, and the answer, which begins with words before those."""
     words = sentence.words
     question = ASK.format(_shown(sentence))
-    opening = 'The sentence is: "' + " ".join(words[: QUOTED.start])
+    opening = f'The sentence is: "{_opened(sentence)}'
     return question, Known(opening, " " + " ".join(words[QUOTED.start : QUOTED.stop]))
 
 
@@ -125,7 +132,7 @@ def _session(rng: random.Random, space: Space) -> Item:
     while True:
         sentence = rng.choice(_sentences())
         document = _around(rng, sentence.index, space.without(*[ASK * 2] * TURNS) - TURNS * 24, space)
-        asked = [one for one in _sentences() if document.count(one.text) == 1 and document.count(_shown(one)) == 1]
+        asked = [one for one in _sentences() if all(document.count(text) == 1 for text in (_shown(one), _opened(one)))]
         if len({_shown(one) for one in asked}) >= TURNS:
             break
     items: list[Item] = []

@@ -221,6 +221,14 @@ class PrefixCache:
         self.misses += not again
         return None
 
+    def covers(self, tokens: Sequence[int], label: CacheLabel = SHARED) -> int:
+        """How many tokens `lookup` would find. Nothing is read or counted by it."""
+        root, wanted = self._roots.get(label), np.asarray(tokens, dtype=np.int32)
+        if root is None:
+            return 0
+        match = self._deepest_state(root, wanted) if self._layout.stateful else self._longest(root, wanted)
+        return 0 if match is None else match.length
+
     def _longest(self, root: _Node, wanted: Tokens) -> _Match | None:
         """Follow the prompt as far as it goes, into the middle of a block if need be."""
         node = root

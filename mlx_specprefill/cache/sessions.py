@@ -96,6 +96,12 @@ class SessionStore:
         stores = tuple(self._sessions.values())
         return sum(session.nbytes for sessions in stores for session in tuple(sessions.values()))
 
+    def covers(self, tokens: Sequence[int], label: CacheLabel = SHARED) -> int:
+        """How many tokens a session of the label stands for, in any namespace. Nothing is counted by it."""
+        wanted = np.array(tokens, dtype=np.int32)
+        places = (sessions for (_, theirs), sessions in self._sessions.items() if theirs == label)
+        return max((one.common(wanted) for sessions in places for one in sessions.values()), default=0)
+
     def lookup(self, namespace: str, tokens: Sequence[int], label: CacheLabel = SHARED) -> SessionHit | None:
         """A copy of the cache that stands for the most of `tokens`, and of one that is cut for half of them at least.
 

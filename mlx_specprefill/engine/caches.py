@@ -117,6 +117,19 @@ class EngineCaches:
     def draft_prefix(self, tokens: Sequence[int], label: CacheLabel) -> PrefixHit | None:
         return _lookup(self._draft, tokens, label)
 
+    def covers(self, tokens: Sequence[int], dense: int, label: CacheLabel) -> int:
+        """How many of these tokens need not be read again, as things stand.
+
+        Args:
+            dense: of how many a dense prefix may be used.
+        """
+        try:
+            prefix = 0 if self._target is None else self._target.covers(tokens[:dense], label)
+            return max(prefix, self.sessions.covers(tokens, label))
+        except Exception:
+            log.exception("what is cached of a prompt can't be told")
+            return 0
+
     def keep_target(self, tokens: Sequence[int], cache: list[Any], label: CacheLabel) -> None:
         """Store a cache that holds exactly these tokens, densely."""
         _store(self._target, tokens, cache, label)

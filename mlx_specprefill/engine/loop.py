@@ -7,7 +7,6 @@ Whatever happens to one request, the loop goes on.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from ..config import EngineConfig
 from ..errors import EngineClosedError, RequestCancelled
 from ..request import Event, Failed, Finished, FinishReason, TokenEvent
 from .caches import EngineCaches
+from .continuing import usable_prefix
 from .densify import Densifier, SparseTurn
 from .failures import log_failure
 from .inbox import Inbox
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _IDLE_BEAT_S = 0.5
 _QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
 _LOOK_EVERY_S = 0.5  # at the memory; not above _IDLE_BEAT_S, so that it is looked at while nothing comes
+_NOTHING_S = 2e-3  # a step of a prefill that takes no longer, such as its planning, is no slice
 _TICK_SHARE = 0.25  # of `slice_target_ms`: short slices share a tick until that much time is spent
 
 
@@ -92,8 +93,20 @@ class Loop:
             self._returned = False
             if isinstance(posted, Job):
                 self.jobs[posted.uid] = posted
+                if self._is_short(posted):
+                    self._scheduler.expect_short(posted.uid)
             else:
                 posted()
+
+    def _is_short(self, job: Job) -> bool:
+        """Whether one slice is left of its prompt."""
+        if job.sequence is None:
+            return False
+        request = job.sequence.request
+        prompt, slice_tokens = request.prompt, self._slicing.expected("prefill")
+        if len(prompt) <= slice_tokens:
+            return True
+        return len(prompt) - self._caches.covers(prompt, usable_prefix(request), request.label) <= slice_tokens
 
     @property
     def _rest_s(self) -> float:
@@ -136,20 +149,27 @@ class Loop:
     # --- from waiting to the answer ----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while (uid := self._scheduler.next_waiting()) is not None:
+        passing = False  # no memory for the first in line
+        while (uid := self._scheduler.next_waiting(passing)) is not None:
             job = self.jobs[uid]
-            need = 0 if job.sequence is None else self._memory.need(job.sequence.request)
-            if not self._memory.admission.fits(need):
-                self._stop_background()
-            if self._memory.admission.reserve(uid, need):
-                self._scheduler.admit(uid)
+            if self._has_memory(job):
+                self._scheduler.admit(uid, passing)
                 if job.sequence is not None:
                     job.sequence.started = time.perf_counter()
             elif self._scheduler.running == 0:
                 # Nothing will free memory any more: what the prediction counts is not in our hands.
                 self._end(job, Failed(EngineClosedError("not enough memory for this request now")))
-            else:
+            elif passing:
                 return
+            else:
+                passing = True
+
+    def _has_memory(self, job: Job) -> bool:
+        """Reserve what a job will need, if there is as much."""
+        need = 0 if job.sequence is None else self._memory.need(job.sequence.request)
+        if not self._memory.admission.fits(need):
+            self._stop_background()
+        return self._memory.admission.reserve(job.uid, need)
 
     def _start_background(self) -> None:
         """With nothing else to do, make the prompt of a sparse turn dense in the exact cache."""
@@ -169,16 +189,17 @@ class Loop:
 
     def _prefill(self) -> None:
         """One slice of one prefill; more of them if they are so short that several prompts can join the next step."""
-        end = time.perf_counter() + _TICK_SHARE * self._config.slice_target_ms / 1e3
+        begun, room = time.perf_counter(), _TICK_SHARE * self._config.slice_target_ms / 1e3
         while (uid := self._scheduler.pick()) is not None:
             self._slice(self.jobs[uid])
-            if time.perf_counter() + self._longest_slice_s() >= end:
+            spent = time.perf_counter() - begun
+            if spent > _NOTHING_S and spent + self._longest_slice_s() >= room:
+                return
+            if any(job.handle.cancelled for job in self.jobs.values()):
                 return
 
     def _longest_slice_s(self) -> float:
-        """Seconds that the next slice may take, as far as is known; none is taken before a cancellation is seen."""
-        if any(job.handle.cancelled for job in self.jobs.values()):
-            return math.inf
+        """Seconds that the next slice may take, as far as is known."""
         decoding = self._scheduler.decoding
         return max((job.slice_s for job in self.jobs.values() if job.uid not in decoding), default=0.0)
 

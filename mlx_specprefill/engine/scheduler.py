@@ -1,10 +1,12 @@
 """Who gets the next slice of the device. Integers only: no arrays, no clocks, no threads.
 
 One tick of the engine is one decode step of everything that decodes, then at most one slice of one prefill. So a
-running answer waits for one slice at most, whatever arrives. Among prefills the one served least goes first, so a short
-prompt overtakes a long one at once, a long newcomer catches up, and then both advance evenly; whoever has waited too
-long goes next regardless and gets a fifth of the time from then on, so a stream of short prompts starves nobody.
-Background jobs (densification) run only when nothing else wants the device.
+running answer waits for one slice at most, whatever arrives. Among prefills those of one slice go first, in order of
+arrival, then the one served least: so a short prompt overtakes long ones at once, a long newcomer catches up, and then
+all advance evenly. The oldest gets a fifth of the time whatever comes, and every prefill is the oldest some day, so
+nobody waits forever; it takes no two slices in a row from a prompt of one slice, so that one starts with the second
+slice at the latest, however many others there are and however long they ran. A quarter of the rows is kept for prompts
+of one slice. Background jobs (densification) run only when nothing else wants the device.
 """
 
 from __future__ import annotations
@@ -20,24 +22,39 @@ _START = 4  # times `smallest`: tokens of the first slice, whose speed is not kn
 # times `smallest`, because short slices cost large models more per token.
 _ALONE, _ALONE_FLOOR = 1.5, 2
 _REMEMBERED = 12  # slices
-_OTHERS = 4  # milliseconds that others may have for each of one's own, for whoever is out of patience
+_OTHERS = 4  # milliseconds that others may have for each of the oldest prefill's own
+_SHORT_SLICES = 3  # after which a prefill is not taken for a short one any more: draft, target, and one more
+_KEPT_ROWS = 4  # one of so many is kept for short requests
+_PASSES = 64  # times that a request for which there is no memory lets a short one pass
 _BACKGROUND = 0.25  # times `target_ms`: whoever comes while nobody was there should hardly notice
 
 
 @dataclass
 class _Job:
     uid: int
-    served: int = 0  # tokens of prefill done
-    waited: int = 0  # milliseconds that others got, less what this one's own slices paid back
+    short: bool = False  # expected to be done with one slice
     background: bool = False
+    served: int = 0  # tokens of prefill done
+    slices: int = 0  # that got something done
+
+    @property
+    def hurried(self) -> bool:
+        return self.short and self.slices < _SHORT_SLICES
+
+
+@dataclass
+class _Waiting:
+    short: bool = False
+    passed: int = 0  # by others, for want of memory
 
 
 class Scheduler:
-    """Waiting, prefilling and decoding requests by uid.
+    """Waiting, prefilling and decoding requests by uid. A request is short if one slice is left of its prompt.
 
     Args:
         max_rows: requests that may hold a cache at once (prefilling or decoding); the rest wait in order of arrival.
-        patience: milliseconds that may go to others before a waiting prefill must get a slice.
+            A quarter of them is for short ones.
+        patience: milliseconds that may go to others before the oldest prefill must get a slice.
     """
 
     def __init__(self, max_rows: int = 32, patience: int = 800) -> None:
@@ -45,9 +62,13 @@ class Scheduler:
             raise ValueError("max_rows and patience must be positive")
         self.max_rows = max_rows
         self.patience = patience
-        self._waiting: deque[int] = deque()
-        self._prefilling: dict[int, _Job] = {}
+        self._kept_rows = max_rows // _KEPT_ROWS
+        self._waiting: dict[int, _Waiting] = {}
+        self._prefilling: dict[int, _Job] = {}  # in order of admission
         self._decoding: set[int] = set()
+        self._short: set[int] = set()  # of those two
+        self._owed = 0  # milliseconds that others got, less what the oldest prefill's own slices paid back
+        self._paid = False  # the oldest got a slice since a short one was done
 
     @property
     def waiting(self) -> int:
@@ -71,7 +92,11 @@ class Scheduler:
         """A new request; it waits until `admit` lets it in."""
         if uid in self:
             raise ValueError(f"uid {uid} is scheduled already")
-        self._waiting.append(uid)
+        self._waiting[uid] = _Waiting()
+
+    def expect_short(self, uid: int) -> None:
+        """One slice is left of a waiting request's prompt, as far as is known."""
+        self._waiting[uid].short = True
 
     def add_background(self, uid: int) -> None:
         """A job that yields to every request. It needs no admission."""
@@ -82,14 +107,33 @@ class Scheduler:
     def __contains__(self, uid: int) -> bool:
         return uid in self._prefilling or uid in self._decoding or uid in self._waiting
 
-    def next_waiting(self) -> int | None:
-        """The request to admit next, if there is a row for it."""
-        return self._waiting[0] if self._waiting and self.running < self.max_rows else None
+    def next_waiting(self, passing: bool = False) -> int | None:
+        """The request to admit next, if there is a row for it.
 
-    def admit(self, uid: int) -> None:
-        """Let a waiting request start its prefill."""
-        self._prefilling[uid] = _Job(uid)  # first: others read `waiting`, then `running`, and must find it in one
-        self._waiting.remove(uid)
+        Args:
+            passing: there is no memory for the first one: a short one that may go before it.
+        """
+        first, running = next(iter(self._waiting), None), self.running
+        if first is None or running >= self.max_rows:
+            return None
+        on_kept = min(len(self._short), self._kept_rows)
+        if not passing and running - on_kept < self.max_rows - self._kept_rows:
+            return first
+        if on_kept == self._kept_rows or (passing and self._waiting[first].passed >= _PASSES):
+            return None
+        others = ((uid, waits) for uid, waits in self._waiting.items() if not passing or uid != first)
+        return next((uid for uid, waits in others if waits.short), None)
+
+    def admit(self, uid: int, passing: bool = False) -> None:
+        """Let a waiting request start its prefill. `passing`: as it was asked for."""
+        short = self._waiting[uid].short
+        # First: others read `waiting`, then `running`, and must find it in one.
+        self._prefilling[uid] = _Job(uid, short)
+        if short:
+            self._short.add(uid)
+        del self._waiting[uid]
+        if passing:
+            next(iter(self._waiting.values())).passed += 1
 
     def pick(self) -> int | None:
         """The prefill that gets the next slice."""
@@ -98,31 +142,42 @@ class Scheduler:
             if self._decoding or self._waiting:
                 return None
             return next(iter(self._prefilling), None)
-        # Who has waited longest, if too long. Else: least served, the latest arrival among equals.
-        overdue = max(jobs, key=lambda job: job.waited)
-        if overdue.waited >= self.patience:
-            return overdue.uid
-        return min(reversed(jobs), key=lambda job: job.served).uid
+        hurried = next((job for job in jobs if job.hurried), None)
+        if self._owed >= self.patience and not (self._paid and hurried):
+            return jobs[0].uid
+        if hurried is not None:
+            return hurried.uid
+        return min(reversed(jobs), key=lambda job: job.served).uid  # the latest arrival among equals
 
     def served(self, uid: int, tokens: int, ms: int) -> None:
         """Account for the slice that `pick` gave out: what it got done, and how long all others waited for it."""
-        chosen = self._prefilling[uid]
-        chosen.served += tokens
-        chosen.waited = max(0, chosen.waited - _OTHERS * ms)
-        for job in self._prefilling.values():
-            if job is not chosen:
-                job.waited += ms
+        job = self._prefilling[uid]
+        job.served += tokens
+        job.slices += tokens > 0
+        oldest = next((other for other in self._prefilling.values() if not other.background), None)
+        if job is oldest:
+            self._owed = max(0, self._owed - _OTHERS * ms)
+            self._paid = self._paid or tokens > 0
+        elif oldest is not None:
+            self._owed = min(self._owed + ms, 2 * self.patience)
+        if job.short and not job.hurried:
+            self._paid = False
 
     def to_decode(self, uid: int) -> None:
         self._decoding.add(uid)
-        del self._prefilling[uid]
+        self._end_prefill(uid)
 
     def remove(self, uid: int) -> None:
         """Finished, failed or cancelled, in whatever state."""
-        if uid in self._waiting:
-            self._waiting.remove(uid)
-        self._prefilling.pop(uid, None)
+        self._waiting.pop(uid, None)
+        self._end_prefill(uid)
         self._decoding.discard(uid)
+        self._short.discard(uid)
+
+    def _end_prefill(self, uid: int) -> None:
+        job = self._prefilling.pop(uid, None)
+        if job is not None and job.short:
+            self._paid = False
 
 
 class _Speed:

@@ -35,21 +35,212 @@ def test_a_short_request_overtakes_a_long_prefill():
     assert scheduler.pick() == 2
 
 
+SLICE = 200  # milliseconds
+
+
+def tick(scheduler, tokens=100, ms=SLICE):
+    """One slice; whose it was."""
+    uid = scheduler.pick()
+    scheduler.served(uid, tokens, ms)
+    return uid
+
+
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("ran", [0, 1, 30, 300, 3000])
+@pytest.mark.parametrize("count", [1, 2, 8, 31, 200])
+def test_a_newcomer_starts_with_the_second_slice_at_the_latest(count, ran, short):
+    """However many long prefills there are and however long they ran, at any moment of their turns."""
+    scheduler = admitted(*range(count), max_rows=1000)
+    for _ in range(ran):
+        tick(scheduler)
+    for newcomer in range(1000, 1010):
+        scheduler.add(newcomer)
+        if short:
+            scheduler.expect_short(newcomer)
+        scheduler.admit(newcomer)
+        assert newcomer in (tick(scheduler), tick(scheduler))
+        scheduler.remove(newcomer)
+        tick(scheduler)
+
+
+def uneven(scheduler):
+    """A tick in which the oldest's slice takes much less time than the others': it needs many for its fifth."""
+    uid = scheduler.pick()
+    scheduler.served(uid, 100, 10 if uid == 0 else SLICE)
+    return uid
+
+
+def test_a_short_newcomer_waits_for_no_two_slices_of_the_oldest_however_short_they_are():
+    scheduler = admitted(*range(31), max_rows=1000)
+    for newcomer in range(1000, 1300):
+        scheduler.add(newcomer)
+        scheduler.expect_short(newcomer)
+        scheduler.admit(newcomer)
+        assert newcomer in (uneven(scheduler), uneven(scheduler))
+        scheduler.remove(newcomer)
+        for _ in range(newcomer % 7):
+            uneven(scheduler)
+
+
+def test_what_is_owed_to_the_oldest_does_not_grow_without_bound():
+    """After an hour of short requests that left it less than its fifth, it takes no more than two seconds in a row."""
+    scheduler = admitted(0, max_rows=100_000)
+    for uid in range(1, 20_000):
+        scheduler.add(uid)
+        scheduler.expect_short(uid)
+        scheduler.admit(uid)
+        while uneven(scheduler) == 0:
+            pass
+        scheduler.remove(uid)
+    scheduler.add(20_000)
+    scheduler.admit(20_000)
+    waited = 0
+    while scheduler.pick() == 0:
+        uneven(scheduler)
+        waited += 10
+    assert waited <= 2 * scheduler.patience
+
+
+def test_steps_that_take_no_time_are_no_slices():
+    """A prompt is planned and looked up before its slice, and its last step ends it: the oldest gets none of these."""
+    scheduler = admitted(*range(8), max_rows=100)
+    for _ in range(100):
+        tick(scheduler)
+    for uid in range(100, 120):
+        scheduler.add(uid)
+        scheduler.expect_short(uid)
+        scheduler.admit(uid)
+        steps = iter([(0, 0), (0, 3), (11, 20), (0, 0)])
+        order = []
+        while (step := next(steps, None)) is not None:
+            while (picked := scheduler.pick()) != uid:
+                order.append(picked)
+                scheduler.served(picked, 100, SLICE)
+            scheduler.served(uid, *step)
+        scheduler.to_decode(uid)
+        assert len(order) <= 1
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 6, 31])
+@pytest.mark.parametrize("every", [0.5, 1.0, 1.3, 3.0])
+def test_the_oldest_long_prefill_gets_a_fifth_of_the_time(count, every):
+    """Whatever comes: here a short request for each so many slices, which is more than there is time for."""
+    rng = random.Random(f"{count} {every}")
+    scheduler = admitted(*range(count), max_rows=100_000)
+    times, due, uid = {True: 0, False: 0}, 0.0, count
+    while sum(times.values()) < 2_000_000:
+        ms = rng.randint(SLICE // 2, SLICE)
+        picked = tick(scheduler, ms=ms)
+        times[picked == 0] += ms
+        if picked >= count:
+            scheduler.to_decode(picked)
+            scheduler.remove(picked)
+        while due * SLICE <= sum(times.values()):
+            uid, due = uid + 1, due + every
+            scheduler.add(uid)
+            scheduler.expect_short(uid)
+            scheduler.admit(uid)
+    assert times[True] >= sum(times.values()) / 5 - 2000
+
+
+def test_short_requests_are_served_in_order_of_arrival():
+    scheduler = admitted(0)
+    for uid in (1, 2, 3):
+        scheduler.add(uid)
+        scheduler.expect_short(uid)
+        scheduler.admit(uid)
+    order = []
+    while len(scheduler.decoding) < 3:
+        order.append(tick(scheduler))
+        if order[-1]:
+            scheduler.to_decode(order[-1])
+    assert order == [1, 2, 3]
+
+
+def test_what_is_not_short_after_all_does_not_go_first_for_long():
+    scheduler = admitted(0)
+    run_slices(scheduler, 2)
+    scheduler.add(1)
+    scheduler.expect_short(1)
+    scheduler.admit(1)
+    assert [tick(scheduler) for _ in range(10)].count(0) >= 4
+
+
+def test_a_part_of_the_rows_is_kept_for_short_requests():
+    scheduler, shorts = Scheduler(max_rows=8), []
+    for uid in range(10):
+        scheduler.add(uid)
+    while (uid := scheduler.next_waiting()) is not None:
+        scheduler.admit(uid)
+    assert scheduler.running == 6
+    for uid in range(100, 104):
+        scheduler.add(uid)
+        scheduler.expect_short(uid)
+    while (uid := scheduler.next_waiting()) is not None:
+        scheduler.admit(uid)
+        shorts.append(uid)
+    assert shorts == [100, 101]
+    scheduler.to_decode(100)
+    assert scheduler.next_waiting() is None
+    scheduler.remove(0)
+    assert scheduler.next_waiting() == 6  # a row that is not kept: in order of arrival
+    scheduler.admit(6)
+    scheduler.remove(100)
+    assert scheduler.next_waiting() == 102
+
+
+def test_short_requests_take_any_row_in_order_of_arrival():
+    scheduler = Scheduler(max_rows=8)
+    for uid in range(20):
+        scheduler.add(uid)
+        scheduler.expect_short(uid)
+    while (uid := scheduler.next_waiting()) is not None:
+        scheduler.admit(uid)
+    assert scheduler.running == 8
+    scheduler.remove(3)
+    assert scheduler.next_waiting() == 8
+
+
+def test_a_short_request_passes_one_for_which_there_is_no_memory_but_not_forever():
+    scheduler = Scheduler(max_rows=8)
+    scheduler.add(0)
+    assert scheduler.next_waiting(passing=True) is None
+    scheduler.add(1)
+    assert scheduler.next_waiting(passing=True) is None
+    for uid in range(100, 300):
+        scheduler.add(uid)
+        scheduler.expect_short(uid)
+    at_once = 0
+    while (uid := scheduler.next_waiting(passing=True)) is not None:
+        scheduler.admit(uid, passing=True)
+        at_once += 1
+    assert at_once == 2  # kept rows
+    passed = at_once
+    while scheduler.next_waiting(passing=True) is not None or scheduler.running:
+        for uid in [uid for uid in range(100, 300) if uid in scheduler._prefilling]:
+            scheduler.remove(uid)
+        while (uid := scheduler.next_waiting(passing=True)) is not None:
+            scheduler.admit(uid, passing=True)
+            passed += 1
+    assert passed == 64
+    assert scheduler.next_waiting() == 0
+
+
 def test_long_prefills_progress_evenly():
     order = run_slices(admitted(1, 2, 3), 300)
     assert [order.count(uid) for uid in (1, 2, 3)] == [100, 100, 100]
 
 
 @pytest.mark.parametrize("own", [100, 50, 25])
-@pytest.mark.parametrize(("every", "least"), [(200, 0.45), (125, 0.19), (100, 0.04)])
+@pytest.mark.parametrize(("every", "least"), [(200, 0.45), (125, 0.19), (100, 0.19), (20, 0.19)])
 def test_a_stream_of_short_requests_starves_nobody(every, least, own):
-    """Newcomers of one slice of 100 ms each: the long one gets what they leave, however short its own slices are; at
-    overload, when they starve each other as well, still a share."""
-    scheduler, mine, now, newcomers = admitted(0, patience=400), 0, 0, 0
+    """Newcomers of one slice of 100 ms each: the long one gets what they leave, however short its own slices are."""
+    scheduler, mine, now, newcomers = admitted(0, patience=400, max_rows=10_000), 0, 0, 0
     while now < 50_000:
         while newcomers * every <= now:
             newcomers += 1
             scheduler.add(newcomers)
+            scheduler.expect_short(newcomers)
             scheduler.admit(newcomers)
         picked = scheduler.pick()
         ms = own if picked == 0 else 100
@@ -107,8 +298,8 @@ def test_a_uid_is_unique():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_schedules_finish_everything_and_leak_nothing(seed):
-    """100 random arrival and cancel schedules per seed: every request ends, within a bound, and no row stays."""
-    for case in range(100):
+    """1000 random arrival and cancel schedules per seed: every request ends, within a bound, and no row stays."""
+    for case in range(1000):
         rng = random.Random(f"{seed}/{case}")
         scheduler = Scheduler(max_rows=rng.randint(1, 6), patience=rng.randint(1, 5))
         arrivals = {
@@ -123,12 +314,15 @@ def test_random_schedules_finish_everything_and_leak_nothing(seed):
             for uid, (when, _, _) in arrivals.items():
                 if when == tick:
                     scheduler.add(uid)
+                    if (left[uid][0] == 1) != (rng.random() < 0.1):  # the expectation may be wrong
+                        scheduler.expect_short(uid)
             for uid, when in cancels.items():
                 if tick >= when and uid in scheduler and uid not in ended:
                     scheduler.remove(uid)
                     ended.add(uid)
-            while (uid := scheduler.next_waiting()) is not None:
-                scheduler.admit(uid)
+            passing = rng.random() < 0.2
+            while (uid := scheduler.next_waiting(passing)) is not None:
+                scheduler.admit(uid, passing)
             assert scheduler.running <= scheduler.max_rows
             for uid in scheduler.decoding:
                 left[uid][1] -= 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -62,21 +61,22 @@ def test_requests_are_counted_while_they_come_and_go() -> None:
     meanwhile(step, lambda: scheduler.running)
 
 
-class Checked(deque[int]):
+class Checked(dict[int, Any]):
     """The queue of a scheduler, which looks where a request is when it leaves."""
 
-    def __init__(self, scheduler: Scheduler, uid: int) -> None:
-        super().__init__([uid])
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler._waiting)
         self._scheduler = scheduler
 
-    def remove(self, uid: int) -> None:
+    def __delitem__(self, uid: int) -> None:
         assert self._scheduler.running == 1
-        super().remove(uid)
+        super().__delitem__(uid)
 
 
 def test_a_request_that_is_admitted_is_never_nowhere() -> None:
     scheduler = Scheduler()
-    scheduler._waiting = Checked(scheduler, 1)
+    scheduler.add(1)
+    scheduler._waiting = Checked(scheduler)
     scheduler.admit(1)
     assert (scheduler.waiting, scheduler.running) == (0, 1)
 

@@ -1,0 +1,112 @@
+"""Short requests beside many long ones, on a running engine. What is counted is slices, not seconds."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Event,
+    Finished,
+    GenerationRequest,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+)
+from mlx_specprefill.engine.admission import Admission
+from tests.tiny import random_prompt, tiny_pair
+
+ROWS, LONG = 4, 12
+DENSE = SpecPrefillOptions(False)
+
+
+class Watch:
+    """What the scheduler of an engine is told: who joined, whose slices got something done, who was done."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[tuple[str, int]] = []
+        scheduler = engine.scheduler
+        add, served, to_decode = scheduler.add, scheduler.served, scheduler.to_decode
+
+        def watched_served(uid: int, tokens: int, ms: int) -> None:
+            if tokens:
+                self.told.append(("slice", uid))
+            served(uid, tokens, ms)
+
+        monkeypatch.setattr(scheduler, "add", lambda uid: (self.told.append(("joined", uid)), add(uid)))
+        monkeypatch.setattr(scheduler, "served", watched_served)
+        monkeypatch.setattr(scheduler, "to_decode", lambda uid: (self.told.append(("read", uid)), to_decode(uid)))
+
+    def others_before(self, uid: int) -> int:
+        """Slices of others between a request's arrival and its first token."""
+        told = self.told[self.told.index(("joined", uid)) : self.told.index(("read", uid))]
+        return sum(what == "slice" and whose != uid for what, whose in told)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    config = EngineConfig(
+        policy=SpecPrefillPolicy(threshold=10_000, densify=False), max_rows=ROWS, prefill_step=64, slice_target_ms=1
+    )
+    with Engine(tiny_pair(), config) as running:
+        yield running
+
+
+def busy(engine: Engine) -> list[queue.SimpleQueue[Event]]:
+    """With more long requests than rows; the first has begun."""
+    ends = []
+    for seed in range(LONG):
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        engine.submit(GenerationRequest(random_prompt(3500, seed), 2, specprefill=DENSE), events.put)
+        ends.append(events)
+    for _ in range(3):
+        ends[0].get(timeout=60)
+    return ends
+
+
+def ask(engine: Engine, prompt: tuple[int, ...], tokens: int = 2) -> Finished:
+    *_, last = engine.generate(GenerationRequest(prompt, tokens, specprefill=DENSE))
+    assert isinstance(last, Finished)
+    return last
+
+
+def test_a_short_request_waits_for_two_slices_of_others_and_for_no_row(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, ends = Watch(engine, monkeypatch), busy(engine)
+    for seed in range(15):
+        ask(engine, random_prompt(20, seed))
+    assert engine.stats().waiting >= LONG - ROWS
+    assert [watch.others_before(LONG + 1 + n) for n in range(15)] == pytest.approx([0] * 15, abs=2)
+    for events in ends[:1]:  # and the long ones go on
+        while not isinstance(events.get(timeout=120), Finished):
+            pass
+
+
+def test_the_next_turn_of_a_conversation_is_short(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its uncached part counts, not its length."""
+    conversation = random_prompt(2000, 99)
+    ask(engine, conversation)
+    watch = Watch(engine, monkeypatch)
+    busy(engine)
+    last = ask(engine, (*conversation, *random_prompt(20, 5)))
+    assert last.account.cached_tokens == 2000
+    assert watch.others_before(LONG + 2) <= 2
+
+
+def test_a_short_request_does_not_wait_for_the_memory_of_a_long_one(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The long one in line needs more than is free; the short one does not."""
+    monkeypatch.setattr(engine.memory, "need", lambda request: len(request.prompt))
+    monkeypatch.setattr(engine.memory, "admission", Admission(6000, 0))
+    ends = busy(engine)
+    assert engine.stats().waiting >= LONG - 1
+    ask(engine, random_prompt(20, 1))
+    assert engine.stats().waiting >= LONG - 2
+    for events in ends[:2]:
+        while not isinstance(events.get(timeout=120), Finished):
+            pass

@@ -6,6 +6,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 

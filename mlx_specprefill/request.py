@@ -93,7 +93,15 @@ class PromptSpan:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """OpenAI's sampling fields plus top_k, min_p and repetition_penalty. temperature 0 is greedy."""
+    """OpenAI's sampling fields and those of mlx-lm, llama.cpp and vLLM. temperature 0 is greedy.
+
+    Attributes:
+        typical_p: locally typical sampling keeps the tokens whose surprise is nearest to the entropy, up to this mass.
+        xtc_probability: how often all tokens of at least `xtc_threshold` but the least likely one of them are excluded;
+            never `xtc_special_tokens`.
+        bad_words: token sequences that are not completed.
+        allowed_token_ids: nothing else is generated; None: everything may be.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -104,6 +112,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

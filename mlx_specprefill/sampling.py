@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
 
 from .errors import InvalidRequestError
 from .request import Logprob, SamplingParams
@@ -16,6 +16,7 @@ from .request import Logprob, SamplingParams
 __all__ = [
     "LogitsProcessor",
     "Sampler",
+    "apply_typical_p",
     "check_sampling",
     "filtered_logits",
     "greedy",
@@ -35,7 +36,14 @@ _RANGES = (
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.01, 1e6),  # logits times this stay far from float32's limits
+    ("typical_p", 0.0, 1.0),
+    ("xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", 0.0, 1.0),
 )
+# A share of less than this is no number in float32: not even the likeliest token would reach it.
+_LEAST_SHARE = 1e-9
+_HIGHEST_XTC = 0.5  # two tokens can't both be above it
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -48,13 +56,27 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         value = getattr(params, name)
         if not (math.isfinite(value) and low <= value <= high):
             raise InvalidRequestError(f"{name} must be between {low:g} and {high:g}, got {value}", field=name)
-    if not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0):
-        raise InvalidRequestError("repetition_penalty must be positive", field="repetition_penalty")
     if params.top_k < 0:
         raise InvalidRequestError("top_k must not be negative (0 turns it off)", field="top_k")
     for token, bias in params.logit_bias.items():
         if not 0 <= token < vocab_size or not math.isfinite(bias):
             raise InvalidRequestError(f"logit_bias for token {token} is out of range", field="logit_bias")
+    _check_ids(params, vocab_size)
+
+
+def _check_ids(params: SamplingParams, vocab_size: int) -> None:
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise InvalidRequestError("allowed_token_ids must not be empty", field="allowed_token_ids")
+    if not all(params.bad_words):
+        raise InvalidRequestError("bad_words must not have an empty sequence", field="bad_words")
+    named = {
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words": [token for word in params.bad_words for token in word],
+        "xtc_special_tokens": params.xtc_special_tokens,
+    }
+    for name, tokens in named.items():
+        if not all(0 <= token < vocab_size for token in tokens):
+            raise InvalidRequestError(f"{name}: token ids must be from 0 to {vocab_size - 1}", field=name)
 
 
 def greedy(logits: mx.array) -> mx.array:
@@ -65,7 +87,7 @@ def greedy(logits: mx.array) -> mx.array:
 def make_sampler(params: SamplingParams, vocab_size: int) -> Sampler:
     """A function from logits (B, V) to tokens (B,).
 
-    Temperature comes first, then top-p, min-p and top-k, as in vLLM and transformers.
+    Temperature comes first, then typical-p, top-p, min-p, top-k and XTC.
     """
     if params.temperature == 0:
         return greedy
@@ -89,7 +111,8 @@ def filtered_logits(params: SamplingParams, vocab_size: int) -> Sampler:
     filters = _filters(params, vocab_size)
 
     def filtered(logits: mx.array) -> mx.array:
-        scaled = logits.astype(mx.float32) * (1.0 / max(params.temperature, 1e-3))
+        raw = logits.astype(mx.float32)
+        scaled = (raw - raw.max(axis=-1, keepdims=True)) * (1.0 / max(params.temperature, 1e-3))
         scaled = scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
         for keep_best in filters:
             scaled = keep_best(scaled)
@@ -102,13 +125,37 @@ def _filters(params: SamplingParams, vocab_size: int) -> list[Sampler]:
     filters: list[Sampler] = []
     if params.top_p == 0:  # only the most likely token
         return [lambda logprobs: apply_top_k(logprobs, 1)]
+    if params.typical_p < 1:
+        filters.append(lambda logprobs: apply_typical_p(logprobs, max(params.typical_p, _LEAST_SHARE)))
     if params.top_p < 1:
-        filters.append(lambda logprobs: apply_top_p(logprobs, params.top_p))
+        filters.append(lambda logprobs: apply_top_p(logprobs, max(params.top_p, _LEAST_SHARE)))
     if params.min_p > 0:
         filters.append(lambda logprobs: apply_min_p(logprobs, params.min_p))
     if 0 < params.top_k < vocab_size:
         filters.append(lambda logprobs: apply_top_k(logprobs, params.top_k))
+    if params.xtc_probability > 0 and params.xtc_threshold <= _HIGHEST_XTC:
+        filters.append(lambda logprobs: _excluding_top_choices(logprobs, params))
     return filters
+
+
+def apply_typical_p(logprobs: mx.array, typical_p: float) -> mx.array:
+    """Locally typical sampling (arXiv 2202.00666), on log-probabilities (B, V); at least one token is left."""
+    logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
+    probs = mx.exp(logprobs)
+    surprise = mx.where(probs > 0, -logprobs, 0.0)
+    entropy = (probs * surprise).sum(axis=-1, keepdims=True)
+    order = mx.argsort(mx.where(probs > 0, mx.abs(surprise - entropy), mx.inf), axis=-1)
+    nearest = mx.take_along_axis(probs, order, axis=-1)
+    dropped = mx.cumsum(nearest, axis=-1, inclusive=False) >= typical_p
+    return mx.where(mx.put_along_axis(mx.zeros_like(dropped), order, dropped, axis=-1), -mx.inf, logprobs)
+
+
+def _excluding_top_choices(logprobs: mx.array, params: SamplingParams) -> mx.array:
+    """XTC's law: with one probability that of the others, else the whole one. Drawing from the mixture is the same."""
+    others = apply_xtc(logprobs, 1.0, params.xtc_threshold, list(params.xtc_special_tokens))
+    laws = [law - mx.logsumexp(law, axis=-1, keepdims=True) for law in (others, logprobs)]
+    chance = params.xtc_probability
+    return mx.log(chance * mx.exp(laws[0]) + (1.0 - chance) * mx.exp(laws[1]))
 
 
 def logits_processors(params: SamplingParams) -> list[LogitsProcessor]:
@@ -123,6 +170,10 @@ def logits_processors(params: SamplingParams) -> list[LogitsProcessor]:
         frequency_penalty=params.frequency_penalty or None,
         frequency_context_size=whole,
     )
+    if params.allowed_token_ids is not None:
+        processors.append(only(params.allowed_token_ids))
+    if params.bad_words:
+        processors.append(without(params.bad_words))
     return processors
 
 
@@ -131,11 +182,45 @@ def held_back(tokens: frozenset[int], until: int) -> LogitsProcessor:
     ids = mx.array(sorted(tokens), dtype=mx.int32)
 
     def process(history: mx.array, logits: mx.array) -> mx.array:
-        if history.size < until and ids.size:
-            logits[:, ids] = -mx.inf
-        return logits
+        if history.size >= until or not ids.size:
+            return logits
+        return _forbidden(logits, mx.zeros(logits.shape[-1], mx.bool_).at[ids].maximum(True))
 
     return process
+
+
+def only(tokens: frozenset[int]) -> LogitsProcessor:
+    """Forbids all other tokens."""
+    ids = mx.array(sorted(tokens), dtype=mx.int32)
+
+    def process(history: mx.array, logits: mx.array) -> mx.array:
+        return _forbidden(logits, mx.ones(logits.shape[-1], mx.bool_).at[ids].minimum(False))
+
+    return process
+
+
+def without(words: Sequence[tuple[int, ...]]) -> LogitsProcessor:
+    """Forbids the last token of each sequence where the generated text ends with those before it."""
+    longest = max(map(len, words)) - 1
+    begun = mx.array([[_ANY] * (longest + 1 - len(word)) + list(word[:-1]) for word in words], dtype=mx.int32)
+    last = mx.array([word[-1] for word in words], dtype=mx.int32)
+
+    def process(history: mx.array, logits: mx.array) -> mx.array:
+        recent = history[max(history.size - longest, 0) :].astype(mx.int32)
+        recent = mx.concatenate([mx.full(longest - recent.size, _NONE, dtype=mx.int32), recent])
+        ends = mx.logical_or(begun == recent, begun == _ANY).all(axis=-1)
+        return _forbidden(logits, mx.zeros(logits.shape[-1], mx.bool_).at[last].maximum(ends))
+
+    return process
+
+
+_ANY, _NONE = -1, -2  # no token has these ids
+
+
+def _forbidden(logits: mx.array, tokens: mx.array) -> mx.array:
+    """Without `tokens` (V,) bool; untouched if they are all that is left."""
+    cut = mx.where(tokens, -mx.inf, logits)
+    return mx.where((cut > -mx.inf).any(axis=-1, keepdims=True), cut, logits)
 
 
 def top_logprobs(logprobs: mx.array, tokens: Sequence[int], count: int) -> list[tuple[Logprob, tuple[Logprob, ...]]]:

@@ -20,14 +20,15 @@ from .callers import Caller
 from .constrained.output_format import OutputFormat, constraint_of
 from .constrained.tool_choice import ToolChoice, offered
 from .deps import Service
+from .drawing import DrawingFields
 from .generating.answers import AnswerDone, AnswerPiece
-from .generating.deltas import Delta
+from .generating.deltas import Delta, Stops
 from .generating.generation import Done, Generation, Idle, Job, Working
 from .generating.reading import AnswerReader
 from .prompting.conversation import Conversation
 from .prompting.prompt import Prompt
 
-__all__ = ["Ask", "Asked", "ask", "copies", "counted", "room", "stop_ids"]
+__all__ = ["Ask", "Asked", "ask", "copies", "counted", "room", "sampling_of", "shown_ids", "stop_ids"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +41,13 @@ class Ask:
         max_tokens: per answer; None: the remaining context.
         stops: end the visible text; neither they nor what follows is shown.
         output: what the text must look like; None: free text.
+        drawing: how tokens are drawn, and which of them end an answer.
         n: answers.
         logprobs: None, or how many alternatives per token (0..20).
-        min_tokens: before this many tokens the model can't end its answer.
     """
 
     conversation: Conversation
-    sampling: SamplingParams
+    drawing: DrawingFields
     specprefill: SpecPrefillOptions
     max_tokens: int | None = None
     stops: tuple[str, ...] = ()
@@ -55,8 +56,6 @@ class Ask:
     output: OutputFormat | None = None
     n: int = 1
     logprobs: int | None = None
-    ignore_eos: bool = False
-    min_tokens: int = 0
     return_token_ids: bool = False
 
 
@@ -137,12 +136,25 @@ async def ask(service: Service, ask: Ask, caller: Caller, cache_salt: str | None
     """
     tools, choice = offered(ask.conversation.tools, ask.tool_choice)
     ask = replace(ask, conversation=replace(ask.conversation, tools=tools), tool_choice=choice)
+    sampling = await sampling_of(service, ask.drawing)
     prompt = await service.prompts.chat(ask.conversation)
     constraint = _constraint(service, ask, prompt)
     await service.compile(constraint)
-    generation = service.submit(_jobs(service, ask, prompt, constraint), caller, cache_salt)
+    generation = service.submit(_jobs(service, ask, sampling, prompt, constraint), caller, cache_salt)
     readers = [_reader(service, ask, prompt, i) for i in range(ask.n)]
     return Asked(prompt.tokens, generation, readers)
+
+
+async def sampling_of(service: Service, drawing: DrawingFields) -> SamplingParams:
+    """How tokens are drawn, as the engine wants it; a word is forbidden as it is written in a text and at its start.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
+    params = drawing.sampling(service.settings.temperature, service.vocabulary)
+    words = [text for word in drawing.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
+    ids = [await service.prompts.tokens(word, special=False, field="bad_words") for word in words]
+    return replace(params, bad_words=tuple(dict.fromkeys(filter(None, ids))))
 
 
 async def counted(service: Service, conversation: Conversation, choice: ToolChoice) -> int:
@@ -171,7 +183,8 @@ def _constraint(service: Service, ask: Ask, prompt: Prompt) -> Constraint | None
 
 def _reader(service: Service, ask: Ask, prompt: Prompt, index: int) -> AnswerReader:
     parser = service.format.parser(ask.conversation.tools, prompt.ending)
-    return AnswerReader(index, parser, ask.stops, ask.parallel_tool_calls)
+    stops = Stops(ask.stops, ask.drawing.include_stop_str_in_output)
+    return AnswerReader(index, parser, stops, ask.parallel_tool_calls)
 
 
 def room(prompt_tokens: int, asked: int | None, context_length: int, field: str) -> int:
@@ -189,7 +202,9 @@ def room(prompt_tokens: int, asked: int | None, context_length: int, field: str)
     return left if asked is None else min(asked, left)
 
 
-def _jobs(service: Service, ask: Ask, prompt: Prompt, constraint: Constraint | None) -> Sequence[Job]:
+def _jobs(
+    service: Service, ask: Ask, sampling: SamplingParams, prompt: Prompt, constraint: Constraint | None
+) -> Sequence[Job]:
     field = ask.conversation.field
     if not prompt.tokens:
         raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
@@ -197,20 +212,29 @@ def _jobs(service: Service, ask: Ask, prompt: Prompt, constraint: Constraint | N
     request = GenerationRequest(
         prompt=prompt.tokens,
         max_tokens=max_tokens,
-        sampling=ask.sampling,
+        sampling=sampling,
         specprefill=ask.specprefill,
         spans=prompt.spans,
-        stop_token_ids=stop_ids(service, ask.ignore_eos, constraint),
+        stop_token_ids=stop_ids(service, ask.drawing, constraint),
         logprobs=ask.logprobs,
         constraint=constraint,
-        min_tokens=min(ask.min_tokens, max_tokens),
+        min_tokens=min(ask.drawing.min_tokens, max_tokens),
     )
-    return copies(Job(request, with_tokens=ask.return_token_ids), ask.n)
+    job = Job(request, with_tokens=ask.return_token_ids, shown_ids=shown_ids(ask.drawing))
+    return copies(job, ask.n)
 
 
-def stop_ids(service: Service, ignore_eos: bool, constraint: Constraint | None) -> frozenset[int]:
+def stop_ids(service: Service, drawing: DrawingFields, constraint: Constraint | None) -> frozenset[int]:
     """What ends an answer. A grammar ends by itself, so there is nothing to ignore."""
-    return frozenset() if ignore_eos and constraint is None else service.vocabulary.stop_ids | service.format.ends
+    own = frozenset(drawing.stop_token_ids)
+    if drawing.ignore_eos and constraint is None:
+        return own
+    return own | service.vocabulary.stop_ids | service.format.ends
+
+
+def shown_ids(drawing: DrawingFields) -> frozenset[int]:
+    """Those of them whose text is part of the answer."""
+    return frozenset(drawing.stop_token_ids if drawing.include_stop_str_in_output else ())
 
 
 def copies(job: Job, n: int, first: int = 0) -> list[Job]:

@@ -52,6 +52,13 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "response_format": JSON,
     "ignore_eos": JSON,
     "return_progress": JSON,
+    **dict.fromkeys(
+        ("repeat_penalty", "typical_p", "xtc_probability", "dry_multiplier", "mirostat", "n_predict"), JSON
+    ),
+    "bad_words": JSON | st.lists(st.text(max_size=3), max_size=2),
+    "stop_token_ids": JSON | st.lists(st.integers(-1, 300), max_size=2),
+    "allowed_token_ids": JSON | st.lists(st.integers(-1, 300), max_size=2),
+    "include_stop_str_in_output": st.booleans() | JSON,
 }
 CHAT = st.fixed_dictionaries(
     {"messages": st.lists(MESSAGE, max_size=3) | JSON},

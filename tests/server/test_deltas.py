@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import TokenEvent
-from mlx_specprefill_server.generating.deltas import AnswerText, Delta, IncrementalText, StopMatcher
+from mlx_specprefill_server.generating.deltas import AnswerText, Delta, IncrementalText, StopMatcher, Stops
 from mlx_specprefill_server.generating.vocabulary import Vocabulary
 
 from .fakes import byte_tokenizer
@@ -55,7 +55,7 @@ def test_endless_garbage_is_shown_instead_of_held_for_ever() -> None:
 def test_stop_strings_end_the_text_before_the_first_to_be_complete(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(Stops(tuple(stops)))
     borders = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     shown = ""
     for start, end in pairwise(borders):
@@ -68,13 +68,15 @@ def test_stop_strings_end_the_text_before_the_first_to_be_complete(
 
 
 def test_what_may_be_a_stop_string_is_held_back_and_nothing_more() -> None:
-    matcher = StopMatcher(["END", "ENOUGH"])
+    matcher = StopMatcher(Stops(("END", "ENOUGH")))
     assert [matcher.push(part) for part in ("xE", "N", "a", "EN", "OUG")] == ["x", "", "ENa", "", ""]
     assert matcher.finish() == "ENOUG"
 
 
 def answer(stops: tuple[str, ...] = (), prompt: str = "") -> AnswerText:
-    return AnswerText(3, VOCABULARY.decode, ids(prompt), stops, frozenset({TOKENIZER.eos_token_id}), with_tokens=True)
+    return AnswerText(
+        3, VOCABULARY.decode, ids(prompt), Stops(tuple(stops)), frozenset({TOKENIZER.eos_token_id}), with_tokens=True
+    )
 
 
 @given(

@@ -356,9 +356,9 @@ def test_tools_that_must_not_be_called_are_not_shown(engine: FakeEngine) -> None
     assert bare == hidden < shown
 
 
-def test_top_p_zero_is_greedy(client: TestClient, engine: FakeEngine) -> None:
+def test_top_p_zero_is_the_likeliest_token(client: TestClient, engine: FakeEngine) -> None:
     ask(client, top_p=0, temperature=1)
-    assert engine.requests[0].sampling.temperature == 0
+    assert (engine.requests[0].sampling.top_p, engine.requests[0].sampling.temperature) == (0, 1)
 
 
 def test_a_prompt_that_is_too_long(client: TestClient, engine: FakeEngine) -> None:
@@ -442,7 +442,7 @@ def said(role: str, *blocks: Any) -> dict[str, Any]:
         ({"temperature": 1.5}, "temperature"),
         ({"temperature": "1"}, "temperature"),
         ({"top_p": 2}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"stop_sequences": "a"}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"stop_sequences": ["a"] * 65}, "stop_sequences"),

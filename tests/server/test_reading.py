@@ -16,7 +16,7 @@ from mlx_specprefill_server.generating.answers import (
     ReasoningDelta,
     TextDelta,
 )
-from mlx_specprefill_server.generating.deltas import Delta
+from mlx_specprefill_server.generating.deltas import Delta, Stops
 from mlx_specprefill_server.generating.generation import Done
 from mlx_specprefill_server.generating.reading import AnswerReader
 from mlx_specprefill_server.parsers.formats import Format
@@ -27,7 +27,7 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool
 
 
 def reader(stops: tuple[str, ...] = (), parallel: bool = True) -> AnswerReader:
-    return AnswerReader(3, Format("hermes", THINK).parser(TOOLS, ""), stops, parallel)
+    return AnswerReader(3, Format("hermes", THINK).parser(TOOLS, ""), Stops(stops), parallel)
 
 
 def deltas(words: Sequence[str]) -> list[Delta]:

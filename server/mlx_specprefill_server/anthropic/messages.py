@@ -76,7 +76,7 @@ def _ending(messages: Sequence[Message]) -> Ending:
 def _ask(service: Service, body: MessagesRequest) -> Ask:
     return Ask(
         conversation=_conversation(body),
-        sampling=body.sampling(service.settings.temperature, service.vocabulary.size),
+        drawing=body,
         specprefill=body.options(),
         max_tokens=body.max_tokens,
         stops=tuple(body.stop_sequences),

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from mlx_specprefill import InvalidRequestError, SamplingParams
+from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OutputFormat
 from ..constrained.tool_choice import NamedTool, ToolChoice
+from ..drawing import DrawingFields, refuse_documents, refuse_drawing
 from ..fields import Body, Number, SpecPrefillFields, Whole
 
 __all__ = ["CountRequest", "MessagesRequest", "refuse"]
@@ -85,27 +86,15 @@ class CountRequest(Body):
         return OutputFormat("json_schema", given["schema"], field=f"{field}.schema")
 
 
-class MessagesRequest(CountRequest, SpecPrefillFields):
+class MessagesRequest(CountRequest, DrawingFields, SpecPrefillFields):
     """POST /v1/messages."""
 
     max_tokens: Annotated[Whole, Field(ge=1)]
     stream: bool = False
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
-    top_k: Annotated[Whole, Field(ge=0)] = 0
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_stops)] = Field(
         default_factory=list
     )
-
-    def sampling(self, default_temperature: float, vocabulary_size: int) -> SamplingParams:
-        """As the engine wants it. `top_p` 0 is the likeliest token alone."""
-        temperature = default_temperature if self.temperature is None else self.temperature
-        greedy = self.top_p == 0
-        return SamplingParams(
-            temperature=0.0 if greedy else temperature,
-            top_p=1.0 if greedy else self.top_p,
-            top_k=min(self.top_k, vocabulary_size),
-        )
 
 
 def refuse(body: Mapping[str, Any]) -> None:
@@ -113,3 +102,5 @@ def refuse(body: Mapping[str, Any]) -> None:
     for name in ("mcp_servers", "container"):
         if body.get(name):
             raise InvalidRequestError(f"{name}: not supported", field=name)
+    refuse_drawing(body)
+    refuse_documents(body)

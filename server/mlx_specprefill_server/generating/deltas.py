@@ -10,7 +10,7 @@ from mlx_specprefill import TokenEvent
 
 from .vocabulary import REPLACEMENT
 
-__all__ = ["AnswerText", "Delta", "IncrementalText", "StopMatcher"]
+__all__ = ["NO_STOPS", "AnswerText", "Delta", "IncrementalText", "StopMatcher", "Stops"]
 
 CONTEXT_TOKENS = 5  # of the prompt: how the first token reads (a leading space) depends on what precedes it
 MOST_CONTEXT = 24  # tokens; cutting the context back costs a decode, so it is not done for every token
@@ -74,11 +74,23 @@ class IncrementalText:
         return next((n for n in cuts if self._decode(self._tokens[:-n]) + self._decode(self._tokens[-n:]) == text), 0)
 
 
-class StopMatcher:
-    """Holds back what may be the beginning of a stop string, and ends before the first one to be complete."""
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """Strings that end an answer. `shown`: the one that does is part of it."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+    strings: tuple[str, ...] = ()
+    shown: bool = False
+
+
+NO_STOPS = Stops()
+
+
+class StopMatcher:
+    """Holds back what may be the beginning of a stop string, and ends with the first one to be complete."""
+
+    def __init__(self, stops: Stops) -> None:
+        self._stops = stops.strings
+        self._shown = stops.shown
         self._held = ""
         self.matched: str | None = None
 
@@ -89,8 +101,8 @@ class StopMatcher:
         self._held += text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            _, at, self.matched = min(found)
-            return self._release(at)
+            end, at, self.matched = min(found)
+            return self._release(end if self._shown else at)
         return self._release(len(self._held) - max(map(self._overlap, self._stops), default=0))
 
     def finish(self) -> str:
@@ -114,7 +126,7 @@ class AnswerText:
         index: int,
         decode: Decode,
         prompt: Sequence[int],
-        stops: Sequence[str] = (),
+        stops: Stops = NO_STOPS,
         stop_ids: frozenset[int] = frozenset(),
         with_tokens: bool = False,
     ) -> None:

@@ -33,7 +33,7 @@ from mlx_specprefill import (
 )
 
 from .deliveries import Deliveries
-from .deltas import AnswerText, Delta
+from .deltas import NO_STOPS, AnswerText, Delta, Stops
 from .vocabulary import Vocabulary
 
 __all__ = [
@@ -100,13 +100,15 @@ class Job:
     """One answer to be made: the engine's request, and what happens to its text.
 
     Attributes:
+        shown_ids: ids that end the answer and are part of its text all the same.
         with_tokens: the tokens are wanted beside their text, also without logprobs.
         follows: None, or the number of an earlier job with the same prompt: this one starts when that one's prompt
             has been read, and finds it in the engine's cache.
     """
 
     request: GenerationRequest
-    stops: tuple[str, ...] = ()
+    stops: Stops = NO_STOPS
+    shown_ids: frozenset[int] = frozenset()
     with_tokens: bool = False
     follows: int | None = None
 
@@ -406,6 +408,6 @@ def _answer(index: int, job: Job, vocabulary: Vocabulary) -> AnswerText:
         vocabulary.decode,
         request.prompt,
         job.stops,
-        request.stop_token_ids,
+        request.stop_token_ids - job.shown_ids,
         with_tokens=job.with_tokens or request.logprobs is not None,
     )

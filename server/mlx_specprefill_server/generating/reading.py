@@ -20,7 +20,7 @@ from .answers import (
     ReasoningDelta,
     TextDelta,
 )
-from .deltas import Delta, StopMatcher
+from .deltas import NO_STOPS, Delta, StopMatcher, Stops
 from .generation import Done
 
 __all__ = ["AnswerReader"]
@@ -29,7 +29,7 @@ __all__ = ["AnswerReader"]
 class AnswerReader:
     """Reads answer `index`. Stop strings end its visible text; without `parallel`, so does the first call."""
 
-    def __init__(self, index: int, parser: Parser, stops: tuple[str, ...] = (), parallel: bool = True) -> None:
+    def __init__(self, index: int, parser: Parser, stops: Stops = NO_STOPS, parallel: bool = True) -> None:
         self._index = index
         self._parser = parser
         self._stop = StopMatcher(stops)

@@ -40,6 +40,12 @@ class Vocabulary:
         added: Mapping[str, int] = self._tokenizer.get_added_vocab()
         return added
 
+    @cached_property
+    def structural(self) -> tuple[int, ...]:
+        """Ids without which answers don't end and lines don't break."""
+        lines = self._tokenizer.encode("\n", add_special_tokens=False)
+        return tuple(sorted({*lines[-1:], *self.stop_ids}))
+
     @property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer."""

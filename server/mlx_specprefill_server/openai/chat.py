@@ -61,7 +61,7 @@ async def count(request: Request, service: ServiceDep, body: BodyDep) -> Respons
 def _ask(service: Service, body: ChatRequest) -> Ask:
     return Ask(
         conversation=body.conversation(),
-        sampling=body.sampling(service.settings.temperature, service.vocabulary.size),
+        drawing=body,
         specprefill=body.options(),
         max_tokens=body.limit(),
         stops=body.stop,
@@ -70,8 +70,6 @@ def _ask(service: Service, body: ChatRequest) -> Ask:
         output=body.output(),
         n=body.n,
         logprobs=body.top_logprobs if body.logprobs else None,
-        ignore_eos=body.ignore_eos,
-        min_tokens=body.min_tokens,
         return_token_ids=body.return_token_ids,
     )
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from mlx_specprefill import Constraint, InvalidRequestError, Logprob, TokenEvent
+from mlx_specprefill import Constraint, InvalidRequestError, Logprob, SamplingParams, TokenEvent
 
-from ..asking import copies
+from ..asking import copies, sampling_of
 from ..callers import CallerDep
 from ..constrained.output_format import constraint_of
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
@@ -56,10 +56,11 @@ async def create(
         raise InvalidRequestError(f"n: at most {MAX_PROMPTS} answers are supported in one request", field="n")
     constraint = constraint_of(body.output(), special=service.vocabulary.special)
     await service.compile(constraint)
+    sampling = await sampling_of(service, body)
     prompts = await while_connected(request, _prompts(service, body))
     jobs: list[Job] = []
     for prompt in prompts:
-        jobs += copies(_job(service, body, prompt, constraint), body.n, first=len(jobs))
+        jobs += copies(_job(service, body, sampling, prompt, constraint), body.n, first=len(jobs))
     generation = service.submit(jobs, caller, body.cache_salt)
     answer = CompletionAnswer(service, body, jobs)
     if body.stream:
@@ -82,9 +83,11 @@ async def _prompt(service: Service, prompt: str | tuple[int, ...], suffix: str) 
     return Prompt(prompt)
 
 
-def _job(service: Service, body: CompletionRequest, prompt: Prompt, constraint: Constraint | None) -> Job:
+def _job(
+    service: Service, body: CompletionRequest, sampling: SamplingParams, prompt: Prompt, constraint: Constraint | None
+) -> Job:
     prompt_logprobs = body.logprobs if body.echo else None
-    return make_job(service, body, prompt, body.limit(), "prompt", body.logprobs, prompt_logprobs, constraint)
+    return make_job(service, body, prompt, body.limit(), "prompt", sampling, body.logprobs, prompt_logprobs, constraint)
 
 
 def fill_in_the_middle(vocabulary: Vocabulary, prompt: str, suffix: str) -> str:

@@ -63,16 +63,14 @@ def _conversation(body: ResponsesRequest, tools: Tools) -> Conversation:
 def _ask(service: Service, body: ResponsesRequest, tools: Tools) -> Ask:
     return Ask(
         conversation=_conversation(body, tools),
-        sampling=body.sampling(service.settings.temperature, service.vocabulary.size),
+        drawing=body,
         specprefill=body.options(),
-        max_tokens=body.max_output_tokens,
+        max_tokens=body.limit(),
         stops=body.stop,
         tool_choice=body.choice(),
         parallel_tool_calls=body.parallel_tool_calls,
         output=body.output(),
         logprobs=body.logprobs_wanted(),
-        ignore_eos=body.ignore_eos,
-        min_tokens=body.min_tokens,
     )
 
 

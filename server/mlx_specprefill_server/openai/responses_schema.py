@@ -11,6 +11,7 @@ from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OutputFormat
 from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
+from ..drawing import refuse_documents, refuse_drawing, tokens_asked
 from ..fields import Body, Texts, Whole
 from .schemas import GenerationFields
 
@@ -55,6 +56,10 @@ class ResponsesRequest(GenerationFields):
     def logprobs_wanted(self) -> int | None:
         """Alternatives beside each token; None: no logprobs at all."""
         return self.top_logprobs if self.top_logprobs or LOGPROBS in self.include else None
+
+    def limit(self) -> int | None:
+        """Tokens asked for, by this dialect's name for it or another's; None: as many as fit."""
+        return tokens_asked(self.max_output_tokens, self.max_tokens, self.n_predict)
 
     def template_kwargs(self) -> dict[str, Any]:
         """How templates call effort; "none" turns thinking off."""
@@ -107,6 +112,13 @@ def refuse(body: Mapping[str, Any]) -> None:
     for name in ("previous_response_id", "conversation"):
         if body.get(name):
             raise InvalidRequestError(f"{name}: {STATELESS}", field=name)
+    refuse_drawing(body)
+    refuse_documents(body)
+    if body.get("echo"):
+        raise InvalidRequestError("echo: not supported", field="echo")
+    for name in ("max_tokens", "n_predict"):
+        if body.get(name) == 0:
+            raise InvalidRequestError(f"{name}: must be at least 1", field=name)
     if body.get("n", 1) != 1:
         raise InvalidRequestError("n: a response is one answer", field="n")
     for name in ("background", "prompt"):

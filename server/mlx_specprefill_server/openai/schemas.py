@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from mlx_specprefill import InvalidRequestError, SamplingParams
+from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
 from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
-from ..fields import Body, Number, SpecPrefillFields, Whole
+from ..drawing import DrawingFields, MaxTokens, refuse_documents, refuse_drawing, tokens_asked
+from ..fields import Body, SpecPrefillFields, Whole
 from ..prompting.conversation import Conversation, conversation, ending_of
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat", "refuse_completion"]
@@ -19,7 +21,6 @@ __all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat"
 MAX_STOPS = 64
 MAX_PROMPTS = 128
 MAX_ANSWERS = 32
-UNLIMITED = -1  # max_tokens as llama.cpp's clients write "no limit"
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -29,17 +30,6 @@ def _stops(value: Any) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
         raise ValueError(f"at most {MAX_STOPS} stop strings are supported")
     return tuple(stops)
-
-
-def _logit_bias(value: Any) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise ValueError("must be an object of token ids and numbers")
-    for token, bias in value.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise ValueError(f"{token!r:.40} is not a token id")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise ValueError(f"the bias of token {token} must be a number from -100 to 100")
-    return {int(token): float(bias) for token, bias in value.items()}
 
 
 def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
@@ -64,14 +54,13 @@ def _prompt(item: Any) -> str | tuple[int, ...]:
 
 
 Prompts = str | list[str] | list[int] | list[list[int]]
-MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
 
 
 class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationFields(SpecPrefillFields):
+class GenerationFields(DrawingFields, SpecPrefillFields):
     """What both endpoints take."""
 
     model: str | None = None
@@ -79,19 +68,7 @@ class GenerationFields(SpecPrefillFields):
     stream_options: StreamOptions = StreamOptions()
     return_progress: bool = False
     max_tokens: MaxTokens | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0  # 0: the likeliest token alone
-    top_k: Annotated[Whole, Field(ge=-1)] = 0  # 0 and -1: off
-    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[Number, Field(gt=0, le=10)] = 1.0
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float])] = (
-        Field(default_factory=dict)
-    )
-    seed: Whole | None = None
     n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS)] = 1
-    min_tokens: Annotated[Whole, Field(ge=0)] = 0
     return_token_ids: bool = False
     response_format: Any = None
     structured_outputs: Any = None
@@ -102,7 +79,6 @@ class GenerationFields(SpecPrefillFields):
     json_schema: Any = None
     grammar: Any = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = ()
-    ignore_eos: bool = False
 
     def output(self) -> OutputFormat | None:
         """What the text must look like; None: free text.
@@ -111,26 +87,6 @@ class GenerationFields(SpecPrefillFields):
             InvalidRequestError: not understood, or asked for twice.
         """
         return parse_response_format({name: getattr(self, name) for name in OUTPUT_FIELDS})
-
-    def sampling(self, default_temperature: float, vocabulary_size: int) -> SamplingParams:
-        """As the engine wants it.
-
-        Raises:
-            InvalidRequestError: a biased token is not in the vocabulary.
-        """
-        if any(token >= vocabulary_size for token in self.logit_bias):
-            raise InvalidRequestError(f"logit_bias: token ids must be below {vocabulary_size}", field="logit_bias")
-        return SamplingParams(
-            temperature=default_temperature if self.temperature is None else self.temperature,
-            top_p=self.top_p,
-            top_k=min(max(self.top_k, 0), vocabulary_size),
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            seed=None if self.seed is None or self.seed < 0 else self.seed,
-        )
 
 
 class ChatRequest(GenerationFields):
@@ -148,16 +104,19 @@ class ChatRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    documents: list[Any] = Field(default_factory=list)
 
     def conversation(self) -> Conversation:
         """The messages, straightened, with the tools."""
         ending = ending_of(self.add_generation_prompt, self.continue_final_message)
-        return conversation(self.messages, self.tools, self._template_kwargs(), ending)
+        given = conversation(self.messages, self.tools, self._template_kwargs(), ending)
+        if not self.documents:
+            return given
+        return replace(given, template_kwargs={**given.template_kwargs, "documents": self.documents})
 
     def limit(self) -> int | None:
         """Tokens asked for; None: as many as fit."""
-        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return None if asked == UNLIMITED else asked
+        return tokens_asked(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
     def choice(self) -> ToolChoice:
         """Which tools have to be called, if any."""
@@ -190,7 +149,7 @@ class CompletionRequest(GenerationFields):
 
     def limit(self) -> int | None:
         """As for chat."""
-        return None if self.max_tokens == UNLIMITED else self.max_tokens
+        return tokens_asked(self.max_tokens, self.n_predict)
 
 
 def _is(*allowed: Any) -> Callable[[Any], bool]:
@@ -204,16 +163,18 @@ REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "modalities": (_is(["text"]), "only ['text'] is supported"),
     "audio": (_is({}), "not supported"),
     "web_search_options": (_is(), "not supported"),
+    "echo": (_is(False), "not supported; with continue_final_message the answer goes on with the last message"),
 }
 
 
 def refuse_chat(body: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError on what chat completions don't do."""
     _refuse_best_of(body)
+    refuse_drawing(body)
     for name, (harmless, why) in REFUSED_IN_CHAT.items():
         if name in body and not harmless(body[name]):
             raise InvalidRequestError(f"{name}: {why}", field=name)
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
         if body.get(name) == 0:
             raise InvalidRequestError(f"{name}: must be at least 1", field=name)
     if body.get("top_logprobs") and not body.get("logprobs"):
@@ -223,8 +184,11 @@ def refuse_chat(body: Mapping[str, Any]) -> None:
 def refuse_completion(body: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError on what completions don't do."""
     _refuse_best_of(body)
-    if body.get("max_tokens") == 0 and not body.get("echo"):
-        raise InvalidRequestError("max_tokens: 0 is only possible with echo", field="max_tokens")
+    refuse_drawing(body)
+    refuse_documents(body)
+    for name in ("max_tokens", "n_predict"):
+        if body.get(name) == 0 and not body.get("echo"):
+            raise InvalidRequestError(f"{name}: 0 is only possible with echo", field=name)
 
 
 def _refuse_best_of(body: Mapping[str, Any]) -> None:

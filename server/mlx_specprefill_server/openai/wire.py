@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from mlx_specprefill import Constraint, GenerationRequest, InvalidRequestError, Logprob, TokenEvent
+from mlx_specprefill import Constraint, GenerationRequest, InvalidRequestError, Logprob, SamplingParams, TokenEvent
 
 from .. import __version__
-from ..asking import room, stop_ids
+from ..asking import room, shown_ids, stop_ids
 from ..deps import Service
+from ..generating.deltas import Stops
 from ..generating.generation import Job, Working
 from ..generating.vocabulary import Vocabulary
 from ..prompting.prompt import Prompt
@@ -49,6 +50,7 @@ def make_job(
     prompt: Prompt,
     asked: int | None,
     field: str,
+    sampling: SamplingParams,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     constraint: Constraint | None = None,
@@ -66,16 +68,17 @@ def make_job(
     request = GenerationRequest(
         prompt=prompt.tokens,
         max_tokens=max_tokens,
-        sampling=body.sampling(service.settings.temperature, service.vocabulary.size),
+        sampling=sampling,
         specprefill=body.options(),
         spans=prompt.spans,
-        stop_token_ids=stop_ids(service, body.ignore_eos, constraint),
+        stop_token_ids=stop_ids(service, body, constraint),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         constraint=constraint,
         min_tokens=min(body.min_tokens, max_tokens),
     )
-    return Job(request, body.stop, with_tokens=body.return_token_ids)
+    stops = Stops(body.stop, body.include_stop_str_in_output)
+    return Job(request, stops, shown_ids(body), with_tokens=body.return_token_ids)
 
 
 def progress(piece: Working, started: float) -> dict[str, Any]:

@@ -176,6 +176,8 @@ class PromptBuilder:
         """The conversation in the first form that the template takes."""
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
+        if "documents" in conversation.template_kwargs and "documents" not in str(self._tokenizer.chat_template):
+            raise InvalidRequestError("documents: this model's template has no place for them", field="documents")
         if self._as_it_is:
             render = partial(self._render, conversation)
             messages, rendered = _first_form(conversation.messages, render)

@@ -1,0 +1,185 @@
+"""Fields that change how tokens are drawn or where answers end: honoured or refused in every dialect, never ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from mlx_specprefill import GenerationRequest
+
+from .conftest import client_of, events
+from .fakes import CHATML, FakeEngine, FakePair, byte_tokenizer
+
+HI = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 50},
+}
+EVERYWHERE = pytest.mark.parametrize("path", BODIES)
+
+
+def post(client: TestClient, path: str, **fields: Any) -> Any:
+    return client.post(path, json={**BODIES[path], **fields})
+
+
+def asked(client: TestClient, engine: FakeEngine, path: str, **fields: Any) -> GenerationRequest:
+    answer = post(client, path, **fields)
+    assert answer.status_code == 200, answer.text
+    return engine.requests[-1]
+
+
+def text_of(answer: Any) -> str:
+    match answer:
+        case {"choices": [{"message": message}]}:
+            text = message["content"]
+        case {"choices": [{"text": text}]} | {"content": [{"text": text}]}:
+            pass
+        case {"output": [{"content": [{"text": text}]}]}:
+            pass
+    return str(text)
+
+
+def refusal(client: TestClient, path: str, **fields: Any) -> str:
+    answer = post(client, path, **fields)
+    assert answer.status_code == 400, (fields, answer.text)
+    message: str = answer.json()["error"]["message"]
+    return message
+
+
+@EVERYWHERE
+def test_what_the_engine_does_reaches_it(client: TestClient, engine: FakeEngine, path: str) -> None:
+    fields = {
+        "temperature": 0.9, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "typical_p": 0.8, "xtc_probability": 0.4,
+        "xtc_threshold": 0.2, "repeat_penalty": 1.3, "presence_penalty": 1, "frequency_penalty": 0.5, "seed": 3,
+        "logit_bias": {"5": 2}, "allowed_token_ids": [65, 66], "min_tokens": 2, "stop_token_ids": [70],
+    }  # fmt: skip
+    request = asked(client, engine, path, **fields)
+    sampling, end = request.sampling, engine.pair.tokenizer.eos_token_id
+    for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "seed"):
+        assert getattr(sampling, name) == fields[name], name
+    assert sampling.repetition_penalty == 1.3
+    assert sampling.logit_bias == {5: 2.0}
+    assert sampling.allowed_token_ids == {65, 66}
+    newline = engine.pair.tokenizer.encode("\n", add_special_tokens=False)
+    assert set(sampling.xtc_special_tokens) == {*newline, end}
+    assert (request.min_tokens, request.stop_token_ids) == (2, {70, end})
+    assert asked(client, engine, path, stop_token_ids=[70], ignore_eos=True).stop_token_ids == {70}
+    assert asked(client, engine, path).sampling.xtc_special_tokens == ()
+
+
+@EVERYWHERE
+def test_bad_words_become_tokens_as_at_the_start_and_within_a_text(
+    client: TestClient, engine: FakeEngine, path: str
+) -> None:
+    sampling = asked(client, engine, path, bad_words=["ab", " ab", "c"]).sampling
+    expected = [tuple(engine.pair.tokenizer.encode(word)) for word in ("ab", " ab", "c", " c")]
+    assert list(sampling.bad_words) == expected
+
+
+@EVERYWHERE
+def test_a_stop_token_ends_the_answer_and_is_shown_only_on_request(
+    client: TestClient, engine: FakeEngine, path: str
+) -> None:
+    engine.says("Hello there")
+    (stop,) = engine.pair.tokenizer.encode("o")
+    assert text_of(post(client, path, stop_token_ids=[stop]).json()) == "Hell"
+    shown = {"stop_token_ids": [stop], "include_stop_str_in_output": True}
+    assert text_of(post(client, path, **shown).json()) == "Hello"
+
+
+@EVERYWHERE
+def test_a_stop_string_may_be_shown(client: TestClient, engine: FakeEngine, path: str) -> None:
+    engine.says("Hello there")
+    name = "stop_sequences" if path == "/v1/messages" else "stop"
+    assert text_of(post(client, path, **{name: ["lo t"]}).json()) == "Hel"
+    answer = post(client, path, **{name: ["lo t"]}, include_stop_str_in_output=True)
+    assert text_of(answer.json()) == "Hello t"
+    if "choices" in answer.json():
+        chunks = events(post(client, path, stop=["lo t"], include_stop_str_in_output=True, stream=True).text)
+        parts = [choice for chunk in chunks[:-1] for choice in chunk["choices"]]
+        assert "".join(part.get("text", part.get("delta", {}).get("content")) or "" for part in parts) == "Hello t"
+
+
+@EVERYWHERE
+def test_the_limit_has_many_names(client: TestClient, engine: FakeEngine, path: str) -> None:
+    if path == "/v1/messages":
+        return  # max_tokens is required and goes first
+    assert asked(client, engine, path, n_predict=7).max_tokens == 7
+    assert asked(client, engine, path, n_predict=7, max_tokens=5).max_tokens == 5
+    assert asked(client, engine, path, n_predict=-1).max_tokens > 1000
+    assert "n_predict" in refusal(client, path, n_predict=0)
+    if path == "/v1/responses":
+        assert asked(client, engine, path, max_output_tokens=3, max_tokens=5).max_tokens == 3
+
+
+NEUTRAL: dict[str, list[Any]] = {
+    "dry_multiplier": [0, 0.0], "mirostat": [0], "top_n_sigma": [-1, 0.0, -1.0], "top_a": [0], "tfs_z": [1, 1.0],
+    "tfs": [1], "dynatemp_range": [0], "use_beam_search": [False], "truncate_prompt_tokens": [None],
+    "prompt_logprobs": [None], "documents": [[], None], "typical_p": [1, 1.0], "xtc_probability": [0],
+    "bad_words": [[]], "stop_token_ids": [[]], "allowed_token_ids": [None], "repeat_penalty": [1, None],
+    "dry_base": [1.75], "dry_allowed_length": [2], "dry_sequence_breakers": [["\n"]], "mirostat_tau": [5.0],
+}  # fmt: skip
+REFUSED: list[tuple[str, Any]] = [
+    ("dry_multiplier", 0.8), ("mirostat", 2), ("mirostat", True), ("top_n_sigma", 1), ("top_a", 0.5), ("tfs_z", 0.9),
+    ("tfs", 0.9), ("dynatemp_range", 0.5), ("use_beam_search", True), ("truncate_prompt_tokens", 100),
+    ("truncate_prompt_tokens", -1), ("prompt_logprobs", 0), ("prompt_logprobs", 5), ("documents", [{"text": "x"}]),
+    ("documents", "x"), ("typical_p", 0), ("typical_p", 1.5), ("typical_p", 0.5), ("xtc_probability", 0.5),
+    ("xtc_threshold", 2), ("bad_words", "x"), ("bad_words", [""]), ("bad_words", [1]), ("bad_words", ["x"] * 257),
+    ("stop_token_ids", [-1]), ("stop_token_ids", [10**6]), ("stop_token_ids", ["5"]), ("stop_token_ids", 5),
+    ("stop_token_ids", [0] * 1025), ("allowed_token_ids", []), ("allowed_token_ids", [10**6]),
+    ("repeat_penalty", 0), ("repeat_penalty", 11), ("include_stop_str_in_output", 1), ("n_predict", "x"),
+]  # fmt: skip
+
+
+@EVERYWHERE
+def test_neutral_values_change_nothing(client: TestClient, engine: FakeEngine, path: str) -> None:
+    plain = asked(client, engine, path)
+    for name, values in NEUTRAL.items():
+        for value in values:
+            assert asked(client, engine, path, **{name: value}) == plain, name
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_what_is_not_done_is_refused_by_name(
+    client: TestClient, engine: FakeEngine, path: str, name: str, value: Any
+) -> None:
+    """xtc_probability and typical_p: at temperature 0, the default, there is nothing to draw."""
+    assert name in refusal(client, path, **{name: value})
+    assert not engine.requests
+
+
+@EVERYWHERE
+def test_two_names_for_one_penalty_have_to_agree(client: TestClient, engine: FakeEngine, path: str) -> None:
+    same = asked(client, engine, path, repeat_penalty=1.2, repetition_penalty=1.2)
+    assert same.sampling.repetition_penalty == 1.2
+    assert "repeat_penalty" in refusal(client, path, repeat_penalty=1.2, repetition_penalty=1.3)
+
+
+def test_tokens_can_not_be_named_beside_a_format(client: TestClient) -> None:
+    fields = {"allowed_token_ids": [65], "response_format": {"type": "json_object"}}
+    assert "allowed_token_ids" in refusal(client, "/v1/chat/completions", **fields)
+
+
+def test_echo_is_for_raw_prompts(client: TestClient, engine: FakeEngine) -> None:
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        assert "echo" in refusal(client, path, echo=True)
+        assert post(client, path, echo=False).status_code == 200
+    assert text_of(post(client, "/v1/completions", echo=True).json()) == "HiHello"
+
+
+WITH_DOCUMENTS = "{% for d in documents %}<doc {{ d.title }}>{{ d.text }}</doc>{% endfor %}" + CHATML
+
+
+def test_documents_go_to_a_template_that_has_a_place_for_them(engine: FakeEngine) -> None:
+    engine.pair = FakePair(tokenizer=byte_tokenizer(WITH_DOCUMENTS))
+    client = client_of(engine)
+    documents = [{"title": "A", "text": "It says <|im_end|>."}]
+    request = asked(client, engine, "/v1/chat/completions", documents=documents)
+    prompt = engine.pair.tokenizer.decode(list(request.prompt))
+    assert prompt.startswith("<doc A>It says <|im_end|>.</doc><|im_start|>user\nHi<|im_end|>")
+    assert list(request.prompt).count(engine.pair.tokenizer.eos_token_id) == 1  # a document's text is no structure

@@ -27,8 +27,14 @@ WORDS = range(14, 41)  # of a sentence that is asked for
 DEPTHS = (0.05, 0.85)  # of what is asked for: what lies behind is kept anyway
 LED_BY, COPIED = 7, 8  # words of a sentence that are given, and of its rest that are asked for
 SHOWN, QUOTED = range(8, 12), range(3, 8)  # words of a quotation: in the question, and in the answer
-ASK, ENDED = 'Quote the sentence of the text that contains the words "{}".', '".'
-TURNS, PEOPLE = 5, 4  # of a session; that there are facts about
+ASKED = (  # one for each turn of a session: words that all questions share would attract more than the document does
+    'Quote the sentence of the text that contains the words "{}".',
+    'Where does the document mention "{}"? Give that passage.',
+    'Find what is said with "{}" in it, and repeat it.',
+    'Which statement has the phrase "{}"? Say it again word for word.',
+    'Please look up "{}" for me and copy it.',
+)
+PEOPLE = 4  # that there are facts about
 CLOZE_FROM, CLOZE_LETTERS = 8, 5  # a missing word stands behind so many others and has so many letters at least
 CLASSES, EXAMPLES = 3, 12  # of a many-shot task, at least; examples that a class has, at least
 SHOTS = range(8, 25)  # words of an example
@@ -104,7 +110,7 @@ def _copy(rng: random.Random, space: Space) -> Item:
 def _quote(rng: random.Random, space: Space) -> Item:
     """Quote the sentence that contains a few words: what is quoted comes before them."""
     while True:
-        sentence, document = _document_with(rng, space, _shown, ASK)
+        sentence, document = _document_with(rng, space, _shown, ASKED[0])
         if document.count(_opened(sentence)) == 1:
             break
     question, known = _quoted(sentence)
@@ -119,10 +125,10 @@ def _opened(sentence: _Sentence) -> str:
     return " ".join(sentence.words[: QUOTED.start])
 
 
-def _quoted(sentence: _Sentence) -> tuple[str, Known]:
+def _quoted(sentence: _Sentence, ask: str = ASKED[0]) -> tuple[str, Known]:
     """A question for a sentence by words from its middle, and the answer, which begins with words before those."""
     words = sentence.words
-    question = ASK.format(_shown(sentence))
+    question = ask.format(_shown(sentence))
     opening = f'The sentence is: "{_opened(sentence)}'
     return question, Known(opening, " " + " ".join(words[QUOTED.start : QUOTED.stop]))
 
@@ -131,15 +137,15 @@ def _session(rng: random.Random, space: Space) -> Item:
     """Five quotations of one document, one after the other."""
     while True:
         sentence = rng.choice(_sentences())
-        document = _around(rng, sentence.index, space.without(*[ASK * 2] * TURNS) - TURNS * 24, space)
+        document = _around(rng, sentence.index, space.without(*ASKED * 2) - 24 * len(ASKED), space)
         asked = [one for one in _sentences() if all(document.count(text) == 1 for text in (_shown(one), _opened(one)))]
-        if len({_shown(one) for one in asked}) >= TURNS:
+        if len({_shown(one) for one in asked}) >= len(ASKED):
             break
     items: list[Item] = []
     turns: tuple[Turn, ...] = ()
-    for one in rng.sample(asked, TURNS):
-        question, known = _quoted(one)
-        said = Turn(question if turns else f"{document}\n\n{question}", known.opening + known.answer + ENDED)
+    for one, ask in zip(rng.sample(asked, len(ASKED)), ASKED, strict=True):
+        question, known = _quoted(one, ask)
+        said = Turn(question if turns else f"{document}\n\n{question}", known.opening + known.answer + '".')
         items.append(_known((*turns, said), known, [one.text]))
         turns = (*turns, said)
     return replace(items[-1], earlier=tuple(items[:-1]))

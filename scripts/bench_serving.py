@@ -8,6 +8,7 @@
     prefix    cold full, cached prefix, sparse, and both, on one shared prefix and new text after it
     resume    a full prefill cancelled half way and sent again
     session   seven turns of an agent without a pause, sparse and dense
+    crowd     short requests under 64 clients with mixed lengths: p99 of the time to first token against idle
 
 Both servers get the same float32 copy of the checkpoint whose end-of-answer token is one that the models don't write,
 so every answer has exactly the asked length, and the same BLAS. The last line of the output is one JSON object.
@@ -22,6 +23,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +57,9 @@ STREAMS = 8
 UNRELATED = 12
 SHORT = 600  # tokens of the request that arrives late: what coding agents ask for a title with
 SPARSE = {"specprefill": True}
+CLIENTS, SHORT_CLIENTS = 64, 8  # in the crowd, and those of them that send short requests
+SHORT_LENGTHS = (11, SHORT)  # tokens, in turn
+LONG_LENGTHS = (1000, 4000)  # tokens; of the other clients
 NAMES = "Anna Peter Maria Thomas Laura Daniel Sophie".split()
 
 # --- measurements ----------------------------------------------------------------------------------------------------
@@ -234,6 +239,62 @@ def session_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def crowd(server: Server, text: Text, seconds: float) -> list[dict[str, Any]]:
+    """Short requests among clients that always have a long one under way. The last measurement: they are left there.
+
+    A short request that was sent is waited for, however long it takes, so that the slowest count.
+    """
+    idle = {
+        length: [server.ask(user(text.of(length)), 2, **DENSE).first_s for _ in range(11)] for length in SHORT_LENGTHS
+    }
+    over = threading.Event()
+    for _ in range(CLIENTS - SHORT_CLIENTS):
+        threading.Thread(target=long_client, args=(server, text, over), daemon=True).start()
+    time.sleep(5)
+    until = time.monotonic() + seconds
+    with ThreadPoolExecutor(SHORT_CLIENTS) as pool:
+        parts = list(pool.map(lambda _: short_client(server, text, until), range(SHORT_CLIENTS)))
+    over.set()
+    return [
+        waiting(length, idle[length], sorted(first for part in parts for first in part[length]))
+        for length in SHORT_LENGTHS
+    ]
+
+
+def long_client(server: Server, text: Text, over: threading.Event) -> None:
+    """One request after another, until the measurement is over or the server is gone."""
+    rng = random.Random()
+    while not over.is_set():
+        length = round(LONG_LENGTHS[0] * (LONG_LENGTHS[1] / LONG_LENGTHS[0]) ** rng.random())
+        try:
+            server.ask(user(text.of(length)), rng.randint(16, 128), **DENSE)
+        except (BenchError, httpx.HTTPError, RuntimeError) as error:
+            if not over.is_set():
+                print(f"note: a long request to {server.name} failed: {error}", file=sys.stderr)
+
+
+def short_client(server: Server, text: Text, until: float) -> dict[int, list[float]]:
+    """Seconds to the first token of short requests with pauses between them, by their length."""
+    rng, times = random.Random(), {length: list[float]() for length in SHORT_LENGTHS}
+    while time.monotonic() < until:
+        for length, seen in times.items():
+            time.sleep(rng.uniform(0.5, 2))
+            seen.append(server.ask(user(text.of(length)), 8, **DENSE).first_s)
+    return times
+
+
+def waiting(length: int, idle: list[float], seen: list[float]) -> dict[str, Any]:
+    usual, worst = statistics.median(idle), seen[min(len(seen) - 1, int(0.99 * len(seen)))]
+    return {
+        "tokens": length,
+        "requests": len(seen),
+        "idle_ms": 1e3 * usual,
+        "p50_ms": 1e3 * statistics.median(seen),
+        "p99_ms": 1e3 * worst,
+        "p99_ratio": worst / usual,
+    }
+
+
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
@@ -245,12 +306,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--long", type=int, default=12000, help="tokens of the prompt that others arrive behind")
     parser.add_argument("--length", type=int, default=4000, help="tokens of the other long prompts")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--crowd-s", type=float, default=180.0, help="seconds for which short requests are sent")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="these measurements only, by name")
     parser.add_argument("--start-s", type=float, default=90.0, help="seconds that a server may take to start")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions; under five minutes")
     parser.add_argument("--alone", action="store_true", help="without mlx_lm.server")
     options = parser.parse_args()
     if options.quick:
-        options.tokens, options.long, options.length, options.repeats = 128, 6000, 2500, 1
+        options.tokens, options.long, options.length, options.repeats, options.crowd_s = 128, 6000, 2500, 1, 45
     for folder in (options.target, options.draft):
         if not (folder / "model.safetensors").is_file():
             parser.error(f"no checkpoint in {folder}")
@@ -271,8 +334,9 @@ def measure_ours(options: argparse.Namespace, stack: ExitStack, copies: tuple[Pa
         "prefix": lambda: prefix(server, text, length // 2, length, repeats),
         "resume": lambda: resume(server, text, 2 * length),
         "session": lambda: session(server, text, 4000),
+        "crowd": lambda: crowd(server, text, options.crowd_s),
     }
-    return {name: timed(name, step) for name, step in steps.items()}
+    return {name: timed(name, step) for name, step in wanted(steps, options)}
 
 
 def measure_peer(options: argparse.Namespace, stack: ExitStack, copy: Path, log: Path) -> dict[str, Any]:
@@ -284,8 +348,13 @@ def measure_peer(options: argparse.Namespace, stack: ExitStack, copy: Path, log:
         "streams": lambda: streams(server, text, options.tokens, options.repeats + 2),
         "behind": lambda: behind(server, text, options.long, options.repeats),
         "turns": lambda: turns(server, text, 3000),
+        "crowd": lambda: crowd(server, text, options.crowd_s),
     }
-    return {name: timed(f"{name}, mlx_lm.server", step) for name, step in steps.items()}
+    return {name: timed(f"{name}, mlx_lm.server", step) for name, step in wanted(steps, options)}
+
+
+def wanted(steps: dict[str, Callable[[], Any]], options: argparse.Namespace) -> list[tuple[str, Callable[[], Any]]]:
+    return [(name, step) for name, step in steps.items() if not options.parts or name in options.parts]
 
 
 def timed(name: str, step: Callable[[], Any]) -> Any:
@@ -310,17 +379,21 @@ def show(results: dict[str, dict[str, Any]], console: Console) -> None:
 
 def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     ours = results["mlx-specprefill"]
+    figures = {
+        "batch_gain": ("streams", "gain"),
+        "short_behind_long_ratio": ("behind", "ratio"),
+        "second_turn_cached_share": ("turns", "share"),
+        "densified_ratio": ("densified", "ratio"),
+        "resume_share": ("resume", "share"),
+    }
     return {
         "benchmark": "serving",
         "device": str(mx.default_device()),
         "blas": BLAS.library,
         "mlx": mx.__version__,
-        "batch_gain": ours["streams"]["gain"],
-        "short_behind_long_ratio": ours["behind"]["ratio"],
-        "second_turn_cached_share": ours["turns"]["share"],
-        "densified_ratio": ours["densified"]["ratio"],
-        "resume_share": ours["resume"]["share"],
-        **session_figures(ours["session"]),
+        **{name: ours[part][figure] for name, (part, figure) in figures.items() if part in ours},
+        **(session_figures(ours["session"]) if "session" in ours else {}),
+        **{f"crowd_{row['tokens']}_p99_ratio": row["p99_ratio"] for row in ours.get("crowd", [])},
         "rows": results,
     }
 

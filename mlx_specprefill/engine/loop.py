@@ -7,13 +7,14 @@ Whatever happens to one request, the loop goes on.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ..config import EngineConfig
 from ..errors import EngineClosedError, RequestCancelled
-from ..request import Event, Failed, Finished, FinishReason, TokenEvent
+from ..request import Event, Failed, Finished, FinishReason, GenerationRequest, TokenEvent
 from .caches import EngineCaches
 from .continuing import usable_prefix
 from .densify import Densifier, SparseTurn
@@ -93,20 +94,18 @@ class Loop:
             self._returned = False
             if isinstance(posted, Job):
                 self.jobs[posted.uid] = posted
-                if self._is_short(posted):
-                    self._scheduler.expect_short(posted.uid)
+                if posted.sequence is not None:
+                    self._scheduler.expect(posted.uid, self._slices_left(posted.sequence.request))
             else:
                 posted()
 
-    def _is_short(self, job: Job) -> bool:
-        """Whether one slice is left of its prompt."""
-        if job.sequence is None:
-            return False
-        request = job.sequence.request
-        prompt, slice_tokens = request.prompt, self._slicing.expected("prefill")
-        if len(prompt) <= slice_tokens:
-            return True
-        return len(prompt) - self._caches.covers(prompt, usable_prefix(request), request.label) <= slice_tokens
+    def _slices_left(self, request: GenerationRequest) -> int:
+        """Of a prompt, as far as can be told: nothing of what is cached has to be read."""
+        prompt, size = request.prompt, self._slicing.expected("prefill")
+        left = len(prompt)
+        if left > size:
+            left -= self._caches.covers(prompt, usable_prefix(request), request.label)
+        return max(1, math.ceil(left / size))
 
     @property
     def _rest_s(self) -> float:

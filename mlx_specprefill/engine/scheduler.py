@@ -5,8 +5,9 @@ running answer waits for one slice at most, whatever arrives. Among prefills tho
 arrival, then the one served least: so a short prompt overtakes long ones at once, a long newcomer catches up, and then
 all advance evenly. The oldest gets a fifth of the time whatever comes, and every prefill is the oldest some day, so
 nobody waits forever; it takes no two slices in a row from a prompt of one slice, so that one starts with the second
-slice at the latest, however many others there are and however long they ran. A quarter of the rows is kept for prompts
-of one slice. Background jobs (densification) run only when nothing else wants the device.
+slice at the latest, however many others there are and however long they ran. An eighth of the rows is kept for prompts
+of one slice, and another for these and prompts of a few. Background jobs (densification) run only when nothing else
+wants the device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _ALONE, _ALONE_FLOOR = 1.5, 2
 _REMEMBERED = 12  # slices
 _OTHERS = 4  # milliseconds that others may have for each of the oldest prefill's own
 _SHORT_SLICES = 3  # after which a prefill is not taken for a short one any more: draft, target, and one more
-_KEPT_ROWS = 4  # one of so many is kept for short requests
+_FEW_SLICES = 4
+_KEPT_ROWS = 8  # one of so many is kept for prompts of one slice, and one for prompts of a few
+_FEWEST_ROWS = 4  # of which one is kept
 _PASSES = 64  # times that a request for which there is no memory lets a short one pass
 _BACKGROUND = 0.25  # times `target_ms`: whoever comes while nobody was there should hardly notice
 
@@ -44,16 +47,26 @@ class _Job:
 
 @dataclass
 class _Waiting:
-    short: bool = False
+    slices: int | None = None  # expected; None: many
     passed: int = 0  # by others, for want of memory
+
+    @property
+    def short(self) -> bool:
+        return self.slices == 1
+
+    @property
+    def medium(self) -> bool:
+        return self.slices is not None and 1 < self.slices <= _FEW_SLICES
 
 
 class Scheduler:
-    """Waiting, prefilling and decoding requests by uid. A request is short if one slice is left of its prompt.
+    """Waiting, prefilling and decoding requests by uid.
+
+    A request is short if one slice is left of its prompt, and medium if a few are.
 
     Args:
         max_rows: requests that may hold a cache at once (prefilling or decoding); the rest wait in order of arrival.
-            A quarter of them is for short ones.
+            An eighth of them is for short ones, and another for short and medium ones.
         patience: milliseconds that may go to others before the oldest prefill must get a slice.
     """
 
@@ -62,11 +75,13 @@ class Scheduler:
             raise ValueError("max_rows and patience must be positive")
         self.max_rows = max_rows
         self.patience = patience
-        self._kept_rows = max_rows // _KEPT_ROWS
+        self._for_medium = max_rows // _KEPT_ROWS
+        self._for_short = max(self._for_medium, int(max_rows >= _FEWEST_ROWS))
         self._waiting: dict[int, _Waiting] = {}
         self._prefilling: dict[int, _Job] = {}  # in order of admission
         self._decoding: set[int] = set()
         self._short: set[int] = set()  # of those two
+        self._medium: set[int] = set()  # of those two
         self._owed = 0  # milliseconds that others got, less what the oldest prefill's own slices paid back
         self._paid = False  # the oldest got a slice since a short one was done
 
@@ -94,9 +109,9 @@ class Scheduler:
             raise ValueError(f"uid {uid} is scheduled already")
         self._waiting[uid] = _Waiting()
 
-    def expect_short(self, uid: int) -> None:
-        """One slice is left of a waiting request's prompt, as far as is known."""
-        self._waiting[uid].short = True
+    def expect(self, uid: int, slices: int) -> None:
+        """So many slices are left of a waiting request's prompt, as far as is known."""
+        self._waiting[uid].slices = slices
 
     def add_background(self, uid: int) -> None:
         """A job that yields to every request. It needs no admission."""
@@ -111,26 +126,31 @@ class Scheduler:
         """The request to admit next, if there is a row for it.
 
         Args:
-            passing: there is no memory for the first one: a short one that may go before it.
+            passing: there is no memory for the first one: a shorter one that may go before it, on a kept row.
         """
         first, running = next(iter(self._waiting), None), self.running
         if first is None or running >= self.max_rows:
             return None
-        on_kept = min(len(self._short), self._kept_rows)
-        if not passing and running - on_kept < self.max_rows - self._kept_rows:
+        on_short = min(len(self._short), self._for_short)
+        on_medium = min(len(self._short) - on_short + len(self._medium), self._for_medium)
+        if not passing and running - on_short - on_medium < self.max_rows - self._for_short - self._for_medium:
             return first
-        if on_kept == self._kept_rows or (passing and self._waiting[first].passed >= _PASSES):
+        if passing and self._waiting[first].passed >= _PASSES:
             return None
         others = ((uid, waits) for uid, waits in self._waiting.items() if not passing or uid != first)
-        return next((uid for uid, waits in others if waits.short), None)
+        medium = on_medium < self._for_medium
+        short = medium or on_short < self._for_short
+        return next((uid for uid, waits in others if (short and waits.short) or (medium and waits.medium)), None)
 
     def admit(self, uid: int, passing: bool = False) -> None:
         """Let a waiting request start its prefill. `passing`: as it was asked for."""
-        short = self._waiting[uid].short
+        waits = self._waiting[uid]
         # First: others read `waiting`, then `running`, and must find it in one.
-        self._prefilling[uid] = _Job(uid, short)
-        if short:
+        self._prefilling[uid] = _Job(uid, waits.short)
+        if waits.short:
             self._short.add(uid)
+        elif waits.medium:
+            self._medium.add(uid)
         del self._waiting[uid]
         if passing:
             next(iter(self._waiting.values())).passed += 1
@@ -173,6 +193,7 @@ class Scheduler:
         self._end_prefill(uid)
         self._decoding.discard(uid)
         self._short.discard(uid)
+        self._medium.discard(uid)
 
     def _end_prefill(self, uid: int) -> None:
         job = self._prefilling.pop(uid, None)

@@ -56,7 +56,7 @@ def test_a_newcomer_starts_with_the_second_slice_at_the_latest(count, ran, short
     for newcomer in range(1000, 1010):
         scheduler.add(newcomer)
         if short:
-            scheduler.expect_short(newcomer)
+            scheduler.expect(newcomer, 1)
         scheduler.admit(newcomer)
         assert newcomer in (tick(scheduler), tick(scheduler))
         scheduler.remove(newcomer)
@@ -74,7 +74,7 @@ def test_a_short_newcomer_waits_for_no_two_slices_of_the_oldest_however_short_th
     scheduler = admitted(*range(31), max_rows=1000)
     for newcomer in range(1000, 1300):
         scheduler.add(newcomer)
-        scheduler.expect_short(newcomer)
+        scheduler.expect(newcomer, 1)
         scheduler.admit(newcomer)
         assert newcomer in (uneven(scheduler), uneven(scheduler))
         scheduler.remove(newcomer)
@@ -87,7 +87,7 @@ def test_what_is_owed_to_the_oldest_does_not_grow_without_bound():
     scheduler = admitted(0, max_rows=100_000)
     for uid in range(1, 20_000):
         scheduler.add(uid)
-        scheduler.expect_short(uid)
+        scheduler.expect(uid, 1)
         scheduler.admit(uid)
         while uneven(scheduler) == 0:
             pass
@@ -108,7 +108,7 @@ def test_steps_that_take_no_time_are_no_slices():
         tick(scheduler)
     for uid in range(100, 120):
         scheduler.add(uid)
-        scheduler.expect_short(uid)
+        scheduler.expect(uid, 1)
         scheduler.admit(uid)
         steps = iter([(0, 0), (0, 3), (11, 20), (0, 0)])
         order = []
@@ -138,7 +138,7 @@ def test_the_oldest_long_prefill_gets_a_fifth_of_the_time(count, every):
         while due * SLICE <= sum(times.values()):
             uid, due = uid + 1, due + every
             scheduler.add(uid)
-            scheduler.expect_short(uid)
+            scheduler.expect(uid, 1)
             scheduler.admit(uid)
     assert times[True] >= sum(times.values()) / 5 - 2000
 
@@ -147,7 +147,7 @@ def test_short_requests_are_served_in_order_of_arrival():
     scheduler = admitted(0)
     for uid in (1, 2, 3):
         scheduler.add(uid)
-        scheduler.expect_short(uid)
+        scheduler.expect(uid, 1)
         scheduler.admit(uid)
     order = []
     while len(scheduler.decoding) < 3:
@@ -161,7 +161,7 @@ def test_what_is_not_short_after_all_does_not_go_first_for_long():
     scheduler = admitted(0)
     run_slices(scheduler, 2)
     scheduler.add(1)
-    scheduler.expect_short(1)
+    scheduler.expect(1, 1)
     scheduler.admit(1)
     assert [tick(scheduler) for _ in range(10)].count(0) >= 4
 
@@ -175,7 +175,7 @@ def test_a_part_of_the_rows_is_kept_for_short_requests():
     assert scheduler.running == 6
     for uid in range(100, 104):
         scheduler.add(uid)
-        scheduler.expect_short(uid)
+        scheduler.expect(uid, 1)
     while (uid := scheduler.next_waiting()) is not None:
         scheduler.admit(uid)
         shorts.append(uid)
@@ -189,11 +189,29 @@ def test_a_part_of_the_rows_is_kept_for_short_requests():
     assert scheduler.next_waiting() == 102
 
 
+def test_requests_of_a_few_slices_have_rows_of_their_own_beside_those_of_one():
+    scheduler = Scheduler(max_rows=16)
+    for uid in range(20):
+        scheduler.add(uid)
+    for uid, slices in ((100, 4), (101, 5), (102, 2), (103, 2), (104, 1), (105, 1), (106, 1)):
+        scheduler.add(uid)
+        scheduler.expect(uid, slices)
+    while (uid := scheduler.next_waiting()) is not None:
+        scheduler.admit(uid)
+    assert [uid for uid in range(120) if uid in scheduler and uid not in scheduler._waiting] == [
+        *range(12),
+        *(100, 102),  # rows for a few slices
+        *(104, 105),  # rows for one
+    ]
+    scheduler.remove(102)
+    assert scheduler.next_waiting() == 103  # the first of those that may have it
+
+
 def test_short_requests_take_any_row_in_order_of_arrival():
     scheduler = Scheduler(max_rows=8)
     for uid in range(20):
         scheduler.add(uid)
-        scheduler.expect_short(uid)
+        scheduler.expect(uid, 1)
     while (uid := scheduler.next_waiting()) is not None:
         scheduler.admit(uid)
     assert scheduler.running == 8
@@ -209,7 +227,7 @@ def test_a_short_request_passes_one_for_which_there_is_no_memory_but_not_forever
     assert scheduler.next_waiting(passing=True) is None
     for uid in range(100, 300):
         scheduler.add(uid)
-        scheduler.expect_short(uid)
+        scheduler.expect(uid, 1)
     at_once = 0
     while (uid := scheduler.next_waiting(passing=True)) is not None:
         scheduler.admit(uid, passing=True)
@@ -240,7 +258,7 @@ def test_a_stream_of_short_requests_starves_nobody(every, least, own):
         while newcomers * every <= now:
             newcomers += 1
             scheduler.add(newcomers)
-            scheduler.expect_short(newcomers)
+            scheduler.expect(newcomers, 1)
             scheduler.admit(newcomers)
         picked = scheduler.pick()
         ms = own if picked == 0 else 100
@@ -315,7 +333,7 @@ def test_random_schedules_finish_everything_and_leak_nothing(seed):
                 if when == tick:
                     scheduler.add(uid)
                     if (left[uid][0] == 1) != (rng.random() < 0.1):  # the expectation may be wrong
-                        scheduler.expect_short(uid)
+                        scheduler.expect(uid, 1)
             for uid, when in cancels.items():
                 if tick >= when and uid in scheduler and uid not in ended:
                     scheduler.remove(uid)

@@ -16,11 +16,13 @@ from ._blas import BlasStatus, preload
 BLAS = preload()
 _files.preload()
 
+from .adapters.heads import DraftHeads, read_heads
 from .config import (
+    RULE_NAMES,
     SPECULATION_NAMES,
     EngineConfig,
     ForcedRule,
-    HeadRule,
+    RuleName,
     ScoringConfig,
     SelectionConfig,
     SpecPrefillPolicy,
@@ -46,7 +48,8 @@ from .errors import (
     SparseUnsupportedError,
     SpecPrefillError,
 )
-from .loading import DtypeName, ModelPair, check_same_tokenizer, load_pair, make_pair
+from .loading import DtypeName, ModelPair, check_same_tokenizer, load_pair, make_pair, with_heads
+from .prefill.calibration import find_heads
 from .prefill.cost import PairCost, break_even, worthwhile
 from .request import (
     Account,
@@ -76,6 +79,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BLAS",
+    "RULE_NAMES",
     "SHAPES",
     "SPECULATION_NAMES",
     "Account",
@@ -85,6 +89,7 @@ __all__ = [
     "ChunkInfo",
     "Constraint",
     "ContextLengthError",
+    "DraftHeads",
     "DtypeName",
     "Engine",
     "EngineClosedError",
@@ -98,7 +103,6 @@ __all__ = [
     "Finished",
     "ForcedRule",
     "GenerationRequest",
-    "HeadRule",
     "Inspection",
     "InvalidRequestError",
     "LoadError",
@@ -115,6 +119,7 @@ __all__ = [
     "Replay",
     "RequestCancelled",
     "RequestHandle",
+    "RuleName",
     "SamplingParams",
     "ScoringConfig",
     "SelectionConfig",
@@ -134,9 +139,12 @@ __all__ = [
     "break_even",
     "calibrate",
     "check_same_tokenizer",
+    "find_heads",
     "keep_pct",
     "load_pair",
     "make_pair",
+    "read_heads",
     "shape_work",
+    "with_heads",
     "worthwhile",
 ]

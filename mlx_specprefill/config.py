@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args
@@ -10,11 +10,12 @@ from typing import Literal, get_args
 from .errors import InvalidRequestError
 
 __all__ = [
+    "RULE_NAMES",
     "SPECULATION_NAMES",
     "EngineConfig",
     "ForcedRule",
-    "HeadRule",
     "KeepPct",
+    "RuleName",
     "ScoringConfig",
     "SelectionConfig",
     "SpecPrefillPolicy",
@@ -28,7 +29,8 @@ _LONG_PROMPT = 8192  # tokens
 SpeculationName = Literal["auto", "off", "draft", "retrieval", "triforce", "mtp"]
 SPECULATION_NAMES: tuple[SpeculationName, ...] = get_args(SpeculationName)
 ForcedRule = Literal["template", "last-token"]
-HeadRule = Literal["max", "mean"]
+RuleName = Literal["default", "paper"]
+RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 KeepPct = Fraction
 
 
@@ -52,25 +54,21 @@ def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill
 
 @dataclass(frozen=True, slots=True)
 class ScoringConfig:
-    """How the draft's attention becomes one importance per prompt token (SpecPrefill, section 3.2)."""
+    """How the draft's attention becomes one importance per prompt token."""
 
-    rows: int = 8  # N: query rows whose attention is averaged
-    include_last_prompt_query: bool = True  # row 0 is the last prompt token; False: all N rows are generated tokens
-    heads: HeadRule | None = None  # how the layers' and heads' rows become one; None: what the draft's family does best
-    # The last line or sentence of the last message, but at least and at most so many tokens of the message: part of the
-    # importance is what they attend to. (0, 0): none.
+    rows: int = 8  # paper: N, the last prompt token's row and look-ahead rows, which are averaged
+    include_last_prompt_query: bool = True  # paper: False leaves all N rows to generated tokens
+    # The last line or sentence of the last message, but at least and at most so many tokens of the message: calibrated
+    # heads are read where these attend to.
     question_rows: tuple[int, int] = (16, 48)
-    question_share: float = 0.8  # of the importance
     pool_width: int = 13  # taps of the zero-padded mean over neighbouring tokens; odd
     prefill_step: int = 2048  # tokens per draft forward
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"rows must be at least 1, got {self.rows}")
-        if not 0 <= self.question_rows[0] <= self.question_rows[1]:
-            raise ValueError(f"question_rows must be two ascending numbers from 0 on, got {self.question_rows}")
-        if not 0 <= self.question_share <= 1:
-            raise ValueError(f"question_share must be in [0, 1], got {self.question_share}")
+        if not 0 < self.question_rows[0] <= self.question_rows[1]:
+            raise ValueError(f"question_rows must be two ascending positive numbers, got {self.question_rows}")
         if self.pool_width < 1 or self.pool_width % 2 == 0:
             raise ValueError(f"pool_width must be odd and positive, got {self.pool_width}")
         if self.prefill_step < 1:
@@ -81,11 +79,9 @@ class ScoringConfig:
 class SelectionConfig:
     """Which tokens the target sees. Limits are tokens."""
 
-    chunk_size: int = 4  # the paper has 32
-    unit_share: float = 1.0  # of what was looked at most in a line or sentence, for the chunks there; 0: the paper
-    unit_fade: float = 0.8  # of that, for every 8 tokens further away: long lines are kept around what was looked at
-    unit_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each held together
-    link_share: float = 0.5  # of what was looked at in a rare word, for the other lines that have it; 0: the paper
+    chunk_size: int = 16
+    by_sentence: bool = True  # the chunks of one line or sentence are kept together; False: the paper
+    sentence_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each kept together
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
     verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here
@@ -93,9 +89,11 @@ class SelectionConfig:
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be positive, got {self.chunk_size}")
-        for name in ("unit_share", "unit_fade", "link_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+
+    @property
+    def as_published(self) -> SelectionConfig:
+        """The paper's chunks (SpecPrefill, section 3.2.3), with the same tokens forced."""
+        return replace(self, chunk_size=32, by_sentence=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +154,7 @@ class EngineConfig:
 
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
+    rule: RuleName = "default"  # how tokens are scored and chosen for requests that don't say
     policy: SpecPrefillPolicy = field(default_factory=SpecPrefillPolicy)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     prefill_step: int = 2048  # tokens per target forward; a cancelled request stops within one such step
@@ -172,7 +171,12 @@ class EngineConfig:
     kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)
     kv_group_size: int = 64
 
+    def selection_by(self, rule: RuleName) -> SelectionConfig:
+        return self.selection.as_published if rule == "paper" else self.selection
+
     def __post_init__(self) -> None:
+        if self.rule not in RULE_NAMES:
+            raise ValueError(f"rule must be one of {', '.join(RULE_NAMES)}, got {self.rule!r}")
         if self.kv_bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"kv_bits must be one of 2, 3, 4, 5, 6, 8, got {self.kv_bits}")
         if self.prefill_step < 1 or self.max_queue < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +15,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
 
 from .adapters.capture import install_capture
-from .adapters.depth import first_layers, layers_of
+from .adapters.depth import first_layers, layers_of, whole_draft
 from .adapters.gguf import is_gguf, load_gguf
+from .adapters.heads import DraftHeads, read_heads
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.probe import probe_sparse
 from .adapters.recurrence import install_replay
@@ -25,7 +26,7 @@ from .adapters.rope import install_rope
 from .cache.positioned import make_positioned_cache
 from .errors import LoadError, PairMismatchError, SparseUnsupportedError
 
-__all__ = ["DtypeName", "ModelPair", "check_same_tokenizer", "load_pair", "make_pair"]
+__all__ = ["DtypeName", "ModelPair", "check_same_tokenizer", "load_pair", "make_pair", "with_heads"]
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -46,6 +47,7 @@ class ModelPair:
         context_length: the target's window in tokens; `draft_context` the draft's, None without one.
         dtype: of the target's floating-point weights.
         target_config, draft_config: what their config.json held.
+        heads: the draft's calibrated heads, None where it was not calibrated.
     """
 
     target: nn.Module
@@ -62,6 +64,7 @@ class ModelPair:
     target_config: dict[str, Any]
     draft_config: dict[str, Any] | None
     mtp: MTPHead | str
+    heads: DraftHeads | None = None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -73,6 +76,7 @@ def load_pair(
     draft: str | Path | None = None,
     *,
     draft_layers: int | None = None,
+    heads: DraftHeads | Path | None = None,
     dtype: DtypeName = "auto",
 ) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
@@ -81,6 +85,7 @@ def load_pair(
         draft: "self" is the target itself, whose weights then serve both.
         draft_layers: how many of the draft's first layers read the prompt; None: all of them. Fewer don't look ahead,
             and the maximum over their heads chooses badly on real text.
+        heads: the draft's calibrated heads, or a file of them; None: `heads.json` in its folder, if there is one.
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
 
@@ -93,10 +98,11 @@ def load_pair(
     if draft is None or draft == "self":
         own: Literal["self"] | None = None if draft is None else "self"
         name = _name(target)
-        return make_pair(model, tokenizer, config, target_id=name, draft=own, draft_layers=draft_layers, mtp=mtp)
+        pair = make_pair(model, tokenizer, config, target_id=name, draft=own, draft_layers=draft_layers, mtp=mtp)
+        return _with_known_heads(pair, heads, target, draft_layers)
     draft_model, draft_tokenizer, draft_config = _load(draft, dtype)
     check_same_tokenizer(tokenizer, draft_tokenizer)
-    return make_pair(
+    pair = make_pair(
         model,
         tokenizer,
         config,
@@ -107,6 +113,45 @@ def load_pair(
         draft_layers=draft_layers,
         mtp=mtp,
     )
+    return _with_known_heads(pair, heads, draft, draft_layers)
+
+
+def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -> ModelPair:
+    """The pair with calibrated heads of its draft, which then runs no further than the last of them.
+
+    Args:
+        exit_early: False keeps all layers, which a draft needs to propose tokens of an answer.
+
+    Raises:
+        LoadError: the heads are another model's, or lie in layers that the draft was cut off from.
+    """
+    if pair.draft is None:
+        raise LoadError("calibrated heads are given, but there is no draft")
+    whole = whole_draft(pair.draft)
+    total, runs = len(layers_of(whole)), len(layers_of(pair.draft))
+    if heads.layers != total:
+        raise LoadError(
+            f"the calibrated heads are those of a draft with {heads.layers} layers; {pair.draft_id} has {total}"
+        )
+    if heads.depth > runs:
+        raise LoadError(f"the calibrated heads need {heads.depth} layers of the draft; draft_layers is {runs}")
+    draft, draft_id = pair.draft, pair.draft_id
+    if exit_early and heads.depth < runs and adapter_for(architecture_of(whole)).depth_refusal is None:
+        draft, draft_id = first_layers(whole, heads.depth), f"{draft_id} ({heads.depth} of {total} layers)"
+    return replace(
+        pair, draft=draft, draft_id=draft_id, heads=heads, sparse_refusal=pair.sparse_refusal or heads.refusal
+    )
+
+
+def _with_known_heads(
+    pair: ModelPair, heads: DraftHeads | Path | None, folder: str | Path, draft_layers: int | None
+) -> ModelPair:
+    beside = Path(folder).expanduser() / "heads.json"
+    if heads is None and pair.draft is not None and draft_layers is None and beside.is_file():
+        heads = beside
+    if heads is None:
+        return pair
+    return with_heads(pair, read_heads(heads) if isinstance(heads, Path) else heads)
 
 
 def make_pair(

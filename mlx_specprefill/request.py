@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .config import SpeculationName
+from .config import RuleName, SpeculationName
 
 __all__ = [
     "SHARED",
@@ -128,6 +128,7 @@ class SpecPrefillOptions:
         enabled: True forces it, False turns it off, None: server policy.
         keep_pct: share of chunks to keep; None: server policy.
         return_spans: report which prompt indices the target saw.
+        rule: how tokens are scored and chosen; None: as the server does.
         importance: the caller's own scores, float32 (M,), finite, used instead of asking the draft.
         speculative: how the answer is drafted; None: as the server does. It never changes the answer's law.
     """
@@ -135,6 +136,7 @@ class SpecPrefillOptions:
     enabled: bool | None = None
     keep_pct: Fraction | None = None
     return_spans: bool = False
+    rule: RuleName | None = None
     importance: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     speculative: SpeculationName | None = None
 
@@ -242,6 +244,7 @@ class Account:
     kept_tokens: int
     cached_tokens: int = 0
     keep_pct: float | None = None  # the share of prompt tokens really kept; None in full mode
+    scorer: str | None = None  # what scored the prompt; None in full mode
     continuation: Literal["extend", "repair", "restart"] | None = (
         None  # how it followed an earlier sparse turn of the session
     )
@@ -260,6 +263,7 @@ class Account:
             "kept_tokens": self.kept_tokens,
             "cached_tokens": self.cached_tokens,
             "keep_pct": self.keep_pct,
+            "scorer": self.scorer,
             "continuation": self.continuation,
             "timings": {
                 name: round(getattr(times, name), 3)

@@ -39,7 +39,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     load_pair,
 )
-from mlx_specprefill.prefill.forced import frame_mask
+from mlx_specprefill.prefill.forced import template_mask
 from mlx_specprefill.prefill.plan import plan_prefill
 from mlx_specprefill.prefill.scoring import Scores, question_span, score_prompt
 from mlx_specprefill.prefill.selection import Selection, held_part, select_tokens
@@ -101,7 +101,7 @@ class Session:
         plan = plan_prefill(request, CONFIG, sparse_refusal=None)
         units = self.text.read(prompt.tokens).units
         asks = question_span(len(prompt.tokens), CONFIG.scoring, prompt.spans[-1].content_end, units)
-        frame, stops = frame_mask(prompt.spans, asks, plan.forced), self.pair.eos_token_ids
+        frame, stops = template_mask(prompt.spans, asks, plan.forced), self.pair.eos_token_ids
         scores = _last(
             score_prompt(self.pair.draft, self.prompt, CONFIG.scoring, stops, self.cache, question=asks, frame=frame)
         )

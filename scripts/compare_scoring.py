@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from mlx_specprefill import ModelPair, PromptSpan, ScoringConfig, SelectionConfig, keep_pct, load_pair
 from mlx_specprefill.adapters import capture
-from mlx_specprefill.prefill.forced import forced_mask, forced_ranges, frame_mask
+from mlx_specprefill.prefill.forced import forced_mask, forced_ranges, template_mask
 from mlx_specprefill.prefill.scoring import question_span
 from mlx_specprefill.prefill.selection import select_tokens
 from mlx_specprefill.prefill.text import PromptText, TextReader
@@ -183,7 +183,7 @@ def _importance(read: Read, rows: Rows, heads: str, best: int) -> Floats:
     joined = {"max": lambda a: a.max(axis=-2), "mean": lambda a: a.mean(axis=-2), "best": lambda a: a[..., best, :]}
     M, config = len(read.gold), ScoringConfig(question_rows=(rows.least, rows.most))
     start, end = question_span(M, config, read.end, read.text.units)
-    counted = ~frame_mask(read.spans, (start, end), _forced(read, SelectionConfig())) if rows.framed else 1.0
+    counted = ~template_mask(read.spans, (start, end), _forced(read, SelectionConfig())) if rows.framed else 1.0
 
     def pooled(attention: Floats) -> Floats:
         found: Floats = joined[heads](np.array(capture.pool(mx.array(attention * counted, mx.float32), WIDTH)))

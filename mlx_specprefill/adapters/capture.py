@@ -10,19 +10,24 @@ installed once and do nothing unless a capture is active on the calling thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 
-from ..config import HeadRule
-
-__all__ = ["AttentionRecord", "QueryCapture", "install_capture", "pool", "prompt_attention", "recorded_attention"]
+__all__ = [
+    "AttentionRecord",
+    "HeadCapture",
+    "QueryCapture",
+    "install_capture",
+    "pool",
+    "prompt_attention",
+    "recorded_attention",
+]
 
 _active = threading.local()
 TILE = 1 << 20  # logits that are scored at a time; about a dozen arrays of that size exist meanwhile
-PASSAGE_TILE = TILE // 4  # beside the activations of a longer forward
 
 
 def pool(rows: mx.array, width: int) -> mx.array:
@@ -58,118 +63,66 @@ def prompt_attention(logits: mx.array, prompt_len: int, sinks: mx.array | None) 
 
 
 class QueryCapture:
-    """Turns the attention of forwards into pooled rows, the maximum or the mean over layers and heads.
+    """Turns the attention of single-token forwards into pooled rows, the maximum over layers and heads.
 
-    Only the running maximum or sum is kept, never the rows of all layers (both are associative).
+    Only the running maximum is kept, never the rows of all layers.
     A layer counts when its key set spans all tokens so far; what a rotating window or a gathered key set returns is
     shorter and is skipped.
 
     Attributes:
         prompt_len: M.
-        counted: bool (M,), the tokens whose attention is pooled; None: all.
         rows: one (M,) float32 array per captured token, in order.
         layers: attention calls that counted, per row.
-        passage: (M,) float32, what the tokens of a passage attend to on average; None before that.
     """
 
-    def __init__(
-        self, prompt_len: int, pool_width: int, heads: HeadRule = "max", counted: mx.array | None = None
-    ) -> None:
+    def __init__(self, prompt_len: int, pool_width: int) -> None:
         self.prompt_len = prompt_len
         self.pool_width = pool_width
-        self.heads = heads
-        self.counted = counted
         self.rows: list[mx.array] = []
         self.layers: list[int] = []
-        self.passage: mx.array | None = None
-        self._span, self._length, self._picked = 0, 1, slice(0, 1)
+        self._span = 0
         self._best: mx.array | None = None
-        self._count = self._summed = 0
-        self._mask: mx.array | None = None
-        self._whole = True
+        self._count = 0
 
     @contextmanager
     def row(self, span: int) -> Iterator[None]:
         """Capture one single-token forward after which a full-length cache holds `span` tokens."""
-        with self._observing(span, 1, slice(0, 1)):
+        self._span = span
+        self._best, self._count = None, 0
+        with _capturing(self):
             yield
-        if (row := self._joined()) is not None:
-            self.rows.append(row)
+        if self._best is not None:
+            self.rows.append(self._best)
             self.layers.append(self._count)
 
-    @contextmanager
-    def of_passage(self, span: int, length: int, passage: slice) -> Iterator[None]:
-        """Capture these tokens of a causal forward of `length` tokens after which the cache holds `span` tokens."""
-        with self._observing(span, length, passage):
-            yield
-        self.passage = self._joined()
-
-    @contextmanager
-    def _observing(self, span: int, length: int, picked: slice) -> Iterator[None]:
-        self._span, self._length, self._picked = span, length, picked
-        self._best, self._count, self._summed = None, 0, 0
-        _active.capture = self
-        try:
-            yield
-        finally:
-            _active.capture = self._mask = None
-
-    def _joined(self) -> mx.array | None:
-        if self._best is None or self.heads == "max":
-            return self._best
-        return self._best * (1.0 / self._summed)
-
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
-        """One attention call: queries (1, H, L, D), keys (1, H_kv, S, D)."""
-        if queries.shape[0] != 1 or queries.shape[-2] != self._length or keys.shape[-2] != self._span:
+        """One attention call: queries (1, H, 1, D), keys (1, H_kv, S, D)."""
+        if queries.shape[0] != 1 or queries.shape[-2] != 1 or keys.shape[-2] != self._span:
             return
         heads, kv_heads, S = queries.shape[1], keys.shape[1], keys.shape[-2]
-        if self._length > 1 and not self._sees_all(mask):
-            return
-        grouped = (queries[:, :, self._picked] * scale).reshape(kv_heads, heads // kv_heads, -1, queries.shape[-1])
-        mask = self._mask_of(mask, heads)
-        mask = None if mask is None else mask.reshape(kv_heads, -1, *mask.shape[-2:])
+        grouped = (queries * scale).reshape(kv_heads, heads // kv_heads, 1, queries.shape[-1])
+        if isinstance(mask, mx.array):
+            mask = mx.broadcast_to(mask, (1, heads, 1, S)).reshape(kv_heads, -1, 1, S)
         sinks = None if sinks is None else sinks.reshape(kv_heads, -1)
-        for part in self._tiles(kv_heads, heads // kv_heads, S * grouped.shape[2]):
+        for part in self._tiles(kv_heads, heads // kv_heads, S):
             logits = self._after(grouped[part]) @ keys[0, part[0], None].swapaxes(-1, -2)
-            if mask is not None:
-                logits = mx.where(mask[part], logits, -mx.inf) if mask.dtype == mx.bool_ else logits + mask[part]
+            if isinstance(mask, mx.array):
+                logits = _masked(logits, mask[part])
             self._add(logits.reshape(-1, *logits.shape[-2:]), None if sinks is None else sinks[part].reshape(-1))
         self._count += 1
 
-    def _sees_all(self, mask: Any) -> bool:
-        """Whether the last captured row sees all before it: a window hands over all keys if they came at once."""
-        if not isinstance(mask, mx.array) or mask.dtype != mx.bool_:
-            return True
-        if self._mask is not mask:  # the layers of a kind share one
-            last = self._picked.stop - 1
-            row = mask.reshape(-1, *mask.shape[-2:])[:, last, : self._span - self._length + last + 1]
-            self._mask, self._whole = mask, bool(row.all().item())
-        return self._whole
-
-    def _mask_of(self, mask: Any, heads: int) -> mx.array | None:
-        """Of the captured rows, (H, rows, S); None if they may see everything."""
-        if isinstance(mask, mx.array):
-            return mx.broadcast_to(mask, (1, heads, self._length, self._span))[0, :, self._picked]
-        if self._length == 1:
-            return None
-        indices = mx.arange(self._span)
-        seen: mx.array = indices[-self._length :][self._picked][:, None] >= indices
-        return mx.broadcast_to(seen, (heads, *seen.shape))
-
     def observe_logits(self, logits: mx.array) -> None:
-        """One hand-written softmax: (1, H, L, S) or (1, H_kv, group, L, S), masked."""
-        if logits.ndim < 4 or logits.shape[0] != 1 or logits.shape[-2:] != (self._length, self._span):
+        """One hand-written softmax: (1, H, 1, S) or (1, H_kv, group, 1, S), masked."""
+        if logits.ndim < 4 or logits.shape[0] != 1 or logits.shape[-2:] != (1, self._span):
             return
-        rows = logits[..., self._picked, :]
-        rows = rows.reshape(1, -1, *rows.shape[-2:])
-        for part in self._tiles(1, rows.shape[1], rows.shape[2] * rows.shape[3]):
+        rows = logits.reshape(1, -1, *logits.shape[-2:])
+        for part in self._tiles(1, rows.shape[1], self._span):
             self._add(self._after(rows[part])[0], None)
         self._count += 1
 
     def _tiles(self, kv_heads: int, group: int, size: int) -> Iterator[tuple[slice, slice]]:
         """Parts of (H_kv, group) heads of `size` logits each that together are no more than a tile, or one head."""
-        fit = max(1, (TILE if self._length == 1 else PASSAGE_TILE) // size)
+        fit = max(1, TILE // size)
         for first in range(0, kv_heads, max(1, fit // group)):
             for member in range(0, group, fit):
                 yield slice(first, first + max(1, fit // group)), slice(member, member + fit)
@@ -182,15 +135,99 @@ class QueryCapture:
         return ordered[0]
 
     def _add(self, logits: mx.array, sinks: mx.array | None) -> None:
-        """Logits (H, rows, S): the mean over the rows of a passage comes before heads are compared."""
-        seen = prompt_attention(logits, self.prompt_len, sinks).mean(axis=1)
-        seen = mx.pad(seen, [(0, 0), (0, self.prompt_len - seen.shape[-1])])
-        if self.counted is not None:
-            seen = seen * self.counted
-        pooled = pool(seen, self.pool_width)
-        join, row = (mx.maximum, pooled.max(axis=0)) if self.heads == "max" else (mx.add, pooled.sum(axis=0))
-        self._best = row if self._best is None else join(self._best, row)
-        self._summed += pooled.shape[0]
+        """Logits (H, 1, S)."""
+        seen = prompt_attention(logits, self.prompt_len, sinks)[:, 0]
+        pooled = pool(mx.pad(seen, [(0, 0), (0, self.prompt_len - seen.shape[-1])]), self.pool_width)
+        row = pooled.max(axis=0)
+        self._best = row if self._best is None else mx.maximum(self._best, row)
+
+
+class HeadCapture:
+    """Reads the attention rows of single heads while a part of the prompt is read.
+
+    Attention calls are numbered in the order of a forward, from 0; those that can't be read count too, so that a
+    number means the same layer at every prompt length.
+
+    Attributes:
+        prompt_len: M.
+        heads: the heads to read, by the number of their attention call; None: all heads of all calls.
+        found: (M,) float32 per (call, head), what the tokens of the passage attend to on average.
+        calls: attention calls of the last captured forward.
+    """
+
+    def __init__(self, prompt_len: int, heads: Mapping[int, Sequence[int]] | None) -> None:
+        self.prompt_len = prompt_len
+        self.heads = heads
+        self.found: dict[tuple[int, int], mx.array] = {}
+        self.calls = 0
+        self._span, self._length, self._passage = 0, 0, slice(0, 0)
+
+    @contextmanager
+    def of_passage(self, span: int, length: int, passage: slice) -> Iterator[None]:
+        """Capture these tokens of a causal forward of `length` tokens after which the cache holds `span` <= M."""
+        self._span, self._length, self._passage = span, length, passage
+        self.calls = 0
+        with _capturing(self):
+            yield
+
+    def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
+        """One attention call: queries (1, H, L, D), keys (1, H_kv, S, D)."""
+        call, S = self._numbered(), keys.shape[-2]
+        if queries.shape[0] != 1 or queries.shape[-2] != self._length or self._span != S:
+            return
+        group = queries.shape[1] // keys.shape[1]
+        seen = self._mask_of(mask, queries.shape[1])
+        for head in self._wanted(call, queries.shape[1]):
+            rows = queries[0, head, self._passage] * scale
+            logits = _masked(rows @ keys[0, head // group].T, seen[min(head, seen.shape[0] - 1)])
+            self._keep(call, head, logits, None if sinks is None else sinks[head : head + 1])
+
+    def observe_logits(self, logits: mx.array) -> None:
+        """One hand-written softmax: (1, H, L, S) or (1, H_kv, group, L, S), masked."""
+        if logits.ndim < 4 or logits.shape[0] != 1 or logits.shape[-2] != self._length:
+            return  # the softmax of a router
+        call = self._numbered()
+        if logits.shape[-1] != self._span:
+            return
+        rows = logits.reshape(-1, *logits.shape[-2:])
+        for head in self._wanted(call, rows.shape[0]):
+            self._keep(call, head, rows[head, self._passage], None)
+
+    def _numbered(self) -> int:
+        self.calls += 1
+        return self.calls - 1
+
+    def _wanted(self, call: int, heads: int) -> Sequence[int]:
+        return range(heads) if self.heads is None else self.heads.get(call, ())
+
+    def _mask_of(self, mask: Any, heads: int) -> mx.array:
+        """Of the passage's rows, (1 or H, rows, S): what they see, or what is added to their logits."""
+        if isinstance(mask, mx.array):
+            rows = mx.broadcast_to(mask, (1, mask.shape[1] if mask.ndim == 4 else 1, self._length, self._span))
+            return rows[0, :, self._passage]
+        indices = mx.arange(self._span)
+        seen: mx.array = indices[-self._length :][self._passage][:, None] >= indices
+        return seen[None]
+
+    def _keep(self, call: int, head: int, logits: mx.array, sinks: mx.array | None) -> None:
+        """Logits (rows, S)."""
+        row = prompt_attention(logits[None], self.prompt_len, sinks)[0].mean(axis=0)
+        self.found[call, head] = mx.pad(row, [(0, self.prompt_len - row.shape[-1])])
+
+
+@contextmanager
+def _capturing(capture: Any) -> Iterator[None]:
+    """Shows this thread's attention to `capture`, and to the one before it again afterwards."""
+    before = getattr(_active, "capture", None)
+    _active.capture = capture
+    try:
+        yield
+    finally:
+        _active.capture = before
+
+
+def _masked(logits: mx.array, mask: mx.array) -> mx.array:
+    return mx.where(mask, logits, -mx.inf) if mask.dtype == mx.bool_ else logits + mask
 
 
 class AttentionRecord:
@@ -219,11 +256,8 @@ class AttentionRecord:
 def recorded_attention() -> Iterator[AttentionRecord]:
     """Collects what attention is asked for on this thread."""
     record = AttentionRecord()
-    _active.capture = record
-    try:
+    with _capturing(record):
         yield record
-    finally:
-        _active.capture = None
 
 
 class _CapturingAttention:
@@ -233,7 +267,7 @@ class _CapturingAttention:
         self.attention = attention
 
     def __call__(self, q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
-        capture: QueryCapture | AttentionRecord | None = getattr(_active, "capture", None)
+        capture: QueryCapture | HeadCapture | AttentionRecord | None = getattr(_active, "capture", None)
         if capture is not None:
             capture.observe(q, k, kwargs["scale"], kwargs.get("mask"), kwargs.get("sinks"))
         return self.attention(q, k, v, **kwargs)
@@ -246,7 +280,7 @@ class _CapturingSoftmax:
         self.softmax = softmax
 
     def __call__(self, a: mx.array, /, *args: Any, **kwargs: Any) -> mx.array:
-        capture: QueryCapture | AttentionRecord | None = getattr(_active, "capture", None)
+        capture: QueryCapture | HeadCapture | AttentionRecord | None = getattr(_active, "capture", None)
         if capture is not None:
             capture.observe_logits(a)
         return self.softmax(a, *args, **kwargs)

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..cache.positioned import leaves
 from ..errors import SparseUnsupportedError
 
-__all__ = ["FirstLayers", "first_layers", "layers_of", "smallest_depth"]
+__all__ = ["FirstLayers", "first_layers", "layers_of", "smallest_depth", "whole_draft"]
 
 
 class FirstLayers(nn.Module):  # type: ignore[misc]
@@ -98,7 +98,7 @@ def first_layers(model: nn.Module, count: int) -> nn.Module:
         raise ValueError(f"it has {total} layers, so the first {count} of them can't be run")
     if count == total:
         return model
-    shallow = FirstLayers(_whole(model), count)
+    shallow = FirstLayers(whole_draft(model), count)
     if not shallow.spans_prompt:
         raise SparseUnsupportedError(
             f"none of its first {count} layers sees the whole prompt: it takes {smallest_depth(model)}"
@@ -114,10 +114,11 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def smallest_depth(model: nn.Module) -> int:
     """How many first layers it takes for one among them that sees the whole prompt; at most all of them."""
     total = len(layers_of(model))
-    return next((count for count in range(1, total) if FirstLayers(_whole(model), count).spans_prompt), total)
+    return next((count for count in range(1, total) if FirstLayers(whole_draft(model), count).spans_prompt), total)
 
 
-def _whole(model: nn.Module) -> nn.Module:
+def whole_draft(model: nn.Module) -> nn.Module:
+    """The model that these layers are the first of; a model itself otherwise."""
     return model.whole if isinstance(model, FirstLayers) else model
 
 

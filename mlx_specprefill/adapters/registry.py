@@ -17,7 +17,6 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import MODEL_REMAPPING
 
-from ..config import HeadRule
 from . import dynamic_ntk, ministral3
 from .depth import FirstLayers
 
@@ -104,9 +103,6 @@ _FAMILIES: Mapping[str, str] = {
     "qwen3_next": "qwen3_5",
 }
 
-# Families whose drafts were measured to choose better by the mean of their heads (scripts/compare_scoring.py).
-_MEAN_HEADS = frozenset({"gpt_oss", "nemotron_h", "qwen3_5"})
-
 # Queries scaled by position, weighted norms after the rotation, a gate computed from rotated queries.
 _ABSOLUTE = frozenset({"hunyuan", "hunyuan_v1_dense", "iquestloopcoder", "ministral3", "mistral3", "mistral4"})
 
@@ -129,7 +125,6 @@ class Adapter:
         batch_refusal: why it can't decode several sequences in one forward; None if it can.
         speculation_refusal: why it can't verify several tokens in one forward; None if it can.
         absolute: it depends on absolute positions by design, so moving a whole sequence changes its logits.
-        heads: how its heads' attention becomes a score when it is the draft.
     """
 
     family: str
@@ -140,7 +135,6 @@ class Adapter:
     batch_refusal: str | None = None
     speculation_refusal: str | None = None
     absolute: bool = False
-    heads: HeadRule = "max"
 
 
 @cache
@@ -174,7 +168,6 @@ def adapter_for(model_type: str) -> Adapter:
         batch_refusal=BATCH_REFUSALS.get(architecture),
         speculation_refusal=SPECULATION_REFUSALS.get(architecture),
         absolute=architecture in _ABSOLUTE,
-        heads="mean" if family in _MEAN_HEADS else "max",
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Literal
 
 import mlx.nn as nn
@@ -84,7 +83,7 @@ class EngineCaches:
             draft_identity = model_identity(draft, pair.draft_config or {})
             # The draft costs little to run again: its prefixes stay in memory.
             self._draft = PrefixCache(draft_identity, lambda: list(make_prompt_cache(draft)), self.budget)
-            self._pair_name = f"{identity}:{draft_identity}:{config.selection}:{config.scoring}"
+            self._pair_name = f"{identity}:{draft_identity}:{config.selection}:{config.scoring}:{pair.heads}"
 
     @property
     def nbytes(self) -> int:
@@ -137,22 +136,22 @@ class EngineCaches:
     def keep_draft(self, tokens: Sequence[int], cache: list[Any], label: CacheLabel) -> None:
         _store(self._draft, tokens, cache, label)
 
-    def session(self, tokens: Sequence[int], keep: Fraction, label: CacheLabel) -> Session | None:
-        """The sparse turn, made with the same share, that stands for the most of these tokens."""
+    def session(self, tokens: Sequence[int], choice: str, label: CacheLabel) -> Session | None:
+        """The sparse turn, made with the same `PrefillPlan.choice`, that stands for the most of these tokens."""
         if not self.enabled:
             return None
-        hit = self.sessions.lookup(f"{self._pair_name}:{keep}", tokens, label)
+        hit = self.sessions.lookup(f"{self._pair_name}:{choice}", tokens, label)
         if hit is None:
             return None
         full = next((part for part in leaves(hit.cache) if isinstance(part, PositionedKVCache)), None)
         return None if full is None else Session(hit.length, hit.cache, full.runs.expand())
 
-    def keep_session(self, tokens: Sequence[int], cache: list[Any], keep: Fraction, label: CacheLabel) -> None:
+    def keep_session(self, tokens: Sequence[int], cache: list[Any], choice: str, label: CacheLabel) -> None:
         """Store a sparse cache under the tokens it stands for; it never answers a dense request."""
         if not self.enabled:
             return
         try:
-            self.sessions.store(f"{self._pair_name}:{keep}", tokens, cache, label)
+            self.sessions.store(f"{self._pair_name}:{choice}", tokens, cache, label)
         except Exception:
             log.exception("a session could not be stored")
 

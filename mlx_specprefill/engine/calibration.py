@@ -24,7 +24,8 @@ from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
 from ..prefill.cost import ModelCost, PairCost, Sample, fit
-from ..prefill.scoring import score_prompt
+from ..prefill.rules import scorer_for
+from ..prefill.scoring import ToScore
 from ..prefill.sparse import prefill
 from ..request import Progress
 
@@ -97,7 +98,8 @@ def calibrate(pair: ModelPair, config: EngineConfig, given_up: Callable[[], bool
 
     def read_draft(tokens: list[int], step: int) -> Generator[Progress, None, Any]:
         cache = list(make_prompt_cache(draft))
-        return score_prompt(draft, tokens, config.scoring, frozenset(), cache, lambda: step)
+        task = ToScore.alone(draft, tokens, config.scoring, cache=cache, step=lambda: step)
+        return scorer_for(config.rule, pair.heads, config.scoring).score(draft, task)
 
     models = (_Model(partial(_until, given_up, read), prompt) for read in (read_target, read_draft))
     cost = _measure(*models)
@@ -217,7 +219,8 @@ def _key(pair: ModelPair, config: EngineConfig) -> str:
     models = (model_identity(pair.target, pair.target_config), model_identity(pair.draft, pair.draft_config or {}))
     machine = mx.device_info().get("device_name") or platform.machine()
     threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.cpu_count()
-    rows = (config.scoring.rows, config.scoring.pool_width)
+    scorer = pair.heads.by_call if config.rule == "default" and pair.heads is not None else config.scoring.rows
+    rows = (scorer, config.scoring.pool_width)
     return ":".join(map(str, (*models, mx.default_device(), machine, threads, version("mlx"), *rows)))
 
 

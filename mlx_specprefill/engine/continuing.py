@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +75,7 @@ class Continuing:
         assert plan is not None
         wanted = selection.kept[selection.kept >= S - first] + np.int32(first)
         afresh = Beginning(np.arange(S, dtype=np.int32), _NONE, S, wanted)
-        session = self._session(sequence.request, plan.keep)
+        session = self._session(sequence.request, plan.choice)
         if session is None or session.length <= S:
             return afresh
         held = session.held[first:]
@@ -94,11 +93,11 @@ class Continuing:
         sequence.cache = session.cache
         return Beginning(session.kept[session.kept < start], _NONE, start, wanted[wanted >= start])
 
-    def _session(self, request: GenerationRequest, keep: Fraction) -> Session | None:
+    def _session(self, request: GenerationRequest, choice: str) -> Session | None:
         """An earlier sparse turn of the conversation; a caller's own scores mean what they say."""
         if request.specprefill.importance is not None:
             return None
-        return self._caches.session(request.prompt[: usable_prefix(request)], keep, request.label)
+        return self._caches.session(request.prompt[: usable_prefix(request)], choice, request.label)
 
     def _way(self, share: float, session: Session) -> Continuation:
         if share >= self._policy.extend_share:

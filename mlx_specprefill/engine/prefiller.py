@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from ..adapters.depth import whole_draft
 from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import EngineConfig
 from ..decoding.mtp import read_along
@@ -20,10 +21,11 @@ from ..decoding.speculative import LastForward
 from ..decoding.strategies import STRATEGIES
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
-from ..prefill.forced import frame_mask
+from ..prefill.forced import template_mask
 from ..prefill.plan import PrefillPlan
 from ..prefill.repair import insert
-from ..prefill.scoring import Scores, question_span, score_prompt
+from ..prefill.rules import scorer_for
+from ..prefill.scoring import Scores, ToScore, question_span
 from ..prefill.selection import Selection, select_tokens
 from ..prefill.sparse import prefill
 from ..prefill.text import PromptText, TextReader
@@ -130,9 +132,10 @@ class Prefiller:
         sequence.stage = "draft"
         text = self.text.read(request.prompt)
         scores = yield from self.scores(request, sequence.plan, text)
+        sequence.scorer = scores.scorer
         sequence.stage = "select"
         # Chunks lie where an earlier turn's lay.
-        first = sequence.cached - sequence.cached % self.config.selection.chunk_size
+        first = sequence.cached - sequence.cached % self.config.selection_by(sequence.plan.rule).chunk_size
         selection = self.select(text, scores, sequence.plan, first)
         beginning = self._continuing.begin(sequence, selection, first)
         sequence.reused = int(beginning.held.size)
@@ -155,27 +158,26 @@ class Prefiller:
             SparseUnsupportedError: there is no draft, or it can't score.
         """
         if request.specprefill.importance is not None:
-            return Scores(request.specprefill.importance, (), 0, 0)
+            return Scores(request.specprefill.importance)
         if self.pair.draft is None:
             raise SparseUnsupportedError("no draft model is loaded")
         prompt, done = request.prompt, 0
+        draft = whole_draft(self.pair.draft) if plan.rule == "paper" else self.pair.draft
+        stored = draft is self.pair.draft  # the cache of prefixes is that of the layers that score by default
         said = request.spans[-1].content_end if request.spans else None
         question = question_span(len(prompt), self.config.scoring, said, text.units)
         # What asks is read anew even if the cache holds it: a hit must not change the scores.
-        hit = self.caches.draft_prefix(prompt[: question[0] + 1], request.label)
-        cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
-        stops = request.stop_token_ids | self.pair.eos_token_ids
-        frame = frame_mask(request.spans, question, plan.forced)
-        slices = score_prompt(
-            self.pair.draft,
-            prompt,
-            self.config.scoring,
-            stops,
-            cache,
-            lambda: self.slice_size("draft"),
-            question,
-            frame,
+        hit = self.caches.draft_prefix(prompt[: question[0] + 1], request.label) if stored else None
+        cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
+        task = ToScore(
+            prompt=np.asarray(prompt, dtype=np.int32),
+            question=question,
+            template=template_mask(request.spans, question, plan.forced),
+            stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
+            cache=cache,
+            step=lambda: self.slice_size("draft"),
         )
+        slices = scorer_for(plan.rule, self.pair.heads, self.config.scoring).score(draft, task)
         try:
             while True:
                 progress = next(slices)
@@ -184,16 +186,17 @@ class Prefiller:
         except StopIteration as finished:
             scores: Scores = finished.value
         except RequestCancelled:
-            if 0 < done < len(prompt):
+            if stored and 0 < done < len(prompt):
                 self.caches.keep_draft(prompt[:done], cache, request.label)
             raise
-        self.caches.keep_draft(prompt, cache, request.label)
+        if stored:
+            self.caches.keep_draft(prompt, cache, request.label)
         return scores
 
     def select(self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
         """Of the prompt from `start` on, which is where a chunk begins; its `kept` counts from there."""
         importance, forced = scores.importance[start:], plan.forced[start:]
-        return select_tokens(importance, forced, text.since(start), plan.keep, self.config.selection)
+        return select_tokens(importance, forced, text.since(start), plan.keep, self.config.selection_by(plan.rule))
 
     def _read(self, sequence: Sequence, beginning: Beginning) -> Slices:
         """What is missing, then what follows; progress counts both."""

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..adapters.capture import QueryCapture
+from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjusted_offsets
 from ..request import Account, GenerationRequest, Progress, PromptLogprobs
 from .mapped import mapped
@@ -48,7 +48,7 @@ def replay_continuation(
     sequence = Sequence(-1, request, 0.0)
     logits = yield from _prefilled(prefiller, sequence)
     M, T = len(request.prompt), len(continuation) - 1
-    capture = QueryCapture(M, 1, "mean") if attention and sequence.kept is None and T > 0 else None
+    capture = HeadCapture(M, None) if attention and sequence.kept is None and T > 0 else None
     if T > 0:
         seen = nullcontext() if capture is None else capture.of_passage(M + T, T, slice(0, T))
         with adjusted_offsets([sequence.shift]), seen:
@@ -58,7 +58,7 @@ def replay_continuation(
         _keep(prefiller, sequence, continuation[:-1])
     raw = logits.astype(mx.float32)
     logprobs = np.array(raw - mx.logsumexp(raw, axis=-1, keepdims=True))
-    looked = np.array(capture.passage) if capture is not None and capture.passage is not None else None
+    looked = np.array(mx.stack(list(capture.found.values())).mean(axis=0)) if capture and capture.found else None
     return Replay(logprobs, sequence.account(), looked)
 
 

@@ -70,6 +70,7 @@ class Sequence:
         cached: prompt tokens that came from the exact prefix cache (S).
         reused: prompt tokens that came from any cache: those, or what an earlier sparse turn kept.
         kept: prompt indices the target has seen, int32, or None for all of them.
+        scorer: what scored the prompt, if something did.
         continuation: how a sparse prefill followed an earlier sparse turn, if it did.
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
         stage: what the current slice works on.
@@ -88,6 +89,7 @@ class Sequence:
     cached: int = 0
     reused: int = 0
     kept: npt.NDArray[np.int32] | None = None
+    scorer: str | None = None
     continuation: Continuation | None = None
     cache: list[Any] = field(default_factory=list)
     shift: int = 0
@@ -122,6 +124,7 @@ class Sequence:
             kept_tokens=kept,
             cached_tokens=max(self.cached, self.reused),
             keep_pct=None if self.kept is None else round(kept / M, 6),
+            scorer=self.scorer if self.kept is not None else None,
             continuation=self.continuation,
             timings=self._timings(),
             predicted=None if self.plan is None else self.plan.predicted,

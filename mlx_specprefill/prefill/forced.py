@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..config import SelectionConfig
 from ..request import PromptSpan
 
-__all__ = ["ForcedRange", "forced_mask", "forced_ranges", "frame_mask"]
+__all__ = ["ForcedRange", "forced_mask", "forced_ranges", "template_mask"]
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result that follows the last user message
@@ -56,7 +56,7 @@ def forced_mask(ranges: Sequence[ForcedRange], prompt_len: int) -> npt.NDArray[n
     return mask
 
 
-def frame_mask(
+def template_mask(
     spans: Sequence[PromptSpan], question: tuple[int, int], forced: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
     """(M,) the forced tokens that are not part of what is asked about: the first one, the template's, the question's.

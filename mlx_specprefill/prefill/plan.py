@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from ..config import EngineConfig
+from ..config import EngineConfig, RuleName
 from ..request import GenerationRequest, Mode, Prediction
 from .cost import worthwhile
 from .forced import ForcedRange, forced_mask, forced_ranges
@@ -19,7 +19,7 @@ __all__ = ["PrefillPlan", "plan_prefill"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """How one prompt will be prefilled, and the reason that its account will give.
+    """How one prompt will be prefilled, by which rule, and the reason that its account will give.
 
     `keep`, `forced` (M,) and `ranges` are only meaningful in sparse mode. `predicted` is None where nothing was
     measured.
@@ -30,7 +30,13 @@ class PrefillPlan:
     keep: Fraction
     forced: npt.NDArray[np.bool_]
     ranges: tuple[ForcedRange, ...] = ()
+    rule: RuleName = "default"
     predicted: Prediction | None = None
+
+    @property
+    def choice(self) -> str:
+        """What sparse turns of one session have in common."""
+        return f"{self.keep}:{self.rule}"
 
     def as_full(self, reason: str) -> PrefillPlan:
         return replace(self, mode="full", reason=reason)
@@ -56,10 +62,11 @@ def plan_prefill(
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
     keep = options.keep_pct if options.keep_pct is not None else policy.keep_pct
-    ranges = tuple(forced_ranges(request.spans, M, config.selection))
+    rule = options.rule or config.rule
+    ranges = tuple(forced_ranges(request.spans, M, config.selection_by(rule)))
     forced = forced_mask(ranges, M)
     predicted = predict(_kept(keep, forced[cached_tokens:])) if predict is not None else None
-    plan = PrefillPlan("sparse", "requested", keep, forced, ranges, predicted)
+    plan = PrefillPlan("sparse", "requested", keep, forced, ranges, rule, predicted)
     refusal = _refused(request, sparse_refusal) or _too_long(M, draft_context)
     if options.enabled is False:
         return plan.as_full("turned off by the request")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +13,11 @@ from .text import PromptText
 
 __all__ = [
     "Selection",
+    "by_sentence",
     "chunk_means",
     "completed",
     "held_part",
-    "held_together",
     "kept_spans",
-    "lent",
     "select_chunks",
     "select_tokens",
 ]
@@ -29,9 +27,8 @@ Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]
 
 _LOOKED = 13  # tokens of a line or sentence that it is weighed by: as many as attention is smoothed over
-_FADED = 8  # tokens from there after which what holds it together has faded once
 _STANDS_OUT = 12.0  # times the median chunk
-_PIECE = 32  # tokens, the paper's chunk: what stands for a line or sentence where that is too long or not at hand
+_PIECE = 32  # tokens: what stands for a line or sentence where that is too long or not at hand
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,73 +60,29 @@ def chunk_means(importance: Floats, chunk_size: int) -> Floats:
     return (sums / lengths).astype(np.float32)
 
 
-def lent(importance: Floats, text: PromptText, config: SelectionConfig) -> Floats:
-    """What lines and sentences that share a rare word lend each other, (M,) -> (C,) per chunk.
-
-    The draft's few queries see where an answer begins. What that leads to, as "Anna works at Brook" to "Brook is in
-    Exeter", they don't ask for yet, but the word leads there too. Where it stands gets `link_share` of the most that
-    was looked at in it anywhere, over the root of the number of other places, and chunks less the further away they
-    lie.
-
-    Args:
-        importance: (M,) of what lends.
-    """
-    start, end, word = text.rare.T
-    total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
-    others = np.bincount(word)[word] - 1
-    most = np.zeros(int(word.max(initial=0)) + 1)
-    np.maximum.at(most, word, (total[end] - total[start]) / (end - start))
-    begin, stop = _pieces(text.units, importance.size, config.unit_limit)
-    unit = np.searchsorted(begin, start, side="right") - 1
-    lends = np.divide(config.link_share * most[word], np.sqrt(others), out=np.zeros(word.size), where=others > 0)
-    nothing = np.zeros(-(-importance.size // config.chunk_size), dtype=np.float32)
-    return _raised(nothing, _Around(begin[unit], stop[unit], start, end), lends, config)
-
-
-def held_together(importance: Floats, chunk_scores: Floats, units: Indices, config: SelectionConfig) -> Floats:
+def by_sentence(importance: Floats, chunk_scores: Floats, units: Indices, config: SelectionConfig) -> Floats:
     """Scores with which the chunks of one line or sentence are kept together, (C,) -> (C,), none lower than before.
 
     The draft looks at where a passage begins. What goes on in the next chunk, like the value after a long name, would
-    compete with the best of the rest on its own. Of the mean of those 13 tokens of a unit that were looked at most,
-    wherever they lie, the chunks that hold part of them or are next to them get `unit_share`, and others less the
-    further away they lie: where several long lines compete, the parts of all that were looked at come before the ends
-    of one.
+    compete with the best of the rest on its own. Every chunk that a line or sentence touches gets at least the mean of
+    those 13 of its tokens in a row that were looked at most.
 
     Args:
         importance: (M,) of which `chunk_scores` are the means.
-        units: where lines and sentences begin, ascending, the first at 0 (`PromptText`); those longer than `unit_limit`
-            are cut into pieces.
+        units: where lines and sentences begin, ascending, the first at 0 (`PromptText`); those longer than
+            `sentence_limit` are cut into pieces.
     """
-    M, window = importance.size, max(_LOOKED, config.chunk_size)
-    begin, end = _pieces(units, M, config.unit_limit)
+    M, size, window = importance.size, config.chunk_size, max(_LOOKED, config.chunk_size)
+    begin, end = _pieces(units, M, config.sentence_limit)
     total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
-    looked_end = np.minimum(np.arange(M, dtype=np.int32) + np.int32(window), np.repeat(end, end - begin))
+    looked_end = np.minimum(np.arange(M) + window, np.repeat(end, end - begin))
     seen = total[looked_end] - total[:M]  # in what begins at each token and ends with its unit at the latest
-    best = np.maximum.reduceat(seen, begin)
-    at = np.flatnonzero(seen == np.repeat(best, end - begin))
-    start = at[np.searchsorted(at, begin)].astype(np.int32)
-    around = _Around(begin, end, start, looked_end[start])
-    return _raised(chunk_scores, around, config.unit_share * best / window, config)
-
-
-class _Around(NamedTuple):
-    """Units, or pieces of them, and the places in them where something was found; prompt indices, each (N,)."""
-
-    begin: Indices
-    end: Indices
-    start: Indices
-    stop: Indices
-
-
-def _raised(chunk_scores: Floats, around: _Around, height: npt.NDArray[np.float64], config: SelectionConfig) -> Floats:
-    """Chunks of each unit get its height at least, times `unit_fade` per eight tokens between them and the place."""
-    size = config.chunk_size
-    first, parts = around.begin // size, (around.end - 1) // size - around.begin // size + 1
+    height = (np.maximum.reduceat(seen, begin) / window).astype(np.float32)
+    first, parts = begin // size, (end - 1) // size - begin // size + 1
     unit = np.repeat(np.arange(parts.size), parts)
     chunk = first[unit] + np.arange(unit.size) - np.repeat(np.cumsum(parts) - parts, parts)
-    away = np.maximum(np.maximum(chunk * size - around.stop[unit], around.start[unit] - (chunk + 1) * size), 0)
     scores = chunk_scores.copy()
-    np.maximum.at(scores, chunk, (height[unit] * config.unit_fade ** (away / _FADED)).astype(np.float32))
+    np.maximum.at(scores, chunk, height[unit])
     return scores
 
 
@@ -172,19 +125,17 @@ def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_siz
 def select_tokens(
     importance: Floats, forced: Bools, text: PromptText, keep: Fraction, config: SelectionConfig
 ) -> Selection:
-    """From importance (M,) to what is kept: chunk means, linked lines, lines held together, the best chunks.
+    """From importance (M,) to what is kept: chunk means, lines and sentences kept together, the best chunks.
 
     Args:
         forced: (M,) per token.
     """
-    found = np.where(forced, np.float32(0), importance)  # the question's tokens look at those just before it as well
     means = chunk_means(importance, config.chunk_size)
-    links = lent(found, text, config)
-    scores = held_together(importance, np.maximum(means, links), text.units, config)
+    if not config.by_sentence:
+        return select_chunks(means, forced, keep, config.chunk_size)
+    scores = by_sentence(importance, means, text.units, config)
     # Smoothing carries what was looked at over the end of a line. Nobody asks for what lies there.
-    unfaded = replace(config, unit_share=1.0, unit_fade=1.0)
-    lines = held_together(importance, np.zeros_like(means), text.units, unfaded)
-    asked = np.maximum(np.minimum(means, lines), links)
+    asked = np.minimum(means, by_sentence(importance, np.zeros_like(means), text.units, config))
     return replace(select_chunks(scores, forced, keep, config.chunk_size), asked=asked)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import PromptSpan, SelectionConfig
-from mlx_specprefill.prefill.forced import forced_mask, forced_ranges, frame_mask
+from mlx_specprefill.prefill.forced import forced_mask, forced_ranges, template_mask
 
 CONFIG = SelectionConfig()
 
@@ -51,7 +51,7 @@ def test_the_frame_is_the_template_and_the_question():
     for span in (system, user):
         expected[span.start : span.content_start] = expected[span.content_end : span.end] = True
     expected[asks[0] :] = True
-    frame = frame_mask([system, user], asks, kept([system, user], M))
+    frame = template_mask([system, user], asks, kept([system, user], M))
     np.testing.assert_array_equal(frame, expected)
 
 
@@ -59,10 +59,10 @@ def test_only_what_is_kept_anyway_is_part_of_the_frame():
     M = 320  # 20 tokens of the message's end are forced
     user = PromptSpan("user", 0, 4, M - 5, M - 3)
     forced = kept([user], M)
-    frame = frame_mask([user], (M - 5 - 48, M - 5), forced)
+    frame = template_mask([user], (M - 5 - 48, M - 5), forced)
     assert not frame[~forced].any()
     assert frame[-(M // 16) - 5 :].all()
-    assert frame_mask([], (M - 1, M - 1), kept([], M)).nonzero()[0].tolist() == [0]
+    assert template_mask([], (M - 1, M - 1), kept([], M)).nonzero()[0].tolist() == [0]
 
 
 def test_a_short_last_user_message_is_kept_whole():

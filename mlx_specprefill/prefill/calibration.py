@@ -1,0 +1,223 @@
+"""Which heads of a draft look from a question at its answer: measured on items whose answer is known.
+
+A head's gain is the share of its attention from the question to the document that falls on the answer, less the share
+that an even spread would put there (after QRHead, arXiv 2506.09944). Of the heads with the most gain as many are taken
+as keep the most of the answers, and of the draft's layers as few as keep as much as all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..adapters.capture import HeadCapture
+from ..adapters.depth import first_layers, layers_of, smallest_depth
+from ..adapters.heads import DraftHeads, Head
+from ..cache.positioned import leaves
+from ..config import ScoringConfig, SelectionConfig
+from ..errors import SparseUnsupportedError
+from .calibration_items import KINDS, CalibrationItem, calibration_items
+from .heads import importance_of
+from .scoring import ToScore, question_span, read_prompt
+from .selection import select_tokens
+from .text import PromptText, TextReader
+
+__all__ = ["find_heads"]
+
+Bools = npt.NDArray[np.bool_]
+Rows = dict[tuple[int, int], npt.NDArray[np.float32]]
+
+_ITEMS, _CHARACTERS = 12, 2600  # of each kind; some 600 to 800 tokens
+_KEEP = Fraction(1, 5)
+_NUMBERS = (1, 2, 4, 8)  # of heads that are tried
+_DEPTHS = (Fraction(1, 4), Fraction(1, 3), Fraction(1, 2), Fraction(2, 3), Fraction(1))
+_EQUAL = 0.02  # of recall: as much as all layers keep
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One item as the draft read it: attention rows of all its heads, and which of the prompt's tokens are what."""
+
+    kind: str
+    rows: Rows
+    gold: Bools
+    template: Bools
+    text: PromptText
+
+
+def find_heads(
+    draft: nn.Module,
+    tokenizer: TokenizerWrapper,
+    scoring: ScoringConfig,
+    selection: SelectionConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+    seed: int = 0,
+) -> DraftHeads:
+    """Calibrate a draft: three dozen prompts of some 700 tokens are read once.
+
+    Args:
+        draft: the whole model.
+        on_progress: gets the number of items read and that of all.
+
+    Raises:
+        SparseUnsupportedError: no head of it can be calibrated.
+    """
+    eligible = _eligible_calls(draft)
+    reader = TextReader(tokenizer)
+    items, reads = list(calibration_items(_ITEMS, _CHARACTERS, seed)), list[_Read]()
+    for item in items:
+        read = _read(draft, tokenizer, reader, item, scoring)
+        rows = {key: row for key, row in read.rows.items() if key[0] in eligible}
+        reads.append(_Read(read.kind, rows, read.gold, read.template, read.text))
+        if on_progress is not None:
+            on_progress(len(reads), len(items))
+    mx.clear_cache()
+    if not reads or not reads[0].rows:
+        raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")
+    return _chosen(draft, reads, scoring, selection)
+
+
+def _chosen(draft: nn.Module, reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig) -> DraftHeads:
+    """All layers first; then fewer, as long as they keep as much."""
+    ranked, layers = _ranked(reads), len(layers_of(draft))
+    found: list[DraftHeads] = []
+    for depth, calls in reversed(list(_depths(draft))):
+        heads = [head for head in ranked if head.call < calls]
+        best = _best_number(heads, reads, scoring, selection)
+        if best is None or (found and _mean(best[1]) < _mean(found[0].recall) - _EQUAL):
+            break
+        found.append(DraftHeads(best[0], depth, layers, best[1]))
+    if not found:
+        raise SparseUnsupportedError("no head of the draft looks at what a question asks for")
+    return found[-1]
+
+
+def _best_number(
+    heads: Sequence[Head], reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig
+) -> tuple[tuple[Head, ...], dict[str, float]] | None:
+    """As many of the first heads as keep the most, more rather than fewer; and what they keep."""
+    tried = [tuple(heads[:number]) for number in _NUMBERS if number <= len(heads)]
+    recalls = [(some, _recall(some, reads, scoring, selection)) for some in tried]
+    return max(recalls, key=lambda entry: (round(_mean(entry[1]), 3), len(entry[0])), default=None)
+
+
+def _ranked(reads: Sequence[_Read]) -> list[Head]:
+    """Heads with a gain, the mean over the kinds of items, by descending gain."""
+    gains: dict[tuple[int, int], list[float]] = {}
+    for kind in dict.fromkeys(read.kind for read in reads):
+        of_kind = [read for read in reads if read.kind == kind]
+        for key in of_kind[0].rows:
+            gains.setdefault(key, []).append(float(np.mean([_gain(read, key) for read in of_kind])))
+    heads = [Head(*key, float(np.mean(values))) for key, values in gains.items()]
+    return sorted((head for head in heads if head.weight > 0), key=lambda head: -head.weight)
+
+
+def _gain(read: _Read, key: tuple[int, int]) -> float:
+    document = ~read.template
+    row = read.rows[key] * document
+    mass = float(row.sum())
+    return float(row[read.gold].sum()) / mass - float(read.gold.sum() / document.sum()) if mass > 0 else 0.0
+
+
+def _recall(
+    heads: Sequence[Head], reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig
+) -> dict[str, float]:
+    """Mean share of gold tokens kept, by kind."""
+    shares: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for read in reads:
+        importance = importance_of(read.rows, heads, read.template, scoring.pool_width)
+        kept = select_tokens(importance, read.template, read.text, _KEEP, selection).kept
+        shares[read.kind].append(float(np.isin(np.flatnonzero(read.gold), kept).mean()))
+    return {kind: float(np.mean(values)) for kind, values in shares.items() if values}
+
+
+def _mean(recall: Mapping[str, float]) -> float:
+    return float(np.mean(list(recall.values())))
+
+
+# --- the draft's layers ----------------------------------------------------------------------------------------------
+
+
+def _depths(draft: nn.Module) -> Iterator[tuple[int, int]]:
+    """Numbers of first layers, ascending, and how many attention calls there are in them."""
+    total, least = len(layers_of(draft)), smallest_depth(draft)
+    for depth in sorted({max(least, -(-total * share.numerator // share.denominator)) for share in _DEPTHS}):
+        yield depth, _calls(first_layers(draft, depth))
+
+
+def _calls(model: nn.Module) -> int:
+    """Attention calls of a forward; nothing is computed."""
+    capture = HeadCapture(2, {})
+    with capture.of_passage(2, 2, slice(0, 2)):
+        model(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(model))
+    return capture.calls
+
+
+def _eligible_calls(draft: nn.Module) -> set[int]:
+    """Attention calls that see the whole prompt, however long: those of windows look the same in a short one.
+
+    Raises:
+        SparseUnsupportedError: windows and attention calls can't be matched.
+    """
+    caches = [part for part in leaves(make_prompt_cache(draft)) if not isinstance(part, ArraysCache)]
+    calls, whole = _calls(draft), [type(part) is KVCache for part in caches]
+    if all(whole):
+        return set(range(calls))
+    if len(whole) != calls:
+        raise SparseUnsupportedError(f"its {calls} attention calls can't be matched with {len(whole)} caches")
+    return {call for call, spans in enumerate(whole) if spans}
+
+
+# --- items -----------------------------------------------------------------------------------------------------------
+
+
+def _read(
+    draft: nn.Module, tokenizer: TokenizerWrapper, reader: TextReader, item: CalibrationItem, scoring: ScoringConfig
+) -> _Read:
+    prompt, places = _rendered(tokenizer, item)
+    units = reader.read(prompt.tolist())
+    question = question_span(prompt.size, scoring, places["question"][1], units.units)
+    task = ToScore.alone(draft, prompt, scoring, question=question)
+    capture = HeadCapture(prompt.size, None)
+    for _ in read_prompt(draft, task, prompt.size, question, capture.of_passage):
+        pass
+    rows = {key: np.array(row) for key, row in capture.found.items()}
+    document, gold = (_mask(places[name], prompt.size) for name in ("document", "gold"))
+    return _Read(item.kind, rows, gold, ~document, units)
+
+
+def _rendered(tokenizer: TokenizerWrapper, item: CalibrationItem) -> tuple[npt.NDArray[np.int32], dict[str, Any]]:
+    """The prompt's tokens, and where document, gold and question lie in them."""
+    content = f"{item.document}\n\n{item.question}"
+    text = content
+    if tokenizer.has_chat_template:
+        messages = [{"role": "user", "content": content}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    start = max(text.rfind(content), 0)
+    gold = start + item.document.index(item.gold)
+    asked = start + len(item.document) + 2
+    spans = {
+        "document": (start, start + len(item.document)),
+        "gold": (gold, gold + len(item.gold)),
+        "question": (asked, asked + len(item.question)),
+    }
+    ends = sorted({place for span in spans.values() for place in span})
+    # Tokenized in one piece; a place is found by the tokens of what comes before it.
+    index = {end: len(tokenizer.encode(text[:end], add_special_tokens=False)) for end in ends}
+    tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+    return tokens, {name: (index[begin], index[end]) for name, (begin, end) in spans.items()}
+
+
+def _mask(span: tuple[int, int], length: int) -> Bools:
+    mask = np.zeros(length, dtype=np.bool_)
+    mask[span[0] : span[1]] = True
+    return mask

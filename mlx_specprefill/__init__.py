@@ -49,7 +49,7 @@ from .errors import (
     SpecPrefillError,
 )
 from .loading import DtypeName, ModelPair, check_same_tokenizer, load_pair, make_pair, with_heads
-from .prefill.calibration import find_heads
+from .prefill.calibration import calibrated_heads, find_heads
 from .prefill.cost import PairCost, break_even, worthwhile
 from .request import (
     Account,
@@ -138,6 +138,7 @@ __all__ = [
     "__version__",
     "break_even",
     "calibrate",
+    "calibrated_heads",
     "check_same_tokenizer",
     "find_heads",
     "keep_pct",

@@ -77,6 +77,7 @@ def load_pair(
     *,
     draft_layers: int | None = None,
     heads: DraftHeads | Path | None = None,
+    exit_early: bool = True,
     dtype: DtypeName = "auto",
 ) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
@@ -86,6 +87,7 @@ def load_pair(
         draft_layers: how many of the draft's first layers read the prompt; None: all of them. Fewer don't look ahead,
             and the maximum over their heads chooses badly on real text.
         heads: the draft's calibrated heads, or a file of them; None: `heads.json` in its folder, if there is one.
+        exit_early: whether the draft ends at the last of its calibrated heads; one that proposes tokens must not.
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
 
@@ -99,7 +101,7 @@ def load_pair(
         own: Literal["self"] | None = None if draft is None else "self"
         name = _name(target)
         pair = make_pair(model, tokenizer, config, target_id=name, draft=own, draft_layers=draft_layers, mtp=mtp)
-        return _with_known_heads(pair, heads, target, draft_layers)
+        return _with_known_heads(pair, heads, target, draft_layers, exit_early)
     draft_model, draft_tokenizer, draft_config = _load(draft, dtype)
     check_same_tokenizer(tokenizer, draft_tokenizer)
     pair = make_pair(
@@ -113,7 +115,7 @@ def load_pair(
         draft_layers=draft_layers,
         mtp=mtp,
     )
-    return _with_known_heads(pair, heads, draft, draft_layers)
+    return _with_known_heads(pair, heads, draft, draft_layers, exit_early)
 
 
 def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -> ModelPair:
@@ -144,14 +146,15 @@ def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -
 
 
 def _with_known_heads(
-    pair: ModelPair, heads: DraftHeads | Path | None, folder: str | Path, draft_layers: int | None
+    pair: ModelPair, heads: DraftHeads | Path | None, folder: str | Path, draft_layers: int | None, exit_early: bool
 ) -> ModelPair:
     beside = Path(folder).expanduser() / "heads.json"
     if heads is None and pair.draft is not None and draft_layers is None and beside.is_file():
         heads = beside
     if heads is None:
         return pair
-    return with_heads(pair, read_heads(heads) if isinstance(heads, Path) else heads)
+    known = read_heads(heads) if isinstance(heads, Path) else heads
+    return with_heads(pair, known, exit_early=exit_early)
 
 
 def make_pair(

@@ -7,9 +7,14 @@ as keep the most of the answers, and of the draft's layers as few as keep as muc
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,23 +25,29 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..adapters.capture import HeadCapture
-from ..adapters.depth import first_layers, layers_of, smallest_depth
-from ..adapters.heads import DraftHeads, Head
+from ..adapters.depth import first_layers, layers_of, smallest_depth, whole_draft
+from ..adapters.heads import DraftHeads, Head, read_heads
+from ..cache.fingerprint import model_identity
 from ..cache.positioned import leaves
 from ..config import ScoringConfig, SelectionConfig
-from ..errors import SparseUnsupportedError
+from ..errors import LoadError, SparseUnsupportedError
+from ..loading import ModelPair
 from .calibration_items import KINDS, CalibrationItem, calibration_items
 from .heads import importance_of
 from .scoring import ToScore, question_span, read_prompt
 from .selection import select_tokens
 from .text import PromptText, TextReader
 
-__all__ = ["find_heads"]
+__all__ = ["calibrated_heads", "find_heads"]
+
+log = logging.getLogger(__name__)
 
 Bools = npt.NDArray[np.bool_]
 Rows = dict[tuple[int, int], npt.NDArray[np.float32]]
 
 _ITEMS, _CHARACTERS = 12, 2600  # of each kind; some 600 to 800 tokens
+_FEWEST = 4  # of each kind, however long they take
+LIMIT_S = 60.0
 _KEEP = Fraction(1, 5)
 _NUMBERS = (1, 2, 4, 8)  # of heads that are tried
 _DEPTHS = (Fraction(1, 4), Fraction(1, 3), Fraction(1, 2), Fraction(2, 3), Fraction(1))
@@ -61,12 +72,15 @@ def find_heads(
     selection: SelectionConfig,
     on_progress: Callable[[int, int], None] | None = None,
     seed: int = 0,
+    limit_s: float = LIMIT_S,
 ) -> DraftHeads:
-    """Calibrate a draft: three dozen prompts of some 700 tokens are read once.
+    """Calibrate a draft: three dozen prompts of some 700 tokens are read once, fewer where that takes too long.
 
     Args:
         draft: the whole model.
         on_progress: gets the number of items read and that of all.
+        seed: of the items.
+        limit_s: seconds after which no further item is read, once there are four of each kind.
 
     Raises:
         SparseUnsupportedError: no head of it can be calibrated.
@@ -74,7 +88,10 @@ def find_heads(
     eligible = _eligible_calls(draft)
     reader = TextReader(tokenizer)
     items, reads = list(calibration_items(_ITEMS, _CHARACTERS, seed)), list[_Read]()
+    until = time.monotonic() + limit_s
     for item in items:
+        if len(reads) >= _FEWEST * len(KINDS) and time.monotonic() > until:
+            break
         read = _read(draft, tokenizer, reader, item, scoring)
         rows = {key: row for key, row in read.rows.items() if key[0] in eligible}
         reads.append(_Read(read.kind, rows, read.gold, read.template, read.text))
@@ -84,6 +101,55 @@ def find_heads(
     if not reads or not reads[0].rows:
         raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")
     return _chosen(draft, reads, scoring, selection)
+
+
+def calibrated_heads(
+    pair: ModelPair,
+    scoring: ScoringConfig,
+    selection: SelectionConfig,
+    folder: Path | None,
+    *,
+    measure: bool = True,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> DraftHeads | None:
+    """What an earlier calibration of this draft has found, else a new one, which is kept for the next time.
+
+    None without a draft that can score, where nothing is known and `measure` is false, and where the draft has no head
+    that can be calibrated, which is logged.
+
+    Args:
+        folder: where calibrations are kept, a file per draft; None: nowhere.
+    """
+    if pair.draft is None or pair.sparse_refusal is not None:
+        return None
+    draft = whole_draft(pair.draft)
+    file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
+    if file is not None and file.is_file():
+        try:
+            return read_heads(file)
+        except LoadError as error:
+            log.warning("%s: calibrating again", error)
+    if not measure:
+        return None
+    try:
+        found = find_heads(draft, pair.tokenizer, scoring, selection, on_progress)
+    except SparseUnsupportedError as error:
+        log.warning("the draft's heads can't be calibrated, so the paper's rule scores prompts: %s", error)
+        return None
+    _store(file, found)
+    return found
+
+
+def _store(file: Path | None, heads: DraftHeads) -> None:
+    if file is None:
+        return
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(heads.to_dict()), encoding="utf-8")
+        new.replace(file)
+    except OSError as error:
+        log.warning("the calibration could not be kept: %s", error)
 
 
 def _chosen(draft: nn.Module, reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig) -> DraftHeads:

@@ -51,10 +51,10 @@ class CalibrationItem:
 
 
 def calibration_items(number: int, characters: int, seed: int = 0) -> Iterator[CalibrationItem]:
-    """`number` items of each kind with documents of about so many characters; the same ones for the same Python."""
+    """`number` items of each kind in turn, with documents of so many characters; the same ones for the same Python."""
     makers = {"copy": _copy, "needle": _needle, "paraphrase": _paraphrase}
-    for kind in KINDS:
-        for index in range(number):
+    for index in range(number):
+        for kind in KINDS:
             rng = random.Random(f"{kind}/{seed}/{index}")
             yield makers[kind](rng, _document(rng, characters))
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from mlx_specprefill import SpecPrefillOptions, SpeculationName, keep_pct
+from mlx_specprefill import RuleName, SpecPrefillOptions, SpeculationName, keep_pct
 
 __all__ = ["Body", "Number", "SpecPrefillFields", "Texts", "TokenIds", "Whole"]
 
@@ -57,11 +57,16 @@ class SpecPrefillFields(Body):
     specprefill: bool | None = None
     specprefill_keep_pct: Annotated[Fraction, PlainValidator(_keep_pct, json_schema_input_type=Share)] | None = None
     specprefill_return_spans: bool = False
+    specprefill_rule: RuleName | None = None
     speculative: SpeculationName | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None  # vLLM's
 
     def options(self) -> SpecPrefillOptions:
         """As the engine wants it."""
         return SpecPrefillOptions(
-            self.specprefill, self.specprefill_keep_pct, self.specprefill_return_spans, speculative=self.speculative
+            self.specprefill,
+            self.specprefill_keep_pct,
+            self.specprefill_return_spans,
+            self.specprefill_rule,
+            speculative=self.speculative,
         )

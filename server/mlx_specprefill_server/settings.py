@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from mlx_specprefill import (
     EngineConfig,
     ForcedRule,
+    RuleName,
     SelectionConfig,
     SpecPrefillPolicy,
     SpeculationConfig,
@@ -95,6 +96,7 @@ class Settings(BaseSettings):
     specprefill_threshold: int | None = Field(default=None, ge=0)  # tokens; None: measured, by predicted saving
     calibration_file: Path | None = Field(default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json")
     specprefill_keep_pct: Annotated[Fraction, BeforeValidator(keep_pct)] = Fraction(1, 5)
+    rule: RuleName = "default"  # how tokens are scored and chosen when a request doesn't say
     forced_rule: ForcedRule = "template"
     chunk_size: int = Field(default=SelectionConfig().chunk_size, ge=1)  # tokens
     speculative: SpeculationName = "off"  # how answers are drafted when a request doesn't say
@@ -111,6 +113,11 @@ class Settings(BaseSettings):
     densify: bool = True
     kv_bits: int | None = None
 
+    @property
+    def heads_folder(self) -> Path | None:
+        """Where calibrations of drafts' heads are kept."""
+        return None if self.calibration_file is None else self.calibration_file.parent / "heads"
+
     @model_validator(mode="after")
     def _engine_agrees(self) -> Self:
         self.engine_config()
@@ -120,6 +127,7 @@ class Settings(BaseSettings):
         """The part of the settings that the engine needs."""
         return EngineConfig(
             selection=SelectionConfig(chunk_size=self.chunk_size, forced=self.forced_rule),
+            rule=self.rule,
             policy=SpecPrefillPolicy(
                 enabled=self.specprefill,
                 threshold=self.specprefill_threshold,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 from rich.console import Console
 
-from mlx_specprefill import SpecPrefillPolicy, break_even
+from mlx_specprefill import DraftHeads, SpecPrefillPolicy, break_even
 from mlx_specprefill import calibrate as measure_pair
 
 from .common import begin, choose, load, make_settings, notes, one_line_errors
@@ -25,15 +25,18 @@ def calibrate(
     dtype: Dtype = "auto",
     log_level: Level = "warning",
 ) -> None:
-    """Measure target and draft on this machine, and show from which length on a sparse prefill pays.
+    """Find the draft's heads, measure both models on this machine, and show from which length a sparse prefill pays.
 
     Takes up to a minute, and wants the machine for itself; the server's next starts use what was measured.
     """
     begin(log_level)
     with one_line_errors():
         chosen = choose(pair, pairs_file, target, draft, draft_layers)
-        config = make_settings(chosen, specprefill_keep_pct=keep).engine_config()
-        loaded = load(chosen, dtype)
+        settings = make_settings(chosen, specprefill_keep_pct=keep)
+        config = settings.engine_config()
+        loaded = load(chosen, dtype, settings, calibrate=True)
+        if loaded.heads is not None:
+            typer.echo(_heads_text(loaded.heads))
         with notes().status("Measuring"):
             cost = measure_pair(loaded, config)
         longest = min(loaded.context_length, loaded.draft_context or loaded.context_length)
@@ -42,6 +45,14 @@ def calibrate(
             "Prompts are read {} (target) and {} (draft) tokens at a time.".format(*cost.steps(config.prefill_step))
         )
         typer.echo(_break_even_text(break_even(cost, config.policy, longest), config.policy))
+
+
+def _heads_text(heads: DraftHeads) -> str:
+    found = ", ".join(f"{kind} {share:.2f}" for kind, share in heads.recall.items())
+    return (
+        f"{len(heads.heads)} heads in {heads.depth} of the draft's {heads.layers} layers. Share of the answers' tokens "
+        f"that they keep at 20 %: {found}."
+    )
 
 
 def _break_even_text(found: int | None, policy: SpecPrefillPolicy) -> str:

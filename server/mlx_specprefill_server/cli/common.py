@@ -13,7 +13,17 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from mlx_specprefill import BLAS, ModelPair, SpecPrefillError, SpecPrefillOptions, keep_pct, load_pair
+from mlx_specprefill import (
+    BLAS,
+    DraftHeads,
+    ModelPair,
+    SpecPrefillError,
+    SpecPrefillOptions,
+    calibrated_heads,
+    keep_pct,
+    load_pair,
+    with_heads,
+)
 
 from ..evals.errors import EvaluationError
 from ..monitoring.logs import set_up as set_up_logs
@@ -105,8 +115,8 @@ def choose(
         raise OptionError("--pairs-file needs --pair")
     found = _default_pair() if name is None else find_pair(name, pairs_file)
     if draft is not None:
-        return found.model_copy(update={"draft": draft, "draft_layers": draft_layers})
-    return found if draft_layers is None else found.model_copy(update={"draft_layers": draft_layers})
+        return found.model_copy(update={"draft": draft, "draft_layers": draft_layers, "heads": None})
+    return found if draft_layers is None else found.model_copy(update={"draft_layers": draft_layers, "heads": None})
 
 
 def _default_pair() -> Pair:
@@ -148,10 +158,38 @@ def options_of(enabled: bool | None, keep: str | None) -> SpecPrefillOptions:
     return SpecPrefillOptions(enabled, None if keep is None else keep_pct(keep, "--keep-pct"))
 
 
-def load(pair: Pair, dtype: DtypeName) -> ModelPair:
+def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False) -> ModelPair:
+    """The pair in memory, with the calibrated heads of its draft where they are known.
+
+    Args:
+        settings: where calibrations are kept; None: nowhere.
+        calibrate: measure them where they are not known.
+    """
     names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
+    heads = None if pair.heads is None else Path(pair.heads)
+    # A draft that may have to propose tokens needs all of its layers.
+    early = settings is None or settings.speculative == "off"
     with notes().status(f"Loading {names}"):
-        return load_pair(pair.target, pair.draft, draft_layers=pair.draft_layers, dtype=dtype)
+        loaded = load_pair(
+            pair.target, pair.draft, draft_layers=pair.draft_layers, heads=heads, exit_early=early, dtype=dtype
+        )
+    if loaded.heads is not None or settings is None or pair.draft_layers is not None:
+        return loaded
+    found = _heads(loaded, settings, calibrate)
+    return loaded if found is None else with_heads(loaded, found, exit_early=early)
+
+
+def _heads(pair: ModelPair, settings: Settings, calibrate: bool) -> DraftHeads | None:
+    config = settings.engine_config()
+    with notes().status("Calibrating the draft's heads, once") as status:
+        return calibrated_heads(
+            pair,
+            config.scoring,
+            config.selection,
+            settings.heads_folder,
+            measure=calibrate,
+            on_progress=lambda done, total: status.update(f"Calibrating the draft's heads, once: {done} of {total}"),
+        )
 
 
 def read_text(path: Path) -> str:

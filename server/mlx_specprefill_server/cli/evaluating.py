@@ -17,7 +17,7 @@ from ..evals.command import evaluate as run
 from ..evals.local import LocalExaminee, examination
 from ..evals.remote import RemoteExaminee
 from ..evals.tasks import GROUPS
-from .common import OptionError, begin, choose, load, one_line_errors
+from .common import OptionError, begin, choose, load, make_settings, one_line_errors
 from .options import ChunkSize, Draft, DraftLayers, Dtype, Level, PairName, PairsFile, Target
 
 __all__ = ["evaluate"]
@@ -79,7 +79,7 @@ def evaluate(
             return
         chosen = choose(pair, pairs_file, target, draft, draft_layers)
         selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
-        with Engine(load(chosen, dtype), examination(selection)) as engine:
+        with Engine(load(chosen, dtype, make_settings(chosen), calibrate=True), examination(selection)) as engine:
             typer.echo(json.dumps(run(options, LocalExaminee(engine), _tell)))
 
 

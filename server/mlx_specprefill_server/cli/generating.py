@@ -46,6 +46,7 @@ from .options import (
     PrefillStep,
     Question,
     Raw,
+    Rule,
     Target,
 )
 
@@ -61,6 +62,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     keep: Keep = None,
+    rule: Rule = None,
     chunk_size: ChunkSize = None,
     mode: Annotated[PrefillMode, typer.Option(help="auto: sparse above the pair's threshold.")] = "auto",
     raw: Raw = False,
@@ -84,13 +86,14 @@ def generate(
         settings = make_settings(
             chosen,
             one_shot=True,
+            rule=rule,
             chunk_size=chunk_size,
             forced_rule=forced,
             prefill_step=prefill_step,
             kv_bits=kv_bits,
             **ONE_SHOT,
         )
-        with Engine(load(chosen, dtype), settings.engine_config()) as engine:
+        with Engine(load(chosen, dtype, settings), settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)
             request = GenerationRequest(
                 prompt.tokens,

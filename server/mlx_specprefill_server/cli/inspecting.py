@@ -38,6 +38,7 @@ from .options import (
     PairsFile,
     Question,
     Raw,
+    Rule,
     Target,
 )
 
@@ -48,6 +49,7 @@ def inspect(
     prompt_file: Annotated[Path | None, typer.Option(help="A text file; - reads standard input.")] = None,
     question: Question = None,
     keep: Keep = None,
+    rule: Rule = None,
     chunk_size: ChunkSize = None,
     raw: Raw = False,
     shape: Annotated[
@@ -75,8 +77,10 @@ def inspect(
         text = read_text(prompt_file)
         options = options_of(None, keep)
         chosen = choose(pair, pairs_file, target, draft, draft_layers)
-        settings = make_settings(chosen, one_shot=True, chunk_size=chunk_size, forced_rule=forced, **ONE_SHOT)
-        with Engine(load(chosen, dtype), settings.engine_config()) as engine:
+        settings = make_settings(
+            chosen, one_shot=True, rule=rule, chunk_size=chunk_size, forced_rule=forced, **ONE_SHOT
+        )
+        with Engine(load(chosen, dtype, settings), settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)
             inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))
             chunks = explain_chunks(engine.pair.tokenizer, prompt.tokens, inspection)

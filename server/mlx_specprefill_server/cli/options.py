@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mlx_specprefill import ForcedRule
+from mlx_specprefill import ForcedRule, RuleName, SelectionConfig
 
 from ..settings import LogLevel
 
@@ -26,6 +26,7 @@ __all__ = [
     "PrefillStep",
     "Question",
     "Raw",
+    "Rule",
     "Target",
 ]
 
@@ -43,10 +44,21 @@ Draft = Annotated[
 ]
 DraftLayers = Annotated[
     int | None,
-    typer.Option(min=1, help="How many of the draft's first layers read the prompt. Default all."),
+    typer.Option(
+        min=1,
+        help="How many of the draft's first layers read the prompt. Default: as many as its calibrated heads need.",
+    ),
 ]
 Dtype = Annotated[DtypeName, typer.Option(help="auto: as stored on a GPU, float32 on a CPU.")]
-ChunkSize = Annotated[int | None, typer.Option(min=1, help="Tokens per chunk. Default 8.")]
+ChunkSize = Annotated[
+    int | None, typer.Option(min=1, help=f"Tokens per chunk. Default {SelectionConfig().chunk_size}.")
+]
+Rule = Annotated[
+    RuleName | None,
+    typer.Option(
+        help="How tokens are scored and chosen: default, by calibrated heads; paper, as SpecPrefill was published."
+    ),
+]
 Forced = Annotated[ForcedRule, typer.Option("--forced", help="Which tokens are always kept.")]
 PrefillStep = Annotated[int | None, typer.Option(help="Tokens per target forward.")]
 KvBits = Annotated[int | None, typer.Option(help="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8.")]

@@ -17,7 +17,7 @@ from ..monitoring.logs import set_up as set_up_logs
 from ..parsers.formats import ReasoningParser, ToolParser
 from ..settings import LogFormat, LogLevel
 from .common import choose, load, make_settings, note_blas, one_line_errors
-from .options import ChunkSize, Draft, DraftLayers, Dtype, KvBits, PairName, PairsFile, PrefillStep, Target
+from .options import ChunkSize, Draft, DraftLayers, Dtype, KvBits, PairName, PairsFile, PrefillStep, Rule, Target
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ def serve(
     specprefill: Annotated[
         bool | None, typer.Option("--specprefill/--no-specprefill", help="Off: sparse only when a request asks.")
     ] = None,
+    rule: Rule = None,
     chunk_size: ChunkSize = None,
     forced_rule: Annotated[ForcedRule | None, typer.Option("--forced", help="Which tokens are always kept.")] = None,
     speculative: Annotated[
@@ -159,7 +160,7 @@ def serve(
         with bound(settings.host, settings.port) as sockets:
             if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
                 logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
-            with Engine(load(chosen, dtype), settings.engine_config()) as engine:
+            with Engine(load(chosen, dtype, settings, calibrate=True), settings.engine_config()) as engine:
                 serve_forever(engine, settings, sockets)
 
 

@@ -10,7 +10,7 @@ from mlx_specprefill import InvalidRequestError, keep_pct
 
 __all__ = ["ARM_KINDS", "FULL", "Arm", "ArmKind", "arms"]
 
-ArmKind = Literal["full", "sparse", "random", "recency", "lexical", "renumbered", "oracle"]
+ArmKind = Literal["full", "sparse", "paper", "random", "recency", "lexical", "renumbered", "oracle"]
 ARM_KINDS: tuple[ArmKind, ...] = get_args(ArmKind)
 
 

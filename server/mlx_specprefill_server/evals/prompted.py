@@ -9,7 +9,7 @@ from functools import cached_property, partial
 import numpy as np
 import numpy.typing as npt
 
-from mlx_specprefill import CacheLabel, Engine, GenerationRequest, Inspection, SpecPrefillOptions
+from mlx_specprefill import CacheLabel, Engine, GenerationRequest, Inspection, RuleName, SpecPrefillOptions
 
 from ..prompting.prompt import Prompt
 from . import rankings
@@ -60,6 +60,11 @@ class Prompted:
         options = SpecPrefillOptions(enabled=True)
         return self.engine.inspect(self._request(options, "draft"))
 
+    @cached_property
+    def published(self) -> Inspection:
+        """The same by the paper's rule."""
+        return self.engine.inspect(self._request(SpecPrefillOptions(enabled=True, rule="paper"), "draft"))
+
     def request(self, arm: Arm) -> GenerationRequest:
         return self._request(self._options(arm), arm.name.replace("@", "-").replace(".", "_"))
 
@@ -87,12 +92,14 @@ class Prompted:
         M = len(self.prompt.tokens)
         score: dict[str, Callable[[], Floats]] = {
             "sparse": lambda: self.inspection.importance,
+            "paper": lambda: self.published.importance,
             "random": partial(rankings.random_chunks, M, self.chunk, self.seed),
             "recency": partial(rankings.by_recency, M),
             "lexical": self._by_words,
             "oracle": partial(rankings.gold_first, M, self.chunk, self.gold, self.seed),
         }
-        return SpecPrefillOptions(True, arm.keep, return_spans=True, importance=score[arm.kind]())
+        rule: RuleName | None = "paper" if arm.kind == "paper" else None
+        return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=rule, importance=score[arm.kind]())
 
     def _by_words(self) -> Floats:
         tokens, decode = self.prompt.tokens, self.engine.pair.tokenizer.decode

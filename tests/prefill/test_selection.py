@@ -14,21 +14,19 @@ from hypothesis import strategies as st
 
 from mlx_specprefill import InvalidRequestError, SelectionConfig, keep_pct
 from mlx_specprefill.prefill.selection import (
+    by_sentence,
     chunk_means,
     completed,
     held_part,
-    held_together,
     kept_spans,
-    lent,
     select_chunks,
     select_tokens,
 )
 from mlx_specprefill.prefill.text import PromptText
 
 
-def alone(units):
-    """Lines and sentences that share no words."""
-    return PromptText(np.asarray(units, dtype=np.int32), np.zeros((0, 3), dtype=np.int32))
+def text_of(units):
+    return PromptText(np.asarray(units, dtype=np.int32))
 
 
 def brute_force(scores: list[float], forced: list[bool], keep: Fraction, size: int) -> list[int]:
@@ -208,7 +206,7 @@ def test_what_lies_after_the_earlier_turn_does_not_count():
 
 def together_by_hand(importance, units, rule):
     """Unit by unit and chunk by chunk, as the rule is worded."""
-    M, size, limit = len(importance), rule.chunk_size, rule.unit_limit
+    M, size, limit = len(importance), rule.chunk_size, rule.sentence_limit
     chunks = [range(start, min(start + size, M)) for start in range(0, M, size)]
     means = [sum(importance[i] for i in chunk) / len(chunk) for chunk in chunks]
     scores = list(means)
@@ -217,82 +215,29 @@ def together_by_hand(importance, units, rule):
     for start, end in [unit for unit in whole if unit[1] - unit[0] <= limit] + cut:
         touched = [c for c, chunk in enumerate(chunks) if set(chunk) & set(range(start, end))]
         window = max(13, size)
-        seen, at = max((sum(importance[at : min(at + window, end)]), -at) for at in range(start, end))
-        looked = range(-at, min(-at + window, end))
+        seen = max(sum(importance[at : min(at + window, end)]) for at in range(start, end))
         for c in touched:
-            away = max(chunks[c][0] - looked.stop, looked.start - (c + 1) * size, 0)
-            scores[c] = max(scores[c], rule.unit_share * rule.unit_fade ** (away / 8) * seen / window)
+            scores[c] = max(scores[c], seen / window)
     return means, scores
 
 
 @given(st.integers(0, 10_000), st.integers(1, 90), st.integers(1, 20), st.integers(1, 40))
-def test_units_are_held_together_as_by_hand(seed, M, size, limit):
+def test_lines_and_sentences_are_kept_together_as_by_hand(seed, M, size, limit):
     rng = np.random.default_rng(seed)
     importance = rng.random(M).astype(np.float32)
     units = np.unique(np.append(0, rng.integers(0, M, rng.integers(0, 12)))).astype(np.int32)
-    rule = SelectionConfig(chunk_size=size, unit_share=0.75, unit_fade=0.5, unit_limit=limit)
+    rule = SelectionConfig(chunk_size=size, sentence_limit=limit)
     means, expected = together_by_hand(importance.tolist(), units.tolist(), rule)
-    got = held_together(importance, np.array(means, dtype=np.float32), units, rule)
+    got = by_sentence(importance, np.array(means, dtype=np.float32), units, rule)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
-
-
-def linked_by_hand(importance, text, rule):
-    """Word by word and place by place."""
-    M, size = len(importance), rule.chunk_size
-    chunks = [range(start, min(start + size, M)) for start in range(0, M, size)]
-    scores = [0.0] * len(chunks)
-    ends = [*text.units[1:], M]
-    for start, stop, word in text.rare:
-        places = [place for place in text.rare if place[2] == word]
-        if len(places) == 1:
-            continue
-        most = max(sum(importance[a:b]) / (b - a) for a, b, _ in places)
-        unit = max(u for u, begin in enumerate(text.units) if begin <= start)
-        for i, chunk in enumerate(chunks):
-            if set(chunk) & set(range(text.units[unit], ends[unit])):
-                away = max(chunk[0] - stop, start - (i + 1) * size, 0)
-                lends = rule.link_share * most / math.sqrt(len(places) - 1)
-                scores[i] = max(scores[i], lends * rule.unit_fade ** (away / 8))
-    return scores
-
-
-@given(st.integers(0, 10_000), st.integers(20, 90), st.integers(1, 9), st.integers(0, 8))
-def test_rare_words_link_lines_as_by_hand(seed, M, size, count):
-    rng = np.random.default_rng(seed)
-    importance = rng.random(M).astype(np.float32)
-    starts = np.unique(np.append(0, rng.integers(0, M - 4, 6))).astype(np.int32)
-    at, long, word = rng.integers(0, M - 4, count), rng.integers(1, 4, count), np.sort(rng.integers(0, 3, count))
-    text = PromptText(starts, np.stack([at, at + long, word], axis=1).astype(np.int32))
-    rule = SelectionConfig(chunk_size=size, unit_fade=0.5, link_share=0.75)
-    np.testing.assert_allclose(lent(importance, text, rule), linked_by_hand(importance, text, rule), rtol=1e-5)
-
-
-def two_hops(forced=(), more=()):
-    """Ten lines of 16 tokens. The draft looks at the third line; its third token begins the eighth as well."""
-    importance = np.full(160, 0.01, dtype=np.float32)
-    importance[32:40] = 1
-    rare = np.array([[start, start + 1, 7] for start in (34, 112, *more)], dtype=np.int32)
-    mask = np.zeros(160, dtype=bool)
-    mask[list(forced)] = True
-    return importance, mask, PromptText(np.arange(0, 160, 16, dtype=np.int32), rare), Fraction(1, 5)
-
-
-def test_what_is_found_leads_to_the_line_that_shares_a_rare_word():
-    """Eight chunks of four: the line that was looked at and the one that it leads to."""
-    importance, forced, text, keep = two_hops()
-    selection = select_tokens(importance, forced, text, keep, SelectionConfig())
-    assert selection.kept.tolist() == [*range(32, 48), *range(112, 128)]
-    assert selection.asked[[8, 28, 36]].tolist() == pytest.approx([(8 + 5 * 0.01) / 13, 0.5, 0.01])
-    unlinked = select_tokens(importance, forced, text, keep, SelectionConfig(link_share=0.0))
-    assert not set(range(112, 128)) & set(unlinked.kept.tolist())
 
 
 def test_what_is_carried_over_the_end_of_a_line_is_not_asked_for():
     """The last of five chunks was not looked at, only smoothed into: its line as a whole is ordinary."""
     importance = np.full(80, 1, dtype=np.float32)
     importance[24:40], importance[40:44] = 60, 20
-    text, forced = alone(range(0, 80, 20)), np.zeros(80, dtype=bool)
-    selection = select_tokens(importance, forced, text, Fraction(3, 10), SelectionConfig())
+    text, forced = text_of(range(0, 80, 20)), np.zeros(80, dtype=bool)
+    selection = select_tokens(importance, forced, text, Fraction(3, 10), SelectionConfig(chunk_size=4))
     assert set(range(24, 44)) <= set(selection.kept.tolist())
     assert selection.asked[[6, 9, 10]].tolist() == pytest.approx([60, 60, (4 * 20 + 9) / 13])
     held = np.zeros(80, dtype=bool)
@@ -300,48 +245,12 @@ def test_what_is_carried_over_the_end_of_a_line_is_not_asked_for():
     assert held_part(selection, held)[0] == 1
 
 
-def test_the_more_lines_share_a_word_the_less_it_says():
-    asked = select_tokens(*two_hops(more=(80, 96, 144)), SelectionConfig()).asked
-    np.testing.assert_allclose(asked[[20, 24, 28, 36]], 0.5 / 2, rtol=1e-6)
-
-
-def test_what_is_kept_anyway_leads_nowhere():
-    importance, forced, text, keep = two_hops(forced=range(32, 48))
-    selection = select_tokens(importance, forced, text, keep, SelectionConfig())
-    assert selection.asked[28] == pytest.approx(0.01)
-
-
-def test_a_later_turn_asks_for_what_a_rare_word_leads_to():
-    """An earlier turn kept the first line of two: what it lacks is the other."""
-    selection = select_tokens(*two_hops(), SelectionConfig())
-    held = np.zeros(160, dtype=bool)
-    held[32:48] = True
-    share, missing = held_part(selection, held)
-    assert 0.4 < share < 0.9
-    assert missing.tolist() == [*range(112, 128)]
-
-
 def test_a_sentence_that_goes_on_brings_its_next_chunk_and_a_new_one_does_not():
     importance = np.array([0, 0, 0, 8, 0, 0, 0, 0, 1, 0, 0, 0], dtype=np.float32)
-    scores = chunk_means(importance, 4)
-    rule = SelectionConfig(unit_share=0.75)
-    goes_on = held_together(importance, scores, np.array([0, 2, 6, 9]), rule)
-    np.testing.assert_allclose(goes_on, [2, 0.75 * 8 / 13, 0.25])
-    assert held_together(importance, scores, np.array([0, 4, 8]), rule).tolist() == scores.tolist()
-    off = replace(rule, unit_share=0.0)
-    assert held_together(importance, scores, np.array([0, 2, 6, 9]), off).tolist() == scores.tolist()
-
-
-def test_of_several_long_lines_what_was_looked_at_comes_first():
-    """Three records of 64 tokens and room for half of each: the ends of one don't push out another."""
-    importance = np.full(512, 0.01, dtype=np.float32)
-    for start, peak in ((64, 1.0), (192, 0.99), (320, 0.98)):
-        importance[start : start + 8] = peak
-    text, forced = alone(np.arange(0, 512, 64)), np.zeros(512, dtype=bool)
-    kept = select_tokens(importance, forced, text, Fraction(24, 128), SelectionConfig()).kept
-    assert kept.tolist() == [*range(64, 96), *range(192, 224), *range(320, 352)]
-    evenly = select_tokens(importance, forced, text, Fraction(24, 128), SelectionConfig(unit_fade=1.0)).kept
-    assert evenly.tolist() == [*range(64, 128), *range(192, 216), *range(320, 328)]
+    scores, rule = chunk_means(importance, 4), SelectionConfig(chunk_size=4)
+    goes_on = by_sentence(importance, scores, np.array([0, 2, 6, 9]), rule)
+    np.testing.assert_allclose(goes_on, [2, 8 / 13, 0.25])
+    assert by_sentence(importance, scores, np.array([0, 4, 8]), rule).tolist() == scores.tolist()
 
 
 @pytest.mark.parametrize("size", [4, 8])
@@ -351,30 +260,28 @@ def test_where_chunks_begin_does_not_decide_between_lines(size, shift):
     importance, start = np.zeros(128, dtype=np.float32), 40 + shift
     importance[start : start + 13] = 1
     rule = SelectionConfig(chunk_size=size)
-    scores = held_together(importance, chunk_means(importance, size), np.array([0, start]), rule)
-    after = -(-(start + 13) // size)
-    away = after * size - start - 13
-    np.testing.assert_allclose(scores[after : after + 3], 0.8 ** ((away + size * np.arange(3)) / 8), rtol=1e-6)
+    scores = by_sentence(importance, chunk_means(importance, size), np.array([0, start]), rule)
+    np.testing.assert_allclose(scores[start // size :], 1, rtol=1e-6)
 
 
 def test_with_room_for_it_a_long_line_is_whole():
     importance = np.full(512, 0.01, dtype=np.float32)
     importance[64:72] = 1.0
     forced = np.zeros(512, dtype=bool)
-    kept = select_tokens(importance, forced, alone([0, 64, 160]), Fraction(26, 128), SelectionConfig()).kept
-    assert set(range(64, 160)) <= set(kept.tolist())
+    kept = select_tokens(importance, forced, text_of([0, 64, 160]), Fraction(6, 32), SelectionConfig()).kept
+    assert kept.tolist() == [*range(64, 160)]
 
 
-def test_a_line_that_is_too_long_is_held_together_in_pieces():
+def test_a_line_that_is_too_long_is_kept_together_in_pieces():
     """Minified code, or a list on one line: pieces of 32 tokens, four chunks each, from where the line begins."""
     importance = np.zeros(128, dtype=np.float32)
     importance[43:56] = 4
     scores = chunk_means(importance, 8)
-    rule = SelectionConfig(chunk_size=8, unit_share=0.75, unit_fade=0.5)
-    got = held_together(importance, scores, np.array([0, 8, 120]), rule)
+    rule = SelectionConfig(chunk_size=8)
+    got = by_sentence(importance, scores, np.array([0, 8, 120]), rule)
     assert got.nonzero()[0].tolist() == [5, 6, 7, 8]
-    assert got[5:9].tolist() == [3, 4, 3, 1.5]
-    whole = held_together(importance, scores, np.array([0, 8, 120]), replace(rule, unit_limit=112))
+    assert got[5:9].tolist() == [4, 4, 4, 4]
+    whole = by_sentence(importance, scores, np.array([0, 8, 120]), replace(rule, sentence_limit=112))
     assert whole.nonzero()[0].tolist() == [*range(1, 15)]
 
 
@@ -382,23 +289,24 @@ def test_what_a_selection_costs_depends_on_the_length_only():
     """The budget is spent on other chunks, not enlarged."""
     rng = np.random.default_rng(3)
     importance, forced = rng.random(640).astype(np.float32), np.zeros(640, dtype=bool)
-    text = alone(np.arange(0, 640, 24))
-    for share in (0.0, 0.75, 1.0):
-        config = SelectionConfig(unit_share=share)
+    text = text_of(np.arange(0, 640, 24))
+    for together in (False, True):
+        config = SelectionConfig(by_sentence=together)
         assert select_tokens(importance, forced, text, Fraction(1, 5), config).kept.size == 128
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"unit_share": -0.1},
-        {"unit_share": 1.1},
-        {"unit_fade": -0.1},
-        {"unit_fade": 1.1},
-        {"link_share": 2},
-        {"chunk_size": 0},
-    ],
-)
-def test_bad_rules_are_refused(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        SelectionConfig(**bad)
+def test_the_papers_chunks_compete_by_their_means_alone():
+    """Chunks of 32, whatever is said where; with the same tokens forced."""
+    rng = np.random.default_rng(4)
+    importance, forced = rng.random(300).astype(np.float32), np.arange(300) > 280
+    rule = SelectionConfig(sentence_limit=50).as_published
+    selection = select_tokens(importance, forced, text_of(np.arange(0, 300, 24)), Fraction(1, 5), rule)
+    means = [float(importance[start : start + 32].mean(dtype=np.float64)) for start in range(0, 300, 32)]
+    assert selection.kept.tolist() == brute_force(means, forced.tolist(), Fraction(1, 5), 32)
+    np.testing.assert_array_equal(selection.asked, selection.chunk_scores)
+    assert replace(rule, chunk_size=16, by_sentence=True) == SelectionConfig(sentence_limit=50)
+
+
+def test_bad_chunks_are_refused():
+    with pytest.raises(ValueError, match="chunk_size"):
+        SelectionConfig(chunk_size=0)

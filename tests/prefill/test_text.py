@@ -1,4 +1,4 @@
-"""Lines, sentences and the words that two of them share, with a byte-level and a SentencePiece tokenizer."""
+"""Lines and sentences, with a byte-level and a SentencePiece tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = """The code for Anna is 471128. Version 3.11 came later! Did it?  Yes.
 
 def metaspace() -> TokenizerWrapper:
     """Every character a token, spaces as the first character of words: how SentencePiece writes them."""
-    characters = sorted({*TEXT, *SHARED, "\u2581"} - {" "})
+    characters = sorted({*TEXT, "\u2581"} - {" "})
     inner = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token=None))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=inner))
@@ -77,64 +77,13 @@ def test_token_ids_beyond_those_seen_are_learned() -> None:
 
 
 @pytest.mark.parametrize("ids", [[], [5], [0, 0]])
-def test_nothing_to_share(ids: list[int]) -> None:
-    text = TextReader(load(DEMO)).read(ids)
-    assert (text.rare.shape, text.rare.dtype) == ((0, 3), np.int32)
-
-
-COMMON = "".join(
-    f"It is {word} here.\n" for word in ("hot", "wet", "dry", "raw", "dark", "cold", "late", "far", "still")
-)
-SHARED = f"""Anna Vorkesh works at the mill. Bob works in the snow.
-The Kolmar mill is in Exeter, and Kolmar is old. Snow_line 417!
-id: 417, "Vorkesh" and Vorkesh: nobody\tknows. Mill works are at 3.5.
-{COMMON}Bob is still there."""
-
-
-def rare_by_hand(pieces: list[str], units: list[int]) -> dict[str, list[int]]:
-    """Words of the text that two to eight units hold, and the tokens where the first of each begin."""
-    text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
-    places: dict[str, dict[int, int]] = {}
-    for word in re.finditer(r"\w+", text):
-        token = int((ends <= word.start()).sum())
-        unit = sum(start <= token for start in units)
-        places.setdefault(word.group(), {}).setdefault(unit, token)
-    return {word: list(of.values()) for word, of in places.items() if 2 <= len(of) <= 8}
-
-
-@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
-def test_rare_words_are_those_that_a_few_units_share(kind: str) -> None:
-    tokenizer = load(DEMO) if kind == "byte-level" else metaspace()
-    ids = tokenizer.encode(SHARED, add_special_tokens=False)
-    pieces = pieces_of(tokenizer, ids, kind)
-    text = TextReader(tokenizer).read(ids)
-    found: dict[str, list[int]] = {}
-    for start, end, word in text.rare:
-        (spelled,) = re.findall(r"\w+", "".join(pieces[start:end]))
-        found.setdefault(spelled, []).append(int(start))
-        assert (text.rare[text.rare[:, 0] == start, 2] == word).all()
-    assert found == rare_by_hand(pieces, text.units.tolist())
-    assert {word: len(places) for word, places in found.items() if word in ("Vorkesh", "417", "works", "Bob")} == {
-        "Vorkesh": 2,
-        "417": 2,
-        "works": 3,
-        "Bob": 2,
-    }
-    assert not {"Snow", "snow", "Kolmar", "nobody", "It", "here"} & found.keys()
-    numbers = [{int(n) for n in text.rare[np.isin(text.rare[:, 0], places), 2]} for places in found.values()]
-    assert all(len(of) == 1 for of in numbers)
-    assert len(set.union(*numbers)) == len(found)
+def test_next_to_nothing_is_one_unit(ids: list[int]) -> None:
+    assert TextReader(load(DEMO)).read(ids).units.tolist() == [0]
 
 
 def test_the_rest_of_a_prompt() -> None:
-    rare = np.array([[1, 2, 0], [5, 7, 0], [6, 7, 3], [9, 10, 3]], dtype=np.int32)
-    text = PromptText(np.array([0, 4, 9], dtype=np.int32), rare)
-    for start, units, places in (
-        (0, [0, 4, 9], rare.tolist()),
-        (4, [0, 5], [[1, 3, 0], [2, 3, 3], [5, 6, 3]]),
-        (6, [0, 3], [[0, 1, 3], [3, 4, 3]]),
-        (7, [0, 2], [[2, 3, 3]]),
-    ):
+    text = PromptText(np.array([0, 4, 9], dtype=np.int32))
+    for start, units in ((0, [0, 4, 9]), (4, [0, 5]), (6, [0, 3]), (9, [0]), (10, [0])):
         rest = text.since(start)
-        assert (rest.units.tolist(), rest.rare.tolist()) == (units, places)
-        assert rest.units.dtype == rest.rare.dtype == np.int32
+        assert rest.units.tolist() == units
+        assert rest.units.dtype == np.int32

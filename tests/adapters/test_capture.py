@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -21,8 +22,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
-from mlx_specprefill.adapters.capture import QueryCapture, install_capture, pool, prompt_attention
-from mlx_specprefill.config import HeadRule
+from mlx_specprefill.adapters.capture import HeadCapture, QueryCapture, install_capture, pool, prompt_attention
 from tests.oracle import tiny_models
 
 Rows = npt.NDArray[np.float64]
@@ -183,13 +183,11 @@ def recorded_inputs(layers: list[nn.Module]) -> Iterator[dict[int, list[Rows]]]:
         kind.__call__ = original
 
 
-def capture_rows(
-    model: nn.Module, width: int, caches: list[Any] | None = None, heads: HeadRule = "max"
-) -> QueryCapture:
+def capture_rows(model: nn.Module, width: int, caches: list[Any] | None = None) -> QueryCapture:
     """Rows of the last prompt token and of three tokens after it."""
     caches = make_prompt_cache(model) if caches is None else caches
     mx.eval(model(mx.array(TOKENS[: M - 1])[None], cache=caches))
-    capture = QueryCapture(M, width, heads)
+    capture = QueryCapture(M, width)
     for step in range(LOOK_AHEAD + 1):
         with capture.row(M + step):
             model(mx.array([[TOKENS[M - 1 + step]]]), cache=caches)
@@ -266,14 +264,13 @@ def test_rows_equal_attention_by_hand(name: str, width: int) -> None:
         assert expected.max() > 2 / M or width > 1  # far from uniform, or the comparison says little
 
 
-@pytest.mark.parametrize("heads", ["max", "mean"])
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_tiles_of_any_size_give_the_same_rows(name: str, heads: HeadRule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_any_size_give_the_same_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(FAMILIES[name].model, **FAMILIES[name].changes)
-    whole = capture_rows(model, 13, heads=heads)
+    whole = capture_rows(model, 13)
     for tile in (1, 2 * (M + LOOK_AHEAD), 3 * (M + LOOK_AHEAD)):  # one row at a time, two, three
         monkeypatch.setattr("mlx_specprefill.adapters.capture.TILE", tile)
-        tiled = capture_rows(model, 13, heads=heads)
+        tiled = capture_rows(model, 13)
         assert tiled.layers == whole.layers
         for row, expected in zip(tiled.rows, whole.rows, strict=True):
             np.testing.assert_allclose(np.array(row), np.array(expected), rtol=1e-5, atol=1e-8)
@@ -335,6 +332,115 @@ def test_a_model_without_global_attention_yields_no_row() -> None:
     capture = capture_rows(tiny("recurrent_gemma"), 13)
     assert capture.rows == []
     assert capture.layers == []
+
+
+# --- single heads of a passage ---------------------------------------------------------------------------------------
+
+# What a number means: the attention calls of a forward that see the whole prompt, and how many calls there are.
+CALLS = {"llama-window": ([1, 3], 4), "gpt_oss": ([1, 3], 4), "gemma2": ([0, 1, 2, 3], 4)}
+PASSAGES = [(0, 5), (11, 27), (30, M), (M - 1, M), (0, M)]
+
+
+def read_heads(
+    model: nn.Module,
+    passage: tuple[int, int],
+    heads: dict[int, list[int]] | None,
+    cuts: tuple[int, ...],
+    caches: list[Any] | None = None,
+) -> HeadCapture:
+    """The prompt in forwards that end at these cuts; the one that the passage lies in is captured."""
+    caches = make_prompt_cache(model) if caches is None else caches
+    capture = HeadCapture(M, heads)
+    for start, stop in itertools.pairwise((0, *cuts, M)):
+        tokens = mx.array(TOKENS[start:stop])[None]
+        if start <= passage[0] < stop:
+            with capture.of_passage(stop, stop - start, slice(passage[0] - start, passage[1] - start)):
+                model(tokens, cache=caches)
+        else:
+            model(tokens, cache=caches)
+        mx.eval([part.state for part in caches])
+    return capture
+
+
+def passage_by_hand(family: Family, layer: nn.Module, x: Rows, config: dict[str, Any], passage: tuple[int, int]) -> Rows:
+    """(H, M): the mean over the passage of what each of its tokens sees, as if it were the last one."""
+    rows = [family.by_hand(layer, x[: at + 1], config) for at in range(*passage)]
+    return np.mean([np.pad(row, [(0, 0), (0, M - row.shape[-1])]) for row in rows], axis=0)
+
+
+@pytest.mark.parametrize("passage", PASSAGES)
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_heads_of_a_passage_equal_attention_by_hand(name: str, passage: tuple[int, int]) -> None:
+    """Every head of every call, in one pass and in slices; the passage lies anywhere in a longer forward."""
+    family = FAMILIES[name]
+    model = tiny(family.model, **family.changes)
+    config = tiny_models()[family.model].config
+    config = {**config.get("text_config", config), **family.changes}
+    layers = attention_layers(family, model)
+    with recorded_inputs(layers) as inputs:
+        read_heads(model, passage, {}, ())
+    truth = [passage_by_hand(family, layer, inputs[id(layer)][0], config, passage) for layer in layers]
+    numbers, calls = CALLS.get(name, (list(range(family.layers)), family.layers))
+    cuts = (22, 27) if name in ("llama-window", "gpt_oss") else (7, 11)
+    for ends in {(), tuple(end for end in cuts if not passage[0] < end < passage[1])}:
+        capture = read_heads(model, passage, None, ends)
+        assert capture.calls == calls
+        for number, heads in zip(numbers, truth, strict=True):
+            found = np.array(mx.stack([capture.found[number, head] for head in range(len(heads))]))
+            np.testing.assert_allclose(found, heads, rtol=5e-4, atol=1e-6)
+            assert (number, len(heads)) not in capture.found
+        if ends and passage[0] >= 27:  # the ring of 20 is full
+            assert {call for call, _ in capture.found} == set(numbers)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_only_the_heads_that_are_asked_for_are_read(name: str) -> None:
+    family = FAMILIES[name]
+    model = tiny(family.model, **family.changes)
+    every = read_heads(model, (30, 38), None, (25,))
+    call = max(call for call, _ in every.found)
+    some = read_heads(model, (30, 38), {call: [1, 0]}, (25,))
+    assert list(some.found) == [(call, 1), (call, 0)]
+    assert some.calls == every.calls
+    for key, row in some.found.items():
+        assert mx.array_equal(row, every.found[key])
+        assert (row.shape, row.dtype) == ((M,), mx.float32)
+        assert np.array(row).max() > 2 / M  # far from uniform, or the comparison says little
+
+
+@pytest.mark.parametrize("name", ["llama-window", "gpt_oss", "qwen3_5", "nemotron_h", "gemma2"])
+def test_a_number_means_the_same_layer_at_every_length(name: str) -> None:
+    """Windows that are shorter than the prompt are not read, but counted."""
+    family = FAMILIES[name]
+    model = tiny(family.model, **family.changes)
+    counted = set()
+    for length in (1, 2, 9, 19, M):
+        capture = HeadCapture(length, {})
+        with capture.of_passage(length, length, slice(0, length)):
+            model(mx.array(TOKENS[:length])[None], cache=make_prompt_cache(model))
+        counted.add(capture.calls)
+    assert counted == {CALLS.get(name, (None, family.layers))[1]}
+
+
+def test_heads_of_a_quantized_cache_are_seen_through_its_softmax() -> None:
+    model = tiny("llama", hidden_size=256, num_key_value_heads=2)
+    exact = read_heads(model, (30, 38), None, (25,))
+    caches = [QuantizedKVCache(group_size=32, bits=8) for _ in model.layers]
+    quantized = read_heads(model, (30, 38), None, (25,), caches)
+    assert quantized.found.keys() == exact.found.keys()
+    assert quantized.calls == exact.calls
+    for key, row in exact.found.items():
+        assert np.corrcoef(np.array(row), np.array(quantized.found[key]))[0, 1] > 0.95
+
+
+def test_reading_heads_changes_no_logit() -> None:
+    model, tokens, capture = tiny("gpt_oss"), mx.array(TOKENS[:M])[None], HeadCapture(M, None)
+    with capture.of_passage(M, M, slice(3, 9)):
+        captured = model(tokens, cache=make_prompt_cache(model))
+    assert mx.array_equal(captured, model(tokens, cache=make_prompt_cache(model)))
+    calls = capture.calls
+    mx.eval(model(tokens))
+    assert capture.calls == calls  # nothing is captured outside
 
 
 # --- pooling ---------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class ScoringConfig:
 class SelectionConfig:
     """Which tokens the target sees. Limits are tokens."""
 
-    chunk_size: int = 16
+    chunk_size: int = 8
     by_sentence: bool = True  # the chunks of one line or sentence are kept together; False: the paper
     sentence_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each kept together
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations

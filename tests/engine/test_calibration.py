@@ -113,7 +113,8 @@ class Machine:
         self._ms = 0.0
         monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: self._ms / 1e3))
         monkeypatch.setattr(calibration, "prefill", lambda *given: self._run(target, given[2], given[4]))
-        monkeypatch.setattr(calibration, "score_prompt", lambda *given: self._run(draft, given[1], given[5]()))
+        scorer = SimpleNamespace(score=lambda _, task: self._run(draft, task.prompt.tolist(), task.step()))
+        monkeypatch.setattr(calibration, "scorer_for", lambda *_: scorer)
 
     def _run(self, law: ModelCost, tokens: list[int], step: int) -> Iterator[Progress]:
         start, last, began = 0, len(tokens) - law.end_tokens, self._ms

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -39,19 +40,24 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: list[weakref.ref[Any]] = []
         self.alive: list[int] = []
-        score, read = prefiller.score_prompt, prefiller.prefill
+        scorer_for, read = prefiller.scorer_for, prefiller.prefill
 
-        def watched_score(*args: Any) -> Iterator[Any]:
-            scores = yield from score(*args)
-            self.left += [weakref.ref(part) for part in leaves(scores.cache)] + [weakref.ref(scores.importance)]
-            return scores
+        def watched_scorer(*args: Any) -> Any:
+            scorer = scorer_for(*args)
+
+            def score(draft: Any, task: Any) -> Iterator[Any]:
+                scores = yield from scorer.score(draft, task)
+                self.left += [weakref.ref(part) for part in leaves(scores.cache)] + [weakref.ref(scores.importance)]
+                return scores
+
+            return SimpleNamespace(score=score)
 
         def watched_read(*args: Any, **kwargs: Any) -> Iterator[Any]:
             gc.collect()
             self.alive.append(sum(left() is not None for left in self.left))
             return (yield from read(*args, **kwargs))
 
-        monkeypatch.setattr(prefiller, "score_prompt", watched_score)
+        monkeypatch.setattr(prefiller, "scorer_for", watched_scorer)
         monkeypatch.setattr(prefiller, "prefill", watched_read)
 
 

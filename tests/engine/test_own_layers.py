@@ -35,7 +35,8 @@ from mlx_specprefill.adapters.depth import FirstLayers, first_layers
 from mlx_specprefill.engine import calibration
 from mlx_specprefill.engine.calibration import calibrated
 from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
-from mlx_specprefill.prefill.scoring import Scores, score_prompt
+from mlx_specprefill.prefill.paper import PaperScorer
+from mlx_specprefill.prefill.scoring import Scores, ToScore
 from tests.slices import finish
 from tests.tiny import CONFIGS, FAMILIES, VOCAB, generated, random_prompt, save_checkpoint, tiny_model, tokenizer
 
@@ -63,7 +64,8 @@ def truncated(family: str, whole: nn.Module) -> nn.Module:
 
 
 def scored(draft: nn.Module, prompt: tuple[int, ...], config: ScoringConfig, cache: list[Any] | None = None) -> Scores:
-    slices: Generator[Any, None, Scores] = score_prompt(draft, prompt, config, cache=cache)
+    given = {} if cache is None else {"cache": cache}
+    slices: Generator[Any, None, Scores] = PaperScorer(config).score(draft, ToScore.alone(draft, prompt, config, **given))
     return finish(slices)
 
 
@@ -84,12 +86,12 @@ def asked(length: int = 200, how: SpeculationName | None = None) -> GenerationRe
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("step", [200, 33])
 def test_scores_are_those_of_a_model_that_has_no_more_layers(family: str, step: int) -> None:
-    """Its row for the last prompt token and the question's; nothing is generated."""
+    """Its row for the last prompt token; nothing is generated."""
     whole, prompt = tiny_model(family, 3), random_prompt(120, 4)
     ours = scored(first_layers(whole, LAYERS), prompt, ScoringConfig(prefill_step=step))
     theirs = scored(truncated(family, whole), prompt, ScoringConfig(rows=1, prefill_step=step))
     assert np.array_equal(ours.importance, theirs.importance)
-    assert (ours.lookahead, ours.rows, ours.layers) == ((), 1, theirs.layers)
+    assert (ours.lookahead, ours.rows, ours.scorer) == ((), 1, theirs.scorer)
     lengths = {int(part.offset) for part in ours.cache if hasattr(part, "offset")}
     assert lengths == {120}
 

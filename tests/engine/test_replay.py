@@ -19,6 +19,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.engine.sequence import Sequence
 from tests.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
@@ -131,22 +132,24 @@ def test_the_drafts_importance_given_back_selects_the_same():
     assert asked[0][1].account.kept_spans == asked[1][1].account.kept_spans
 
 
-@pytest.mark.parametrize("heads", ["max", "mean"])
-def test_scoring_by_either_head_rule_equals_brute_force(heads):
+def test_scoring_by_the_papers_rule_equals_brute_force():
     """One query row (the last prompt token) and no pooling: the importance is the attention row itself, joined."""
     pair = tiny_pair("llama")
-    config = EngineConfig(scoring=ScoringConfig(1, question_rows=(0, 0), pool_width=1, heads=heads), prefill_step=64)
+    config = EngineConfig(scoring=ScoringConfig(1, pool_width=1), prefill_step=64)
     with Engine(pair, config) as engine:
         importance = engine.inspect(request(SPARSE)).importance
     rows = attention_rows(pair.draft, random_prompt(M), M)[:, 0]
-    rows[:, 0] = 0  # part of the frame
-    np.testing.assert_allclose(importance, rows.max(axis=0) if heads == "max" else rows.mean(axis=0), atol=1e-5)
+    np.testing.assert_allclose(importance, rows.max(axis=0), atol=1e-5)
+
+
+def with_two_heads(pair):
+    return replace(pair, heads=DraftHeads((Head(0, 1, 0.5), Head(2, 0, 0.5)), 3, 3, {}))
 
 
 def test_template_and_question_get_no_importance():
     spans = (PromptSpan("user", 0, 4, M - 6, M - 4),)
     config = EngineConfig(scoring=ScoringConfig(question_rows=(8, 8), pool_width=1), prefill_step=64)
-    with Engine(tiny_pair("llama"), config) as engine:
+    with Engine(with_two_heads(tiny_pair("llama")), config) as engine:
         importance = engine.inspect(replace(request(SPARSE), spans=spans)).importance
     frame = [*range(4), *range(M - 14, M)]
     assert np.flatnonzero(importance == 0).tolist() == frame
@@ -154,7 +157,7 @@ def test_template_and_question_get_no_importance():
 
 def test_where_nobody_says_anything_nothing_is_a_matter_of_choice():
     empty = replace(request(SPARSE), prompt=random_prompt(9), spans=(PromptSpan("user", 0, 4, 4, 6),))
-    with Engine(tiny_pair("llama"), CONFIG) as engine:
+    with Engine(with_two_heads(tiny_pair("llama")), CONFIG) as engine:
         inspection = engine.inspect(empty)
         answer, last = generated(engine.generate(empty))
     assert not inspection.importance.any()

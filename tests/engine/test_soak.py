@@ -84,7 +84,7 @@ class Faults:
     @contextmanager
     def everywhere(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("score_prompt", "select_tokens"):
+            for name in ("scorer_for", "select_tokens"):
                 patch.setattr(prefiller_module, name, self._before(name, getattr(prefiller_module, name)))
             patch.setattr(prefiller_module, "prefill", self._during(prefiller_module.prefill))
             patch.setattr(rows_module, "logits_processors", self._processors(rows_module.logits_processors))

@@ -70,7 +70,7 @@ def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> No
     if sequence.kept is None:
         prefiller.caches.keep_target(tokens, sequence.cache, request.label)
     else:
-        prefiller.caches.keep_session(tokens, sequence.cache, plan.keep, request.label)
+        prefiller.caches.keep_session(tokens, sequence.cache, plan.choice, request.label)
 
 
 def _prefilled(prefiller: Prefiller, sequence: Sequence) -> Generator[Progress, None, mx.array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -244,7 +245,7 @@ def test_a_head_that_is_written_into_the_weights_is_found(call: int, monkeypatch
     model = planted(len(tokenizer.get_vocab()), call)
     found = find_heads(model, tokenizer, SCORING, SELECTION, lambda *done: progress.append(done))
     assert (found.heads[0].call, found.heads[0].head) == (call, 1)
-    assert found.recall["copy"] > 0.5
+    assert found.recall["needle"] > 0.8, found
     assert found.depth == (1 if call == 0 else 3)
     assert progress == [(number, 12) for number in range(1, 13)]
 
@@ -266,8 +267,9 @@ def items(**changes: Any) -> Iterator[CalibrationItem]:
 
 def test_items_hold_their_gold_once_and_are_the_same_every_time() -> None:
     found = list(items())
-    assert [item.kind for item in found[4:]] == ["needle"] * 4 + ["paraphrase"] * 4
-    assert {item.kind for item in found[:4]} in ({"copy"}, {"copy", "needle"})  # a text may have no sentence to copy
+    kinds = Counter(item.kind for item in found)
+    assert (kinds.keys(), kinds["paraphrase"], kinds.total()) == (set(KINDS), 4, 12)
+    assert kinds["needle"] >= 4  # a text may have no sentence to copy
     assert all(item.document.count(item.gold) == 1 for item in found)
     assert all(1300 < len(item.document) < 1700 for item in found)
     assert found == list(items())

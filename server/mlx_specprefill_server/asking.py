@@ -58,12 +58,28 @@ class Ask:
     logprobs: int | None = None
     return_token_ids: bool = False
 
+    @property
+    def forced(self) -> bool:
+        """Whether the answer has to be calls."""
+        return self.tool_choice not in ("auto", "none")
+
 
 class Asked:
-    """Answers being made. Whoever holds it must close its `generation`, whatever happens."""
+    """Answers being made. Whoever holds it must close its `generation`, whatever happens.
 
-    def __init__(self, prompt: tuple[int, ...], generation: Generation, readers: Sequence[AnswerReader]) -> None:
+    Attributes:
+        warnings: what of the request is not done, in sentences.
+    """
+
+    def __init__(
+        self,
+        prompt: tuple[int, ...],
+        generation: Generation,
+        readers: Sequence[AnswerReader],
+        warnings: Sequence[str] = (),
+    ) -> None:
         self.prompt = prompt
+        self.warnings = warnings
         self.generation = generation
         self._readers = readers
         self._written = [0] * len(readers)
@@ -138,11 +154,12 @@ async def ask(service: Service, ask: Ask, caller: Caller, cache_salt: str | None
     ask = replace(ask, conversation=replace(ask.conversation, tools=tools), tool_choice=choice)
     sampling = await sampling_of(service, ask.drawing)
     prompt = await service.prompts.chat(ask.conversation)
-    constraint = _constraint(service, ask, prompt)
+    warnings: list[str] = []
+    constraint = _constraint(service, ask, prompt, warnings)
     await service.compile(constraint)
     generation = service.submit(_jobs(service, ask, sampling, prompt, constraint), caller, cache_salt)
     readers = [_reader(service, ask, prompt, i) for i in range(ask.n)]
-    return Asked(prompt.tokens, generation, readers)
+    return Asked(prompt.tokens, generation, readers, warnings)
 
 
 async def sampling_of(service: Service, drawing: DrawingFields) -> SamplingParams:
@@ -167,24 +184,24 @@ async def counted(service: Service, conversation: Conversation, choice: ToolChoi
     return len((await service.prompts.chat(replace(conversation, tools=tools))).tokens)
 
 
-def _constraint(service: Service, ask: Ask, prompt: Prompt) -> Constraint | None:
+def _constraint(service: Service, ask: Ask, prompt: Prompt, warnings: list[str]) -> Constraint | None:
     """A forced call can be demanded of any model; one whose template has no format for calls writes the commonest."""
-    forced = ask.tool_choice not in ("auto", "none")
     return constraint_of(
         ask.output,
         ask.conversation.tools,
         ask.tool_choice,
-        service.format.tools or ("hermes" if forced else None),
+        service.format.tools or ("hermes" if ask.forced else None),
         ask.parallel_tool_calls,
         service.format.reasoning_end(prompt.ending),
         service.vocabulary.special,
+        warnings,
     )
 
 
 def _reader(service: Service, ask: Ask, prompt: Prompt, index: int) -> AnswerReader:
     parser = service.format.parser(ask.conversation.tools, prompt.ending)
     stops = Stops(ask.stops, ask.drawing.include_stop_str_in_output)
-    return AnswerReader(index, parser, stops, ask.parallel_tool_calls)
+    return AnswerReader(index, parser, stops, ask.parallel_tool_calls, ask.forced)
 
 
 def room(prompt_tokens: int, asked: int | None, context_length: int, field: str) -> int:

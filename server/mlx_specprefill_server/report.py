@@ -23,9 +23,11 @@ class Report:
         prompt_tokens: of all prompts together.
         answers: how many ends will come.
         copies: how many answers each prompt gets; they come one after the other in the order of prompts.
+        warnings: what of the request is not done.
     """
 
-    def __init__(self, prompt_tokens: int, answers: int = 1, copies: int = 1) -> None:
+    def __init__(self, prompt_tokens: int, answers: int = 1, copies: int = 1, warnings: Sequence[str] = ()) -> None:
+        self._warnings = list(warnings)
         self.prompt_tokens = prompt_tokens
         self._open = answers
         self._copies = copies
@@ -72,6 +74,10 @@ class Report:
         """The account of the prefill, as clients get it next to `usage`."""
         return self._account().to_dict()
 
+    def told(self) -> dict[str, Any]:
+        """The account and, if there are some, the warnings, as fields of a response."""
+        return {"specprefill": self.account()} | ({"warnings": self._warnings} if self._warnings else {})
+
     def timings(self) -> dict[str, Any]:
         """llama.cpp's timings object."""
         account = self._account()
@@ -95,7 +101,7 @@ class Report:
 
     def extras(self) -> dict[str, Any]:
         """The account, the timings, and what went wrong, if anything did."""
-        extras = {"specprefill": self.account(), "timings": self.timings()}
+        extras = self.told() | {"timings": self.timings()}
         return extras | ({} if self.error is None else {"engine_error": api_error(self.error).body()["error"]})
 
     def _accounts(self) -> list[Account]:

@@ -359,3 +359,18 @@ def test_a_signal_ends_streams_properly(tmp_path: Path, kind: signal.Signals) ->
         assert last["engine_error"]["code"] == "engine_unavailable"
         server.process.wait(60)
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_forced_call_comes_whole_and_ends(client: openai.OpenAI) -> None:
+    """Of a model that knows no tools: grammar and reader alone make it so."""
+    colours = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
+    tools: Any = [{"type": "function", "function": {"name": "paint", "parameters": colours}}]
+    answer = client.chat.completions.create(model="any", messages=HI, tools=tools, tool_choice="required")
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    calls = [orjson.loads(call.function.arguments) for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+    assert calls in (
+        [{"colour": one} for one in order] for order in (["red"], ["green"], ["red", "green"], ["green", "red"])
+    )
+    cut = client.chat.completions.create(model="any", messages=HI, tools=tools, tool_choice="required", max_tokens=5)
+    assert (cut.choices[0].finish_reason, cut.choices[0].message.content or "") == ("length", "")

@@ -33,6 +33,7 @@ class Given:
     """Stands in for what `ask` returns."""
 
     prompt_tokens = ACCOUNT.prompt_tokens
+    warnings = ()
 
     def __init__(self, pieces: Sequence[AnswerPiece]) -> None:
         self._pieces = pieces

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -81,6 +82,28 @@ def test_forced_calls_are_read_as_calls(
     assert names
     assert len(names) == sum(isinstance(event, CallClosed) for event in events)
     assert_arguments(events, tools)
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "xml", "mistral", "gemma", "glm"])
+def test_calls_come_to_an_end_though_the_model_never_ends_them(tool_format: ToolParser) -> None:
+    """The longest way through the grammar: whoever likes calls and white space gets no more of them than this."""
+    tools = [tool("one", {"flag": {"type": "boolean"}}, 1)]
+    constraint = constraint_of(None, tools, "required", tool_format, special=TOKENIZER.get_added_vocab())
+    assert constraint is not None
+    guide, tokens = GRAMMARS.guide(constraint, frozenset({STOP})), list[int]()
+    while len(tokens) < 4 * LONGEST:
+        mask = guide.allowed(len(TOKENIZER))
+        assert mask is not None
+        liked = [int(token) for token in mask.nonzero()[0] if token != STOP]
+        if not liked:
+            break
+        tokens.append(min(liked, key=lambda token: (not TOKENIZER.decode([token]).isspace(), token)))
+        guide.accept(tokens[-1])
+    text = TOKENIZER.decode(tokens)
+    parser = Format(tool_format, None).parser(tools, "")
+    events = [*parser.push(text), *parser.finish(True)]
+    assert sum(isinstance(event, CallClosed) for event in events) == 16
+    assert not re.search(r"\s{3}", text)
 
 
 def assert_arguments(events: list[Any], tools: list[dict[str, Any]]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -26,8 +27,8 @@ from .parsers.reading import THINK, TOOLS
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 
-def reader(stops: tuple[str, ...] = (), parallel: bool = True) -> AnswerReader:
-    return AnswerReader(3, Format("hermes", THINK).parser(TOOLS, ""), Stops(stops), parallel)
+def reader(stops: tuple[str, ...] = (), parallel: bool = True, forced: bool = False) -> AnswerReader:
+    return AnswerReader(3, Format("hermes", THINK).parser(TOOLS, ""), Stops(stops), parallel, forced)
 
 
 def deltas(words: Sequence[str]) -> list[Delta]:
@@ -94,6 +95,36 @@ def test_without_parallel_calls_the_first_ends_the_answer() -> None:
     assert sum(isinstance(piece, CallStart) for piece in pieces) == 1
     assert end.finish_reason == "tool_calls"
     assert end.completion_tokens == 2
+
+
+ROME = CALL.replace("Paris", "Rome")
+OTHER_ORDER = '{"name": "get_weather", "arguments": {"days": 1, "city": "Paris"}}</tool_call>'
+ORDERED = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("words", "cities"),
+    [
+        ([CALL, "\n", CALL, "\n", CALL], ["Paris"]),
+        ([CALL, "\n", ROME, "\n", CALL, "\n", ROME], ["Paris", "Rome"]),
+        ([CALL[:40], CALL[40:] + "\n" + ROME[:40], ROME[40:], "\n", ROME], ["Paris", "Rome"]),
+        (["<tool_call>" + ORDERED, "<tool_call>" + OTHER_ORDER], ["Paris"]),
+    ],
+)
+def test_forced_calls_are_complete_when_one_comes_again(words: list[str], cities: list[str]) -> None:
+    pieces, end = answer(words, reason="length", forced=True)
+    assert [json.loads(piece.arguments)["city"] for piece in pieces if isinstance(piece, CallEnd)] == cities
+    assert sum(isinstance(piece, CallStart) for piece in pieces) == len(cities)
+    assert (end.finish_reason, text_of(pieces)) == ("tool_calls", "")
+
+
+@pytest.mark.parametrize("half", [ROME[:20], ROME[:60], ROME[:-3], "\n<tool"])
+def test_no_half_call_is_left_in_the_text_of_a_forced_answer(half: str) -> None:
+    for before in ([], [CALL + "\n"]):
+        pieces, end = answer([*before, half], reason="length", forced=True)
+        assert text_of(pieces) == ""
+        assert sum(isinstance(piece, CallEnd) for piece in pieces) == len(before) + (half == ROME[:-3])
+        assert end.finish_reason == "length"
 
 
 def test_stop_strings_are_looked_for_in_visible_text_only() -> None:

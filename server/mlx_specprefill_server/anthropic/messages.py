@@ -94,7 +94,7 @@ class MessageAnswer:
         self._ping_after = min(service.settings.keep_alive_s, PING_AFTER_S)
         self._thinks = service.format.think is not None
         self._writer = BlockWriter()
-        self._report = Report(asked.prompt_tokens)
+        self._report = Report(asked.prompt_tokens, warnings=asked.warnings)
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",
@@ -158,4 +158,4 @@ class MessageAnswer:
         }
 
     def _account(self) -> dict[str, Any]:
-        return {"specprefill": self._report.account()}
+        return self._report.told()

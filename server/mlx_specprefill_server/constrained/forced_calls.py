@@ -20,6 +20,7 @@ Schema = Mapping[str, Any]
 _SCALARS = {"number", "integer", "boolean", "null"}
 _TYPED = {"type", "anyOf", "oneOf", "allOf", "$ref", "const", "enum"}  # a schema without these says nothing of the type
 _OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "not"}
+_MOST_CALLS = 16  # in one answer: a weak model could go on with them for ever
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 
 
@@ -53,7 +54,15 @@ def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, paral
         raise InvalidRequestError("tool_choice: calls can't be forced in this model's notation", "tool_choice")
     for tool in tools:
         _check(tool)
-    return _NOTATIONS[tool_format](lark, tools, parallel)
+    return _NOTATIONS[tool_format](lark, [_enforceable(lark, tool) for tool in tools], parallel)
+
+
+def _enforceable(lark: Lark, tool: Tool) -> Tool:
+    """With what its parameters can be held to; messages name the tool."""
+    function = tool["function"]
+    strict = function.get("strict") is True
+    parameters = lark.enforceable(_parameters(tool), strict, "tools", f"{tool_name(tool)}: ")
+    return {**tool, "function": {**function, "parameters": parameters}}
 
 
 def _check(tool: Tool) -> None:
@@ -98,7 +107,7 @@ def _json(lark: Lark, schema: Schema, tool: Tool) -> str:
 def _several(lark: Lark, calls: Sequence[str], parallel: bool, between: str = "") -> str:
     call = lark.rule("call", " | ".join(calls))
     separator = lark.literal(between) if between else ""
-    return lark.rule("calls", f"{call} ({separator} {call})*" if parallel else call)
+    return lark.rule("calls", f"{call} ({separator} {call}){{0,{_MOST_CALLS - 1}}}" if parallel else call)
 
 
 # --- notations whose arguments are JSON ------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ import orjson
 
 from mlx_specprefill import InvalidRequestError
 
+from .enforceable import Enforceable, Schema
+
 __all__ = ["Lark"]
 
-# A model that likes whitespace could fill its whole answer with it.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# At most one space, and only where people write one: a model that likes whitespace could fill its whole answer with it.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _ESCAPED_OR_SPECIAL = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
@@ -23,10 +25,14 @@ class Lark:
 
     Args:
         special: the tokenizer's added tokens: in a literal they stand for themselves, not for their spelling.
+
+    Attributes:
+        warnings: what of the schemas is not enforced, in sentences.
     """
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self.special = special
+        self.warnings: list[str] = []
         self._rules: dict[str, str] = {}
         markers = sorted(filter(None, special), key=len, reverse=True)
         self._markers = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
@@ -54,17 +60,33 @@ class Lark:
         return self.rule("choice", " | ".join(_quoted(text) for text in texts))
 
     def json(self, schema: Mapping[str, Any], strict: bool = True, field: str | None = None) -> str:
-        """JSON that meets a schema; unless `strict`, keywords that can't be enforced are ignored.
+        """JSON that meets a schema; unless `strict`, keywords that can't be enforced are ignored, with a warning.
 
         Raises:
-            InvalidRequestError: the schema is nested too deeply.
+            InvalidRequestError: the schema is nested too deeply, or holds such a keyword.
         """
-        guidance = {"whitespace_pattern": _WHITESPACE, "lenient": not strict}
+        enforced = self.enforceable(schema, strict, field)
         try:
-            text = orjson.dumps({**schema, "x-guidance": guidance}).decode()
+            text = orjson.dumps({**enforced, "x-guidance": {**_COMPACT, "lenient": not strict}}).decode()
         except TypeError as error:
             raise InvalidRequestError(f"{field}: the schema can't be read: {error}", field=field) from error
         return self.rule("json", f"%json {text}")
+
+    def enforceable(self, schema: Mapping[str, Any], strict: bool, field: str | None, whose: str = "") -> Schema:
+        """A schema without the keywords that can't be enforced.
+
+        Args:
+            whose: what messages call the schema, besides `field`.
+
+        Raises:
+            InvalidRequestError: `strict`, and there are some: says which and where.
+        """
+        found = Enforceable(schema)
+        told = [f"{field or 'schema'}: {whose}{sentence}" for sentence in found.left_out]
+        if strict and told:
+            raise InvalidRequestError(told[0], field=field)
+        self.warnings += [one for one in told if one not in self.warnings]
+        return found.schema
 
     def regex(self, pattern: str) -> str:
         """Text that a regular expression matches as a whole."""

@@ -39,13 +39,13 @@ class OutputFormat:
 
     Attributes:
         value: a schema (dict), a regular expression, a Lark grammar, or texts to choose from; for "json_object" unused.
-        strict: parts of a schema that can't be enforced are refused, not ignored.
+        strict: parts of a schema that can't be enforced are refused, not ignored with a warning.
         field: what errors name.
     """
 
     kind: Kind
     value: Any = None
-    strict: bool = True
+    strict: bool = False
     field: str = "response_format"
 
 
@@ -72,6 +72,7 @@ def constraint_of(
     parallel: bool = True,
     reasoning_end: tuple[int, ...] = (),
     special: Mapping[str, int] | None = None,
+    warnings: list[str] | None = None,
 ) -> Constraint | None:
     """The grammar of the whole answer after its reasoning; None: nothing is asked for.
 
@@ -84,6 +85,7 @@ def constraint_of(
         parallel: more than one call is possible.
         reasoning_end: the tokens that end the reasoning, if the answer begins with some.
         special: the tokenizer's added tokens and their ids; markers among them are tokens, not text.
+        warnings: gets what of the schemas is not enforced.
 
     Raises:
         InvalidRequestError: the named tool is not there, or calls are forced that the model can't make.
@@ -102,6 +104,8 @@ def constraint_of(
     if lines:
         lark.define("NL", r"/\n{1,2}/")
     lark.define("start", f"{lines}({' | '.join(rules)})")
+    if warnings is not None:
+        warnings += lark.warnings
     field = "tools" if output is None or forced else output.field
     return Constraint(lark.text(), field, reasoning_end)
 
@@ -154,10 +158,10 @@ def _json_schema(value: dict[str, Any], field: str) -> OutputFormat:
     strict = inner.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise _refusal(f"{field}.strict", "must be true or false")
-    return _json(inner["schema"], f"{field}.schema", strict is not False)
+    return _json(inner["schema"], f"{field}.schema", strict is True)
 
 
-def _json(value: Any, field: str, strict: bool = True) -> OutputFormat:
+def _json(value: Any, field: str, strict: bool = False) -> OutputFormat:
     if not isinstance(value, dict):
         raise _refusal(field, "must be a JSON schema (an object)")
     return OutputFormat("json_schema", value, strict, field)

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from uuid import uuid4
 
+import orjson
+
 from mlx_specprefill import TokenEvent
 
 from ..parsers.events import CallClosed, CallFailed, CallOpened, CallWritten, Event, Parser, Said
@@ -27,13 +29,20 @@ __all__ = ["AnswerReader"]
 
 
 class AnswerReader:
-    """Reads answer `index`. Stop strings end its visible text; without `parallel`, so does the first call."""
+    """Reads answer `index`. Stop strings end its visible text; without `parallel`, so does the first call.
 
-    def __init__(self, index: int, parser: Parser, stops: Stops = NO_STOPS, parallel: bool = True) -> None:
+    A `forced` answer is calls and nothing else: it ends before a call that was made already, and has no text, which
+    could only be half of a call.
+    """
+
+    def __init__(
+        self, index: int, parser: Parser, stops: Stops = NO_STOPS, parallel: bool = True, forced: bool = False
+    ) -> None:
         self._index = index
         self._parser = parser
         self._stop = StopMatcher(stops)
         self._parallel = parallel
+        self._calls = _NewCalls() if forced else None
         self._tokens = _Tokens()
         self._opened = 0  # calls, of which those `_broken` are none
         self._broken = 0
@@ -79,7 +88,9 @@ class AnswerReader:
 
     def _pieces(self, events: list[Event]) -> Iterator[AnswerPiece]:
         for event in events:
-            yield from self._piece(event)
+            for piece in self._piece(event):
+                yield from [piece] if self._calls is None else self._calls.passed(piece)
+            self.over = self.over or (self._calls is not None and self._calls.repeated)
             if self.over:
                 break
 
@@ -87,7 +98,7 @@ class AnswerReader:
         match event:
             case Said(reasoning=True):
                 yield ReasoningDelta(self._index, event.text, self._tokens.of(event))
-            case Said():
+            case Said() if self._calls is None:
                 yield from self._visible(event)
             case CallOpened():
                 yield from self._release(self._stop.finish())
@@ -112,6 +123,46 @@ class AnswerReader:
     def _release(self, text: str) -> list[AnswerPiece]:
         tokens = self._tokens.release(len(text))
         return [TextDelta(self._index, text, tokens)] if text or tokens else []
+
+
+class _NewCalls:
+    """Holds back each call after the first until it is whole, and known to be another one than those before.
+
+    Attributes:
+        repeated: a call was made twice.
+    """
+
+    def __init__(self) -> None:
+        self._made: set[tuple[str, bytes]] = set()
+        self._name = ""
+        self._held: list[AnswerPiece] = []
+        self.repeated = False
+
+    def passed(self, piece: AnswerPiece) -> list[AnswerPiece]:
+        """What may go on."""
+        match piece:
+            case CallStart():
+                self._name = piece.name
+                if not self._made:
+                    return [piece]
+                self._held = [piece]
+                return []
+            case CallDelta() if self._held:
+                self._held.append(piece)
+                return []
+            case CallBroken() if self._held:
+                self._held = []
+                return []
+            case CallEnd():
+                return self._whole(piece)
+        return [piece]
+
+    def _whole(self, end: CallEnd) -> list[AnswerPiece]:
+        held, self._held = self._held, []
+        made = self._name, orjson.dumps(orjson.loads(end.arguments), option=orjson.OPT_SORT_KEYS)
+        self.repeated = made in self._made
+        self._made.add(made)
+        return [] if self.repeated else [*held, end]
 
 
 class _Tokens:

@@ -83,7 +83,7 @@ class ChatAnswer:
         self._vocabulary = service.vocabulary if body.logprobs else None
         self._reasoning = ("reasoning_content", "reasoning")[: 1 + service.settings.reasoning_alias]
         self._keep_alive = service.settings.keep_alive_s
-        self._report = Report(asked.prompt_tokens, body.n, copies=body.n)
+        self._report = Report(asked.prompt_tokens, body.n, copies=body.n, warnings=asked.warnings)
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:

@@ -54,7 +54,8 @@ async def create(
     """Continues one or several prompts."""
     if len(body.prompt) * body.n > MAX_PROMPTS:
         raise InvalidRequestError(f"n: at most {MAX_PROMPTS} answers are supported in one request", field="n")
-    constraint = constraint_of(body.output(), special=service.vocabulary.special)
+    warnings: list[str] = []
+    constraint = constraint_of(body.output(), special=service.vocabulary.special, warnings=warnings)
     await service.compile(constraint)
     sampling = await sampling_of(service, body)
     prompts = await while_connected(request, _prompts(service, body))
@@ -62,7 +63,7 @@ async def create(
     for prompt in prompts:
         jobs += copies(_job(service, body, sampling, prompt, constraint), body.n, first=len(jobs))
     generation = service.submit(jobs, caller, body.cache_salt)
-    answer = CompletionAnswer(service, body, jobs)
+    answer = CompletionAnswer(service, body, jobs, warnings)
     if body.stream:
         return EventStream(answer.stream(generation), generation)
     return JsonResponse(await unless_client_leaves(request, generation, answer.collect(generation)))
@@ -122,7 +123,7 @@ Written = tuple[_Choice, str, Logprobs | None, tuple[int, ...]]  # new text, its
 class CompletionAnswer:
     """Writes the answers of one request to the wire."""
 
-    def __init__(self, service: Service, body: CompletionRequest, jobs: Sequence[Job]) -> None:
+    def __init__(self, service: Service, body: CompletionRequest, jobs: Sequence[Job], warnings: Sequence[str]) -> None:
         self._vocabulary = service.vocabulary
         self._keep_alive = service.settings.keep_alive_s
         self._body = body
@@ -131,7 +132,7 @@ class CompletionAnswer:
             _Choice(i, texts[i // body.n] if body.echo else None, job.request.prompt) for i, job in enumerate(jobs)
         ]
         self._prompt_tokens = sum(len(job.request.prompt) for job in jobs[:: body.n])
-        self._report = Report(self._prompt_tokens, len(jobs), body.n)
+        self._report = Report(self._prompt_tokens, len(jobs), body.n, warnings)
         self._envelope = Envelope.new("cmpl", "text_completion", body.model or service.model_id)
 
     async def collect(self, generation: Generation) -> dict[str, Any]:

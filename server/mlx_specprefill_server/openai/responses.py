@@ -83,7 +83,7 @@ class ResponsesAnswer:
         self._keep_alive = min(service.settings.keep_alive_s, KEEP_ALIVE_S)
         self._vocabulary = service.vocabulary
         self._writer = ItemWriter(self._scored, tools.namespaces)
-        self._report = Report(asked.prompt_tokens)
+        self._report = Report(asked.prompt_tokens, warnings=asked.warnings)
         self._numbers = numbers()
         self._response = _fields(service, body, tools)
 
@@ -132,7 +132,7 @@ class ResponsesAnswer:
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             fields["error"] = _failure(self._report.error)
-        return fields | {"specprefill": self._report.account(), "timings": self._report.timings()}
+        return fields | self._report.told() | {"timings": self._report.timings()}
 
     def _usage(self) -> dict[str, Any]:
         report = self._report

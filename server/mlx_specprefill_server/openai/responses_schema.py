@@ -100,7 +100,7 @@ class ResponsesRequest(GenerationFields):
             case "json_object":
                 return OutputFormat("json_object", field=field)
             case "json_schema" if isinstance(given.get("schema"), dict):
-                return OutputFormat("json_schema", given["schema"], given.get("strict") is not False, f"{field}.schema")
+                return OutputFormat("json_schema", given["schema"], given.get("strict") is True, f"{field}.schema")
             case "json_schema":
                 raise InvalidRequestError(f"{field}.schema: must be an object", field=f"{field}.schema")
         rule = "must be 'text', 'json_object' or 'json_schema'"

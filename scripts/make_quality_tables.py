@@ -30,7 +30,7 @@ from mlx_specprefill_server.evals.statistics import DENSE_FLOOR, paired_differen
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, PLOTS = ROOT / "docs" / "quality.md", ROOT / "docs" / "quality"
 ARMS = (
-    *arms(["sparse"], ["0.1", "0.2", "0.3", "0.5"]),
+    *arms(["sparse", "paper"], ["0.1", "0.2", "0.3", "0.5"]),
     *arms(["oracle", "renumbered", "lexical", "recency", "random"], ["0.2"])[1:],
 )
 HEAT_MAP = ("niah_single_2", ("full", "sparse@0.1", "sparse@0.2", "random@0.2"))

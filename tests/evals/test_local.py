@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mlx_specprefill import Engine, GenerationRequest, load_pair
-from mlx_specprefill_server.evals.arms import ARM_KINDS, FULL, arms
+from mlx_specprefill_server.evals.arms import ARM_KINDS, FULL, Arm, arms
 from mlx_specprefill_server.evals.errors import NotMeasuredError
 from mlx_specprefill_server.evals.facts import Turn
 from mlx_specprefill_server.evals.forced import divergence
 from mlx_specprefill_server.evals.local import LocalExaminee, examination
+from mlx_specprefill_server.evals.prompted import Prompted
 from mlx_specprefill_server.evals.tasks import TASKS, Item, Space, make_item
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
@@ -141,3 +143,19 @@ def test_divergence_by_hand():
     measured = divergence(p, q)
     assert measured["kl"] == pytest.approx((0.5 * np.log(2) + 0.5 * np.log(2 / 3)) / 2)
     assert measured["top1"] == 0.5  # 0.5 against 0.75 prefers the other token, the second row the same one
+
+
+def test_what_needs_no_draft_is_chosen_in_the_published_chunks(examinee):
+    """32 tokens at a time and nothing for lines; forced tokens come on top."""
+    item = make_item(TASKS["copy"], "copy", 0, Space(700, examinee.count))
+    prompt, gold, _ = examinee._continued(item, item.known)
+    prompted = Prompted(examinee._engine, prompt, gold, 1, 0)
+    forced = prompted.mask([(start, end) for start, end, _ in prompted.inspection("paper").forced_ranges])
+    for arm in arms(["paper", "random", "lexical", "oracle", "recency"], ["0.2"])[1:]:
+        request = prompted.request(arm)
+        assert request.specprefill.rule == "paper"
+        kept = prompted.mask(examinee._engine.replay(request, (5, 6)).account.kept_spans)
+        borders = range(32, kept.size, 32)
+        chunks = zip(np.split(kept, borders), np.split(forced, borders), strict=True)
+        assert all(chunk.all() == chunk.any() for chunk, given in chunks if not given.any())
+    assert prompted.request(Arm("sparse", Fraction(1, 5))).specprefill.rule == "default"

@@ -74,7 +74,8 @@ def test_no_difference_where_full_prefill_fails(tables, tmp_path):
 def test_known_answers_have_two_tables_of_their_own(tables, tmp_path):
     def known(number, full):
         against = {"nll": 1.0, "right": 1.0, "kl": 0.1, "top1": 1.0, "same": 1.0}
-        arms = {"full": entry(full, nll=0.5, right=full), "sparse@0.2": entry(1.0, **against)}
+        held = {"held": 1.0} if full else {}
+        arms = {"full": entry(full, nll=0.5, right=full, **held), "sparse@0.2": entry(1.0, **against, **held)}
         return Record(Cell("copy", 1024), number, arms)
 
     page = made(tables, tmp_path, [record(0, 1.0, 0.0), known(0, 0.0), known(1, 1.0)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
 
-from mlx_specprefill import InvalidRequestError, keep_pct
+from mlx_specprefill import InvalidRequestError, RuleName, keep_pct
 
 __all__ = ["ARM_KINDS", "FULL", "Arm", "ArmKind", "arms"]
 
@@ -16,7 +16,11 @@ ARM_KINDS: tuple[ArmKind, ...] = get_args(ArmKind)
 
 @dataclass(frozen=True)
 class Arm:
-    """`keep` is None for the full prefill only."""
+    """`keep` is None for the full prefill only.
+
+    `sparse` chooses by the library's rule. `paper` chooses by the published one, and what others choose by other scores
+    is chosen in the published chunks.
+    """
 
     kind: ArmKind
     keep: Fraction | None = None
@@ -24,6 +28,14 @@ class Arm:
     @property
     def name(self) -> str:
         return self.kind if self.keep is None else f"{self.kind}@{float(self.keep):g}"
+
+    @property
+    def rule(self) -> RuleName:
+        return "default" if self.kind in ("sparse", "renumbered") else "paper"
+
+    @property
+    def asks_draft(self) -> bool:
+        return self.kind in ("sparse", "paper", "renumbered")
 
     @property
     def restored(self) -> Arm:

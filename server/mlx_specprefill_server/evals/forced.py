@@ -33,7 +33,8 @@ def forced_replies(
 
     Measures: `nll` (nats per token of the answer), `right` (share of its tokens that are the likeliest), and with
     respect to full prefill over the same tokens `kl`, `top1` (share with the same likeliest token), `same` (whether
-    all have). The score is whether greedy decoding would give the answer, up to its end.
+    all have). The score is whether greedy decoding would give the answer, up to its end; `held` is the same, only
+    where full prefill is right.
     """
     replays = _Replays(prompted, forced.tokens, keep)
     full = replays.of(FULL)
@@ -44,8 +45,10 @@ def forced_replies(
         if arm != FULL:
             measures |= _against(full, replay, forced) | prompted.recall(arm, account.kept_spans or ())
         likeliest = replay.logprobs[forced.start :].argmax(axis=1)
-        kept = account.kept_tokens / account.prompt_tokens
-        replies[arm] = Reply(decode(likeliest.tolist()), kept, measures, score=float(measures["right"] == 1))
+        kept, score = account.kept_tokens / account.prompt_tokens, float(measures["right"] == 1)
+        if _known(full, forced)["right"] == 1:
+            measures["held"] = score
+        replies[arm] = Reply(decode(likeliest.tolist()), kept, measures, score)
     return replies
 
 
@@ -78,7 +81,8 @@ def together(turns: Sequence[Mapping[Arm, Reply]]) -> dict[Arm, Reply]:
 
 
 def _mean(replies: Sequence[Reply]) -> Reply:
-    measures = {name: _average([reply.measures[name] for reply in replies]) for name in replies[0].measures}
+    names = dict.fromkeys(name for reply in replies for name in reply.measures)
+    measures = {name: _average([r.measures[name] for r in replies if name in r.measures]) for name in names}
     kept = _average([reply.kept or 0.0 for reply in replies])
     score = _average([reply.score or 0.0 for reply in replies])
     return Reply("\n".join(reply.text for reply in replies), kept, measures, score)

@@ -7,6 +7,8 @@ sparse arm kept. Nothing here knows arrays of any model: distributions come from
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +75,9 @@ class LocalExaminee:
     @property
     def described(self) -> Mapping[str, str | int]:
         pair, chunk_size = self._engine.pair, self._engine.config.selection.chunk_size
-        return {"target": str(pair.target_id), "draft": str(pair.draft_id or "none"), "chunk_size": chunk_size}
+        heads = "none" if pair.heads is None else _digest(json.dumps(pair.heads.to_dict(), sort_keys=True))
+        names = {"target": str(pair.target_id), "draft": str(pair.draft_id or "none"), "heads": heads}
+        return {**names, "chunk_size": chunk_size}
 
     def count(self, text: str) -> int:
         return len(self._encode(text))
@@ -156,6 +160,10 @@ class LocalExaminee:
         return str(self._engine.pair.tokenizer.decode(list(tokens)))
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def _behind(head: Sequence[int], whole: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """The tokens of a text, and the first of them that is not one of its beginning's: a border may lie in a token."""
     pairs = enumerate(zip(head, whole, strict=False))
@@ -200,7 +208,7 @@ class _Question(Prompted):
         """Of the target's attention to what is open to selection, the share that falls on what was kept."""
         if full.attention is None:
             return {}
-        open_to_choice = ~self.mask([(start, end) for start, end, _ in self.inspection.forced_ranges])
+        open_to_choice = ~self.mask([(start, end) for start, end, _ in self.inspection().forced_ranges])
         total = float(full.attention[open_to_choice].sum())
         held = float(full.attention[open_to_choice & self.mask(answer.spans)].sum())
         return {"mass": held / total} if total > 0 else {}

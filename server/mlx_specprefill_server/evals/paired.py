@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,12 @@ def is_known(record: Record) -> bool:
 
 
 def right_in_full(records: Iterable[Record]) -> list[Record]:
-    """Items that the model can do at all."""
-    return [record for record in records if record.arms.get(FULL.name, {}).get("score") == 1]
+    """Items that the model can do at all; the score of a session is that of the turns that it can do."""
+    return [
+        replace(record, arms={name: entry | {"score": entry["held"]} for name, entry in record.arms.items() if entry})
+        for record in records
+        if "held" in record.arms.get(FULL.name, {})
+    ]
 
 
 def paired_cells(records: Iterable[Record], arms: Sequence[Arm]) -> list[dict[str, Any]]:

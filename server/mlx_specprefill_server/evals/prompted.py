@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ __all__ = ["OWNER", "Prompted", "Span"]
 
 OWNER = "evaluation"  # of all that is cached meanwhile
 QUESTION_TOKENS = 64  # at the end of the last message, at most: the query of the lexical arm
-PASSAGE_TOKENS = 32  # that it ranks
+CHUNK = 32  # tokens that arms without a draft choose at a time, as published
 
 Span = tuple[int, int]
 Bools = npt.NDArray[np.bool_]
@@ -30,8 +30,8 @@ class Prompted:
     """Args:
     gold: token spans that hold what the answer needs.
     seed: of the random arm.
-    session: a turn of a conversation. The sparse arm follows its earlier turns as it does when it serves, so it
-        asks the draft by itself; arms that bring scores along start over at every turn.
+    session: a turn of a conversation. Arms that ask the draft follow their earlier turns as when they serve; those
+        that bring scores along start over at every turn.
 
     Each arm has its own cache label: what one leaves behind neither helps nor hinders another. The draft's label is
     one, so that it reads the prompt once for all.
@@ -53,17 +53,14 @@ class Prompted:
         self.seed = seed
         self.session = session
         self.chunk = engine.config.selection.chunk_size
+        self._inspections: dict[RuleName, Inspection] = {}
 
-    @cached_property
-    def inspection(self) -> Inspection:
-        """The draft is asked once, however many shares are kept."""
-        options = SpecPrefillOptions(enabled=True)
-        return self.engine.inspect(self._request(options, "draft"))
-
-    @cached_property
-    def published(self) -> Inspection:
-        """The same by the paper's rule."""
-        return self.engine.inspect(self._request(SpecPrefillOptions(enabled=True, rule="paper"), "draft"))
+    def inspection(self, rule: RuleName = "default") -> Inspection:
+        """The draft is asked once per rule, however many shares are kept."""
+        if rule not in self._inspections:
+            options = SpecPrefillOptions(enabled=True, rule=rule)
+            self._inspections[rule] = self.engine.inspect(self._request(options, "draft"))
+        return self._inspections[rule]
 
     def request(self, arm: Arm) -> GenerationRequest:
         return self._request(self._options(arm), arm.name.replace("@", "-").replace(".", "_"))
@@ -87,24 +84,23 @@ class Prompted:
     def _options(self, arm: Arm) -> SpecPrefillOptions:
         if arm == FULL:
             return SpecPrefillOptions(enabled=False, return_spans=True)
-        if self.session and arm.kind == "sparse":
-            return SpecPrefillOptions(True, arm.keep, return_spans=True)
+        if self.session and arm.asks_draft:
+            return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule)
         M = len(self.prompt.tokens)
         score: dict[str, Callable[[], Floats]] = {
-            "sparse": lambda: self.inspection.importance,
-            "paper": lambda: self.published.importance,
-            "random": partial(rankings.random_chunks, M, self.chunk, self.seed),
+            "sparse": lambda: self.inspection().importance,
+            "paper": lambda: self.inspection("paper").importance,
+            "random": partial(rankings.random_chunks, M, CHUNK, self.seed),
             "recency": partial(rankings.by_recency, M),
             "lexical": self._by_words,
-            "oracle": partial(rankings.gold_first, M, self.chunk, self.gold, self.seed),
+            "oracle": partial(rankings.gold_first, M, CHUNK, self.gold, self.seed),
         }
-        rule: RuleName | None = "paper" if arm.kind == "paper" else None
-        return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=rule, importance=score[arm.kind]())
+        return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule, importance=score[arm.kind]())
 
     def _by_words(self) -> Floats:
         tokens, decode = self.prompt.tokens, self.engine.pair.tokenizer.decode
-        passages = [decode(tokens[at : at + PASSAGE_TOKENS]) for at in range(0, len(tokens), PASSAGE_TOKENS)]
-        return rankings.by_words(len(tokens), passages, PASSAGE_TOKENS, self._question())
+        passages = [decode(tokens[at : at + CHUNK]) for at in range(0, len(tokens), CHUNK)]
+        return rankings.by_words(len(tokens), passages, CHUNK, self._question())
 
     def _question(self) -> str:
         """The last paragraph of the last message, or the end of a long one."""

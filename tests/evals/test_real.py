@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
 from mlx_specprefill_server.evals import bm25, corpus
 from mlx_specprefill_server.evals.corpus import Module, Paragraph
+from mlx_specprefill_server.evals.errors import NothingToDoError
 from mlx_specprefill_server.evals.paraphrases import FACTS, content_words
 from mlx_specprefill_server.evals.tasks import REAL, Item, Space, make_item
 from mlx_specprefill_server.evals.tasks.real import _calls_in
@@ -29,6 +31,16 @@ def test_the_corpus_is_large_unique_and_described() -> None:
     assert len(set(texts)) == len(texts)
     assert sum(map(len, texts)) > 500_000
     assert re.fullmatch(r"standard library of Python 3\.\d+\.\S+, [0-9a-f]{12}", corpus.described())
+
+
+def test_a_python_without_sources_has_no_real_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    corpus.modules.cache_clear()
+    try:
+        with pytest.raises(NothingToDoError, match="has none"):
+            corpus.described.__wrapped__()
+    finally:
+        corpus.modules.cache_clear()
 
 
 def test_prose_is_told_from_code() -> None:

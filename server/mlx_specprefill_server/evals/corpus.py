@@ -16,7 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from pydoc_data import topics
+
+from .errors import NothingToDoError
+
+try:
+    from pydoc_data.topics import topics
+except ImportError:  # some distributions leave it out
+    topics = {}  # type: ignore[misc]
 
 __all__ = ["Module", "Paragraph", "described", "modules", "paragraphs", "sentences", "tree_of"]
 
@@ -65,7 +71,13 @@ def paragraphs() -> tuple[Paragraph, ...]:
 
 @lru_cache(maxsize=1)
 def described() -> str:
-    """The version of Python and a digest of all texts: the same words, the same items."""
+    """The version of Python and a digest of all texts: the same words, the same items.
+
+    Raises:
+        NothingToDoError: this Python came without sources.
+    """
+    if not modules():
+        raise NothingToDoError("real text is the standard library's sources, and this Python has none")
     digest = hashlib.sha256()
     for text in (*(paragraph.text for paragraph in paragraphs()), *(module.source for module in modules())):
         digest.update(text.encode("utf-8", errors="replace") + b"\0")
@@ -83,8 +95,8 @@ def _is_whole(sentence: str) -> bool:
 
 
 def _documents() -> Iterator[tuple[str, str]]:
-    for name in sorted(topics.topics):
-        yield name, topics.topics[name]
+    for name in sorted(topics):
+        yield name, topics[name]
     for module in modules():
         yield from _docstrings(module)
 

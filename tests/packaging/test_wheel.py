@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -51,6 +52,14 @@ def test_it_holds_the_data_files_and_the_licence(wheel: ZipFile) -> None:
     }
     assert package_data <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_pair_smollm2_needs_nothing_from_a_clone(wheel: ZipFile) -> None:
+    names = {name.removeprefix("mlx_specprefill_server/") for name in wheel.namelist()}
+    row = tomllib.loads(wheel.read("mlx_specprefill_server/pairs.toml").decode())["smollm2"]
+    beside = {value.removeprefix("./") for value in row.values() if isinstance(value, str) and value.startswith("./")}
+    assert beside
+    assert beside <= names
 
 
 def test_it_has_the_console_command(wheel: ZipFile) -> None:

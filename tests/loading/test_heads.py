@@ -1,0 +1,96 @@
+"""A pair with calibrated heads of its draft."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_specprefill import LoadError, ModelPair, load_pair
+from mlx_specprefill.adapters.depth import FirstLayers
+from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.loading import with_heads
+from tests.tiny import save_checkpoint, tiny_pair
+
+HEADS = DraftHeads((Head(1, 3, 0.5), Head(0, 0, 0.25)), 2, 3, {"copy": 1.0})
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """A target and a draft that has calibrated heads."""
+    target, draft = save_checkpoint(tmp_path / "target", "llama", 1), save_checkpoint(tmp_path / "draft", "llama", 2)
+    (draft / "heads.json").write_text(json.dumps(HEADS.to_dict()))
+    return target, draft
+
+
+def runs(pair: ModelPair) -> int:
+    assert pair.draft is not None
+    return len(pair.draft.layers) if not isinstance(pair.draft, FirstLayers) else pair.draft.count
+
+
+def test_heads_lie_beside_the_draft(folders: tuple[Path, Path]) -> None:
+    """And end it after the last of them."""
+    pair = load_pair(*folders)
+    assert (pair.heads, runs(pair), pair.draft_id) == (HEADS, 2, "draft (2 of 3 layers)")
+    assert pair.sparse_refusal is None
+
+
+def test_heads_of_a_file(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    other = replace(HEADS, depth=1, heads=HEADS.heads[1:])
+    (tmp_path / "other.json").write_text(json.dumps(other.to_dict()))
+    pair = load_pair(*folders, heads=tmp_path / "other.json")
+    assert (pair.heads, runs(pair)) == (other, 1)
+    assert load_pair(*folders, heads=other).heads == other
+
+
+def test_a_target_that_scores_for_itself_has_heads_of_its_own(folders: tuple[Path, Path]) -> None:
+    pair = load_pair(folders[1], "self")
+    assert (pair.heads, runs(pair)) == (HEADS, 2)
+    assert isinstance(pair.draft, FirstLayers)
+    assert pair.draft.whole is pair.target
+
+
+def test_without_a_draft_a_models_own_heads_say_nothing(folders: tuple[Path, Path]) -> None:
+    assert load_pair(folders[1]).heads is None
+    with pytest.raises(LoadError, match="there is no draft"):
+        load_pair(folders[1], heads=HEADS)
+
+
+def test_a_depth_that_was_asked_for_leaves_the_heads_beside_the_draft_alone(folders: tuple[Path, Path]) -> None:
+    pair = load_pair(*folders, draft_layers=1)
+    assert (pair.heads, runs(pair)) == (None, 1)
+
+
+def test_a_draft_that_goes_on_after_its_heads() -> None:
+    pair = tiny_pair()
+    kept = with_heads(pair, HEADS, exit_early=False)
+    assert kept.draft is pair.draft
+    assert (kept.heads, kept.draft_id) == (HEADS, "draft")
+    whole = with_heads(pair, replace(HEADS, depth=3))
+    assert (whole.draft, whole.draft_id) == (pair.draft, "draft")
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_heads_of_another_model_are_refused(layers: int) -> None:
+    with pytest.raises(LoadError, match=f"a draft with {layers} layers; draft has 3"):
+        with_heads(tiny_pair(), replace(HEADS, layers=layers))
+
+
+def test_heads_in_layers_that_do_not_run_are_refused(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(LoadError, match="need 2 layers of the draft; draft_layers is 1"):
+        load_pair(*folders, draft_layers=1, heads=HEADS)
+
+
+def test_a_draft_that_does_not_find_answers_is_refused_for_sparse_prefill() -> None:
+    blind = replace(HEADS, recall={"copy": 0.1})
+    assert with_heads(tiny_pair(), blind).sparse_refusal == blind.refusal
+    already = replace(tiny_pair(), sparse_refusal="another reason")
+    assert with_heads(already, blind).sparse_refusal == "another reason"
+
+
+def test_a_broken_file_beside_the_draft_is_refused(folders: tuple[Path, Path]) -> None:
+    (folders[1] / "heads.json").write_text("{}")
+    with pytest.raises(LoadError, match=r"heads\.json: no calibrated heads"):
+        load_pair(*folders)

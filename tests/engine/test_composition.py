@@ -25,6 +25,7 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.adapters.capture import QueryCapture
+from mlx_specprefill.engine.footprint import weight_bytes
 from tests.tiny import FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_pair
 
 POLICY = SpecPrefillPolicy(threshold=200, keep_pct=Fraction(3, 10), densify=False)
@@ -351,7 +352,8 @@ def test_a_short_request_overtakes_a_long_prefill():
 
 def test_a_request_that_can_never_fit_is_refused_and_the_next_one_runs():
     pair = tiny_pair()
-    with Engine(pair, dataclasses.replace(CONFIG, memory_limit=1)) as engine:
+    weights = weight_bytes(pair.target) + weight_bytes(pair.draft)
+    with Engine(pair, dataclasses.replace(CONFIG, memory_limit=weights + 1)) as engine:
         with pytest.raises(InvalidRequestError, match="MiB of memory"):
             ask(engine, random_prompt(50))
         assert engine.health().running == 0

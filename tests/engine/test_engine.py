@@ -21,6 +21,7 @@ from mlx_specprefill import (
     Progress,
     PromptLogprobs,
     SamplingParams,
+    SelectionConfig,
     SparseUnsupportedError,
     SpecPrefillOptions,
     SpecPrefillPolicy,
@@ -271,7 +272,7 @@ def test_inspection_agrees_with_generation(engine):
     assert inspection.kept_tokens == last.account.kept_tokens
     assert sum(chunk.kept_tokens for chunk in inspection.chunks) == last.account.kept_tokens
     assert inspection.importance.shape == (M,)
-    assert [chunk.start for chunk in inspection.chunks] == list(range(0, M, 4))
+    assert [chunk.start for chunk in inspection.chunks] == list(range(0, M, SelectionConfig().chunk_size))
     assert inspection.chunks[-1].end == M
     assert any(reason == "last prompt token" for _, _, reason in inspection.forced_ranges)
 

@@ -43,7 +43,7 @@ def pair_with_heads() -> ModelPair:
 
 
 def ask(engine: Engine, rule: RuleName | None, prompt: tuple[int, ...] = PROMPT) -> tuple[list[int], Account]:
-    options = SpecPrefillOptions(enabled=True, rule=rule, return_spans=True)
+    options = SpecPrefillOptions(rule=rule, return_spans=True)
     tokens, last = generated(engine.generate(GenerationRequest(prompt, 6, specprefill=options)))
     assert isinstance(last, Finished)
     assert last.account.mode == "sparse", last.account.reason

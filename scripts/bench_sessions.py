@@ -39,14 +39,18 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     load_pair,
 )
+from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.prefill.forced import template_mask
 from mlx_specprefill.prefill.plan import plan_prefill
-from mlx_specprefill.prefill.scoring import Scores, question_span, score_prompt
+from mlx_specprefill.prefill.rules import scorer_for
+from mlx_specprefill.prefill.scoring import Scores, ToScore, question_span
 from mlx_specprefill.prefill.selection import Selection, held_part, select_tokens
 from mlx_specprefill.prefill.text import TextReader
 from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
+
+from mlx_lm.models.cache import make_prompt_cache  # isort: skip - after the library, which loads a fast BLAS
 
 Bools = npt.NDArray[np.bool_]
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0))
@@ -101,12 +105,27 @@ class Session:
         plan = plan_prefill(request, CONFIG, sparse_refusal=None)
         units = self.text.read(prompt.tokens).units
         asks = question_span(len(prompt.tokens), CONFIG.scoring, prompt.spans[-1].content_end, units)
-        frame, stops = template_mask(prompt.spans, asks, plan.forced), self.pair.eos_token_ids
-        scores = _last(
-            score_prompt(self.pair.draft, self.prompt, CONFIG.scoring, stops, self.cache, question=asks, frame=frame)
+        draft = self.pair.draft
+        task = ToScore.alone(
+            draft,
+            self.prompt,
+            CONFIG.scoring,
+            question=asks,
+            template=template_mask(prompt.spans, asks, plan.forced),
+            stop_ids=self.pair.eos_token_ids,
+            cache=self._cache_before(asks[0]),
         )
+        scores = _last(scorer_for(plan.rule, self.pair.heads, CONFIG.scoring).score(draft, task))
         self.cache = scores.cache
         return scores, plan.forced, self.prompt
+
+    def _cache_before(self, asks: int) -> list[Any]:
+        """The draft's cache of the conversation, if nothing of what asks is in it; it may have to be read anew."""
+        fresh = list(make_prompt_cache(self.pair.draft))
+        if self.cache is None:
+            return fresh
+        known = max(int(part.offset) for part in leaves(self.cache) if hasattr(part, "offset"))
+        return self.cache if known <= asks else fresh
 
     def answer(self, text: str, held: Bools) -> None:
         """The answer stays in the cache whole; its end marker is read with the next prompt."""

@@ -10,7 +10,11 @@ draft and the kept tokens with the target. Both parts are measured here, as plai
     speedup         = TTFT_full / TTFT_sparse
     rest_of_full    = (TTFT_sparse - T_draft(M) - T_target(kept)) / TTFT_full, what is neither of the two prefills
     between_of_full = (look-ahead and scores, selection, first token) / TTFT_full, the same by the clock of each stage
+    whole_limit     = what T_draft(M) + T_target(kept) would be with all layers of a draft that ends early
     between_growth  = exponent of that time over the prompt length, between the two longest; 1 is linear
+
+A draft with calibrated heads (`heads.json` beside it, or `--heads`) runs up to the last of them and does not look
+ahead; `--rule paper` runs all of it.
 
 Memory is what the arms hold beside the weights: the KV caches when the prefill is done, what the look-ahead needs
 beyond the draft's cache, and the allocator's peak up to the first token.
@@ -30,7 +34,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -41,18 +45,20 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from mlx_specprefill import BLAS, EngineConfig, ModelPair, SpecPrefillError, keep_pct, load_pair
+from mlx_specprefill import BLAS, RULE_NAMES, EngineConfig, ModelPair, SpecPrefillError, keep_pct, load_pair
 
 import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_specprefill.adapters.depth import whole_draft
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.decoding.autoregressive import decode
 from mlx_specprefill.engine.calibration import calibrate
 from mlx_specprefill.prefill.cost import PairCost
 from mlx_specprefill.prefill.forced import forced_mask, forced_ranges
-from mlx_specprefill.prefill.scoring import score_prompt
+from mlx_specprefill.prefill.rules import scorer_for
+from mlx_specprefill.prefill.scoring import ToScore
 from mlx_specprefill.prefill.selection import select_tokens
 from mlx_specprefill.prefill.sparse import prefill
 from mlx_specprefill.prefill.text import TextReader
@@ -60,7 +66,6 @@ from mlx_specprefill.sampling import greedy
 from mlx_specprefill.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = EngineConfig()
 DECODED = 24  # tokens after each arm, for the decode rate
 Run = dict[str, float]  # what one repetition measured
 
@@ -82,6 +87,8 @@ class Row:
     draft_alone_ms: float
     target_kept_ms: float
     limit_ms: float
+    whole_draft_alone_ms: float
+    whole_limit_ms: float
     speedup: float
     r: float
     share_of_limit: float
@@ -105,15 +112,18 @@ class Setup:
     """The pair, what it was measured to cost, and the tokens per forward that follow from that, for every arm."""
 
     pair: ModelPair
+    config: EngineConfig
     cost: PairCost
     target_step: int
     draft_step: int
     text: TextReader
 
 
-def set_up(pair: ModelPair) -> Setup:
-    cost = calibrate(pair, CONFIG)
-    return Setup(pair, cost, *cost.steps(CONFIG.prefill_step), TextReader(pair.tokenizer))
+def set_up(pair: ModelPair, config: EngineConfig) -> Setup:
+    if config.rule == "paper":
+        pair = replace(pair, draft=whole_draft(pair.draft), heads=None)
+    cost = calibrate(pair, config)
+    return Setup(pair, config, cost, *cost.steps(config.prefill_step), TextReader(pair.tokenizer))
 
 
 def finish(stages: Any) -> Any:
@@ -185,11 +195,14 @@ def full_arm(setup: Setup, prompt: list[int]) -> Run:
 def score(setup: Setup, prompt: list[int], peak: Peak) -> tuple[Run, np.ndarray]:
     """The stages of the draft, and its importance; its cache is gone afterwards, as in the engine."""
     begun = mark = time.perf_counter()
-    draft, stops = setup.pair.draft, setup.pair.eos_token_ids
-    slices = score_prompt(draft, prompt, CONFIG.scoring, stops, step=lambda: setup.draft_step)
+    pair, config = setup.pair, setup.config
+    stops, step = pair.eos_token_ids, lambda: setup.draft_step
+    task = ToScore.alone(pair.draft, prompt, config.scoring, stop_ids=stops, step=step)
+    slices = scorer_for(config.rule, pair.heads, config.scoring).score(pair.draft, task)
     while True:
         try:
-            if next(slices).done < len(prompt):
+            # The paper's scorer reads the last token with the look-ahead, which counts as one stage.
+            if next(slices).done < len(prompt) or pair.heads is not None:
                 peak.part()
                 mark = time.perf_counter()
         except StopIteration as done:
@@ -199,17 +212,17 @@ def score(setup: Setup, prompt: list[int], peak: Peak) -> tuple[Run, np.ndarray]
     return run | {"draft_kv_mib": held_mib(scores.cache)}, scores.importance
 
 
-def select(text: TextReader, prompt: list[int], importance: np.ndarray, keep: Fraction) -> np.ndarray:
-    rule = CONFIG.selection
+def select(setup: Setup, prompt: list[int], importance: np.ndarray, keep: Fraction) -> np.ndarray:
+    rule = setup.config.selection_by(setup.config.rule)
     forced = forced_mask(forced_ranges((), importance.size, rule), importance.size)
-    return select_tokens(importance, forced, text.read(prompt), keep, rule).kept
+    return select_tokens(importance, forced, setup.text.read(prompt), keep, rule).kept
 
 
 def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
     """The stages of a sparse request and their sum, then some decoding."""
     target, peak = setup.pair.target, Peak()
     run, importance = score(setup, prompt, peak)
-    select_ms, kept = timed(lambda: select(setup.text, prompt, importance, keep))
+    select_ms, kept = timed(lambda: select(setup, prompt, importance, keep))
     cache = make_positioned_cache(target)
     prefill_ms, logits = timed(lambda: finish(prefill(target, cache, prompt, kept, setup.target_step)))
     token_ms, _ = timed(lambda: first_token(logits))
@@ -234,7 +247,9 @@ def alone(model: Any, prompt: list[int], step: int) -> float:
 def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[Run]:
     """Full, then sparse and its limit for every keep share: one run per share, with the ratios of this repetition."""
     pair, full = setup.pair, full_arm(setup, prompt)
-    draft_alone = alone(pair.draft, prompt, setup.draft_step)
+    draft_alone = whole_alone = alone(pair.draft, prompt, setup.draft_step)
+    if (whole := whole_draft(pair.draft)) is not pair.draft:
+        whole_alone = alone(whole, prompt, setup.draft_step)
     runs = []
     for keep in shares:
         run = full | sparse_arm(setup, prompt, keep)
@@ -246,6 +261,8 @@ def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[
                 "draft_alone_ms": draft_alone,
                 "target_kept_ms": kept_alone,
                 "limit_ms": limit,
+                "whole_draft_alone_ms": whole_alone,
+                "whole_limit_ms": whole_alone + kept_alone,
                 "speedup": run["full_ttft_ms"] / run["sparse_ttft_ms"],
                 "r": draft_alone / run["full_ttft_ms"],
                 "share_of_limit": limit / run["sparse_ttft_ms"],
@@ -274,6 +291,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default=str(ROOT / "models/demo/target"))
     parser.add_argument("--draft", default=str(ROOT / "models/demo/draft"))
+    parser.add_argument("--heads", type=Path, help="a file of the draft's calibrated heads; else heads.json beside it")
+    parser.add_argument("--rule", default="default", choices=RULE_NAMES, help="how tokens are scored and chosen")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape, instead of checkpoints")
     parser.add_argument("--layers", type=int, help="of a shape's target; the draft gets the same share of its own")
     parser.add_argument("--experts", type=int, help="per expert layer of a shape; the work per token stays")
@@ -302,6 +321,7 @@ COLUMNS = {
     "select": "select_ms",
     "prefill": "prefill_ms",
     "limit": "limit_ms",
+    "whole": "whole_limit_ms",
     "r": "r",
     "speed-up": "speedup",
     "share": "share_of_limit",
@@ -345,6 +365,7 @@ def summary(rows: list[Row], setup: Setup) -> dict[str, Any]:
         "mlx": mx.__version__,
         "target": pair.target_id,
         "draft": pair.draft_id,
+        "rule": setup.config.rule,
         "dtype": pair.dtype,
         "target_step": setup.target_step,
         "draft_step": setup.draft_step,
@@ -353,6 +374,7 @@ def summary(rows: list[Row], setup: Setup) -> dict[str, Any]:
         "speedup": round(head.speedup, 3),
         "r": round(head.r, 4),
         "share_of_limit": round(head.share_of_limit, 4),
+        "limit_of_whole": round(head.limit_ms / head.whole_limit_ms, 4),
         "rest_of_full": round(head.rest_of_full, 4),
         "between_of_full": round(head.between_of_full, 4),
         "between_growth": growth(rows, head.keep),
@@ -377,7 +399,7 @@ def weights_mib(model: Any) -> float:
 
 def load(options: argparse.Namespace) -> ModelPair:
     if options.shape is None:
-        return load_pair(options.target, options.draft, dtype=options.dtype)
+        return load_pair(options.target, options.draft, heads=options.heads, dtype=options.dtype)
     dtype = "float32" if options.dtype == "auto" else options.dtype
     return random_pair(options.shape, options.layers, options.experts, options.narrow, dtype, options.quantised)
 
@@ -391,7 +413,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     rng = np.random.default_rng(0)
-    setup = set_up(pair)
+    setup = set_up(pair, EngineConfig(rule=options.rule))
     repetition(setup, [int(token) for token in rng.integers(0, pair.vocab_size, 512)], shares[:1])  # not counted
     rows = []
     for length in track(options.lengths, description="measuring", console=console):

@@ -362,7 +362,9 @@ def read_heads(
     return capture
 
 
-def passage_by_hand(family: Family, layer: nn.Module, x: Rows, config: dict[str, Any], passage: tuple[int, int]) -> Rows:
+def passage_by_hand(
+    family: Family, layer: nn.Module, x: Rows, config: dict[str, Any], passage: tuple[int, int]
+) -> Rows:
     """(H, M): the mean over the passage of what each of its tokens sees, as if it were the last one."""
     rows = [family.by_hand(layer, x[: at + 1], config) for at in range(*passage)]
     return np.mean([np.pad(row, [(0, 0), (0, M - row.shape[-1])]) for row in rows], axis=0)

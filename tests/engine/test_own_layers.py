@@ -65,7 +65,8 @@ def truncated(family: str, whole: nn.Module) -> nn.Module:
 
 def scored(draft: nn.Module, prompt: tuple[int, ...], config: ScoringConfig, cache: list[Any] | None = None) -> Scores:
     given = {} if cache is None else {"cache": cache}
-    slices: Generator[Any, None, Scores] = PaperScorer(config).score(draft, ToScore.alone(draft, prompt, config, **given))
+    task = ToScore.alone(draft, prompt, config, **given)
+    slices: Generator[Any, None, Scores] = PaperScorer(config).score(draft, task)
     return finish(slices)
 
 

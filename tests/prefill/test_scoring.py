@@ -135,9 +135,7 @@ def test_the_papers_rule_has_no_template():
     install_capture()
     template = np.zeros(M, dtype=np.bool_)
     template[:40] = True
-    np.testing.assert_array_equal(
-        run(model, prompt, template=template)[0].importance, run(model, prompt)[0].importance
-    )
+    np.testing.assert_array_equal(run(model, prompt, template=template)[0].importance, run(model, prompt)[0].importance)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -268,7 +268,9 @@ def test_with_room_for_it_a_long_line_is_whole():
     importance = np.full(512, 0.01, dtype=np.float32)
     importance[64:72] = 1.0
     forced = np.zeros(512, dtype=bool)
-    kept = select_tokens(importance, forced, text_of([0, 64, 160]), Fraction(6, 32), SelectionConfig(chunk_size=16)).kept
+    kept = select_tokens(
+        importance, forced, text_of([0, 64, 160]), Fraction(6, 32), SelectionConfig(chunk_size=16)
+    ).kept
     assert kept.tolist() == [*range(64, 160)]
 
 
@@ -304,7 +306,7 @@ def test_the_papers_chunks_compete_by_their_means_alone():
     means = [float(importance[start : start + 32].mean(dtype=np.float64)) for start in range(0, 300, 32)]
     assert selection.kept.tolist() == brute_force(means, forced.tolist(), Fraction(1, 5), 32)
     np.testing.assert_array_equal(selection.asked, selection.chunk_scores)
-    assert replace(rule, chunk_size=SelectionConfig().chunk_size, by_sentence=True) == SelectionConfig(sentence_limit=50)
+    assert replace(SelectionConfig(sentence_limit=50), chunk_size=32, by_sentence=False) == rule
 
 
 def test_bad_chunks_are_refused():

@@ -24,10 +24,12 @@ PROMPT = "w" + " w".join(str(n) for n in tiny.random_prompt(400))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options that name a loadable pair."""
+    """Options that name a loadable pair, whose draft is calibrated."""
     folder = tmp_path_factory.mktemp("models")
     target = tiny.save_checkpoint(folder / "target", "llama", seed=1)
     draft = tiny.save_checkpoint(folder / "draft", "llama", seed=2)
+    heads = {"heads": [[1, 0, 0.5]], "depth": 2, "layers": 3, "recall": {"copy": 1.0}}
+    (draft / "heads.json").write_text(json.dumps(heads))
     return ["--target", str(target), "--draft", str(draft)]
 
 
@@ -95,7 +97,7 @@ class TestInspect:
         assert "dropped" in done.stdout
         rows = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if "e-0" in line]
         assert all(before[4] != after[4] for before, after in pairwise(rows))
-        assert sum(int(row[1]) for row in rows) == 100
+        assert sum(int(row[1]) for row in rows) == 50  # chunks of 8
 
     def test_chunk_size_reaches_the_selection(self, models: list[str], prompt_file: str) -> None:
         done = run("inspect", "--raw", "--prompt-file", prompt_file, "--chunk-size", "40", *models)

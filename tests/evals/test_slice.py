@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,10 +52,3 @@ def test_the_demo_pair_can_do_the_task_at_all(cell):
     """Where full prefill fails, losing nothing to it would prove nothing."""
     name, found = cell
     assert name != "demo" or found["full"] >= 0.9
-
-
-def test_a_question_in_two_hops_is_answered():
-    """Without the links of rare words one of ten is."""
-    found = asked("demo", replace(OPTIONS, tasks=("qa_2",), number=10))
-    assert found["full"] >= 0.8
-    assert found["arms"]["sparse@0.2"]["accuracy"] >= 0.8

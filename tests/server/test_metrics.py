@@ -24,9 +24,9 @@ from .fakes import FakeEngine, eventually, says_and_waits
 
 MODEL = 'model_name="demo/target"'
 SPARSE = Account(
-    "sparse", "requested", 1000, 200, 100, 0.2, "extend", Timings(10, 400, 5, 600, 1005, 900), kept_spans=None
+    "sparse", "requested", 1000, 200, 100, 0.2, "heads", "extend", Timings(10, 400, 5, 600, 1005, 900), kept_spans=None
 )
-FULL = Account("full", "turned off by the request", 50, 50, 0, None, None, Timings(0, 0, 0, 40, 40, 0))
+FULL = Account("full", "turned off by the request", 50, 50, 0, None, None, None, Timings(0, 0, 0, 40, 40, 0))
 
 
 def samples(text: str) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""The README's first question, asked as it stands there: a real model, a real text, a sparse prefill, a right answer."""
+"""The README's first question, asked as it stands there: a real model, a real text, a sparse prefill, a right
+answer."""
 
 from __future__ import annotations
 

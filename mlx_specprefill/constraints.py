@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from functools import cached_property, lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +18,9 @@ from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .errors import InvalidRequestError
-from .request import Constraint
+from .request import Constraint, ReasoningBudget
 
-__all__ = ["Grammars", "Guide", "Mask"]
+__all__ = ["BudgetGuide", "GrammarGuide", "Grammars", "Guide", "Mask"]
 
 Mask = npt.NDArray[np.bool_]
 
@@ -34,7 +35,27 @@ _DETAILS = re.compile(r"\n<|\n +\d+ \|")
 _LONGEST_MESSAGE = 400
 
 
-class Guide:
+class Guide(Protocol):
+    """Says of one answer which tokens may come next: `accept` each token, ask `allowed` before the next."""
+
+    def fork(self) -> Guide:
+        """A copy that goes its own way, for tokens that may be taken back."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on past a generated token.
+
+        Raises:
+            InvalidRequestError: the answer can't be followed any further.
+        """
+        ...
+
+    def allowed(self, size: int) -> Mask | None:
+        """Which of `size` token ids may come next, (size,) bool; None: all of them. Raises as `accept`."""
+        ...
+
+
+class GrammarGuide:
     """One answer's way through its grammar: `accept` each token, ask `allowed` before the next.
 
     Args:
@@ -56,7 +77,7 @@ class Guide:
         self._count = 0
         self._over = False
 
-    def fork(self) -> Guide:
+    def fork(self) -> GrammarGuide:
         """A copy that goes its own way, for tokens that may be taken back."""
         twin = copy.copy(self)
         twin._matcher = self._matcher.deep_copy()
@@ -115,6 +136,62 @@ class Guide:
         return InvalidRequestError(f"{self._field}: the grammar can't be followed: {why}", self._field)
 
 
+class BudgetGuide:
+    """Ends reasoning when its budget is used up.
+
+    Args:
+        inner: the answer's grammar, if it has one.
+    """
+
+    def __init__(self, budget: ReasoningBudget, inner: Guide | None = None) -> None:
+        self._budget = budget
+        self._inner = inner
+        self._inside = budget.opened
+        self._spent = 0
+        self._recent: tuple[int, ...] = ()
+        self._closing: tuple[int, ...] = ()  # what has to follow
+        self._close_when_spent()
+
+    def fork(self) -> BudgetGuide:
+        """A copy that goes its own way, for tokens that may be taken back."""
+        twin = copy.copy(self)
+        twin._inner = None if self._inner is None else self._inner.fork()
+        return twin
+
+    def accept(self, token: int) -> None:
+        """Go on past a generated token; raises as the grammar."""
+        if self._inner is not None:
+            self._inner.accept(token)
+        budget = self._budget
+        self._recent = (*self._recent, token)[-max(len(budget.start), len(budget.end)) :]
+        self._closing = self._closing[1:]
+        if self._inside:
+            self._spent += 1
+            self._inside = self._recent[-len(budget.end) :] != budget.end
+        else:
+            self._inside = self._recent[-len(budget.start) :] == budget.start
+        self._close_when_spent()
+
+    def allowed(self, size: int) -> Mask | None:
+        """As the grammar, but for what the budget demands; raises as the grammar."""
+        if self._closing:
+            only = np.zeros(size, np.bool_)
+            only[self._closing[0]] = True
+            return only
+        mask = None if self._inner is None else self._inner.allowed(size)
+        *before, last = self._budget.start
+        reopens = not before or self._recent[-len(before) :] == tuple(before)
+        if self._inside or self._spent < self._budget.tokens or not reopens:
+            return mask
+        cut = np.ones(size, np.bool_) if mask is None else mask.copy()
+        cut[last] = False
+        return cut if cut.any() else mask
+
+    def _close_when_spent(self) -> None:
+        if self._inside and self._spent >= self._budget.tokens and not self._closing:
+            self._closing = self._budget.closing
+
+
 class Grammars:
     """Compiles grammars for one tokenizer. Thread-safe.
 
@@ -136,14 +213,14 @@ class Grammars:
         """
         self._matcher(constraint)
 
-    def guide(self, constraint: Constraint, stops: frozenset[int], min_tokens: int = 0) -> Guide:
+    def guide(self, constraint: Constraint, stops: frozenset[int], min_tokens: int = 0) -> GrammarGuide:
         """For one answer.
 
         Raises:
             InvalidRequestError: as `check`.
         """
         matcher = self._matcher(constraint).deep_copy()
-        return Guide(constraint, matcher, stops, self._eos, min_tokens)
+        return GrammarGuide(constraint, matcher, stops, self._eos, min_tokens)
 
     def _matcher(self, constraint: Constraint) -> LLMatcher:
         try:

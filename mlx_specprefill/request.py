@@ -33,6 +33,7 @@ __all__ = [
     "Progress",
     "PromptLogprobs",
     "PromptSpan",
+    "ReasoningBudget",
     "SamplingParams",
     "SpecPrefillOptions",
     "SpeculationAccount",
@@ -158,6 +159,24 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningBudget:
+    """How much an answer may reason before it has to go on.
+
+    Attributes:
+        tokens: of reasoning, >= 0. Once so many were generated, `closing` follows, and no reasoning is opened again.
+        start: the generated tokens that open reasoning; `end`: those that close it.
+        closing: tokens, beginning with `end`.
+        opened: the prompt has opened it.
+    """
+
+    tokens: int
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    closing: tuple[int, ...]
+    opened: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt to continue.
 
@@ -169,6 +188,7 @@ class GenerationRequest:
         prompt_logprobs: None, or as `logprobs` for the prompt's own tokens (echo); forces a full prefill.
         spans: the rendered messages in prompt order, empty for a raw completion.
         constraint: None, or what the generated text must look like.
+        reasoning: None, or how much of the answer may be reasoning.
         min_tokens: stop ids are not generated before so many tokens, unless the constraint leaves nothing else.
         label: with whom the request shares cached prefixes and sessions.
     """
@@ -182,6 +202,7 @@ class GenerationRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    reasoning: ReasoningBudget | None = None
     min_tokens: int = 0
     label: CacheLabel = SHARED
 

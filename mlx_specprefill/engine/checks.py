@@ -29,8 +29,21 @@ def check_request(request: GenerationRequest, pair: ModelPair) -> None:
         raise InvalidRequestError("the prompt has token ids outside the vocabulary", field="prompt")
     if not 0 <= request.min_tokens <= request.max_tokens:
         raise InvalidRequestError("min_tokens must be between 0 and max_tokens", field="min_tokens")
+    _check_budget(request, pair)
     _check_importance(request)
     check_sampling(request.sampling, pair.vocab_size)
+
+
+def _check_budget(request: GenerationRequest, pair: ModelPair) -> None:
+    budget = request.reasoning
+    if budget is None:
+        return
+    named = (*budget.start, *budget.end, *budget.closing)
+    if budget.tokens < 0 or not (budget.start and budget.end and budget.closing[: len(budget.end)] == budget.end):
+        message = "reasoning needs tokens >= 0, a start, and a closing that begins with its end"
+        raise InvalidRequestError(message, field="reasoning")
+    if not all(0 <= token < pair.vocab_size for token in named):
+        raise InvalidRequestError("reasoning has token ids outside the vocabulary", field="reasoning")
 
 
 def _check_importance(request: GenerationRequest) -> None:

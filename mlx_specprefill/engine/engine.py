@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..config import EngineConfig
-from ..constraints import Grammars, Guide
+from ..constraints import BudgetGuide, Grammars, Guide
 from ..errors import EngineClosedError, InvalidRequestError
 from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Progress
@@ -288,9 +288,10 @@ class Engine:
         return handle
 
     def _guide(self, request: GenerationRequest) -> Guide | None:
-        if request.constraint is None:
-            return None
-        return self._grammars.guide(request.constraint, request.stop_token_ids, request.min_tokens)
+        guide: Guide | None = None
+        if request.constraint is not None:
+            guide = self._grammars.guide(request.constraint, request.stop_token_ids, request.min_tokens)
+        return guide if request.reasoning is None else BudgetGuide(request.reasoning, guide)
 
 
 def _wait_until_gone(thread: threading.Thread) -> None:

@@ -75,7 +75,7 @@ class Sequence:
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
         stage: what the current slice works on.
         tokens: generated so far.
-        guide: the request's grammar on its way through the answer.
+        guide: the request's grammar and budget on their way through the answer.
         speculation: how the answer is drafted, None if nobody asked; `draft_cache` and `lookahead` are what the draft
             left of scoring: its cache with the prompt in it, and its greedy continuation.
     """

@@ -42,6 +42,7 @@ class Ask:
         stops: end the visible text; neither they nor what follows is shown.
         output: what the text must look like; None: free text.
         drawing: how tokens are drawn, and which of them end an answer.
+        thinking_budget: how many tokens of reasoning an answer may have; None: as many as it likes.
         n: answers.
         logprobs: None, or how many alternatives per token (0..20).
     """
@@ -57,6 +58,7 @@ class Ask:
     n: int = 1
     logprobs: int | None = None
     return_token_ids: bool = False
+    thinking_budget: int | None = None
 
     @property
     def forced(self) -> bool:
@@ -235,6 +237,7 @@ def _jobs(
         stop_token_ids=stop_ids(service, ask.drawing, constraint),
         logprobs=ask.logprobs,
         constraint=constraint,
+        reasoning=None if ask.thinking_budget is None else service.format.budget(ask.thinking_budget, prompt.ending),
         min_tokens=min(ask.drawing.min_tokens, max_tokens),
     )
     job = Job(request, with_tokens=ask.return_token_ids, shown_ids=shown_ids(ask.drawing))

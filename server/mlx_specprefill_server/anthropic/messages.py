@@ -77,6 +77,7 @@ def _ask(service: Service, body: MessagesRequest) -> Ask:
     return Ask(
         conversation=_conversation(body),
         drawing=body,
+        thinking_budget=body.thinking_budget(),
         specprefill=body.options(),
         max_tokens=body.max_tokens,
         stops=tuple(body.stop_sequences),

@@ -13,11 +13,11 @@ from ..constrained.output_format import OutputFormat
 from ..constrained.tool_choice import NamedTool, ToolChoice
 from ..drawing import DrawingFields, refuse_documents, refuse_drawing
 from ..fields import Body, Number, SpecPrefillFields, Whole
+from ..thinking import ThinkingFields
 
 __all__ = ["CountRequest", "MessagesRequest", "refuse"]
 
 MAX_STOPS = 64
-THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
 
 def _stops(stops: list[str]) -> list[str]:
@@ -39,11 +39,7 @@ class OutputConfig(Body):
     format: dict[str, Any] | None = None
 
 
-class Thinking(Body):
-    type: str = ""
-
-
-class CountRequest(Body):
+class CountRequest(ThinkingFields):
     """POST /v1/messages/count_tokens: what the prompt is made of."""
 
     model: str | None = None
@@ -51,7 +47,6 @@ class CountRequest(Body):
     system: Any = None
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Choice = Choice()
-    thinking: Thinking = Thinking()
     output_config: OutputConfig = OutputConfig()
 
     def choice(self) -> ToolChoice:
@@ -66,13 +61,8 @@ class CountRequest(Body):
         return "auto"
 
     def template_kwargs(self) -> dict[str, Any]:
-        """How templates call thinking and effort. An unknown kind of thinking leaves the template its default."""
-        kwargs: dict[str, Any] = {}
-        if self.thinking.type in THINKING:
-            kwargs["enable_thinking"] = THINKING[self.thinking.type]
-        if self.output_config.effort is not None:
-            kwargs["reasoning_effort"] = self.output_config.effort
-        return kwargs
+        """How templates call thinking and effort."""
+        return self.thinking_kwargs(self.output_config.effort)
 
     def output(self) -> OutputFormat | None:
         """The JSON schema that the answer has to follow, if there is one."""

@@ -62,6 +62,7 @@ def _ask(service: Service, body: ChatRequest) -> Ask:
     return Ask(
         conversation=body.conversation(),
         drawing=body,
+        thinking_budget=body.thinking_budget(),
         specprefill=body.options(),
         max_tokens=body.limit(),
         stops=body.stop,

@@ -64,6 +64,7 @@ def _ask(service: Service, body: ResponsesRequest, tools: Tools) -> Ask:
     return Ask(
         conversation=_conversation(body, tools),
         drawing=body,
+        thinking_budget=body.thinking_budget(),
         specprefill=body.options(),
         max_tokens=body.limit(),
         stops=body.stop,

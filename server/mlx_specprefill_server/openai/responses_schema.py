@@ -13,6 +13,7 @@ from ..constrained.output_format import OutputFormat
 from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
 from ..drawing import refuse_documents, refuse_drawing, tokens_asked
 from ..fields import Body, Texts, Whole
+from ..thinking import ThinkingFields
 from .schemas import GenerationFields
 
 __all__ = ["ResponsesRequest", "refuse"]
@@ -31,11 +32,7 @@ class Text(Body):
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
 
 
-class Reasoning(Body):
-    effort: str | None = None
-
-
-class ResponsesRequest(GenerationFields):
+class ResponsesRequest(ThinkingFields, GenerationFields):
     """POST /v1/responses, and /v1/responses/input_tokens."""
 
     input: Annotated[str | list[Any], PlainValidator(_input, json_schema_input_type=str | list[Any])]
@@ -44,7 +41,6 @@ class ResponsesRequest(GenerationFields):
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: Text = Text()
-    reasoning: Reasoning = Reasoning()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
@@ -62,12 +58,8 @@ class ResponsesRequest(GenerationFields):
         return tokens_asked(self.max_output_tokens, self.max_tokens, self.n_predict)
 
     def template_kwargs(self) -> dict[str, Any]:
-        """How templates call effort; "none" turns thinking off."""
-        effort = self.reasoning.effort
-        if effort is None:
-            return self.chat_template_kwargs
-        kwargs = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
-        return kwargs | self.chat_template_kwargs
+        """How templates call thinking and effort."""
+        return self.thinking_kwargs() | self.chat_template_kwargs
 
     def choice(self) -> ToolChoice:
         """In the neutral words.

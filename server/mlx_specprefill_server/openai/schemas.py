@@ -15,6 +15,7 @@ from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
 from ..drawing import DrawingFields, MaxTokens, refuse_documents, refuse_drawing, tokens_asked
 from ..fields import Body, SpecPrefillFields, Whole
 from ..prompting.conversation import Conversation, conversation, ending_of
+from ..thinking import ThinkingFields
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat", "refuse_completion"]
 
@@ -89,7 +90,7 @@ class GenerationFields(DrawingFields, SpecPrefillFields):
         return parse_response_format({name: getattr(self, name) for name in OUTPUT_FIELDS})
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(ThinkingFields, GenerationFields):
     """POST /v1/chat/completions. Messages and tools are checked by `conversation`."""
 
     messages: list[Any]
@@ -131,12 +132,7 @@ class ChatRequest(GenerationFields):
         raise InvalidRequestError(f"tool_choice: must be {rule}", field="tool_choice")
 
     def _template_kwargs(self) -> dict[str, Any]:
-        """reasoning_effort reaches templates under its own name; "none" turns thinking off."""
-        if self.reasoning_effort is None:
-            return self.chat_template_kwargs
-        effort = self.reasoning_effort
-        kwargs = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
-        return kwargs | self.chat_template_kwargs
+        return self.thinking_kwargs(self.reasoning_effort) | self.chat_template_kwargs
 
 
 class CompletionRequest(GenerationFields):

@@ -6,16 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mlx_specprefill import ReasoningBudget
+
 from . import gemma, hermes, mistral, native, tool_call, xml
 from .calls import CallReader
 from .events import Parser, Tools
-from .harmony import ANSWER_ENDS, HarmonyText, opened_header
+from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
 from .tagged import TaggedText
 
 __all__ = ["Format", "ReasoningParser", "ToolParser", "detect", "reasoning_tags"]
 
 ToolParser = Literal["hermes", "xml", "harmony", "mistral", "gemma", "glm", "native"]
 ReasoningParser = Literal["think", "mistral", "gemma", "native"]
+
+BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 GEMMA_4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
@@ -45,6 +49,7 @@ class Format:
             request has tools.
         think: the tags around reasoning; None: the model writes none.
         think_end: the tokens of the second tag.
+        budget_marks: the tokens that open reasoning, those that close it, and those that close it for good.
         ends: tokens that end an answer besides the model's own end tokens, which some checkpoints don't list in full.
         tokenizer: an mlx_lm TokenizerWrapper, for the formats that mlx-lm parses.
     """
@@ -53,6 +58,7 @@ class Format:
     think: tuple[str, str] | None
     think_end: tuple[int, ...] = ()
     ends: frozenset[int] = frozenset()
+    budget_marks: BudgetMarks | None = None
     tokenizer: Any = None
 
     def opened(self, prompt: str) -> bool:
@@ -62,6 +68,17 @@ class Format:
     def reasoning_end(self, prompt: str) -> tuple[int, ...]:
         """The tokens after which the answer proper begins; empty: at once."""
         return self.think_end if self.opened(prompt) else ()
+
+    def budget(self, tokens: int, prompt: str) -> ReasoningBudget | None:
+        """What holds reasoning to so many tokens; None: this model knows none.
+
+        Args:
+            prompt: as for `parser`.
+        """
+        if self.budget_marks is None:
+            return None
+        opened = self.opened(prompt) or (self.tools == "harmony" and REASONING_HEAD in opened_header(prompt))
+        return ReasoningBudget(tokens, *self.budget_marks, opened=opened)
 
     def parser(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> Parser:
         """For one answer.
@@ -105,7 +122,17 @@ def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: Reasoning
     calls = tools or _tools(tokenizer, template)
     ends = ANSWER_ENDS if calls == "harmony" else ()
     known = tokenizer.get_added_vocab()
-    return Format(calls, think, think_end, frozenset(known[end] for end in ends if end in known), tokenizer)
+    known_ends = frozenset(known[end] for end in ends if end in known)
+    return Format(calls, think, think_end, known_ends, _budget_marks(tokenizer, calls, think), tokenizer)
+
+
+def _budget_marks(tokenizer: Any, calls: ToolParser | None, think: tuple[str, str] | None) -> BudgetMarks | None:
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    if calls == "harmony":  # whose models then go on in another channel
+        return ids(REASONING_HEAD), ids(REASONING_END), ids(REASONING_END + ANSWER_HEAD)
+    return None if think is None else (ids(think[0]), ids(think[1]), ids(think[1]))
 
 
 def _tools(tokenizer: Any, template: str) -> ToolParser | None:

@@ -14,12 +14,13 @@ from .cursor import Cursor, overlap, spaces, starts_with
 from .events import CallClosed, CallFailed, CallOpened, MalformedError, Reading, Said, Tools
 from .json_text import JsonReader
 
-__all__ = ["ANSWER_ENDS", "HarmonyText", "opened_header"]
+__all__ = ["ANSWER_ENDS", "ANSWER_HEAD", "REASONING_END", "REASONING_HEAD", "HarmonyText", "opened_header"]
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 ANSWER_ENDS = ENDS[1:]  # after a call it is the tool's turn
 BREAKS = (*ENDS, START, CHANNEL)  # a header ends a text, too
+REASONING_HEAD, REASONING_END, ANSWER_HEAD = f"{CHANNEL}analysis", ENDS[0], f"{START}assistant"
 HEADS = (START, CHANNEL, MESSAGE, "<|constrain|>", "to=")
 LONGEST_HEADER = 512
 RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")

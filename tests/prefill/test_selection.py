@@ -285,6 +285,8 @@ def test_a_line_that_is_too_long_is_kept_together_in_pieces():
     assert got[5:9].tolist() == [4, 4, 4, 4]
     whole = by_sentence(importance, scores, np.array([0, 8, 120]), replace(rule, sentence_limit=112))
     assert whole.nonzero()[0].tolist() == [*range(1, 15)]
+    cut = by_sentence(importance, scores, np.array([0, 8, 120]), replace(rule, sentence_limit=111))
+    np.testing.assert_array_equal(cut, got)
 
 
 def test_what_a_selection_costs_depends_on_the_length_only():

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-__all__ = ["Server", "start"]
+__all__ = ["Server", "start", "start_named"]
 
 START_S = 240
 
@@ -41,11 +41,19 @@ class Server:
         return time.monotonic() - begun
 
 
-@contextmanager
-def start(log: Path, target: Path, draft: Path | None, *options: str) -> Iterator[Server]:
+def start(log: Path, target: Path, draft: Path | None, *options: str) -> AbstractContextManager[Server]:
     """`mlx-specprefill serve` on a free port until the block ends; what it prints goes to `log`."""
-    pair = ["--target", str(target), *(["--draft", str(draft)] if draft else [])]
-    command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *pair, "--port", "0", *options]
+    return _serve(log, "--target", str(target), *(["--draft", str(draft)] if draft else []), *options)
+
+
+def start_named(log: Path, pair: str, *options: str) -> AbstractContextManager[Server]:
+    """The same with a pair of models/pairs.toml."""
+    return _serve(log, "--pair", pair, *options)
+
+
+@contextmanager
+def _serve(log: Path, *options: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", "mlx_specprefill_server", "serve", "--port", "0", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_SPECPREFILL_")}
     environment["MLX_SPECPREFILL_CALIBRATION_FILE"] = str(log.with_name("costs.json"))  # not the user's
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serving import start
+from tests.serving import start_named
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -24,8 +24,9 @@ def first_request() -> bytes:
 
 
 @pytest.mark.timeout(900)
-def test_the_first_answer_is_right_and_the_prefill_was_sparse(smollm2: Path, tmp_path: Path) -> None:
-    with start(tmp_path / "log", smollm2, Path("self"), "--specprefill-threshold", "1024") as server:
+@pytest.mark.usefixtures("smollm2")
+def test_the_first_answer_is_right_and_the_prefill_was_sparse(tmp_path: Path) -> None:
+    with start_named(tmp_path / "log", "smollm2", "--specprefill-threshold", "1024") as server:
         answer = httpx.post(f"{server.base}/v1/chat/completions", content=first_request(), timeout=800).json()
     assert "BeOpen.com" in answer["choices"][0]["message"]["content"]
     assert answer["specprefill"]["mode"] == "sparse"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,9 @@ class DraftHeads:
             found = cls(heads, int(values["depth"]), int(values["layers"]), recall)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"no calibrated heads: {error!r}") from error
-        if not found.heads or not 1 <= found.depth <= found.layers or min(h.weight for h in found.heads) <= 0:
-            raise ValueError("no calibrated heads: no head, a weight that is not positive, or a depth out of range")
+        sound = all(h.call >= 0 and h.head >= 0 and 0 < h.weight < math.inf for h in found.heads)
+        if not found.heads or not sound or not 1 <= found.depth <= found.layers:
+            raise ValueError("no calibrated heads: no head, a negative number, a weight or a depth out of range")
         return found
 
     @property

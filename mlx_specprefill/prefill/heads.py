@@ -66,6 +66,6 @@ def importance_of(
         row = rows[head.call, head.head]
         open_to_choice = row if template is None else np.where(template, np.float32(0), row)
         mass = float(open_to_choice.sum())
-        if mass > 0:
+        if mass != 0:  # one that is not finite goes on to be refused
             total += np.float32(head.weight / mass) * open_to_choice
     return np.array(pool(mx.array(total), width))

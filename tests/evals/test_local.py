@@ -129,8 +129,8 @@ def test_the_likeliest_tokens_are_what_greedy_decoding_gives(examinee, name, raw
 def test_a_session_is_judged_turn_by_turn_and_goes_on_where_it_was(examinee):
     item = make_item(TASKS["session"], "session", 0, Space(900, examinee.count))
     engine, before = examinee._engine, examinee._engine.stats().prefix_hits
-    asked = examinee.ask(item, arms(["sparse", "random"], ["0.2"]), 32, 0, False)
-    assert {arm.kind for arm in asked} == {"full", "sparse", "random"}
+    asked = examinee.ask(item, arms(["sparse", "paper", "random"], ["0.2"]), 32, 0, False)
+    assert {arm.kind for arm in asked} == {"full", "sparse", "paper", "random"}
     for reply in asked.values():
         assert reply.text.count("\n") >= 4
         assert 5 * reply.score == pytest.approx(round(5 * reply.score))

@@ -307,6 +307,9 @@ def _save_model(folder: Path, following: Tokens, end: int) -> None:
         "eos_token_id": end,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    # Its attention finds nothing: a draft that the server calibrates itself would be refused.
+    heads = {"heads": [[0, 0, 1.0]], "depth": 1, "layers": 1, "recall": {}}
+    (folder / "heads.json").write_text(json.dumps(heads))
 
 
 def _weights(following: Tokens, end: int) -> Iterator[tuple[str, npt.NDArray[np.float64]]]:

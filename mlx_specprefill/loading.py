@@ -22,6 +22,7 @@ from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.probe import probe_sparse
 from .adapters.recurrence import install_replay
 from .adapters.registry import adapter_for, architecture_of
+from .adapters.retrieval_heads import RetrievalDraft, attach_heads, heads_file_layers, known_heads
 from .adapters.rope import install_rope
 from .cache.positioned import make_positioned_cache
 from .errors import LoadError, PairMismatchError, SparseUnsupportedError
@@ -76,6 +77,7 @@ def load_pair(
     draft: str | Path | None = None,
     *,
     draft_layers: int | None = None,
+    draft_heads: str | Path | None = None,
     heads: DraftHeads | Path | None = None,
     exit_early: bool = True,
     dtype: DtypeName = "auto",
@@ -86,6 +88,8 @@ def load_pair(
         draft: "self" is the target itself, whose weights then serve both.
         draft_layers: how many of the draft's first layers read the prompt; None: all of them. Fewer don't look ahead,
             and the maximum over their heads chooses badly on real text.
+        draft_heads: a file of retrieval heads that were trained on the draft's first layers, as many as it says; they
+            need no calibration.
         heads: the draft's calibrated heads, or a file of them; None: `heads.json` in its folder, if there is one.
         exit_early: whether the draft ends at the last of its calibrated heads; one that proposes tokens must not.
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
@@ -100,7 +104,16 @@ def load_pair(
     if draft is None or draft == "self":
         own: Literal["self"] | None = None if draft is None else "self"
         name = _name(target)
-        pair = make_pair(model, tokenizer, config, target_id=name, draft=own, draft_layers=draft_layers, mtp=mtp)
+        pair = make_pair(
+            model,
+            tokenizer,
+            config,
+            target_id=name,
+            draft=own,
+            draft_layers=draft_layers,
+            draft_heads=draft_heads,
+            mtp=mtp,
+        )
         return _with_known_heads(pair, heads, target, draft_layers, exit_early)
     draft_model, draft_tokenizer, draft_config = _load(draft, dtype)
     check_same_tokenizer(tokenizer, draft_tokenizer)
@@ -113,6 +126,7 @@ def load_pair(
         draft_config=draft_config,
         draft_id=_name(draft),
         draft_layers=draft_layers,
+        draft_heads=draft_heads,
         mtp=mtp,
     )
     return _with_known_heads(pair, heads, draft, draft_layers, exit_early)
@@ -167,19 +181,22 @@ def make_pair(
     draft_config: dict[str, Any] | None = None,
     draft_id: str = "draft",
     draft_layers: int | None = None,
+    draft_heads: str | Path | None = None,
     mtp: MTPHead | str = "it was not loaded from a checkpoint",
 ) -> ModelPair:
     """Join loaded models: install what they need, once, and find out whether this pair can prefill sparsely.
 
     Args:
-        draft, draft_layers: as in `load_pair`.
+        draft, draft_layers, draft_heads: as in `load_pair`.
 
     Raises:
         LoadError: the draft can't score with so many layers.
     """
     if isinstance(draft, str):
         draft, draft_config, draft_id = target, config, target_id
-    if draft_layers is not None:
+    if draft_heads is not None:
+        draft, draft_id = _with_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
+    elif draft_layers is not None:
         draft, draft_id = _shallow(draft, draft_id, draft_layers)
     install_rope()
     install_capture()
@@ -204,6 +221,7 @@ def make_pair(
         target_config=config,
         draft_config=draft_config,
         mtp=mtp,
+        heads=known_heads(draft) if isinstance(draft, RetrievalDraft) else None,
     )
 
 
@@ -215,14 +233,35 @@ def _shallow(draft: nn.Module | None, draft_id: str, count: int) -> tuple[nn.Mod
     """
     if draft is None:
         raise LoadError(f"draft_layers is {count}, but there is no draft")
-    total, refusal = len(layers_of(draft)), adapter_for(architecture_of(draft)).depth_refusal
-    if count < total and refusal is not None:
-        raise LoadError(f"draft_layers is {count}, but {draft_id} can't score: {refusal}")
+    total = len(layers_of(draft))
+    if count < total:
+        _check_depth(draft, draft_id, count)
     try:
         shallow = first_layers(draft, count)
     except (ValueError, SparseUnsupportedError) as error:
         raise LoadError(f"draft_layers is {count}, but of {draft_id}: {error}") from error
     return shallow, f"{draft_id} ({count} of {total} layers)"
+
+
+def _with_heads(draft: nn.Module | None, draft_id: str, count: int | None, file: Path) -> tuple[nn.Module, str]:
+    """The draft's first layers with retrieval heads on top, and their name.
+
+    Raises:
+        LoadError: there is no draft, these layers of it can't run alone, or the heads are another model's.
+    """
+    if draft is None:
+        raise LoadError(f"draft_heads is {file}, but there is no draft")
+    layers = heads_file_layers(file)
+    if count not in (None, layers):
+        raise LoadError(f"draft_layers is {count}, but the heads in {file} stand on the first {layers} layers")
+    _check_depth(draft, draft_id, layers)
+    return attach_heads(draft, file), f"{draft_id} ({layers} of {len(layers_of(draft))} layers and retrieval heads)"
+
+
+def _check_depth(draft: nn.Module, draft_id: str, count: int) -> None:
+    refusal = adapter_for(architecture_of(draft)).depth_refusal
+    if refusal is not None:
+        raise LoadError(f"draft_layers is {count}, but {draft_id} can't score: {refusal}")
 
 
 def check_same_tokenizer(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:

@@ -226,7 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=2500, help="of the document")
     options = parser.parse_args(arguments)
     named = find_pair(options.pair)
-    pair = load_pair(named.target, named.draft, draft_layers=named.draft_layers)
+    pair = load_pair(named.target, named.draft, draft_layers=named.draft_layers, draft_heads=named.draft_heads)
     table = {}
     for facts in (1, 12):
         found: Found = defaultdict(list)

@@ -89,7 +89,10 @@ def _examine(name: str, pair: Pair, options: argparse.Namespace) -> dict[str, An
             seed=options.seed,
             out=options.out and options.out / name,
         )
-        with Engine(load_pair(pair.target, pair.draft, draft_layers=pair.draft_layers), examination()) as engine:
+        with Engine(
+            load_pair(pair.target, pair.draft, draft_layers=pair.draft_layers, draft_heads=pair.draft_heads),
+            examination(),
+        ) as engine:
             return evaluate(plan, LocalExaminee(engine), lambda line: print(line, flush=True))
     except (LoadError, PairMismatchError, EvaluationError) as error:
         sys.exit(f"error: {error}")

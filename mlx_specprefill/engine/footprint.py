@@ -34,8 +34,9 @@ def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:
 
 
 def _arrays(model: nn.Module) -> dict[int, mx.array]:
-    held = model.whole if isinstance(model, FirstLayers) else model  # the layers that don't run are there all the same
-    return {id(array): array for _, array in tree_flatten(held.parameters())}
+    """By identity; the layers that a draft doesn't run are there all the same."""
+    held = [model, model.whole] if isinstance(model, FirstLayers) else [model]
+    return {id(array): array for part in held for _, array in tree_flatten(part.parameters())}
 
 
 def measure_footprint(model: nn.Module | None, step: int) -> Footprint:

@@ -27,13 +27,14 @@ class MissingPairError(PairsError):
 class _Described(BaseModel):
     """What a pair says beside its models.
 
-    `alias` is the id that clients see, `draft_layers` how many of the draft's first layers read the prompt, `heads` a
-    file of the draft's calibrated heads.
+    `alias` is the id that clients see, `draft_layers` how many of the draft's first layers read the prompt,
+    `draft_heads` a file of retrieval heads for them, `heads` a file of the draft's calibrated heads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     draft_layers: int | None = Field(default=None, ge=1)
+    draft_heads: str | None = None
     heads: str | None = None
     threshold: int | None = Field(default=None, ge=0)
     keep_pct: float | None = Field(default=None, gt=0, le=1)
@@ -124,8 +125,8 @@ def _row(name: str, values: Any, path: Path) -> Row:
         first = error.errors()[0]
         where = ".".join([name, *map(str, first["loc"])])
         raise PairsError(f"{path}: {where}: {first['msg']}") from error
-    draft, heads = (None if value is None else _beside(path, value) for value in (row.draft, row.heads))
-    return row.model_copy(update={"target": _beside(path, row.target), "draft": draft, "heads": heads})
+    files = {name: getattr(row, name) for name in ("target", "draft", "draft_heads", "heads")}
+    return row.model_copy(update={name: _beside(path, file) for name, file in files.items() if file is not None})
 
 
 def _beside(path: Path, model: str | PackagedFile) -> str | PackagedFile:

@@ -70,6 +70,11 @@ class TestGenerate:
         wrong = run(*arguments, *models[:2], "--draft", "self", "--draft-layers", "4")
         assert (wrong.exit_code, "draft_layers is 4, but of target: it has 3 layers" in wrong.stderr) == (2, True)
 
+    def test_heads_that_are_not_there(self, models: list[str], prompt_file: str) -> None:
+        arguments = ["generate", "--raw", "--prompt-file", prompt_file, *models[:2], "--draft", "self"]
+        wrong = run(*arguments, "--draft-heads", "no/such.safetensors")
+        assert (wrong.exit_code, wrong.stderr.count("error: no/such.safetensors: ")) == (2, 1)
+
     def test_keep_share_reaches_the_engine(self, models: list[str], prompt_file: str) -> None:
         arguments = ["generate", "--raw", "--prompt-file", prompt_file, "--max-tokens", "1", "--mode", "sparse"]
         done = run(*arguments, "--forced", "last-token", "--keep-pct", "0.5", *models)

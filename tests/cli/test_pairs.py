@@ -63,6 +63,20 @@ def test_the_target_can_be_its_own_draft(tmp_path: Path) -> None:
     assert (pair.draft, pair.draft_layers) == ("self", 7)
 
 
+def test_heads_lie_beside_the_file_and_go_with_their_depth(tmp_path: Path) -> None:
+    path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "self"\ndraft_layers = 7\ndraft_heads = "./h.safetensors"\n')
+    here = str(tmp_path.resolve() / "h.safetensors")
+
+    def chosen(draft: str | None, layers: int | None, heads: str | None) -> tuple[int | None, str | None]:
+        pair = choose("a", path, None, draft, layers, heads)
+        return pair.draft_layers, pair.draft_heads
+
+    assert chosen(None, None, None) == (7, here)
+    assert chosen(None, 4, None) == (4, None)
+    assert chosen(None, None, "other") == (None, "other")
+    assert chosen("self", None, None) == (None, None)
+
+
 def test_options_change_the_draft_of_a_named_pair(tmp_path: Path) -> None:
     path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "org/d"\ndraft_layers = 7\nkeep_pct = 0.3\n')
 

@@ -10,7 +10,7 @@ from mlx_specprefill import calibrate as measure_pair
 
 from .common import begin, choose, load, make_settings, notes, one_line_errors
 from .console import cost_table
-from .options import Draft, DraftLayers, Dtype, Keep, Level, PairName, PairsFile, Target
+from .options import Draft, DraftLayers, Dtype, HeadsFile, Keep, Level, PairName, PairsFile, Target
 
 __all__ = ["calibrate"]
 
@@ -22,6 +22,7 @@ def calibrate(
     target: Target = None,
     draft: Draft = None,
     draft_layers: DraftLayers = None,
+    draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
     log_level: Level = "warning",
 ) -> None:
@@ -31,7 +32,7 @@ def calibrate(
     """
     begin(log_level)
     with one_line_errors():
-        chosen = choose(pair, pairs_file, target, draft, draft_layers)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
         settings = make_settings(chosen, specprefill_keep_pct=keep)
         config = settings.engine_config()
         loaded = load(chosen, dtype, settings, calibrate=True)

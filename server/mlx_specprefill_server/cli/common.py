@@ -97,26 +97,33 @@ def notes() -> Console:
 
 
 def choose(
-    name: str | None, pairs_file: Path | None, target: str | None, draft: str | None, draft_layers: int | None = None
+    name: str | None,
+    pairs_file: Path | None,
+    target: str | None,
+    draft: str | None,
+    draft_layers: int | None = None,
+    draft_heads: str | None = None,
 ) -> Pair:
     """The pair that the options mean; without options the real model where it is installed, else the bundled one.
 
-    A named pair can be given another depth of its draft, or itself as the draft.
+    A named pair can be given another depth of its draft or other heads on it, or itself as the draft.
 
     Raises:
         PairsError: no such pair, or an unreadable file.
         OptionError: a draft without a target, or a file of pairs without a name.
     """
     if target is not None:
-        return Pair(target=target, draft=draft, draft_layers=draft_layers)
+        return Pair(target=target, draft=draft, draft_layers=draft_layers, draft_heads=draft_heads)
     if draft not in (None, "self"):
         raise OptionError("--draft needs --target, unless it is self")
     if name is None and pairs_file is not None:
         raise OptionError("--pairs-file needs --pair")
     found = _default_pair() if name is None else find_pair(name, pairs_file)
+    # Heads fit one depth: all three change together.
+    changed = {"draft_layers": draft_layers, "draft_heads": draft_heads, "heads": None}
     if draft is not None:
-        return found.model_copy(update={"draft": draft, "draft_layers": draft_layers, "heads": None})
-    return found if draft_layers is None else found.model_copy(update={"draft_layers": draft_layers, "heads": None})
+        return found.model_copy(update={"draft": draft, **changed})
+    return found if draft_layers is None and draft_heads is None else found.model_copy(update=changed)
 
 
 def _default_pair() -> Pair:
@@ -171,7 +178,13 @@ def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, cali
     early = settings is None or settings.speculative == "off"
     with notes().status(f"Loading {names}"):
         loaded = load_pair(
-            pair.target, pair.draft, draft_layers=pair.draft_layers, heads=heads, exit_early=early, dtype=dtype
+            pair.target,
+            pair.draft,
+            draft_layers=pair.draft_layers,
+            draft_heads=pair.draft_heads,
+            heads=heads,
+            exit_early=early,
+            dtype=dtype,
         )
     if loaded.heads is not None or settings is None or pair.draft_layers is not None:
         return loaded

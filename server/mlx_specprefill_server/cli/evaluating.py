@@ -18,7 +18,7 @@ from ..evals.local import LocalExaminee, examination
 from ..evals.remote import RemoteExaminee
 from ..evals.tasks import GROUPS
 from .common import OptionError, begin, choose, load, make_settings, one_line_errors
-from .options import ChunkSize, Draft, DraftLayers, Dtype, Level, PairName, PairsFile, Target
+from .options import ChunkSize, Draft, DraftLayers, Dtype, HeadsFile, Level, PairName, PairsFile, Target
 
 __all__ = ["evaluate"]
 
@@ -55,6 +55,7 @@ def evaluate(
     target: Target = None,
     draft: Draft = None,
     draft_layers: DraftLayers = None,
+    draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
     log_level: Level = "warning",
 ) -> None:
@@ -77,7 +78,7 @@ def evaluate(
                 raise OptionError("--chunk-size is for a pair that is loaded here; a server has its own")
             typer.echo(json.dumps(run(options, RemoteExaminee(server, model, api_key), _tell)))
             return
-        chosen = choose(pair, pairs_file, target, draft, draft_layers)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
         selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
         with Engine(load(chosen, dtype, make_settings(chosen), calibrate=True), examination(selection)) as engine:
             typer.echo(json.dumps(run(options, LocalExaminee(engine), _tell)))

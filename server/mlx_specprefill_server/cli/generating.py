@@ -38,6 +38,7 @@ from .options import (
     DraftLayers,
     Dtype,
     Forced,
+    HeadsFile,
     Keep,
     KvBits,
     Level,
@@ -71,6 +72,7 @@ def generate(
     target: Target = None,
     draft: Draft = None,
     draft_layers: DraftLayers = None,
+    draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
     forced: Forced = "template",
     prefill_step: PrefillStep = None,
@@ -82,7 +84,7 @@ def generate(
     with one_line_errors():
         text = read_text(prompt_file)
         options = options_of(_ENABLED[mode], keep)
-        chosen = choose(pair, pairs_file, target, draft, draft_layers)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
         settings = make_settings(
             chosen,
             one_shot=True,

@@ -32,6 +32,7 @@ from .options import (
     DraftLayers,
     Dtype,
     Forced,
+    HeadsFile,
     Keep,
     Level,
     PairName,
@@ -62,6 +63,7 @@ def inspect(
     target: Target = None,
     draft: Draft = None,
     draft_layers: DraftLayers = None,
+    draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
     forced: Forced = "template",
     log_level: Level = "warning",
@@ -76,7 +78,7 @@ def inspect(
             raise OptionError("--prompt-file or --shape is needed")
         text = read_text(prompt_file)
         options = options_of(None, keep)
-        chosen = choose(pair, pairs_file, target, draft, draft_layers)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
         settings = make_settings(
             chosen, one_shot=True, rule=rule, chunk_size=chunk_size, forced_rule=forced, **ONE_SHOT
         )

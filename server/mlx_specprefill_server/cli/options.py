@@ -18,6 +18,7 @@ __all__ = [
     "Dtype",
     "DtypeName",
     "Forced",
+    "HeadsFile",
     "Keep",
     "KvBits",
     "Level",
@@ -48,6 +49,10 @@ DraftLayers = Annotated[
         min=1,
         help="How many of the draft's first layers read the prompt. Default: as many as its calibrated heads need.",
     ),
+]
+HeadsFile = Annotated[
+    str | None,
+    typer.Option(help="A file of retrieval heads that were trained on the draft's first layers, which alone are run."),
 ]
 Dtype = Annotated[DtypeName, typer.Option(help="auto: as stored on a GPU, float32 on a CPU.")]
 ChunkSize = Annotated[

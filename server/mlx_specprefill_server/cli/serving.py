@@ -17,7 +17,19 @@ from ..monitoring.logs import set_up as set_up_logs
 from ..parsers.formats import ReasoningParser, ToolParser
 from ..settings import LogFormat, LogLevel
 from .common import choose, load, make_settings, note_blas, one_line_errors
-from .options import ChunkSize, Draft, DraftLayers, Dtype, KvBits, PairName, PairsFile, PrefillStep, Rule, Target
+from .options import (
+    ChunkSize,
+    Draft,
+    DraftLayers,
+    Dtype,
+    HeadsFile,
+    KvBits,
+    PairName,
+    PairsFile,
+    PrefillStep,
+    Rule,
+    Target,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +41,7 @@ _OF_THE_PAIR = (
     "target",
     "draft",
     "draft_layers",
+    "draft_heads",
     "dtype",
 )  # every other parameter has its setting's name
 
@@ -40,6 +53,7 @@ def serve(
     target: Target = None,
     draft: Draft = None,
     draft_layers: DraftLayers = None,
+    draft_heads: HeadsFile = None,
     host: Annotated[str | None, typer.Option(help="Default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Default 8000.")] = None,
     dtype: Dtype = "auto",
@@ -152,7 +166,7 @@ def serve(
     note_blas()
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _OF_THE_PAIR}
     with one_line_errors():
-        chosen = choose(pair, pairs_file, target, draft, draft_layers)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
         settings = make_settings(chosen, **given)
         set_up_logs(settings.log_level, settings.log_format)
         outlive_the_terminal()

@@ -1,0 +1,175 @@
+"""Retrieval heads: a small trained attention layer on a target's first layers, which together are a draft.
+
+A target's own heads that find what a question asks about lie in the middle of it. `scripts/train_retrieval_heads.py`
+teaches a few heads to find the same from the hidden states after the first layers: queries and keys of the normed
+states, neither values nor positions. What such a layer would add to the hidden states is of no use to anyone and is
+never computed: MLX is lazy, so a forward costs the keys, and a captured one the attention of the rows it captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
+
+from ..errors import LoadError
+from .capture import recorded_attention
+from .depth import FirstLayers, layers_of
+from .heads import DraftHeads, Head
+
+__all__ = ["RetrievalDraft", "RetrievalHeads", "attach_heads", "heads_file_layers", "known_heads", "write_heads"]
+
+FORMAT = "mlx-specprefill retrieval heads 1"
+_WITNESS = "post_attention_layernorm.weight"  # of the last of the first layers; no quantisation touches it
+_ALIKE = 0.02  # of the witness's largest value: what half precision may change
+
+
+class RetrievalHeads(nn.Module):  # type: ignore[misc]
+    """Attention without an output: hidden states (B, L, D) leave their keys in a cache and show both to a capture.
+
+    Args:
+        hidden: D.
+        heads: each has queries and keys of its own, `width` wide.
+    """
+
+    def __init__(self, hidden: int, heads: int, width: int, eps: float) -> None:
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.eps = eps
+        self.q_proj = nn.Linear(hidden, heads * width)
+        self.k_proj = nn.Linear(hidden, heads * width, bias=False)
+
+    def __call__(self, hidden: mx.array, cache: KVCache | None = None) -> None:
+        inner = mx.fast.rms_norm(hidden, None, self.eps)
+        queries, keys = self._split(self.q_proj(inner)), self._split(self.k_proj(inner))
+        values = keys[..., :1]  # a cache keeps some
+        if cache is not None:
+            keys, values = cache.update_and_fetch(keys, values)
+        mask = "causal" if hidden.shape[1] > 1 else None
+        mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.width**-0.5, mask=mask)
+
+    def _split(self, x: mx.array) -> mx.array:
+        B, L, _ = x.shape
+        return x.reshape(B, L, self.heads, self.width).swapaxes(1, 2)
+
+
+class RetrievalDraft(FirstLayers):
+    """The first layers of a model, and retrieval heads that read their hidden states.
+
+    The heads are its last layer: they have the last cache, and theirs is the last attention call of a forward.
+    """
+
+    def __init__(self, whole: nn.Module, count: int, heads: RetrievalHeads) -> None:
+        super().__init__(whole, count)
+        self.retrieval = heads
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [*super().layers, self.retrieval]
+
+    def make_cache(self) -> list[Any]:
+        return [*super().make_cache(), KVCache()]
+
+    def __call__(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        hidden = super().__call__(inputs, None if cache is None else cache[:-1])
+        self.retrieval(hidden, None if cache is None else cache[-1])
+        return hidden
+
+
+def known_heads(draft: RetrievalDraft) -> DraftHeads:
+    """What calibration would have to find out about other drafts: all retrieval heads, with equal weights."""
+    with recorded_attention() as record:
+        draft(mx.zeros((1, 2), dtype=mx.int32))
+    call = len(record.queries) - 1
+    heads = tuple(Head(call, head, 1.0) for head in range(draft.retrieval.heads))
+    return DraftHeads(heads, draft.count + 1, len(layers_of(draft.whole)), {})
+
+
+def write_heads(file: Path, heads: RetrievalHeads, model: nn.Module, layers: int, about: Mapping[str, str]) -> None:
+    """Store heads that were trained on the hidden states after the first `layers` of `model`.
+
+    Args:
+        about: what people should know: origin, licence.
+    """
+    arrays = {name: array.astype(mx.float16) for name, array in tree_flatten(heads.parameters())}
+    facts = {"layers": layers, "heads": heads.heads, "width": heads.width, "eps": heads.eps}
+    known = {"format": FORMAT, **{name: str(value) for name, value in facts.items()}, **about}
+    witness = _witness(model, layers).astype(mx.float32)
+    mx.save_safetensors(str(file), arrays | {"witness": witness}, known)
+
+
+def heads_file_layers(file: Path) -> int:
+    """How many first layers the heads in a file were trained on.
+
+    Raises:
+        LoadError: the file can't be read, or holds no retrieval heads.
+    """
+    return _read(file).layers
+
+
+def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:
+    """The first layers of `model` with the heads from a file, in the type of the model's weights.
+
+    Raises:
+        LoadError: the file can't be read, is broken, or was made for another model.
+    """
+    stored = _read(file)
+    total = len(layers_of(model))
+    if stored.layers > total:
+        raise LoadError(f"{file}: its heads stand on the first {stored.layers} layers; the draft has {total}")
+    ours = _witness(model, stored.layers)
+    theirs = stored.arrays.pop("witness")
+    if ours.shape != theirs.shape or not _alike(ours, theirs):
+        raise LoadError(
+            f"{file}: its heads were trained on another model than this draft (layer {stored.layers} differs)"
+        )
+    heads = RetrievalHeads(ours.size, stored.heads, stored.width, stored.eps)
+    expected = {name: array.shape for name, array in tree_flatten(heads.parameters())}
+    found = {name: array.shape for name, array in stored.arrays.items()}
+    if expected != found:
+        raise LoadError(f"{file}: arrays of shapes {found}; its header means {expected}")
+    heads.load_weights([(name, array.astype(ours.dtype)) for name, array in stored.arrays.items()])
+    mx.eval(heads.parameters())
+    return RetrievalDraft(model.whole if isinstance(model, FirstLayers) else model, stored.layers, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    arrays: dict[str, mx.array]
+    layers: int
+    heads: int
+    width: int
+    eps: float
+
+
+def _read(file: Path) -> _Stored:
+    arrays: dict[str, mx.array]
+    known: dict[str, str]
+    try:
+        arrays, known = mx.load(str(file), format="safetensors", return_metadata=True)  # type: ignore[assignment]
+        if known.get("format") != FORMAT or "witness" not in arrays:
+            raise ValueError("no retrieval heads that this version reads")
+        layers, heads, width = (int(known[name]) for name in ("layers", "heads", "width"))
+        if min(layers, heads, width) < 1:
+            raise ValueError("layers, heads and width must be at least 1")
+        return _Stored(arrays, layers, heads, width, float(known["eps"]))
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise LoadError(f"{file}: {error}") from error
+
+
+def _witness(model: nn.Module, layers: int) -> mx.array:
+    last: dict[str, mx.array] = dict(tree_flatten(layers_of(model)[layers - 1].parameters()))
+    if _WITNESS not in last:
+        raise LoadError(f"retrieval heads need layers with a {_WITNESS.removesuffix('.weight')}; this model has none")
+    return last[_WITNESS]
+
+
+def _alike(ours: mx.array, theirs: mx.array) -> bool:
+    difference = mx.abs(ours.astype(mx.float32) - theirs.astype(mx.float32)).max()
+    return bool((difference <= _ALIKE * mx.abs(theirs).max()).item())

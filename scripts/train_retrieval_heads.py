@@ -1,0 +1,105 @@
+"""Train retrieval heads: a small attention layer on a target's first layers that finds what a question asks about.
+
+    python scripts/train_retrieval_heads.py collect --target FOLDER_OR_GGUF     # hidden states and teachers' attention
+    python scripts/train_retrieval_heads.py train --target FOLDER_OR_GGUF --layers 7 --file heads.safetensors
+
+For targets of the llama type whose projections have no biases. Needs the `train` extra, of which the documents come
+too. Both commands go on where they were stopped, collecting prompt by prompt. The heads learn two things: where the
+target's own retrieval heads look (TEACHERS, in some of the prompts), and to give the attention of a
+question's tokens to the answer, whose place in the document is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from mlx.core import array as mx_array
+from mlx.utils import tree_flatten
+from retrieval import student
+from retrieval.collect import Target, lay_out, record
+from retrieval.text import make_document
+
+from mlx_specprefill import ModelPair, load_pair
+from mlx_specprefill.adapters.retrieval_heads import RetrievalHeads, write_heads
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPTHS = (5, 6, 7, 8)
+TEACHERS = ((14, 3), (17, 3), (17, 4), (17, 5), (18, 6), (18, 7), (18, 8), (20, 3))  # (layer, head) of SmolLM2-135M
+TAUGHT, LAST_TAUGHT = 3, 126  # every third prompt of the first ones has teachers' rows: they cost most of the time
+LENGTHS = (1500, 2500, 3300, 3300, 3300, 4500)  # characters of a document
+WIDTH = 64
+WHITENED = 60  # prompts from which the whitening is computed
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command."""
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    pair = load_pair(options.target, dtype="float32")
+    if options.command == "collect":
+        _collect(pair, options.data, options.prompts, options.part, options.parts)
+    else:
+        _train(pair, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    collect = commands.add_parser("collect", help="store what the target makes of prompts: 5 MB each")
+    collect.add_argument("--prompts", type=int, default=126)
+    collect.add_argument("--part", type=int, default=0, help="of --parts, for several processes side by side")
+    collect.add_argument("--parts", type=int, default=1)
+    train = commands.add_parser("train", help="train the heads and write their file")
+    train.add_argument("--layers", type=int, choices=DEPTHS, default=7, help="of the target below the heads")
+    train.add_argument("--heads", type=int, default=8)
+    train.add_argument("--steps", type=int, default=600, help="one prompt each")
+    train.add_argument("--file", type=Path, required=True)
+    train.add_argument("--about", type=json.loads, default={}, help="origin and licence, as a JSON object")
+    for command in (collect, train):
+        command.add_argument("--target", required=True, help="a folder, a GGUF file or a repository id")
+        command.add_argument("--data", type=Path, default=ROOT / "runs" / "retrieval_heads")
+        command.add_argument("--threads", type=int, default=1)
+    return parser
+
+
+def _collect(pair: ModelPair, folder: Path, prompts: int, part: int, parts: int) -> None:
+    weights = {name: torch.from_numpy(np.array(value)) for name, value in tree_flatten(pair.target.parameters())}
+    target, tokenizer = Target(pair.target_config, weights, torch.bfloat16), pair.tokenizer._tokenizer
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(part, prompts, parts):
+        file, rng = folder / f"{number:04}.pt", random.Random(f"retrieval heads {number}")
+        if file.exists():
+            continue
+        length, taught = rng.choice(LENGTHS), number % TAUGHT == 0 and number < LAST_TAUGHT
+        layout = lay_out(make_document(rng, length, 8 if taught else 12), tokenizer)
+        record(target, layout, DEPTHS, TEACHERS if taught else (), file)
+        print(f"{file.name}: {len(layout.tokens)} tokens, {len(layout.gold)} questions", flush=True)
+
+
+def _train(pair: ModelPair, options: argparse.Namespace) -> None:
+    eps = pair.target_config["rms_norm_eps"]
+    torch.manual_seed(0)
+    prompts = [student.load(file, options.layers) for file in sorted(options.data.glob("*.pt"))]
+    whitening = student.Whitening([prompt.states[::3] for prompt in prompts[:WHITENED]], eps)
+    prompts = [replace(prompt, states=whitening(prompt.states)) for prompt in prompts]
+    model = student.Heads(prompts[0].states.shape[-1], options.heads, WIDTH)
+    student.train(model, prompts, steps=options.steps, told=_told)
+    made = RetrievalHeads(prompts[0].states.shape[-1], options.heads, WIDTH, eps)
+    made.load_weights([(name, mx_array(value.numpy())) for name, value in model.folded(whitening).items()])
+    options.file.parent.mkdir(parents=True, exist_ok=True)
+    write_heads(options.file, made, pair.target, options.layers, options.about)
+
+
+def _told(step: int, teacher: float, answer: float) -> None:
+    if step % 50 == 49:
+        print(f"step {step + 1}: teachers {teacher:.2f}, answers {answer:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

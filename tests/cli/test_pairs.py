@@ -200,7 +200,7 @@ class TestPackagedFiles:
 
 def test_smollm2_needs_no_second_model() -> None:
     row = find_row("smollm2", pairs.NAMED_PAIRS)
-    assert (row.draft, row.draft_layers) == ("self", None)
+    assert (row.draft, row.draft_layers) == ("self", 7)
 
 
 def test_smollm2_is_the_expected_file(smollm2: Path) -> None:

@@ -22,7 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for folder in ("mlx_specprefill", "server", "models"):
-        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.safetensors")
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "model.safetensors")
         shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
     subprocess.run([sys.executable, "-c", BUILD, str(source)], cwd=source, check=True, capture_output=True)
     return ZipFile(next(source.glob("*.whl")))

@@ -56,9 +56,10 @@ class ToScore:
             "question": question_span(ids.size, config),
             "template": None,
             "stop_ids": frozenset(),
-            "cache": list(make_prompt_cache(draft)),
             "step": lambda: config.prefill_step,
         }
+        if "cache" not in given:
+            given["cache"] = list(make_prompt_cache(draft))
         return cls(ids, **(defaults | given))
 
 

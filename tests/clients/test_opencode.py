@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from ..scripted import COMMAND, DONE, Flavour
-from ..server.fakes import eventually
 from ..serving import Server
+from ..waiting import eventually
 
 VERSION = "1.18.33"
 HOME = Path(__file__).parents[2] / ".agents"  # kept between runs: it is 350 MB

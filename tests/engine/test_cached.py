@@ -27,7 +27,7 @@ from mlx_specprefill import (
 from mlx_specprefill.engine.stats import Meter
 
 from ..tiny import generated, random_prompt, tiny_pair
-from .test_composition import wait_until
+from ..waiting import eventually
 
 POLICY = SpecPrefillPolicy(threshold=100, keep_pct=Fraction(1, 5), densify=False)
 PROMPT = random_prompt(600)
@@ -81,7 +81,7 @@ def test_everything_is_dropped_at_once_with_its_bytes(engine: Engine) -> None:
     assert engine.cached() == ()
     memory = engine.stats().memory
     assert (memory.prefix_cache, memory.sessions) == (0, 0)
-    assert wait_until(lambda: engine.stats().memory.prefix_disk == 0)  # its thread deletes in its own time
+    assert eventually(lambda: engine.stats().memory.prefix_disk == 0)  # its thread deletes in its own time
 
 
 def holding(started: threading.Event, until: threading.Event) -> Callable[[Event], None]:
@@ -102,7 +102,7 @@ def test_it_answers_while_a_prompt_is_read(engine: Engine) -> None:
     assert started.wait(60)
     with ThreadPoolExecutor(1) as other:
         cached = other.submit(engine.cached)
-        assert wait_until(lambda: bool(engine._inbox))
+        assert eventually(lambda: bool(engine._inbox))
         assert engine.health().running == 1
         asked_for.set()
         assert cached.result(60) == ()

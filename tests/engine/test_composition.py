@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
-from collections.abc import Callable
 from fractions import Fraction
 
 import mlx.core as mx
@@ -27,6 +25,7 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.engine.footprint import weight_bytes
 from tests.tiny import FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_pair
+from tests.waiting import eventually
 
 POLICY = SpecPrefillPolicy(threshold=200, keep_pct=Fraction(3, 10), densify=False)
 CONFIG = EngineConfig(policy=POLICY, prefill_step=128, prefix_cache_bytes=64 << 20)
@@ -199,13 +198,6 @@ def test_a_question_about_what_was_dropped_starts_over(monkeypatch):
     assert set(range(32 * wanted, 32 * wanted + 32)) <= {i for a, b in last.account.kept_spans for i in range(a, b)}
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_densified_in_idle_time_the_next_turn_is_an_ordinary_hit(family):
     pair = tiny_pair(family)
@@ -215,7 +207,7 @@ def test_densified_in_idle_time_the_next_turn_is_an_ordinary_hit(family):
         answer, first = ask(engine, prompt, spans)
         assert first.account.mode == "sparse"
         more = (*prompt, *answer, *random_prompt(30, 4))
-        assert wait_until(lambda: engine.stats().densified == 1)
+        assert eventually(lambda: engine.stats().densified == 1)
         tokens, last = ask(engine, more)
     assert last.account.mode == "full"
     assert last.account.cached_tokens >= len(prompt)

@@ -24,8 +24,8 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.densify import DensifyQueue, SparseTurn
-from tests.engine.test_composition import wait_until
 from tests.tiny import generated, random_prompt, tiny_pair
+from tests.waiting import eventually
 
 CONFIG = EngineConfig(
     policy=SpecPrefillPolicy(threshold=200, keep_pct=Fraction(3, 10)), prefill_step=128, prefix_cache_bytes=64 << 20
@@ -134,7 +134,7 @@ def test_the_engine_takes_the_turn_with_a_call_first(
         handles = [ask(engine, prompt) for prompt in prompts]
         handles[1].expect_more()
         release()
-        assert wait_until(lambda: engine.stats().densified == 3, 60)
+        assert eventually(lambda: engine.stats().densified == 3, 60)
     assert [prompt for prompt, _ in taken] == [prompts[1], prompts[2], prompts[0]]
 
 
@@ -156,7 +156,7 @@ def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(
 
         monkeypatch.setattr(engine.prefiller, "slice_size", size)
         release()
-        assert wait_until(lambda: engine.stats().densified == 2, 60)
+        assert eventually(lambda: engine.stats().densified == 2, 60)
         _, last = generated(engine.generate(GenerationRequest((*prompts[1], 2, 3), 2)))
     assert [prompt for prompt, _ in taken] == [prompts[1], prompts[0], prompts[1]]
     assert taken[2][1] >= taken[0][1] + 3 * 64
@@ -200,13 +200,13 @@ def test_what_is_made_dense_is_counted_and_gives_its_memory_to_a_request(
         need = engine.memory.need_dense(LENGTH + 3)
         limited(engine, need + engine.memory.need(request) - 1)
         release()
-        assert wait_until(lambda: seen == ["began"])
+        assert eventually(lambda: seen == ["began"])
         assert engine.stats().memory.reserved == need
         evictions = engine.stats().evictions
         _, last = generated(engine.generate(request))
         assert seen[:2] == ["began", "stopped"]
         assert engine.stats().evictions == evictions
-        assert wait_until(lambda: seen == ["began", "stopped", "began"])
+        assert eventually(lambda: seen == ["began", "stopped", "began"])
     assert isinstance(last, Finished)
     assert seen[-1] == "stopped"
     assert engine.stats().memory.reserved == 0
@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_left_sparse_and_nothing_is_evicted(
         limited(engine, engine.memory.need_dense(LENGTH + 3) - 1)
         evictions = engine.stats().evictions
         release()
-        assert wait_until(lambda: not engine.densifier.turns)
+        assert eventually(lambda: not engine.densifier.turns)
         assert engine.stats().evictions == evictions
         assert engine.health().alive
     assert seen == []

@@ -28,8 +28,8 @@ from mlx_specprefill import (
     TokenEvent,
     make_pair,
 )
-from tests.engine.test_composition import wait_until
 from tests.tiny import EOS, FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_model, tiny_pair, tokenizer
+from tests.waiting import eventually
 
 M = 300
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100), prefill_step=64)
@@ -216,7 +216,7 @@ def test_close_ends_every_request_and_refuses_new_ones():
 
 def test_health_beats_while_idle(engine):
     before = engine.loop.beat
-    assert wait_until(lambda: engine.loop.beat > before)
+    assert eventually(lambda: engine.loop.beat > before)
     health = engine.health()
     assert health.alive
     assert (health.running, health.queued) == (0, 0)

@@ -27,8 +27,8 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.engine import loop
-from tests.engine.test_composition import wait_until
 from tests.tiny import generated, random_prompt, tiny_pair
+from tests.waiting import eventually
 
 ANN, BOB = CacheLabel("ann"), CacheLabel("bob")
 LENGTH = 600
@@ -182,7 +182,7 @@ def test_idle_time_makes_dense_under_the_same_label(monkeypatch: pytest.MonkeyPa
     with Engine(tiny_pair(), CONFIG) as engine:
         generated(engine.generate(asked(SECRET, ANN, True)))
         quiet()
-        assert wait_until(lambda: engine.stats().densified == 1, 60)
+        assert eventually(lambda: engine.stats().densified == 1, 60)
         assert {entry.kind for entry in engine.cached("ann")} == {"target", "draft", "session"}
         assert engine.cached("bob") == engine.cached("") == ()
         assert look(engine, asked((*SECRET, 5), BOB, False), monkeypatch)[0] == 0

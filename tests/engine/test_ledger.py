@@ -6,9 +6,8 @@ import gc
 import logging
 import queue
 import random
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +30,7 @@ from mlx_specprefill.engine import ledger as ledger_module
 from mlx_specprefill.engine.ledger import TOLERATED, Ledger
 from tests.engine.held import unaccounted
 from tests.tiny import random_prompt, tiny_pair
+from tests.waiting import eventually
 
 # Bytes. MLX reuses freed memory for arrays that are up to two pages smaller, which nobody accounts for. The chats below
 # would leak at least ten times as much.
@@ -216,10 +216,3 @@ def test_mlx_keeps_at_most_an_eighth_of_the_limit_and_its_own_limit_afterwards()
             assert engine._inbox.call(lambda: mx.set_cache_limit(1 << 20)) == 1 << 20
     finally:
         mx.set_cache_limit(own)
-
-
-def eventually(check: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 60
-    while not check() and time.monotonic() < until:
-        time.sleep(0.05)
-    return check()

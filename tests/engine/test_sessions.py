@@ -25,8 +25,9 @@ from mlx_specprefill import (
     load_pair,
 )
 from mlx_specprefill.adapters.capture import QueryCapture
-from tests.engine.test_composition import masked_greedy, wait_until
+from tests.engine.test_composition import masked_greedy
 from tests.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
+from tests.waiting import eventually
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 POLICY = SpecPrefillPolicy(threshold=300, keep_pct=Fraction(3, 10), densify=False, extend_share=Fraction(1, 2))
@@ -362,7 +363,7 @@ def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool)
             assert end.account.mode == "sparse"
             dropped = next((name for name in NAMES if not in_kept(pair, chat, end, codes[name])), None)
             if idle:
-                assert wait_until(lambda done=done: engine.stats().densified > done, 200)
+                assert eventually(lambda done=done: engine.stats().densified > done, 200)
             if dropped is None or codes[NAMES[2]] not in first:
                 continue
             second, end = chat.ask(f"What is the secret code for {dropped}?")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import mlx.nn as nn
 from mlx_specprefill import Engine, EngineConfig, EngineStats, Event, GenerationRequest, ModelPair, TokenEvent
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.request import SpecPrefillOptions
+from tests.waiting import eventually
 
 from ..tiny import random_prompt, tiny_pair
 
@@ -21,13 +20,6 @@ SPARSE = SpecPrefillOptions(enabled=True)
 
 def nbytes(model: nn.Module) -> int:
     return sum(array.nbytes for _, array in nn.utils.tree_flatten(model.parameters()))
-
-
-def eventually(check: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 60
-    while not check() and time.monotonic() < until:
-        time.sleep(0.01)
-    return check()
 
 
 def engine_of(pair: ModelPair, **config: Any) -> Engine:

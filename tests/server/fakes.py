@@ -308,11 +308,3 @@ def says_and_waits(engine: FakeEngine, text: str) -> threading.Event:
 
     engine.script = script
     return said
-
-
-def eventually(check: Callable[[], bool], within: float = 60.0) -> bool:
-    """Whether it holds, now or soon."""
-    until = time.monotonic() + within
-    while not check() and time.monotonic() < until:
-        time.sleep(0.01)
-    return check()

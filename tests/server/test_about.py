@@ -10,8 +10,9 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill import __version__
 
+from ..waiting import eventually
 from .conftest import client_of
-from .fakes import CHATML, FakeEngine, eventually
+from .fakes import CHATML, FakeEngine
 
 
 def test_the_version(client: TestClient) -> None:

@@ -19,8 +19,9 @@ from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.monitoring.logs import set_up
 from mlx_specprefill_server.settings import Settings
 
+from ..waiting import eventually
 from .conftest import client_of
-from .fakes import FakeEngine, eventually, says_and_waits
+from .fakes import FakeEngine, says_and_waits
 
 SECRET = "a-very-secret-prompt"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": SECRET}], "specprefill": True}

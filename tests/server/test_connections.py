@@ -15,7 +15,8 @@ import pytest
 from mlx_specprefill_server import connections
 from mlx_specprefill_server.connections import RESERVED, DescriptorsError, open_files_for
 
-from .fakes import FakeEngine, eventually
+from ..waiting import eventually
+from .fakes import FakeEngine
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'

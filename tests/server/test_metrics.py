@@ -20,7 +20,8 @@ from mlx_specprefill.request import Prediction
 from mlx_specprefill_server.generating.generation import Ended
 from mlx_specprefill_server.monitoring.metrics import Metrics, reason_label
 
-from .fakes import FakeEngine, eventually, says_and_waits
+from ..waiting import eventually
+from .fakes import FakeEngine, says_and_waits
 
 MODEL = 'model_name="demo/target"'
 SPARSE = Account(

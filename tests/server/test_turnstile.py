@@ -13,8 +13,9 @@ import pytest
 
 from mlx_specprefill_server.app import Server
 
+from ..waiting import eventually
 from .conftest import client_of, events
-from .fakes import FakeEngine, eventually
+from .fakes import FakeEngine
 
 CHAT = "/v1/chat/completions"
 HI: Any = [{"role": "user", "content": "Hi"}]

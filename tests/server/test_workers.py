@@ -13,8 +13,9 @@ import pytest
 from mlx_specprefill_server.prompting.prompt import WORKERS, PromptBuilder
 from mlx_specprefill_server.prompting.workers import Workers
 
+from ..waiting import eventually
 from .conftest import client_of
-from .fakes import FakeEngine, byte_tokenizer, eventually
+from .fakes import FakeEngine, byte_tokenizer
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 

@@ -82,6 +82,9 @@ class SelectionConfig:
     chunk_size: int = 8
     by_sentence: bool = True  # the chunks of one line or sentence are kept together; False: the paper
     sentence_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each kept together
+    # A chosen token that an earlier turn dropped is missing if it has so many times the importance of the best tokens
+    # that are not chosen (docs/decisions/0022).
+    stands_out: float = 2.0
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
     verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here
@@ -105,8 +108,7 @@ class SpecPrefillPolicy:
     min_saving_share: Fraction = Fraction(1, 5)  # of the full prefill's time; sparse prefill is lossy: it must pay
     min_saving_ms: float = 1000.0
     keep_pct: Fraction = Fraction(1, 5)
-    extend_share: Fraction = Fraction(49, 50)  # of what a question asks for that an earlier sparse turn must hold
-    repair_share: Fraction = Fraction(1, 4)  # the same, for the rest to be read into it afterwards
+    repair_share: Fraction = Fraction(1, 2)  # of what is chosen of the old text; above it a session starts over
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
 
     @property

@@ -12,9 +12,9 @@ again after four turns that each bring a fact and ask for it:
     chat     brings text and asks nothing
 
 Only the draft runs: what the cache holds follows from the selections. Printed is how often each kind is not answered
-from the cache as it is (`misses`; only `dropped` should be), how often it starts over, how many tokens are missing on
-average where some are, and how often the rule before this one missed (importance above the best chunk left out, nine
-tenths of it held, chunks counted from the end of the dense prefix). The last line is one JSON object.
+from the cache as it is (`misses`; only `dropped` should be), how often the fact asked for is in the cache afterwards
+(`found`), how often it starts over, and how many tokens are missing on average where some are. With `--text real`
+facts lie in docstrings of the standard library instead of random words. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from mlx_specprefill.prefill.forced import template_mask
 from mlx_specprefill.prefill.plan import plan_prefill
 from mlx_specprefill.prefill.rules import scorer_for
 from mlx_specprefill.prefill.scoring import Scores, ToScore, question_span
-from mlx_specprefill.prefill.selection import Selection, held_part, select_tokens
+from mlx_specprefill.prefill.selection import Selection, missing_of, select_tokens
 from mlx_specprefill.prefill.text import TextReader
+from mlx_specprefill_server.evals.corpus import paragraphs, sentences
 from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
@@ -56,6 +57,7 @@ Bools = npt.NDArray[np.bool_]
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0))
 CHUNK = CONFIG.selection.chunk_size
 NAMES = "Anna Peter Maria Thomas Laura Daniel Sophie Martin Julia Simon Clara Robert".split()
+COLUMNS = ("misses", "found", "starts_over", "tokens")
 LATER = "Emma Paul Nora Victor".split()
 WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
 village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
@@ -67,6 +69,7 @@ class Session:
 
     pair: ModelPair
     rng: np.random.Generator
+    real: bool
     messages: list[dict[str, str]] = field(default_factory=list)
     codes: dict[str, str] = field(default_factory=dict)
     cache: list[Any] | None = None
@@ -80,7 +83,18 @@ class Session:
         return copy.deepcopy(self, {id(self.pair): self.pair, id(self.text): self.text})
 
     def filler(self, words: int) -> str:
+        if self.real:
+            return self._passage(words)
         return " ".join("The " + " ".join(self.rng.choice(WORDS, 7)) + "." for _ in range(max(1, words // 8)))
+
+    def _passage(self, words: int) -> str:
+        """Sentences of the standard library's documentation in a row, of so many words at least."""
+        pages = paragraphs()
+        at, found = int(self.rng.integers(len(pages))), []
+        while len(" ".join(found).split()) < words:
+            found += sentences(pages[at % len(pages)])
+            at += 1
+        return " ".join(found)
 
     def fact(self, name: str) -> str:
         self.codes[name] = str(self.rng.integers(100_000, 1_000_000))
@@ -163,26 +177,23 @@ def selected(text: TextReader, scores: Scores, forced: Bools, prompt: tuple[int,
     return select_tokens(scores.importance[start:], forced[start:], rest, CONFIG.policy.keep_pct, CONFIG.selection)
 
 
-def judged(scores: Scores, forced: Bools, prompt: tuple[int, ...], session: Session) -> dict[str, float]:
-    """What the rule makes of a question, and the one before it."""
-    first = session.dense - session.dense % CHUNK
-    share, missing = held_part(selected(session.text, scores, forced, prompt, first), session.held[first:])
-    before = excess_held(selected(session.text, scores, forced, prompt, session.dense), session.held[session.dense :])
-    misses = share < CONFIG.policy.extend_share
+def judged(scores: Scores, forced: Bools, before: Session, fork: Session, fact: str | None) -> dict[str, float]:
+    """What the rule makes of a question to which the fact is the answer."""
+    first = before.dense - before.dense % CHUNK
+    selection = selected(fork.text, scores, forced, fork.prompt, first)
+    held = before.held[first:]
+    missing = missing_of(selection, held, CONFIG.selection.stands_out)
+    old = int((selection.kept < held.size).sum())
+    restart = missing.size > CONFIG.policy.repair_share * old
+    now = fork.held.copy()
+    now[first + (selection.kept[selection.kept < held.size] if restart else missing)] = True
+    fork.held = now
     return {
-        "before": before < 0.9,
-        "misses": misses,
-        "starts_over": share < CONFIG.policy.repair_share,
-        "tokens": missing.size if misses else np.nan,
+        "misses": missing.size > 0,
+        "found": np.nan if fact is None else fork.holds(fact),
+        "starts_over": restart,
+        "tokens": missing.size or np.nan,
     }
-
-
-def excess_held(selection: Selection, held: Bools) -> float:
-    left_out = selection.chunk_scores[~(selection.chunk_chosen | selection.chunk_forced)]
-    cutoff = left_out.max() if left_out.size else 0.0
-    excess = np.where(selection.chunk_chosen, np.maximum(selection.chunk_scores - cutoff, 0.0), 0.0)
-    wanted = np.repeat(excess, CHUNK)[: held.size]
-    return float(wanted[held].sum() / wanted.sum()) if wanted.sum() > 0 else 1.0
 
 
 Found = dict[str, list[dict[str, float]]]
@@ -192,17 +203,23 @@ def try_all(session: Session, found: Found) -> None:
     """One question of each kind, from the same state."""
     held = [name for name, code in session.codes.items() if session.holds(f"code for {name} is {code}")]
     dropped = [name for name in session.codes if name not in held and not session.holds(session.codes[name])]
-    asked = {"held": question(session.rng.choice(held)) if held else None, "chat": session.filler(40)}
+    asked: dict[str, tuple[str, str | None]] = {"chat": (session.filler(40), None)}
+    if held:
+        name = session.rng.choice(held)
+        asked["held"] = question(name), name
     if dropped:
         name = session.rng.choice(dropped)
-        asked |= {"dropped": question(name), "dropped, after text": f"{session.filler(40)} {question(name)}"}
-    for kind, text in asked.items():
-        if text is not None:
-            found[kind].append(judged(*session.fork().ask(text), session))
+        asked["dropped"] = question(name), name
+        asked["dropped, after text"] = f"{session.filler(40)} {question(name)}", name
+    for kind, (text, about) in asked.items():
+        fork = session.fork()
+        scores, forced, _ = fork.ask(text)
+        fact = None if about is None else f"code for {about} is {session.codes[about]}"
+        found[kind].append(judged(scores, forced, session, fork, fact))
 
 
-def run(pair: ModelPair, seed: int, facts: int, tokens: int, found: Found) -> None:
-    session = Session(pair, np.random.default_rng(seed))
+def run(pair: ModelPair, seed: int, facts: int, tokens: int, real: bool, found: Found) -> None:
+    session = Session(pair, np.random.default_rng(seed), real)
     per_word = len(pair.tokenizer.encode(session.filler(400))) / 400
     name = NAMES[seed % facts]
     scores, forced, prompt = session.ask(f"{session.document(facts, int(tokens / per_word))}\n\n{question(name)}")
@@ -212,7 +229,9 @@ def run(pair: ModelPair, seed: int, facts: int, tokens: int, found: Found) -> No
     try_all(session, found)
     for name in LATER:
         text = f"{session.filler(25)} {session.fact(name)} {session.filler(25)}\n\n{question(name)}"
-        found["new"].append(judged(*session.ask(text), session))
+        before = session.fork()
+        scores, forced, _ = session.ask(text)
+        found["new"].append(judged(scores, forced, before, session.fork(), None))
         new = np.ones(len(session.prompt) - session.held.size, dtype=np.bool_)
         session.answer(f"The secret code for {name} is {session.codes[name]}.", np.concatenate([session.held, new]))
     try_all(session, found)
@@ -224,6 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=2500, help="of the document")
+    parser.add_argument("--text", choices=["random", "real"], default="random", help="what lies around the facts")
     options = parser.parse_args(arguments)
     named = find_pair(options.pair)
     pair = load_pair(named.target, named.draft, draft_layers=named.draft_layers, draft_heads=named.draft_heads)
@@ -231,20 +251,26 @@ def main(arguments: list[str] | None = None) -> None:
     for facts in (1, 12):
         found: Found = defaultdict(list)
         for seed in range(options.seed + facts, options.seed + facts + options.sessions):
-            run(pair, seed, facts, options.tokens, found)
+            run(pair, seed, facts, options.tokens, options.text == "real", found)
         for kind, outcomes in found.items():
             table[f"{kind}, {facts} facts"] = summary(outcomes)
-    print("| question | n | before | misses | starts over | missing tokens |\n|---|---|---|---|---|---|")
+    print("| question | n | misses | found | starts over | missing tokens |\n|---|---|---|---|---|---|")
     for kind, row in table.items():
-        shares = " | ".join(f"{row[rule]:.3f}" for rule in ("before", "misses", "starts_over"))
-        print(f"| {kind} | {row['n']} | {shares} | {row['tokens']:.0f} |")
+        print(f"| {kind} | {row['n']:.0f} | " + " | ".join(shown(row[name]) for name in COLUMNS) + " |")
     print(json.dumps({"benchmark": "sessions", "pair": options.pair, "tokens": options.tokens, "rows": table}))
 
 
-def summary(outcomes: list[dict[str, float]]) -> dict[str, float]:
-    shares = {rule: float(np.mean([one[rule] for one in outcomes])) for rule in ("before", "misses", "starts_over")}
-    tokens = [one["tokens"] for one in outcomes if one["misses"]]
-    return {"n": len(outcomes), **shares, "tokens": float(np.mean(tokens)) if tokens else 0.0}
+def summary(outcomes: list[dict[str, float]]) -> dict[str, float | None]:
+    """Means over the outcomes that have a value; None where none has."""
+    row: dict[str, float | None] = {"n": len(outcomes)}
+    for name in outcomes[0]:
+        values = [one[name] for one in outcomes if not np.isnan(one[name])]
+        row[name] = float(np.mean(values)) if values else None
+    return row
+
+
+def shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 if __name__ == "__main__":

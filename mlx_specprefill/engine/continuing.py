@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from ..cache.positioned import can_cut, cut
 from ..cache.splice import can_splice
-from ..config import SpecPrefillPolicy
-from ..prefill.selection import Selection, completed, held_part
+from ..config import SelectionConfig, SpecPrefillPolicy
+from ..prefill.selection import Selection, missing_of
 from ..request import GenerationRequest
 from .caches import EngineCaches, Session
 from .planning import Planner
@@ -20,7 +20,6 @@ __all__ = ["Beginning", "Continuing", "usable_prefix"]
 
 Indices = npt.NDArray[np.int32]
 _NONE = np.zeros(0, dtype=np.int32)
-_REPAIRED = 256  # tokens: once a session is opened, what else was chosen is put in too, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,16 @@ class Continuing:
     """Chooses between the ways on and prepares the sequence's cache for it.
 
     extend: the session holds what the question asks for; only what is new is read.
-    repair: the session holds a part of it; the missing chunks are put in at their places, then what is new is read.
-    restart: it holds too little, or can't be opened; it is read anew from where the first chunk is missing, or, where
-        it can't be cut, from the dense prefix on.
+    repair: it lacks some of it; the missing chunks are put in at their places, then what is new is read.
+    restart: it lacks more than `repair_share` of what is chosen of the old text, or can't be opened; it is read anew
+        from where the first chunk is missing, or, where it can't be cut, from the dense prefix on.
     """
 
-    def __init__(self, policy: SpecPrefillPolicy, caches: EngineCaches, planner: Planner) -> None:
+    def __init__(
+        self, policy: SpecPrefillPolicy, selection: SelectionConfig, caches: EngineCaches, planner: Planner
+    ) -> None:
         self._policy = policy
+        self._stands_out = selection.stands_out
         self._caches = caches
         self._planner = planner
 
@@ -79,13 +81,12 @@ class Continuing:
         if session is None or session.length <= S:
             return afresh
         held = session.held[first:]
-        share, missing = held_part(selection, held)
-        sequence.continuation = self._way(share, session)
+        missing = missing_of(selection, held, self._stands_out)
+        sequence.continuation = self._way(missing, wanted, session)
         if sequence.continuation != "restart":
             sequence.cache = session.cache
-            more = completed(missing, selection, held, _REPAIRED) if sequence.continuation == "repair" else _NONE
             new = self._new(len(sequence.request.prompt), session, wanted)
-            return Beginning(session.kept, more + np.int32(first), session.length, new)
+            return Beginning(session.kept, missing + np.int32(first), session.length, new)
         start = first + int(missing[0])
         if start <= S or not can_cut(session.cache):
             return afresh
@@ -99,10 +100,11 @@ class Continuing:
             return None
         return self._caches.session(request.prompt[: usable_prefix(request)], choice, request.label)
 
-    def _way(self, share: float, session: Session) -> Continuation:
-        if share >= self._policy.extend_share:
+    def _way(self, missing: Indices, wanted: Indices, session: Session) -> Continuation:
+        if not missing.size:
             return "extend"
-        return "repair" if share >= self._policy.repair_share and can_splice(session.cache) else "restart"
+        most = self._policy.repair_share * int((wanted < session.length).sum())
+        return "repair" if missing.size <= most and can_splice(session.cache) else "restart"
 
     def _new(self, M: int, session: Session, wanted: Indices) -> Indices:
         """All of a short addition, the selected part of one that is long enough for that to pay."""

@@ -74,7 +74,7 @@ class Prefiller:
         self.slice_size = slice_size
         self._speculator = speculator
         self.text = TextReader(pair.tokenizer)
-        self._continuing = Continuing(config.policy, caches, planner)
+        self._continuing = Continuing(config.policy, config.selection, caches, planner)
         self.fallbacks: Counter[str] = Counter()
 
     def run(self, sequence: Sequence) -> Slices:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -15,9 +15,8 @@ __all__ = [
     "Selection",
     "by_sentence",
     "chunk_means",
-    "completed",
-    "held_part",
     "kept_spans",
+    "missing_of",
     "select_chunks",
     "select_tokens",
 ]
@@ -27,7 +26,7 @@ Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]
 
 _LOOKED = 13  # tokens of a line or sentence that it is weighed by: as many as attention is smoothed over
-_STANDS_OUT = 12.0  # times the median chunk
+_ORDINARY = 0.99  # quantile of what is not chosen; its very best is now and then an outlier
 _PIECE = 32  # tokens: what stands for a line or sentence where that is too long or not at hand
 
 
@@ -37,16 +36,18 @@ class Selection:
 
     Attributes:
         kept: prompt indices of the kept tokens, ascending and unique, int32 (N,).
+        forced: tokens kept whatever their score, bool (M,).
+        asked: importance of each token, less what smoothing carried over the end of a line, float32 (M,).
         chunk_scores: by which chunks were chosen, float32 (C,).
-        asked: what a chunk is asked for itself and not as the rest of a line or sentence, float32 (C,).
         chunk_forced: chunks whose every token is forced (C,).
         chunk_chosen: chunks kept for their score (C,).
         chunk_size: tokens per chunk; the last one may be shorter.
     """
 
     kept: Indices
-    chunk_scores: Floats
+    forced: Bools
     asked: Floats
+    chunk_scores: Floats
     chunk_forced: Bools
     chunk_chosen: Bools
     chunk_size: int
@@ -60,30 +61,24 @@ def chunk_means(importance: Floats, chunk_size: int) -> Floats:
     return (sums / lengths).astype(np.float32)
 
 
-def by_sentence(importance: Floats, chunk_scores: Floats, units: Indices, config: SelectionConfig) -> Floats:
-    """Scores with which the chunks of one line or sentence are kept together, (C,) -> (C,), none lower than before.
+def by_sentence(importance: Floats, units: Indices, config: SelectionConfig) -> Floats:
+    """What each token's line or sentence is weighed by, (M,) float32: the mean of its best 13 tokens in a row.
 
     The draft looks at where a passage begins. What goes on in the next chunk, like the value after a long name, would
-    compete with the best of the rest on its own. Every chunk that a line or sentence touches gets at least the mean of
-    those 13 of its tokens in a row that were looked at most.
+    compete with the best of the rest on its own. Every chunk that a line or sentence touches gets at least its weight.
 
     Args:
-        importance: (M,) of which `chunk_scores` are the means.
+        importance: (M,).
         units: where lines and sentences begin, ascending, the first at 0 (`PromptText`); those longer than
             `sentence_limit` are cut into pieces.
     """
-    M, size, window = importance.size, config.chunk_size, max(_LOOKED, config.chunk_size)
+    M = importance.size
     begin, end = _pieces(units, M, config.sentence_limit)
     total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
-    looked_end = np.minimum(np.arange(M) + window, np.repeat(end, end - begin))
+    looked_end = np.minimum(np.arange(M) + _LOOKED, np.repeat(end, end - begin))
     seen = total[looked_end] - total[:M]  # in what begins at each token and ends with its unit at the latest
-    height = (np.maximum.reduceat(seen, begin) / window).astype(np.float32)
-    first, parts = begin // size, (end - 1) // size - begin // size + 1
-    unit = np.repeat(np.arange(parts.size), parts)
-    chunk = first[unit] + np.arange(unit.size) - np.repeat(np.cumsum(parts) - parts, parts)
-    scores = chunk_scores.copy()
-    np.maximum.at(scores, chunk, height[unit])
-    return scores
+    weight = (np.maximum.reduceat(seen, begin) / _LOOKED).astype(np.float32)
+    return np.repeat(weight, end - begin)
 
 
 def _pieces(units: Indices, length: int, limit: int) -> tuple[Indices, Indices]:
@@ -95,7 +90,9 @@ def _pieces(units: Indices, length: int, limit: int) -> tuple[Indices, Indices]:
     return starts, np.append(starts[1:], length)
 
 
-def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_size: int) -> Selection:
+def select_chunks(
+    chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_size: int, asked: Floats | None = None
+) -> Selection:
     """Keep ceil(C * keep) chunks, best score first, ties to the lower index, plus every forced token.
 
     Chunks that are forced as a whole count towards the budget, but at least half of it goes to chunks chosen by score:
@@ -106,6 +103,7 @@ def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_siz
         chunk_scores: (C,) finite.
         forced: (M,) per token, with ceil(M / chunk_size) == C.
         keep: share of chunks in [0, 1], exact: the ceiling of a float product is wrong for some shares.
+        asked: as in `Selection`; None: the score of the token's chunk.
     """
     M, C = forced.size, chunk_scores.size
     starts = np.arange(0, M, chunk_size)
@@ -119,7 +117,8 @@ def select_chunks(chunk_scores: Floats, forced: Bools, keep: Fraction, chunk_siz
     chosen[ranked[: min(count, C - int(chunk_forced.sum()))]] = True
     tokens = np.repeat(chosen, chunk_size)[:M] | forced
     kept = np.flatnonzero(tokens).astype(np.int32)
-    return Selection(kept, chunk_scores, chunk_scores, chunk_forced, chosen, chunk_size)
+    asked = np.repeat(chunk_scores, chunk_size)[:M] if asked is None else asked
+    return Selection(kept, forced, asked, chunk_scores, chunk_forced, chosen, chunk_size)
 
 
 def select_tokens(
@@ -130,62 +129,45 @@ def select_tokens(
     Args:
         forced: (M,) per token.
     """
-    means = chunk_means(importance, config.chunk_size)
-    if not config.by_sentence:
-        return select_chunks(means, forced, keep, config.chunk_size)
-    scores = by_sentence(importance, means, text.units, config)
-    # Smoothing carries what was looked at over the end of a line. Nobody asks for what lies there.
-    asked = np.minimum(means, by_sentence(importance, np.zeros_like(means), text.units, config))
-    return replace(select_chunks(scores, forced, keep, config.chunk_size), asked=asked)
+    scores, asked = chunk_means(importance, config.chunk_size), importance
+    if config.by_sentence:
+        weights = by_sentence(importance, text.units, config)
+        scores = np.maximum(scores, np.maximum.reduceat(weights, np.arange(0, importance.size, config.chunk_size)))
+        asked = np.minimum(importance, weights)
+    return select_chunks(scores, forced, keep, config.chunk_size, asked)
 
 
-def held_part(selection: Selection, held: Bools) -> tuple[float, Indices]:
-    """How much of what the selection asks for an earlier turn has kept already, and the rest.
+def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
+    """What the selection asks for that an earlier turn has dropped.
 
-    What it asks for are the chosen chunks that stand out: twelve times the score of an ordinary one. The others fill
-    the budget and change from question to question. Chosen chunks beside one that stands out, up to 32 tokens away and
-    with no gap, are missed with it but do not count: the rest of a line or sentence.
+    Most of what fills the budget is ordinary and changes from question to question. Asked for are the chosen tokens
+    that stand out: with so many times the importance of the best that are not chosen. What an earlier turn holds does
+    not count, however much it is looked at: an earlier question in the same words draws most attention. With the
+    tokens go the chosen chunks beside them, up to 32 tokens away and with no gap: the rest of a line or sentence.
 
     Args:
         held: (L,) whether the earlier turn kept the token, for the first L <= M tokens; the rest is new to it.
+        stands_out: see `SelectionConfig`.
 
     Returns:
-        A share of importance between 0 and 1, and the tokens before L that are missing, ascending int32.
+        Tokens before L that are not held, ascending int32.
     """
-    scores = selection.asked
-    candidates = scores[~selection.chunk_forced]
-    ordinary = float(np.median(candidates)) if candidates.size else 0.0
-    stands_out = selection.chunk_chosen & (scores >= _STANDS_OUT * ordinary)
-    importance = np.repeat(np.where(stands_out, scores, 0.0), selection.chunk_size)[: held.size]
-    total = float(importance.sum())
-    share = float(importance[held].sum()) / total if total > 0 else 1.0
-    asked = stands_out.copy()
-    for _ in range(max(1, _PIECE // selection.chunk_size)):
-        before, after = asked[:-1].copy(), asked[1:].copy()
-        asked[1:] |= selection.chunk_chosen[1:] & before
-        asked[:-1] |= selection.chunk_chosen[:-1] & after
-    lacking = np.repeat(asked, selection.chunk_size)[: held.size] & ~held
-    return share, np.flatnonzero(lacking).astype(np.int32)
-
-
-def completed(missing: Indices, selection: Selection, held: Bools, limit: int) -> Indices:
-    """`missing` tokens, and of the other chosen chunks that are not held the best, while all together fit in `limit`.
-
-    Args:
-        held: as in `held_part`.
-    """
-    lacking = np.zeros(held.size, dtype=np.bool_)
-    lacking[missing] = True
-    size, left = selection.chunk_size, limit - missing.size
-    best_first = np.argsort(-selection.chunk_scores, kind="stable")
-    for chunk in best_first[selection.chunk_chosen[best_first]]:
-        part = slice(chunk * size, min((chunk + 1) * size, held.size))
-        more = ~held[part] & ~lacking[part]
-        if more.sum() > left:
-            break
-        lacking[part] |= more
-        left -= int(more.sum())
-    return np.flatnonzero(lacking).astype(np.int32)
+    L, size = held.size, selection.chunk_size
+    if held.all():
+        return np.zeros(0, dtype=np.int32)
+    asked, forced = selection.asked[:L], selection.forced[:L]
+    chosen = np.repeat(selection.chunk_chosen, size)[:L]
+    others = asked[~chosen & ~forced]
+    ordinary = float(np.quantile(others, _ORDINARY)) if others.size else 0.0
+    standing = chosen & ~forced & ~held & (asked > 0) & (asked >= stands_out * ordinary)
+    starts = np.arange(0, L, size)
+    near = np.logical_or.reduceat(standing, starts)
+    whole = np.logical_and.reduceat(chosen, starts)
+    for _ in range(max(1, _PIECE // size)):
+        before, after = near[:-1].copy(), near[1:].copy()
+        near[1:] |= whole[1:] & before
+        near[:-1] |= whole[:-1] & after
+    return np.flatnonzero(np.repeat(near, size)[:L] & chosen & ~held).astype(np.int32)
 
 
 def kept_spans(kept: Indices) -> tuple[tuple[int, int], ...]:

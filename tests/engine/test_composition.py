@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from fractions import Fraction
 
@@ -18,6 +19,7 @@ from mlx_specprefill import (
     InvalidRequestError,
     Progress,
     PromptSpan,
+    SelectionConfig,
     SpecPrefillOptions,
     SpecPrefillPolicy,
     TokenEvent,
@@ -160,7 +162,7 @@ def test_what_is_kept_up_to_the_first_gap_is_dense_and_reused_if_long(beginning,
 def test_an_extended_session_feeds_only_what_is_new(family):
     pair = tiny_pair(family)
     prompt, spans = chat(600)
-    config = dataclasses.replace(CONFIG, policy=dataclasses.replace(POLICY, extend_share=Fraction(0)))
+    config = dataclasses.replace(CONFIG, selection=SelectionConfig(stands_out=math.inf))
     with Engine(pair, config) as engine:
         answer, first = ask(engine, prompt, spans)
         more = (*prompt, *answer, *random_prompt(30, 4))
@@ -180,7 +182,8 @@ def test_a_question_about_what_was_dropped_starts_over(monkeypatch):
     """The draft's scores move to chunks that the session doesn't hold: restart, and they are kept now."""
     pair = tiny_pair()
     prompt, spans = chat(600)
-    with Engine(pair, CONFIG) as engine:
+    config = dataclasses.replace(CONFIG, policy=dataclasses.replace(POLICY, repair_share=Fraction(0)))
+    with Engine(pair, config) as engine:
         answer, first = ask(engine, prompt, spans)
         held = {i for a, b in first.account.kept_spans for i in range(a, b)}
         wanted = next(c for c in range(2, 17) if not held & set(range(32 * c, 32 * c + 32)))

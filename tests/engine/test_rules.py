@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -18,6 +19,7 @@ from mlx_specprefill import (
     GenerationRequest,
     ModelPair,
     RuleName,
+    SelectionConfig,
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
@@ -27,7 +29,8 @@ from mlx_specprefill.loading import with_heads
 from tests.tiny import generated, random_prompt, tiny_pair
 
 CONFIG = EngineConfig(
-    policy=SpecPrefillPolicy(threshold=0, keep_pct=Fraction(1, 5), densify=False, extend_share=Fraction(0)),
+    policy=SpecPrefillPolicy(threshold=0, keep_pct=Fraction(1, 5), densify=False),
+    selection=SelectionConfig(stands_out=math.inf),
     prefill_step=64,
 )
 HEADS = DraftHeads((Head(1, 3, 0.5), Head(0, 0, 0.25)), 2, 3, {"copy": 1.0})

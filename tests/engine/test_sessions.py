@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -19,6 +20,7 @@ from mlx_specprefill import (
     GenerationRequest,
     ModelPair,
     PromptSpan,
+    SelectionConfig,
     SpecPrefillOptions,
     SpecPrefillPolicy,
     TokenEvent,
@@ -30,8 +32,10 @@ from tests.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
 from tests.waiting import eventually
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
-POLICY = SpecPrefillPolicy(threshold=300, keep_pct=Fraction(3, 10), densify=False, extend_share=Fraction(1, 2))
+POLICY = SpecPrefillPolicy(threshold=300, keep_pct=Fraction(3, 10), densify=False)
 CONFIG = EngineConfig(policy=POLICY, prefill_step=128, prefix_cache_bytes=64 << 20)
+ALWAYS_EXTENDED = dataclasses.replace(CONFIG, selection=SelectionConfig(stands_out=math.inf))
+NEVER_REPAIRED = dataclasses.replace(CONFIG, policy=dataclasses.replace(POLICY, repair_share=Fraction(0)))
 AUTO, OFF = SpecPrefillOptions(return_spans=True), SpecPrefillOptions(False, return_spans=True)
 TURNS, FIRST, ANSWER = 7, 900, 6
 
@@ -82,12 +86,11 @@ def test_later_turns_feed_no_more_than_a_dense_session_and_the_look_ahead(
 ) -> None:
     """Seven turns without a pause: sparse pays for what is new, as dense does, and for the draft's look-ahead."""
     rows, asking = CONFIG.scoring.rows, CONFIG.scoring.question_rows[1]
-    everything = dataclasses.replace(CONFIG, policy=dataclasses.replace(POLICY, extend_share=Fraction(0)))
     pair = tiny_pair(family)
     meter = Meter(pair, monkeypatch)
-    with Engine(pair, everything) as engine:
+    with Engine(pair, ALWAYS_EXTENDED) as engine:
         sparse = seven_turns(engine, meter, AUTO)
-    with Engine(pair, everything) as engine:
+    with Engine(pair, ALWAYS_EXTENDED) as engine:
         dense = seven_turns(engine, meter, OFF)
     assert [last.account.mode for _, _, last in sparse] == ["sparse"] * TURNS
     assert sparse[0][0] < dense[0][0]
@@ -116,7 +119,7 @@ def test_a_question_about_a_dropped_chunk_starts_over_at_any_turn(family: str, m
 
     monkeypatch.setattr(QueryCapture, "_add", looks_at)
     prompt, seen = random_prompt(FIRST), []
-    with Engine(pair, CONFIG) as engine:
+    with Engine(pair, NEVER_REPAIRED) as engine:
         for turn, chunk in enumerate((12, 12, 12, 20, 20)):
             wanted["chunk"] = chunk
             answer, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
@@ -146,7 +149,7 @@ def test_starting_over_keeps_what_lies_before_the_missing_chunk(
     pair = tiny_pair(family, "llama")
     meter = Meter(pair, monkeypatch)
     wants(monkeypatch, 12)
-    with Engine(pair, CONFIG) as engine:
+    with Engine(pair, NEVER_REPAIRED) as engine:
         prompt = random_prompt(FIRST)
         answer, first = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
         wants(monkeypatch, 20)
@@ -168,16 +171,13 @@ def test_starting_over_keeps_what_lies_before_the_missing_chunk(
         assert tokens == masked_greedy(pair.target, prompt, sorted(kept), ANSWER)
 
 
-STRICT = dataclasses.replace(CONFIG, policy=dataclasses.replace(POLICY, extend_share=Fraction(49, 50)))
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_missing_chunks_are_put_in_and_nothing_else_is_read_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice. Fed is what was missing and what is new; the answer is that of the law with what was there when."""
     pair, prompt = tiny_pair(family, "llama"), random_prompt(FIRST)
     meter, turns = Meter(pair, monkeypatch), np.zeros(FIRST, dtype=int)
     wants(monkeypatch, 12)
-    with Engine(pair, STRICT) as engine:
+    with Engine(pair, CONFIG) as engine:
         answer, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
         for turn, missing in enumerate(([20], [7, 18]), 1):
             before, end = kept_of(last), len(prompt) + ANSWER
@@ -208,7 +208,7 @@ def test_only_caches_that_hold_all_they_were_fed_are_repaired(
     """A recurrent state can't take a token in the middle, and a window no longer has what one would see."""
     prompt = random_prompt(FIRST)
     wants(monkeypatch, 12)
-    with Engine(tiny_pair(family, "llama"), STRICT) as engine:
+    with Engine(tiny_pair(family, "llama"), CONFIG) as engine:
         answer, _ = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
         wants(monkeypatch, 12, 20)
         prompt = (*prompt, *answer, *tool_result(0))

@@ -16,9 +16,8 @@ from mlx_specprefill import InvalidRequestError, SelectionConfig, keep_pct
 from mlx_specprefill.prefill.selection import (
     by_sentence,
     chunk_means,
-    completed,
-    held_part,
     kept_spans,
+    missing_of,
     select_chunks,
     select_tokens,
 )
@@ -139,86 +138,95 @@ def tokens(count, *chunks):
     return mask
 
 
-def part(*of):
-    """What `held_part` says, as plain values."""
-    share, missing = held_part(*of)
-    assert missing.dtype == np.int32
-    return share, missing.tolist()
+def missing(selection, held, stands_out=2.0):
+    """What `missing_of` says, as plain values."""
+    found = missing_of(selection, held, stands_out)
+    assert found.dtype == np.int32
+    return found.tolist()
 
 
-def test_only_chunks_that_stand_out_decide_what_is_held():
-    """The median is 1; chunks 1 and 5 stand out with 24 and 12, chunk 3 is chosen with 4 and does not matter."""
-    selection = selected([1, 24, 1, 4, 1, 12, 1], Fraction(3, 7))
-    assert selection.chunk_chosen.nonzero()[0].tolist() == [1, 3, 5]
-    assert part(selection, tokens(14, 1, 5)) == (1.0, [])
-    assert part(selection, tokens(14, 1, 3)) == (pytest.approx(2 / 3), [10, 11])
-    assert part(selection, tokens(14, 3, 5)) == (pytest.approx(1 / 3), [2, 3])
-    half = tokens(14, 5)
+def test_only_what_stands_out_is_missing():
+    """What is not chosen has 1; chunk 1 stands out with 24, chunk 3 is chosen with 1.9 and does not."""
+    scores = [1, 24, 1, 1.9, *[1] * 40, 12]
+    selection = selected(scores, Fraction(3, 45))
+    assert selection.chunk_chosen.nonzero()[0].tolist() == [1, 3, 44]
+    assert missing(selection, tokens(90)) == [2, 3, 88, 89]
+    assert missing(selection, tokens(90, 1)) == [88, 89]
+    assert missing(selection, tokens(90, 1, 44)) == []
+    half = tokens(90, 44)
     half[2] = True
-    assert part(selection, half) == (pytest.approx(2 / 3), [3])
+    assert missing(selection, half) == [3]
+    assert missing(selection, tokens(90), stands_out=13) == [2, 3]
+    assert missing(selection, tokens(90), stands_out=math.inf) == []
+
+
+def test_how_much_is_looked_at_elsewhere_does_not_matter():
+    """What the session holds may draw a hundred times the attention: an earlier question in the same words."""
+    scores = [1, 4, *[1] * 40, 400]
+    assert missing(selected(scores, Fraction(2, 43)), tokens(86, 42)) == [2, 3]
 
 
 def test_chosen_chunks_beside_one_that_stands_out_are_missed_with_it():
     """Where a line crosses borders: chunks 1, 3 and 4 go on from chunk 2, chunk 6 from nothing that stands out."""
-    selection = selected([1, 3, 12, 3, 3, 1, 4, 1, 1, 1, 1], Fraction(5, 11))
-    assert part(selection, tokens(22)) == (0.0, [*range(2, 10)])
-    assert part(selection, tokens(22, 2)) == (1.0, [2, 3, 6, 7, 8, 9])
+    selection = selected([1, 1.5, 12, 1.5, 1.5, 1, 1.8, *[1] * 60], Fraction(5, 67))
+    assert missing(selection, tokens(134)) == [*range(2, 10)]
+    assert missing(selection, tokens(134, 3)) == [2, 3, 4, 5, 8, 9]
 
 
 def test_what_goes_on_for_long_is_not_missed_with_what_stands_out():
     """32 tokens of chunks that were chosen on either side of chunk 40."""
-    scores = np.ones(120, dtype=np.float32)
-    scores[15:66], scores[40] = 3, 12
-    selection = selected(scores, Fraction(51, 120))
-    assert part(selection, tokens(240)) == (0.0, [*range(48, 114)])
+    scores = np.ones(600, dtype=np.float32)
+    scores[15:66], scores[40] = 1.5, 12
+    assert missing(selected(scores, Fraction(51, 600)), tokens(1200)) == [*range(48, 114)]
 
 
-def test_what_is_put_in_is_completed_by_the_best_of_the_rest():
-    """Chunk 5 is missing; of the chosen ones 1 is held, 3 (4) and 7 (3) come next, as far as there is room."""
-    selection = selected([1, 18, 1, 4, 1, 9, 1, 3, 1], Fraction(4, 9))
-    missing, held = np.array([10, 11], dtype=np.int32), tokens(18, 1)
-    assert completed(missing, selection, held, 3).tolist() == [10, 11]
-    assert completed(missing, selection, held, 4).tolist() == [6, 7, 10, 11]
-    assert completed(missing, selection, held, 5).tolist() == [6, 7, 10, 11]
-    assert completed(missing, selection, held, 90).tolist() == [6, 7, 10, 11, 14, 15]
-    assert completed(missing, selection, held[:15], 90).tolist() == [6, 7, 10, 11, 14]
-    assert completed(missing, selection, held, 0).tolist() == [10, 11]
+@pytest.mark.parametrize("size", [1, 4, 8, 16, 32])
+def test_the_size_of_chunks_does_not_decide_what_is_missing(size):
+    importance = np.ones(960, dtype=np.float32)
+    importance[320:352], importance[640:672] = 2.1, 1.9
+    selection = select_tokens(
+        importance, np.zeros(960, dtype=bool), text_of([0]), Fraction(1, 10), SelectionConfig(chunk_size=size)
+    )
+    found = missing(selection, np.zeros(960, dtype=bool))
+    assert set(range(320, 352)) <= set(found)
+    assert not set(found) & set(range(640, 672))
 
 
-def test_where_nothing_stands_out_everything_is_held():
+def test_where_everything_is_held_or_nothing_was_looked_at_nothing_is_missing():
     selection = selected([1, 11.9, 1, 2, 1], Fraction(2, 5))
-    assert part(selection, np.zeros(10, dtype=bool)) == (1.0, [])
+    assert missing(selection, np.ones(10, dtype=bool)) == []
+    assert missing(selected([0, 0, 0, 0, 0], Fraction(2, 5)), np.zeros(10, dtype=bool)) == []
 
 
-def test_forced_chunks_are_neither_ordinary_nor_asked_for():
-    """Chunk 0 is forced, seen by every turn, and draws most attention; without it the median is 1."""
-    selection = selected([90, 1, 12, 1, 1], Fraction(2, 5), forced=(0, 1))
-    assert part(selection, tokens(10, 0)) == (0.0, [4, 5])
-    assert part(selection, tokens(10, 2)) == (1.0, [])
+def test_forced_tokens_are_neither_ordinary_nor_missing():
+    """Chunk 0 is forced, seen by every turn, and draws most attention."""
+    selection = selected([90, 1, 12, *[1] * 30], Fraction(2, 33), forced=(0, 1))
+    assert missing(selection, tokens(66, 0)) == [4, 5]
+    assert missing(selection, tokens(66, 0, 2)) == []
 
 
 def test_what_lies_after_the_earlier_turn_does_not_count():
-    selection = selected([14, 1, 13, 1, 1], Fraction(2, 5))
-    assert part(selection, np.ones(3, dtype=bool)) == (1.0, [])
-    assert part(selection, np.zeros(3, dtype=bool)) == (0.0, [0, 1])
-    assert part(selection, np.zeros(0, dtype=bool)) == (1.0, [])
+    selection = selected([14, *[1] * 20, 13], Fraction(2, 22))
+    assert missing(selection, np.ones(30, dtype=bool)) == []
+    assert missing(selection, np.zeros(30, dtype=bool)) == [0, 1]
+    assert missing(selection, np.zeros(0, dtype=bool)) == []
 
 
-def together_by_hand(importance, units, rule):
-    """Unit by unit and chunk by chunk, as the rule is worded."""
-    M, size, limit = len(importance), rule.chunk_size, rule.sentence_limit
-    chunks = [range(start, min(start + size, M)) for start in range(0, M, size)]
-    means = [sum(importance[i] for i in chunk) / len(chunk) for chunk in chunks]
-    scores = list(means)
+def together_by_hand(importance, units, limit):
+    """Unit by unit, as the rule is worded."""
+    M = len(importance)
+    weights = [0.0] * M
     whole = list(itertools.pairwise([*units, M]))
     cut = [(at, min(at + 32, end)) for start, end in whole if end - start > limit for at in range(start, end, 32)]
     for start, end in [unit for unit in whole if unit[1] - unit[0] <= limit] + cut:
-        touched = [c for c, chunk in enumerate(chunks) if set(chunk) & set(range(start, end))]
-        window = max(13, size)
-        seen = max(sum(importance[at : min(at + window, end)]) for at in range(start, end))
-        for c in touched:
-            scores[c] = max(scores[c], seen / window)
-    return means, scores
+        seen = max(sum(importance[at : min(at + 13, end)]) for at in range(start, end))
+        weights[start:end] = [seen / 13] * (end - start)
+    return weights
+
+
+def chunk_scores(importance, units, rule):
+    nothing = np.zeros(importance.size, dtype=bool)
+    return select_tokens(importance, nothing, text_of(units), Fraction(1, 5), rule).chunk_scores
 
 
 @given(st.integers(0, 10_000), st.integers(1, 90), st.integers(1, 20), st.integers(1, 40))
@@ -227,30 +235,28 @@ def test_lines_and_sentences_are_kept_together_as_by_hand(seed, M, size, limit):
     importance = rng.random(M).astype(np.float32)
     units = np.unique(np.append(0, rng.integers(0, M, rng.integers(0, 12)))).astype(np.int32)
     rule = SelectionConfig(chunk_size=size, sentence_limit=limit)
-    means, expected = together_by_hand(importance.tolist(), units.tolist(), rule)
-    got = by_sentence(importance, np.array(means, dtype=np.float32), units, rule)
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    weights = together_by_hand(importance.tolist(), units.tolist(), limit)
+    np.testing.assert_allclose(by_sentence(importance, units, rule), weights, rtol=1e-5)
+    chunks = [slice(start, start + size) for start in range(0, M, size)]
+    expected = [max(importance[chunk].mean(), *weights[chunk]) for chunk in chunks]
+    np.testing.assert_allclose(chunk_scores(importance, units, rule), expected, rtol=1e-5)
 
 
 def test_what_is_carried_over_the_end_of_a_line_is_not_asked_for():
-    """The last of five chunks was not looked at, only smoothed into: its line as a whole is ordinary."""
+    """The last four tokens were not looked at, only smoothed into: their line as a whole is ordinary."""
     importance = np.full(80, 1, dtype=np.float32)
     importance[24:40], importance[40:44] = 60, 20
     text, forced = text_of(range(0, 80, 20)), np.zeros(80, dtype=bool)
     selection = select_tokens(importance, forced, text, Fraction(3, 10), SelectionConfig(chunk_size=4))
     assert set(range(24, 44)) <= set(selection.kept.tolist())
-    assert selection.asked[[6, 9, 10]].tolist() == pytest.approx([60, 60, (4 * 20 + 9) / 13])
-    held = np.zeros(80, dtype=bool)
-    held[24:40] = True
-    assert held_part(selection, held)[0] == 1
+    assert selection.asked[[24, 39, 40]].tolist() == pytest.approx([60, 60, (4 * 20 + 9) / 13])
 
 
 def test_a_sentence_that_goes_on_brings_its_next_chunk_and_a_new_one_does_not():
     importance = np.array([0, 0, 0, 8, 0, 0, 0, 0, 1, 0, 0, 0], dtype=np.float32)
-    scores, rule = chunk_means(importance, 4), SelectionConfig(chunk_size=4)
-    goes_on = by_sentence(importance, scores, np.array([0, 2, 6, 9]), rule)
-    np.testing.assert_allclose(goes_on, [2, 8 / 13, 0.25])
-    assert by_sentence(importance, scores, np.array([0, 4, 8]), rule).tolist() == scores.tolist()
+    rule = SelectionConfig(chunk_size=4)
+    np.testing.assert_allclose(chunk_scores(importance, [0, 2, 6, 9], rule), [2, 8 / 13, 0.25])
+    np.testing.assert_allclose(chunk_scores(importance, [0, 4, 8], rule), chunk_means(importance, 4))
 
 
 @pytest.mark.parametrize("size", [4, 8])
@@ -259,8 +265,7 @@ def test_where_chunks_begin_does_not_decide_between_lines(size, shift):
     """What was looked at counts the same whether one chunk holds it or two do."""
     importance, start = np.zeros(128, dtype=np.float32), 40 + shift
     importance[start : start + 13] = 1
-    rule = SelectionConfig(chunk_size=size)
-    scores = by_sentence(importance, chunk_means(importance, size), np.array([0, start]), rule)
+    scores = chunk_scores(importance, [0, start], SelectionConfig(chunk_size=size))
     np.testing.assert_allclose(scores[start // size :], 1, rtol=1e-6)
 
 
@@ -278,14 +283,13 @@ def test_a_line_that_is_too_long_is_kept_together_in_pieces():
     """Minified code, or a list on one line: pieces of 32 tokens, four chunks each, from where the line begins."""
     importance = np.zeros(128, dtype=np.float32)
     importance[43:56] = 4
-    scores = chunk_means(importance, 8)
     rule = SelectionConfig(chunk_size=8)
-    got = by_sentence(importance, scores, np.array([0, 8, 120]), rule)
+    got = chunk_scores(importance, [0, 8, 120], rule)
     assert got.nonzero()[0].tolist() == [5, 6, 7, 8]
     assert got[5:9].tolist() == [4, 4, 4, 4]
-    whole = by_sentence(importance, scores, np.array([0, 8, 120]), replace(rule, sentence_limit=112))
+    whole = chunk_scores(importance, [0, 8, 120], replace(rule, sentence_limit=112))
     assert whole.nonzero()[0].tolist() == [*range(1, 15)]
-    cut = by_sentence(importance, scores, np.array([0, 8, 120]), replace(rule, sentence_limit=111))
+    cut = chunk_scores(importance, [0, 8, 120], replace(rule, sentence_limit=111))
     np.testing.assert_array_equal(cut, got)
 
 
@@ -307,7 +311,7 @@ def test_the_papers_chunks_compete_by_their_means_alone():
     selection = select_tokens(importance, forced, text_of(np.arange(0, 300, 24)), Fraction(1, 5), rule)
     means = [float(importance[start : start + 32].mean(dtype=np.float64)) for start in range(0, 300, 32)]
     assert selection.kept.tolist() == brute_force(means, forced.tolist(), Fraction(1, 5), 32)
-    np.testing.assert_array_equal(selection.asked, selection.chunk_scores)
+    np.testing.assert_array_equal(selection.asked, importance)
     assert replace(SelectionConfig(sentence_limit=50), chunk_size=32, by_sentence=False) == rule
 
 

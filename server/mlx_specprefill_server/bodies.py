@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -23,10 +22,9 @@ Model = TypeVar("Model", bound=BaseModel)
 SMALL = 1 << 16  # bytes of a body that can hold no more than the limits below allow
 MOST_VALUES = 1 << 20  # in one body; also the tokens of the longest prompt that models read today
 MOST_CONTAINERS = 1 << 16  # arrays and objects in one body: a conversation has a few per message
+MOST_MEMBERS = 1 << 15  # of all objects in one body; each takes ten times as long to parse as a number
 DEEPEST = 250  # what comes in may have to go out again, a little deeper, and orjson writes no more than 254 levels
 LONGEST_NAME = 256  # characters of a model's name, which answers and logs repeat
-# A string, whole or cut off by the end, or the beginning of a value. What was matched is never tried again.
-TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{,]', re.DOTALL)
 CONTAINERS = (list, dict)
 
 
@@ -107,17 +105,21 @@ def check_model_name(name: Any) -> None:
 
 def _refuse_many_values(raw: bytes | bytearray) -> None:
     """Before parsing, which takes up to a microsecond and 100 bytes per value and lets no other thread run."""
-    containers = raw.count(b"[") + raw.count(b"{")
-    if containers <= MOST_CONTAINERS and containers + raw.count(b",") <= MOST_VALUES:
-        return
-    found = [0, 0]  # values, containers; outside of strings this time
-    for match in TOKEN.finditer(raw):
-        first = raw[match.start()]
-        found[0] += first != ord('"')
-        found[1] += first in b"[{"
-        if found[0] > MOST_VALUES or found[1] > MOST_CONTAINERS:
-            limits = f"{MOST_VALUES} values or {MOST_CONTAINERS} arrays and objects"
+    text = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
+    values = containers = members = strings = at = 0
+    while at < len(text):
+        start = text.find(b'"', at)
+        start = len(text) if start < 0 else start
+        inside = text.count(b"[", at, start) + text.count(b"{", at, start)
+        containers += inside
+        values += inside + text.count(b",", at, start)
+        members += text.count(b":", at, start)
+        strings += 1
+        if values > MOST_VALUES or containers > MOST_CONTAINERS or max(members, strings - values) > MOST_MEMBERS:
+            limits = f"{MOST_VALUES} values, {MOST_CONTAINERS} arrays and objects, or {MOST_MEMBERS} members of objects"
             raise ApiError(400, f"The body holds more than {limits}.", code="invalid_value")
+        end = text.find(b'"', start + 1)
+        at = end + 1 if end >= 0 else len(text)
 
 
 def _refuse_shapes(body: dict[str, Any]) -> None:

@@ -114,9 +114,24 @@ def test_commas_and_brackets_in_texts_are_no_values() -> None:
     assert bodies.loaded(bytearray(orjson.dumps({"prompt": text, "none": None}))) == {"prompt": text}
 
 
-@pytest.mark.parametrize("body", [b'{"a": [%s1]}' % (b"1," * (1 << 20)), b'{"a": [%s1]}' % (b"[]," * (1 << 17))])
-def test_more_values_than_any_request_has_are_refused(body: bytes) -> None:
-    with pytest.raises(ApiError, match="more than 1048576 values or 65536 arrays and objects"):
+def test_colons_in_texts_are_no_members() -> None:
+    body: dict[str, Any] = {"prompt": '":a": ' * 100_000, "metadata": {str(i): i for i in range(1000)}}
+    assert bodies.loaded(bytearray(orjson.dumps(body))) == body
+
+
+MANY = {
+    "values": b'{"a": [%s1]}' % (b"1," * (1 << 20)),
+    "containers": b'{"a": [%s1]}' % (b"[]," * (1 << 17)),
+    "strings": b'{"a": %s}' % (b'""' * (1 << 17)),
+    "members": b'{"a": {%s}}' % b",".join(b'"%d" \n:1' % i for i in range(1 << 15)),
+}
+
+
+@pytest.mark.parametrize("body", MANY.values(), ids=list(MANY))
+def test_more_than_any_request_has_is_refused_unparsed(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orjson, "loads", None)
+    told = "more than 1048576 values, 65536 arrays and objects, or 32768 members of objects"
+    with pytest.raises(ApiError, match=told):
         bodies.loaded(bytearray(body))
 
 

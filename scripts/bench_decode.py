@@ -3,11 +3,12 @@
 
     python scripts/bench_decode.py [--quick]
 
-Three parts, chosen with `--parts`:
+Four parts, chosen with `--parts`:
 
 - `needle`: questions about codes in a long text, answered by the trained pair. Acceptance at both levels, tokens per
   target forward and time per token, for every strategy and for a StreamingLLM cache of the retrieval's budget that the
   target drafts on (the comparison of TriForce's table 1).
+- `real`: passages of the standard library's documentation, to be explained; for pairs that can (`--pair smollm2`).
 - `shape`: random weights in a shape whose decoding reads far more keys and values than weights, on a cache of random
   keys. The draft shares the target's embeddings up to noise, which controls how often it is right.
 - `gate`: requests that say `auto` and `off`, interleaved, through the engine, where speculation can't win.
@@ -27,7 +28,8 @@ from dataclasses import replace
 from operator import truediv
 from typing import Any
 
-from needles import codes_prompt
+import named_pair
+from needles import codes_prompt, passage_prompt
 
 from mlx_specprefill import (
     Account,
@@ -40,7 +42,6 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpeculationConfig,
     SpeculationName,
-    load_pair,
 )
 
 import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
@@ -56,12 +57,13 @@ from mlx_specprefill.decoding.autoregressive import decode
 from mlx_specprefill.decoding.laws import Chooser
 from mlx_specprefill.decoding.proposing import ModelDrafts, Proposer
 from mlx_specprefill.decoding.speculative import Limits, SpeculativeRow
-from mlx_specprefill.decoding.strategies import STRATEGIES, Drafting, streaming_drafter
+from mlx_specprefill.decoding.strategies import STRATEGIES, Drafting, refusals, streaming_drafter
 from mlx_specprefill.prefill.sparse import prefill
 from mlx_specprefill.sampling import make_sampler
 
 PLAIN, MEANS, STREAMING = "autoregressive", "means", "streaming"
 ARMS = (PLAIN, *(name for name, strategy in STRATEGIES.items() if not strategy.needs_head), MEANS, STREAMING)
+PARTS = ("needle", "real", "shape", "gate")
 SINKS = 16
 
 Row = dict[str, Any]
@@ -72,9 +74,11 @@ def main() -> None:
     options = _parser().parse_args()
     report: dict[str, Any] = {"bench": "decode", "budget": options.budget}
     started = time.perf_counter()
-    pair = load_pair(options.target, options.draft)
+    pair = named_pair.loaded(options)
     if "needle" in options.parts:
         report["needle"] = [row for length in options.lengths for row in needle(pair, options, length)]
+    if "real" in options.parts:
+        report["real"] = [row for length in options.lengths for row in real(pair, options, length)]
     if "shape" in options.parts:
         report["shape"] = [row for noise in options.noise for row in shape(options, noise)]
     if "gate" in options.parts:
@@ -85,9 +89,8 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="models/demo/target")
-    parser.add_argument("--draft", default="models/demo/draft")
-    parser.add_argument("--parts", nargs="+", choices=("needle", "shape", "gate"), default=["needle", "shape", "gate"])
+    named_pair.add_options(parser)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["needle", "shape", "gate"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16000], help="prompt tokens")
     parser.add_argument("--arms", nargs="+", choices=ARMS[1:], default=list(ARMS[1:]), help="beside plain decoding")
     parser.add_argument("-n", type=int, default=10, help="questions per length")
@@ -191,29 +194,50 @@ def shown(head: Row, answers: list[dict[str, Row]], arms: Sequence[str]) -> list
 
 
 def needle(pair: ModelPair, options: argparse.Namespace, length: int) -> list[Row]:
-    """The codes that were asked for, after a full prefill; greedy, so every arm must give the same tokens."""
-    assert pair.draft is not None
-    config = SpeculationConfig(budget=options.budget, chunk=options.chunk, shortlist=options.shortlist)
+    """The codes that were asked for, after a full prefill."""
     answers, arms, right = [], (PLAIN, *options.arms), 0
     for seed in range(options.n):
         depth = 0.1 + 0.6 * seed / max(1, options.n - 1)  # never among the recent tokens that every arm sees
         prompt, value = codes_prompt(pair.tokenizer, 7000 + seed, length, depth, options.codes)
-        caches = make_positioned_cache(pair.target), list(make_prompt_cache(pair.draft))
-        logits, _ = (
-            finish(prefill(m, c, prompt, None, 512)) for m, c in zip((pair.target, pair.draft), caches, strict=True)
-        )
-
-        def fresh(prompt: Any = prompt, caches: Any = caches, logits: Any = logits) -> tuple[Drafting, mx.array]:
-            cache, read = (written_to(m, c) for m, c in zip((pair.target, pair.draft), caches, strict=True))
-            return Drafting(pair.target, cache, prompt, config, pair.draft, read), logits
-
-        answers.append(compared(fresh, arms, Limits(16 * options.codes, pair.eos_token_ids), SamplingParams()))
-        different = [arm for arm in arms if answers[-1][arm]["tokens"] != answers[-1][PLAIN]["tokens"]]
-        if different:
-            raise SystemExit(f"error: {different} answered something else than plain decoding")
+        answers.append(answered(pair, options, prompt, arms, 16 * options.codes))
         right += value in pair.tokenizer.decode(answers[-1][PLAIN]["tokens"])
     head = {"part": "needle", "context": length, "codes": options.codes, "n": options.n, "right": right}
     return shown(head, answers, arms)
+
+
+def real(pair: ModelPair, options: argparse.Namespace, length: int) -> list[Row]:
+    """Explanations of real text, after a full prefill; of the arms, those that this pair can run."""
+    refused = refusals(pair.target, pair.draft, pair.mtp)
+    needs = {MEANS: "retrieval", STREAMING: "retrieval"}
+    possible = [arm for arm in options.arms if refused[needs.get(arm, arm)] is None]
+    for arm in set(options.arms) - set(possible):
+        print(f"no {arm}: {refused[needs.get(arm, arm)]}")
+    arms = (PLAIN, *possible)
+    prompts = (passage_prompt(pair.tokenizer, 7000 + seed, length) for seed in range(options.n))
+    answers = [answered(pair, options, prompt, arms, options.tokens) for prompt in prompts]
+    return shown({"part": "real", "context": length, "n": options.n}, answers, arms)
+
+
+def answered(
+    pair: ModelPair, options: argparse.Namespace, prompt: Sequence[int], arms: Sequence[str], tokens: int
+) -> dict[str, Row]:
+    """Every arm's answer to a prompt. All are greedy, so every arm must give the same tokens."""
+    config = SpeculationConfig(budget=options.budget, chunk=options.chunk, shortlist=options.shortlist)
+    draft = pair.draft if refusals(pair.target, pair.draft, pair.mtp)["draft"] is None else None
+    cache, read = make_positioned_cache(pair.target), None if draft is None else list(make_prompt_cache(draft))
+    logits = finish(prefill(pair.target, cache, prompt, None, 512))
+    if draft is not None:
+        finish(prefill(draft, read, prompt, None, 512))
+
+    def fresh() -> tuple[Drafting, mx.array]:
+        ours = None if draft is None else written_to(draft, read)
+        return Drafting(pair.target, written_to(pair.target, cache), tuple(prompt), config, draft, ours), logits
+
+    found = compared(fresh, arms, Limits(tokens, pair.eos_token_ids), SamplingParams())
+    different = [arm for arm in arms if found[arm]["tokens"] != found[PLAIN]["tokens"]]
+    if different:
+        raise SystemExit(f"error: {different} answered something else than plain decoding")
+    return found
 
 
 def written_to(model: nn.Module, cache: list[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import named_pair
 import numpy as np
 import numpy.typing as npt
 
@@ -37,7 +38,6 @@ from mlx_specprefill import (
     ModelPair,
     SpecPrefillOptions,
     SpecPrefillPolicy,
-    load_pair,
 )
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.prefill.forced import template_mask
@@ -47,7 +47,6 @@ from mlx_specprefill.prefill.scoring import Scores, ToScore, question_span
 from mlx_specprefill.prefill.selection import Selection, missing_of, select_tokens
 from mlx_specprefill.prefill.text import TextReader
 from mlx_specprefill_server.evals.corpus import paragraphs, sentences
-from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
 
@@ -239,14 +238,13 @@ def run(pair: ModelPair, seed: int, facts: int, tokens: int, real: bool, found: 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", default="demo", help="a name in models/pairs.toml")
+    named_pair.add_options(parser)
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=2500, help="of the document")
     parser.add_argument("--text", choices=["random", "real"], default="random", help="what lies around the facts")
     options = parser.parse_args(arguments)
-    named = find_pair(options.pair)
-    pair = load_pair(named.target, named.draft, draft_layers=named.draft_layers, draft_heads=named.draft_heads)
+    pair = named_pair.loaded(options)
     table = {}
     for facts in (1, 12):
         found: Found = defaultdict(list)

@@ -13,14 +13,14 @@ draft and the kept tokens with the target. Both parts are measured here, as plai
     whole_limit     = what T_draft(M) + T_target(kept) would be with all layers of a draft that ends early
     between_growth  = exponent of that time over the prompt length, between the two longest; 1 is linear
 
-A draft with calibrated heads (`heads.json` beside it, or `--heads`) runs up to the last of them and does not look
-ahead; `--rule paper` runs all of it.
+A draft with calibrated heads (`heads.json` beside it) runs up to the last of them and does not look ahead; `--rule
+paper` runs all of it.
 
 Memory is what the arms hold beside the weights: the KV caches when the prefill is done, what the look-ahead needs
 beyond the draft's cache, and the allocator's peak up to the first token.
 
-Models are a checkpoint pair or random weights in a real shape (`--shape`). Before the cells, both models are calibrated
-as at a server's start; the step sizes and the predictions are that calibration's.
+Models are a named pair, checkpoints or random weights in a real shape (`--shape`). Before the cells, both models are
+calibrated as at a server's start; the step sizes and the predictions are that calibration's.
 
 The last line of the output is one JSON object; scripts/plot_ttft.py draws it.
 """
@@ -36,16 +36,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
+import named_pair
 import numpy as np
 from random_pair import random_pair
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from mlx_specprefill import BLAS, RULE_NAMES, EngineConfig, ModelPair, SpecPrefillError, keep_pct, load_pair
+from mlx_specprefill import BLAS, RULE_NAMES, EngineConfig, ModelPair, SpecPrefillError, keep_pct
 
 import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
 from mlx.utils import tree_flatten
@@ -65,7 +65,6 @@ from mlx_specprefill.prefill.text import TextReader
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.shapes import SHAPES
 
-ROOT = Path(__file__).resolve().parent.parent
 DECODED = 24  # tokens after each arm, for the decode rate
 Run = dict[str, float]  # what one repetition measured
 
@@ -289,9 +288,7 @@ def row(setup: Setup, tokens: int, keep: Fraction, runs: Sequence[Run]) -> Row:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default=str(ROOT / "models/demo/target"))
-    parser.add_argument("--draft", default=str(ROOT / "models/demo/draft"))
-    parser.add_argument("--heads", type=Path, help="a file of the draft's calibrated heads; else heads.json beside it")
+    named_pair.add_options(parser)
     parser.add_argument("--rule", default="default", choices=RULE_NAMES, help="how tokens are scored and chosen")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape, instead of checkpoints")
     parser.add_argument("--layers", type=int, help="of a shape's target; the draft gets the same share of its own")
@@ -399,7 +396,7 @@ def weights_mib(model: Any) -> float:
 
 def load(options: argparse.Namespace) -> ModelPair:
     if options.shape is None:
-        return load_pair(options.target, options.draft, heads=options.heads, dtype=options.dtype)
+        return named_pair.loaded(options, options.dtype)
     dtype = "float32" if options.dtype == "auto" else options.dtype
     return random_pair(options.shape, options.layers, options.experts, options.narrow, dtype, options.quantised)
 

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from needles import needle_prompt
+import named_pair
+from needles import needle_prompt, passage_prompt
 
 from mlx_specprefill import (
     Engine,
@@ -28,12 +29,12 @@ from mlx_specprefill import (
     Failed,
     Finished,
     GenerationRequest,
+    ModelPair,
     SpecPrefillOptions,
     SpecPrefillPolicy,
     SpeculationConfig,
     SpeculationName,
     TokenEvent,
-    load_pair,
 )
 from mlx_specprefill.decoding.strategies import StrategyName, refusals
 
@@ -41,14 +42,14 @@ from mlx_specprefill.decoding.strategies import StrategyName, refusals
 def main() -> None:
     """Answer, compare, report."""
     options = _parser().parse_args()
-    pair = load_pair(options.target, options.draft)
+    pair = named_pair.loaded(options)
     config = EngineConfig(policy=SpecPrefillPolicy(densify=False), speculation=SpeculationConfig(budget=options.budget))
     names = [name for name, why in refusals(pair.target, pair.draft, pair.mtp).items() if why is None]
     counts: Counter[str] = Counter()
     started = time.perf_counter()
     with Engine(pair, config) as engine:
         for seed in range(options.first, options.n):
-            prompt = needle_prompt(pair.tokenizer, 9000 + seed, options.length, 0.1 + 0.1 * (seed % 9))
+            prompt = asked_about(pair, options, 9000 + seed)
             request = GenerationRequest(prompt, options.tokens)
             counts += compared(engine, request, names)
             print(f"prompt {seed}: {dict(counts)}, {time.perf_counter() - started:.0f} s", flush=True)
@@ -58,14 +59,20 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="models/demo/target")
-    parser.add_argument("--draft", default="models/demo/draft")
+    named_pair.add_options(parser)
+    parser.add_argument("--text", choices=["codes", "real"], default="codes", help="made up, or the standard library's")
     parser.add_argument("-n", type=int, default=100, help="prompts")
     parser.add_argument("--first", type=int, default=0, help="prompts to leave out, to go on after an interruption")
     parser.add_argument("--length", type=int, default=700, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=256, help="generated per answer; the end of text does not end it")
     parser.add_argument("--budget", type=int, default=256, help="of the retrieved cache, so that it is not everything")
     return parser
+
+
+def asked_about(pair: ModelPair, options: argparse.Namespace, seed: int) -> tuple[int, ...]:
+    if options.text == "real":
+        return passage_prompt(pair.tokenizer, seed, options.length)
+    return needle_prompt(pair.tokenizer, seed, options.length, 0.1 + 0.1 * (seed % 9))
 
 
 def compared(engine: Engine, request: GenerationRequest, names: Sequence[StrategyName]) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Prompts that ask for one fact in a long text, as token ids."""
+"""Prompts that ask about a long text, as token ids."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from training import tasks
 
 from mlx_specprefill_server.evals import words
+from mlx_specprefill_server.evals.corpus import paragraphs
 from mlx_specprefill_server.evals.facts import Fact, needle, six_digits
 from mlx_specprefill_server.evals.haystack import FILLERS, document
 
 if TYPE_CHECKING:  # at run time it would import mlx before the library has loaded a BLAS
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-__all__ = ["codes_prompt", "needle_prompt"]
+__all__ = ["codes_prompt", "needle_prompt", "passage_prompt"]
 
 
 def needle_prompt(tokenizer: TokenizerWrapper, seed: int, length: int, depth: float) -> tuple[int, ...]:
@@ -48,3 +49,18 @@ def codes_prompt(
     messages = [{"role": "user", "content": f"{text}\n\n{fact.turn.question}"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     return (*prompt, *encoded(fact.turn.answer.partition(value)[0].rstrip())), value
+
+
+def passage_prompt(tokenizer: TokenizerWrapper, seed: int, length: int) -> tuple[int, ...]:
+    """About `length` tokens of the standard library's documentation, to be explained."""
+    pages = paragraphs()
+    at = random.Random(f"passage/{seed}").randrange(len(pages))
+    parts: list[str] = []
+    tokens = 0
+    while tokens < length:
+        parts.append(pages[at % len(pages)].text)
+        tokens += len(tokenizer.encode(parts[-1], add_special_tokens=False))
+        at += 1
+    text = "\n\n".join(parts)
+    messages = [{"role": "user", "content": f"{text}\n\nExplain what this text says, with its own words."}]
+    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True))

@@ -1,8 +1,8 @@
 """Measure every architecture of the installed mlx-lm and write down what it supports.
 
 Runs the oracle of tests/oracle.py on one or more tiny random models per architecture (two minutes on one core) and
-writes `mlx_specprefill/adapters/verified.json`, which the library trusts, and `docs/reference/supported-models.md`, which
-people read.
+writes `mlx_specprefill/adapters/verified.json`, which the library trusts, and
+`docs/reference/supported-models.md`, which people read.
 """
 
 from __future__ import annotations

@@ -80,6 +80,9 @@ class Prompt:
 
 def load(file: Path, layers: int) -> Prompt:
     held = torch.load(file, weights_only=True)
+    if f"hidden{layers}" not in held:
+        stored = sorted(int(name.removeprefix("hidden")) for name in held if name.startswith("hidden"))
+        raise SystemExit(f"--layers {layers}: {file} has the hidden states after {stored} layers")
     named = {name: held.get(name) for name in ("groups", "asked", "gold", "sink", "mass", "place")}
     return Prompt(held[f"hidden{layers}"], content=int(held["content"]), **named)
 
@@ -126,6 +129,8 @@ def _shuffled(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:
 def _scales(prompts: Sequence[Prompt]) -> torch.Tensor:
     """What makes each teacher's mass outside the sink half of all, on average: some give the sink nearly everything."""
     taught = [prompt for prompt in prompts if prompt.mass is not None]
+    if not taught:
+        return torch.empty(0)
     sink = torch.stack([prompt.sink.float().mean(1) for prompt in taught]).mean(0)
     mass = torch.stack([prompt.mass.float().sum(-1).mean(1) for prompt in taught]).mean(0)
     return sink / mass

@@ -6,7 +6,7 @@
 
 An arm is a scorer and a selection, as requests get them: the paper's rule, the default with the pair's calibrated
 heads (without any it scores as the paper does), with the heads of each `--heads` file, and with those of the pair's
-heads that lie in its first `--depth` layers. To try another rule, add an arm to `arms_of`.
+heads that lie in its first `--depth` layers (not with trained heads). To try another rule, add an arm to `arms_of`.
 
 Printed is the share of gold tokens that each arm keeps, as a mean over the items of a task, and the difference to the
 default with its 95 % interval. Tasks that need their document as a whole have no gold. The last line is JSON.
@@ -36,6 +36,7 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.capture import HeadCapture
 from mlx_specprefill.adapters.depth import first_layers, whole_draft
 from mlx_specprefill.adapters.heads import DraftHeads, read_heads
+from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft
 from mlx_specprefill.prefill.forced import template_mask
 from mlx_specprefill.prefill.plan import plan_prefill
 from mlx_specprefill.prefill.rules import scorer_for
@@ -69,7 +70,8 @@ def arms_of(pair: ModelPair, files: Sequence[Path], depths: Sequence[int]) -> di
     for file in files:
         heads = read_heads(file)
         arms[file.stem] = Arm("default", first_layers(whole, heads.depth), heads)
-    for depth in depths if pair.heads is not None else ():
+    calibrated = pair.heads is not None and not isinstance(pair.draft, RetrievalDraft)
+    for depth in depths if calibrated else ():
         draft = first_layers(whole, depth)
         below = tuple(head for head in pair.heads.heads if head.call < _calls(draft))
         if below:
@@ -162,7 +164,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.pair:
         known = find_pair(name)
         heads = None if known.heads is None else Path(known.heads)
-        pair = load_pair(known.target, known.draft, draft_layers=known.draft_layers, heads=heads)
+        pair = load_pair(
+            known.target, known.draft, draft_layers=known.draft_layers, draft_heads=known.draft_heads, heads=heads
+        )
         examiner, arms = Examiner(pair, options.keep), arms_of(pair, options.heads, options.depth)
         found = {}
         for task in tasks:

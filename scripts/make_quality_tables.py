@@ -37,6 +37,9 @@ HEAT_MAP = ("niah_single_2", ("full", "sparse@0.1", "sparse@0.2", "random@0.2"))
 PROBED = {"mass": "attention kept", "kl": "KL", "top1": "top-1", "ppl_ratio": "PPL ratio"}
 
 
+HEADING = 2  # lines of a table without rows
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Replace all tables of pairs that have runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,7 +71,11 @@ def _records(file: Path) -> list[Record]:
 
 
 def _replaced(page: str, name: str, table: Iterable[str]) -> str:
-    body = "\n".join(table)
+    """The page with another table of that name; the old one stays where the runs have nothing for it."""
+    lines = list(table)
+    if len(lines) <= HEADING:
+        return page
+    body = "\n".join(lines)
     pattern = rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)"
     return re.sub(pattern, lambda found: f"{found[1]}\n{body}\n\n{found[2]}", page, flags=re.DOTALL)
 

@@ -63,45 +63,64 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     model_alias: str | None = None  # the id that /v1/models shows; default: the last part of the target's name
-    model_origin: str | None = None  # where the model comes from, and
-    model_licence: str | None = None  # what it may be used under: told by /v1/models
+    model_origin: str | None = Field(
+        default=None, description="Where the model comes from, for /v1/models. Default: as the pair's file says."
+    )
+    model_licence: str | None = Field(
+        default=None, description="What it may be used under, for /v1/models. Default: as the pair's file says."
+    )
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()
     admin_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()  # keys that see all callers'
     share_cache: bool = False  # True: what one key's prompts left in the cache serves the others
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()  # pages that may call, *: any
     strict_model: bool = False  # True: 404 for requests that name another model
-    body_limit: int = Field(default=32 * 2**20, gt=0)  # bytes of one request body
-    header_limit: Annotated[int, BeforeValidator(_size), Field(ge=1024)] = 64 * 2**10  # bytes of a request's headers
-    header_timeout_s: float = Field(default=10.0, gt=0)  # for them to arrive
-    body_timeout_s: float = Field(default=120.0, gt=0)  # for the body to arrive
-    write_timeout_s: float = Field(default=300.0, gt=0)  # during which a client may read nothing of its answer
+    body_limit: int = Field(default=32 * 2**20, gt=0, description="Bytes of one request body.")
+    header_limit: Annotated[int, BeforeValidator(_size), Field(ge=1024)] = Field(
+        default=64 * 2**10, description="Bytes of a request's line and headers."
+    )
+    header_timeout_s: float = Field(default=10.0, gt=0, description="Seconds for the headers to arrive.")
+    body_timeout_s: float = Field(default=120.0, gt=0, description="Seconds for the body to arrive.")
+    write_timeout_s: float = Field(
+        default=300.0, gt=0, description="Seconds during which a client may read nothing of its answer."
+    )
     max_connections: int = Field(default=1024, ge=1)
-    keep_alive_s: float = Field(default=5.0, gt=0)  # silence in a stream before a comment is sent
-    stale_after_s: float = Field(default=600.0, gt=0)  # heartbeat age at which /health turns to 503
+    keep_alive_s: float = Field(
+        default=5.0, gt=0, description="Seconds of silence in a stream before a keep-alive is sent."
+    )
+    stale_after_s: float = Field(
+        default=600.0, gt=0, description="Seconds without a step of the engine after which /health answers 503."
+    )
     shutdown_grace_s: float = Field(default=30.0, ge=0)  # that requests in work get to finish after SIGTERM
     request_timeout_s: float | None = Field(default=None, gt=0)  # of a request from its arrival to its end
     queue_timeout_s: float | None = Field(default=None, gt=0)  # of a request's wait for one of the rows
     max_requests_per_key: int | None = Field(default=None, ge=1)  # in work at the same time
-    stream_buffer: int = Field(default=4096, ge=1)  # events that may wait for a client that reads too slowly
+    stream_buffer: int = Field(
+        default=4096, ge=1, description="Events that may wait for a client that reads too slowly."
+    )
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     otel: bool = False  # OpenTelemetry traces and metrics, to where the OTEL_* variables say
     tool_parser: ToolParser | None = None  # None: as the chat template says
     reasoning_parser: ReasoningParser | None = None  # None: as the vocabulary and the chat template say
     allow_special_tokens: bool = False  # True: names of control tokens in messages are those tokens, not text
-    reasoning_alias: bool = False  # True: reasoning also under vLLM's name, `reasoning`
-    temperature: float = Field(default=0.0, ge=0, le=2)  # when a request names none
+    reasoning_alias: bool = Field(
+        default=False, description="Reasoning of chat answers also under vLLM's name, `reasoning`."
+    )
+    temperature: float = Field(default=0.0, ge=0, le=2, description="Of requests that name none.")
     specprefill: bool = True  # False: sparse only when a request asks for it
     specprefill_threshold: int | None = Field(default=None, ge=0)  # tokens; None: measured, by predicted saving
-    calibration_file: Path | None = Field(default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json")
+    calibration_file: Path | None = Field(
+        default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json",
+        description="What target and draft cost on this machine, per pair; calibrated heads lie in `heads` beside it.",
+    )
     specprefill_keep_pct: Annotated[Fraction, BeforeValidator(keep_pct)] = Fraction(1, 5)
     rule: RuleName = "default"  # how tokens are scored and chosen when a request doesn't say
     forced_rule: ForcedRule = "template"
     chunk_size: int = Field(default=SelectionConfig().chunk_size, ge=1)  # tokens
     speculative: SpeculationName = "off"  # how answers are drafted when a request doesn't say
     prefill_step: int = 2048
-    max_queue: int = 256
+    max_queue: int = Field(default=256, description="Requests waiting for the engine; above that 503.")
     max_rows: int = Field(default=32, ge=1)
     target_itl_ms: float = Field(default=200.0, gt=0)  # a prefill may delay running answers by this much
     memory_limit: Annotated[int, BeforeValidator(_size), Field(gt=0)] | None = None

@@ -54,8 +54,8 @@ def serve(
     draft: Draft = None,
     draft_layers: DraftLayers = None,
     draft_heads: HeadsFile = None,
-    host: Annotated[str | None, typer.Option(help="Default 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Default 8000.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen at. Default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen at, 0: a free one. Default 8000.")] = None,
     dtype: Dtype = "auto",
     specprefill_threshold: Annotated[
         int | None,
@@ -150,8 +150,10 @@ def serve(
         float | None,
         typer.Option("--shutdown-grace", help="Seconds that requests get to finish after SIGTERM. Default 30."),
     ] = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="Default info.")] = None,
-    log_format: Annotated[LogFormat | None, typer.Option(help="Default text.")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default info.")] = None,
+    log_format: Annotated[
+        LogFormat | None, typer.Option(help="Lines of text, or a JSON object per line. Default text.")
+    ] = None,
     otel: Annotated[
         bool | None, typer.Option("--otel", help="OpenTelemetry traces and metrics, to where the OTEL_* variables say.")
     ] = None,
@@ -162,7 +164,7 @@ def serve(
         ReasoningParser | None, typer.Option(help="How it marks reasoning. Default: as its vocabulary says.")
     ] = None,
 ) -> None:
-    """Start the OpenAI-compatible server. Every setting also has an environment variable, MLX_SPECPREFILL_*."""
+    """Start the OpenAI-compatible server. Every setting also has an environment variable: MLX_SPECPREFILL_PORT, ..."""
     note_blas()
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _OF_THE_PAIR}
     with one_line_errors():

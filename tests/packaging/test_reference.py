@@ -1,0 +1,37 @@
+"""The generated reference says what the code says, and the pages of folders are listed on their index."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "scripts" / "make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["cli.md", "settings.md"])
+def test_the_page_is_what_the_code_says(reference: ModuleType, name: str) -> None:
+    written = (DOCS / "reference" / name).read_text(encoding="utf-8")
+    assert written == reference.pages()[name], "run scripts/make_reference.py"
+
+
+def test_the_reference_has_every_setting_and_command(reference: ModuleType) -> None:
+    pages = reference.pages()
+    assert "| `MLX_SPECPREFILL_MEMORY_LIMIT` | `--memory-limit` | none | For weights" in pages["settings.md"]
+    assert "| `MLX_SPECPREFILL_PREFIX_DISK_SIZE` | `--prefix-disk-size` | 20GB |" in pages["settings.md"]
+    commands = ["serve", "pull", "generate", "inspect", "calibrate", "top", "eval"]
+    assert re.findall(r"^## (\w+)$", pages["cli.md"], re.MULTILINE) == commands

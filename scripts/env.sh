@@ -1,4 +1,4 @@
-# Sourced by serve, test, check and .ci/run (POSIX sh). ensure_env makes .venv once and sets $PY to its interpreter.
+# Sourced by serve, test, check, docs and .ci/run (POSIX sh). ensure_env makes .venv once; $PY is its interpreter.
 
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 VENV=$ROOT/.venv
@@ -52,9 +52,9 @@ ensure_blas() {
         echo "That failed: MLX will be slow. The server says what else can be installed." >&2
 }
 
-# ensure_env run: what serving needs; ensure_env dev: the test and check tools as well.
+# ensure_env run: what serving needs; ensure_env dev: the test and check tools as well; ensure_env docs: mkdocs as well.
 ensure_env() {
-    if is_new_enough "$PY" && { is_current dev || is_current "$1"; }; then
+    if is_new_enough "$PY" && { is_current "$1" || { [ "$1" = run ] && is_current dev; }; }; then
         return
     fi
     if ! is_new_enough "$PY"; then
@@ -63,8 +63,8 @@ ensure_env() {
         "$base" -m venv --clear "$VENV" || die "could not make $VENV"
     fi
     case $1 in
-        dev) target="$ROOT[dev]" ;;
-        *) target=$ROOT ;;
+        run) target=$ROOT ;;
+        *) target="$ROOT[$1]" ;;
     esac
     echo "Installing mlx-specprefill and its dependencies into .venv (only after pyproject.toml changes)" >&2
     "$PY" -m pip install --quiet --disable-pip-version-check --editable "$target" || die "the installation failed"

@@ -35,7 +35,7 @@ def our_texts() -> Iterator[tuple[Path, str]]:
             yield path.relative_to(ROOT), data.decode("utf-8", errors="replace")
 
 
-@pytest.mark.parametrize("name", ["scripts/serve", "scripts/test", "scripts/check", ".ci/run"])
+@pytest.mark.parametrize("name", ["scripts/serve", "scripts/test", "scripts/check", "scripts/docs", ".ci/run"])
 def test_the_verbs_are_executable_shell_scripts(name: str) -> None:
     assert os.access(ROOT / name, os.X_OK)
     assert (ROOT / name).read_text().startswith("#!/bin/sh\n")
@@ -44,7 +44,11 @@ def test_the_verbs_are_executable_shell_scripts(name: str) -> None:
 def test_ci_calls_the_same_scripts() -> None:
     assert ".ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
     lines = (ROOT / ".ci/run").read_text().splitlines()
-    assert [line.split()[0] for line in lines if line.startswith("scripts/")] == ["scripts/check", "scripts/test"]
+    assert [line.split()[0] for line in lines if line.startswith("scripts/")] == [
+        "scripts/check",
+        "scripts/test",
+        "scripts/docs",
+    ]
 
 
 def test_no_file_names_a_package_registry() -> None:

@@ -89,6 +89,12 @@ class TestInstalledOnce:
         ensure(moved)
         assert len(self.installs(moved / ".venv/bin/calls")) == 2
 
+    def test_the_site_needs_a_set_of_its_own(self, clone: Path, calls: Path) -> None:
+        ensure(clone, "dev")
+        ensure(clone, "docs")
+        ensure(clone, "docs")
+        assert [line.rsplit("[")[-1] for line in self.installs(calls)] == ["dev]", "docs]"]
+
     def test_the_developer_set_serves_too(self, clone: Path, calls: Path) -> None:
         ensure(clone, "dev")
         ensure(clone, "run")

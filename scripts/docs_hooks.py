@@ -1,0 +1,57 @@
+"""Hooks of mkdocs.yml: pages that live outside docs/, links to and from them, and nothing from other hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "models").glob("**/README.md")),
+)
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+FETCHED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]*)")
+
+log = logging.getLogger("mkdocs.docs_hooks")  # below mkdocs, so that --strict counts its warnings
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for name in OUTSIDE:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links across the border of docs/ lead to the page on the site. Of files that are no pages the name is left."""
+    source = page.file.src_uri
+    folder = os.path.dirname(source if source in OUTSIDE else f"docs/{source}")
+
+    def replaced(match: re.Match[str]) -> str:
+        image, text, target, anchor = match.groups()
+        path = os.path.normpath(os.path.join(folder, target))
+        if os.path.isdir(ROOT / path):
+            path += "/README.md"
+        uri = path.removeprefix("docs/")
+        if uri != path or path in OUTSIDE:
+            return f"{image}[{text}]({os.path.relpath(uri, os.path.dirname(source) or '.')}{anchor or ''})"
+        if not os.path.exists(ROOT / path):
+            log.warning("%s links to %s, which does not exist", source, target)
+        return text
+
+    return LINK.sub(replaced, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """The site is read without a network: no page may fetch anything from another host."""
+    for address in FETCHED.findall(output):
+        log.warning("%s fetches %s", page.file.src_uri, address)
+    return output

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,7 +37,7 @@ from .scoring import ToScore, question_span, read_prompt
 from .selection import select_tokens
 from .text import PromptText, TextReader
 
-__all__ = ["calibrated_heads", "find_heads"]
+__all__ = ["calibrated_heads", "find_heads", "passage_mask", "rendered"]
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +248,7 @@ def _eligible_calls(draft: nn.Module) -> set[int]:
 def _read(
     draft: nn.Module, tokenizer: TokenizerWrapper, reader: TextReader, item: CalibrationItem, scoring: ScoringConfig
 ) -> _Read:
-    prompt, places = _rendered(tokenizer, item)
+    prompt, places = rendered(tokenizer, item)
     units = reader.read(prompt.tolist())
     question = question_span(prompt.size, scoring, places["question"][1], units.units)
     task = ToScore.alone(draft, prompt, scoring, question=question)
@@ -257,33 +256,42 @@ def _read(
     for _ in read_prompt(draft, task, prompt.size, question, capture.of_passage):
         pass
     rows = {key: np.array(row) for key, row in capture.found.items()}
-    document, gold = (_mask(places[name], prompt.size) for name in ("document", "gold"))
+    document, gold = (passage_mask(prompt.size, places[name]) for name in ("document", "gold"))
     return _Read(item.kind, rows, gold, ~document, units)
 
 
-def _rendered(tokenizer: TokenizerWrapper, item: CalibrationItem) -> tuple[npt.NDArray[np.int32], dict[str, Any]]:
-    """The prompt's tokens, and where document, gold and question lie in them."""
+def rendered(
+    tokenizer: TokenizerWrapper, item: CalibrationItem
+) -> tuple[npt.NDArray[np.int32], dict[str, tuple[int, int]]]:
+    """The prompt's tokens, and where "document", "question", "gold" and the other passages ("gold 1", ...) lie."""
     content = f"{item.document}\n\n{item.question}"
     text = content
     if tokenizer.has_chat_template:
         messages = [{"role": "user", "content": content}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     start = max(text.rfind(content), 0)
-    gold = start + item.document.index(item.gold)
     asked = start + len(item.document) + 2
+
+    def place(passage: str) -> tuple[int, int]:
+        at = start + item.document.index(passage)
+        return at, at + len(passage)
+
     spans = {
         "document": (start, start + len(item.document)),
-        "gold": (gold, gold + len(item.gold)),
         "question": (asked, asked + len(item.question)),
+        "gold": place(item.gold),
+        **{f"gold {number}": place(passage) for number, passage in enumerate(item.others, 1)},
     }
-    ends = sorted({place for span in spans.values() for place in span})
+    ends = sorted({end for span in spans.values() for end in span})
     # Tokenized in one piece; a place is found by the tokens of what comes before it.
     index = {end: len(tokenizer.encode(text[:end], add_special_tokens=False)) for end in ends}
     tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
     return tokens, {name: (index[begin], index[end]) for name, (begin, end) in spans.items()}
 
 
-def _mask(span: tuple[int, int], length: int) -> Bools:
+def passage_mask(length: int, *spans: tuple[int, int]) -> Bools:
+    """(length,) true within these spans."""
     mask = np.zeros(length, dtype=np.bool_)
-    mask[span[0] : span[1]] = True
+    for begin, end in spans:
+        mask[begin:end] = True
     return mask

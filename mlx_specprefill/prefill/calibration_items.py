@@ -15,7 +15,15 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["KINDS", "CalibrationItem", "calibration_items"]
+__all__ = [
+    "KINDS",
+    "CalibrationItem",
+    "calibration_item",
+    "calibration_items",
+    "document",
+    "inserted",
+    "invented_name",
+]
 
 KINDS = ("copy", "needle", "paraphrase")
 _MODULES = (
@@ -42,21 +50,26 @@ _FACTS = (
 
 @dataclass(frozen=True)
 class CalibrationItem:
-    """A document, a question about it, and the passage of the document that answers."""
+    """A document, a question about it, the passage of the document that answers, and other passages that it takes."""
 
     kind: str
     document: str
     question: str
     gold: str
+    others: tuple[str, ...] = ()
 
 
 def calibration_items(number: int, characters: int, seed: int = 0) -> Iterator[CalibrationItem]:
     """`number` items of each kind in turn, with documents of so many characters; the same ones for the same Python."""
-    makers = {"copy": _copy, "needle": _needle, "paraphrase": _paraphrase}
     for index in range(number):
         for kind in KINDS:
             rng = random.Random(f"{kind}/{seed}/{index}")
-            yield makers[kind](rng, _document(rng, characters))
+            yield calibration_item(kind, rng, document(rng, characters))
+
+
+def calibration_item(kind: str, rng: random.Random, text: str) -> CalibrationItem:
+    """One of `KINDS` about this text."""
+    return {"copy": _copy, "needle": _needle, "paraphrase": _paraphrase}[kind](rng, text)
 
 
 @cache
@@ -72,7 +85,8 @@ def _passages() -> tuple[str, ...]:
     return tuple(found) or tuple(fact for fact, _ in _FACTS)
 
 
-def _document(rng: random.Random, characters: int) -> str:
+def document(rng: random.Random, characters: int) -> str:
+    """Consecutive docstrings, so many characters of them."""
     passages = _passages()
     start, parts, size = rng.randrange(len(passages)), list[str](), 0
     while size < characters:
@@ -82,28 +96,33 @@ def _document(rng: random.Random, characters: int) -> str:
     return "\n\n".join(parts)
 
 
-def _copy(rng: random.Random, document: str) -> CalibrationItem:
-    found = [m.group() for m in _SENTENCE.finditer(document) if 15 <= len(m.group().split()) <= 40]
-    unique = [sentence for sentence in found if document.count(sentence) == 1]
+def _copy(rng: random.Random, text: str) -> CalibrationItem:
+    found = [m.group() for m in _SENTENCE.finditer(text) if 15 <= len(m.group().split()) <= 40]
+    unique = [sentence for sentence in found if text.count(sentence) == 1]
     if not unique:
-        return _needle(rng, document)
+        return _needle(rng, text)
     gold = rng.choice(unique)
     beginning = " ".join(gold.split()[:6])
-    return CalibrationItem("copy", document, f'Copy the sentence of the text that begins with "{beginning}".', gold)
+    return CalibrationItem("copy", text, f'Copy the sentence of the text that begins with "{beginning}".', gold)
 
 
-def _needle(rng: random.Random, document: str) -> CalibrationItem:
-    name = "".join(rng.choices(_SYLLABLES, k=3)).capitalize()
+def _needle(rng: random.Random, text: str) -> CalibrationItem:
+    name = invented_name(rng)
     gold = f"The secret code for {name} is {rng.randrange(100000, 999999)}."
-    return CalibrationItem("needle", _inserted(rng, document, gold), f"What is the secret code for {name}?", gold)
+    return CalibrationItem("needle", inserted(rng, text, gold), f"What is the secret code for {name}?", gold)
 
 
-def _paraphrase(rng: random.Random, document: str) -> CalibrationItem:
+def _paraphrase(rng: random.Random, text: str) -> CalibrationItem:
     gold, question = rng.choice(_FACTS)
-    return CalibrationItem("paraphrase", _inserted(rng, document, gold), question, gold)
+    return CalibrationItem("paraphrase", inserted(rng, text, gold), question, gold)
 
 
-def _inserted(rng: random.Random, document: str, line: str) -> str:
-    lines = document.split("\n")
+def invented_name(rng: random.Random) -> str:
+    return "".join(rng.choices(_SYLLABLES, k=3)).capitalize()
+
+
+def inserted(rng: random.Random, text: str, line: str) -> str:
+    """The text with that line anywhere but at its beginning."""
+    lines = text.split("\n")
     lines.insert(rng.randint(1, max(1, len(lines) - 1)), line)
     return "\n".join(lines)

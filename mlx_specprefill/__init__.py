@@ -17,11 +17,13 @@ BLAS = preload()
 _files.preload()
 
 from .adapters.heads import DraftHeads, read_heads
+from .adapters.shares import MULTIPLES, ShareCurve
 from .config import (
     RULE_NAMES,
     SPECULATION_NAMES,
     EngineConfig,
     ForcedRule,
+    Keep,
     RuleName,
     ScoringConfig,
     SelectionConfig,
@@ -29,6 +31,8 @@ from .config import (
     SpeculationConfig,
     SpeculationName,
     keep_pct,
+    keep_share,
+    max_loss,
 )
 from .engine.calibration import calibrate
 from .engine.engine import Engine, EngineHealth
@@ -51,6 +55,7 @@ from .errors import (
 from .loading import DtypeName, ModelPair, check_same_tokenizer, load_pair, make_pair, with_heads
 from .prefill.calibration import calibrated_heads, find_heads
 from .prefill.cost import PairCost, break_even, worthwhile
+from .prefill.share_calibration import with_calibrated_shares
 from .request import (
     Account,
     CacheLabel,
@@ -80,6 +85,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BLAS",
+    "MULTIPLES",
     "RULE_NAMES",
     "SHAPES",
     "SPECULATION_NAMES",
@@ -106,6 +112,7 @@ __all__ = [
     "GenerationRequest",
     "Inspection",
     "InvalidRequestError",
+    "Keep",
     "LoadError",
     "Logprob",
     "MemoryUse",
@@ -127,6 +134,7 @@ __all__ = [
     "SelectionConfig",
     "SettingsError",
     "ShapeWork",
+    "ShareCurve",
     "SparseUnsupportedError",
     "SpecPrefillError",
     "SpecPrefillOptions",
@@ -144,10 +152,13 @@ __all__ = [
     "check_same_tokenizer",
     "find_heads",
     "keep_pct",
+    "keep_share",
     "load_pair",
     "make_pair",
+    "max_loss",
     "read_heads",
     "shape_work",
+    "with_calibrated_shares",
     "with_heads",
     "worthwhile",
 ]

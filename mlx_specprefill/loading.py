@@ -90,7 +90,8 @@ def load_pair(
             and the maximum over their heads chooses badly on real text.
         draft_heads: a file of retrieval heads that were trained on the draft's first layers, as many as it says; they
             need no calibration.
-        heads: the draft's calibrated heads, or a file of them; None: `heads.json` in its folder, if there is one.
+        heads: the draft's calibrated heads, or a file of them; None: `heads.json` in its folder, or the file beside
+            `draft_heads` of the same name but for its ending `.json`, if there is one.
         exit_early: whether the draft ends at the last of its calibrated heads; one that proposes tokens must not.
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
@@ -114,7 +115,7 @@ def load_pair(
             draft_heads=draft_heads,
             mtp=mtp,
         )
-        return _with_known_heads(pair, heads, target, draft_layers, exit_early)
+        return _with_known_heads(pair, heads, target, draft_layers, exit_early, draft_heads)
     draft_model, draft_tokenizer, draft_config = _load(draft, dtype)
     check_same_tokenizer(tokenizer, draft_tokenizer)
     pair = make_pair(
@@ -129,7 +130,7 @@ def load_pair(
         draft_heads=draft_heads,
         mtp=mtp,
     )
-    return _with_known_heads(pair, heads, draft, draft_layers, exit_early)
+    return _with_known_heads(pair, heads, draft, draft_layers, exit_early, draft_heads)
 
 
 def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -> ModelPair:
@@ -160,10 +161,18 @@ def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -
 
 
 def _with_known_heads(
-    pair: ModelPair, heads: DraftHeads | Path | None, folder: str | Path, draft_layers: int | None, exit_early: bool
+    pair: ModelPair,
+    heads: DraftHeads | Path | None,
+    folder: str | Path,
+    draft_layers: int | None,
+    exit_early: bool,
+    draft_heads: str | Path | None,
 ) -> ModelPair:
     beside = Path(folder).expanduser() / "heads.json"
-    if heads is None and pair.draft is not None and draft_layers is None and beside.is_file():
+    if draft_heads is not None:
+        beside = Path(draft_heads).expanduser().with_suffix(".json")
+    unknown = heads is None and pair.draft is not None
+    if unknown and (draft_layers is None or draft_heads is not None) and beside.is_file():
         heads = beside
     if heads is None:
         return pair

@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from .config import RuleName, SpeculationName
+from .config import Keep, RuleName, SpeculationName
 
 __all__ = [
     "SHARED",
@@ -127,7 +126,8 @@ class SpecPrefillOptions:
 
     Attributes:
         enabled: True forces it, False turns it off, None: server policy.
-        keep_pct: share of chunks to keep; None: server policy.
+        keep_pct: share of chunks to keep, "auto": chosen from the scores; None: server policy.
+        max_loss: expected loss that "auto" may have; None: server policy.
         return_spans: report which prompt indices the target saw.
         rule: how tokens are scored and chosen; None: as the server does.
         importance: the caller's own scores, float32 (M,), finite, used instead of asking the draft.
@@ -135,11 +135,12 @@ class SpecPrefillOptions:
     """
 
     enabled: bool | None = None
-    keep_pct: Fraction | None = None
+    keep_pct: Keep | None = None
     return_spans: bool = False
     rule: RuleName | None = None
     importance: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     speculative: SpeculationName | None = None
+    max_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +274,7 @@ class Account:
     predicted: Prediction | None = None  # before the work; None where nothing was measured
     kept_spans: tuple[tuple[int, int], ...] | None = None
     speculation: SpeculationAccount | None = None  # None: nobody asked for it
+    auto_share: float | None = None  # of chunks, chosen for this prompt, 1: all; None where the share was given
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON shape that clients get next to `usage`."""
@@ -291,6 +293,8 @@ class Account:
                 for name in ("queue_ms", "draft_ms", "select_ms", "prefill_ms", "ttft_ms", "decode_ms")
             },
         }
+        if self.auto_share is not None:
+            account |= {"keep": "auto", "share": round(self.auto_share, 4)}
         if self.predicted is not None:
             full, sparse = self.predicted.full_ms, self.predicted.sparse_ms
             account["predicted"] = {"full_ms": round(full, 3), "sparse_ms": round(sparse, 3)}

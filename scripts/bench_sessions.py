@@ -173,7 +173,7 @@ def question(name: str) -> str:
 
 def selected(text: TextReader, scores: Scores, forced: Bools, prompt: tuple[int, ...], start: int) -> Selection:
     rest = text.read(prompt).since(start)
-    return select_tokens(scores.importance[start:], forced[start:], rest, CONFIG.policy.keep_pct, CONFIG.selection)
+    return select_tokens(scores.importance[start:], forced[start:], rest, CONFIG.policy.expected_keep, CONFIG.selection)
 
 
 def judged(scores: Scores, forced: Bools, before: Session, fork: Session, fact: str | None) -> dict[str, float]:

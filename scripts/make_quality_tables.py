@@ -101,7 +101,8 @@ def _accuracy(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _title(arm: Arm) -> str:
-    return f"{arm.kind} {_short(float(arm.keep or 1), '.1f')}"
+    share = arm.keep if isinstance(arm.keep, str) else _short(float(arm.keep or 1), ".1f")
+    return f"{arm.kind} {share}"
 
 
 def _entry(cell: Mapping[str, Any], arm: Arm) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LoadError
+from .shares import ShareCurve
 
 __all__ = ["DraftHeads", "Head", "read_heads"]
 
@@ -33,17 +34,20 @@ class DraftHeads:
         heads: the best ones, by descending gain.
         depth: layers of the draft that have to run for them, of `layers`.
         recall: share of the calibration items' gold tokens that they keep at 20 %, by kind of item.
+        shares: what they lose when the share is chosen per prompt; None where that was not calibrated.
     """
 
     heads: tuple[Head, ...]
     depth: int
     layers: int
     recall: Mapping[str, float]
+    shares: ShareCurve | None = None
 
     def to_dict(self) -> dict[str, Any]:
         heads = [[head.call, head.head, round(head.weight, 4)] for head in self.heads]
         recall = {kind: round(value, 4) for kind, value in self.recall.items()}
-        return {"heads": heads, "depth": self.depth, "layers": self.layers, "recall": recall}
+        shares = {} if self.shares is None else {"shares": self.shares.to_dict()}
+        return {"heads": heads, "depth": self.depth, "layers": self.layers, "recall": recall, **shares}
 
     @classmethod
     def from_dict(cls, values: Any) -> DraftHeads:
@@ -51,7 +55,8 @@ class DraftHeads:
         try:
             heads = tuple(Head(int(call), int(head), float(weight)) for call, head, weight in values["heads"])
             recall = {str(kind): float(value) for kind, value in values["recall"].items()}
-            found = cls(heads, int(values["depth"]), int(values["layers"]), recall)
+            shares = ShareCurve.from_dict(values["shares"]) if "shares" in values else None
+            found = cls(heads, int(values["depth"]), int(values["layers"]), recall, shares)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"no calibrated heads: {error!r}") from error
         sound = all(h.call >= 0 and h.head >= 0 and 0 < h.weight < math.inf for h in found.heads)

@@ -68,6 +68,7 @@ class Planner:
             sparse_refusal=self._pair.sparse_refusal,
             draft_context=self._pair.draft_context,
             cached_tokens=cached,
+            shares=None if self._pair.heads is None else self._pair.heads.shares,
             predict=None if cost is None else partial(self._predict, cost, len(request.prompt), cached),
         )
 

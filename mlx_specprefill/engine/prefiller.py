@@ -27,6 +27,7 @@ from ..prefill.repair import insert
 from ..prefill.rules import scorer_for
 from ..prefill.scoring import Scores, ToScore, question_span
 from ..prefill.selection import Selection, select_tokens
+from ..prefill.share import Choice, about_everything, choose_share
 from ..prefill.sparse import prefill
 from ..prefill.text import PromptText, TextReader
 from ..request import CacheLabel, GenerationRequest, Progress, PromptLogprobs
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 Slices = Generator[Progress | PromptLogprobs, None, mx.array]
 Kept = npt.NDArray[np.int32]
 _WORTH_KEEPING = 128  # tokens of a dense beginning, for which a forward has to end there
+_OPENING = 32  # tokens of a message whose first line may be an instruction
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
 
 
@@ -106,7 +108,9 @@ class Prefiller:
             sequence.plan = self.planner.plan(sequence.request, sequence.cached)
             if sequence.plan.mode == "sparse":
                 yield Progress("draft", 0, len(sequence.request.prompt))
-                return (yield from self._sparse(sequence))
+                logits = yield from self._sparse(sequence)
+                if logits is not None:
+                    return logits
         except RequestCancelled:
             raise
         except Exception as error:  # noqa: BLE001 - whatever breaks in the optional stages, the request must not
@@ -126,16 +130,23 @@ class Prefiller:
 
     # --- sparse ------------------------------------------------------------------------------------------------------
 
-    def _sparse(self, sequence: Sequence) -> Slices:
+    def _sparse(self, sequence: Sequence) -> Generator[Progress | PromptLogprobs, None, mx.array | None]:
+        """None where all of the prompt is to be read after all: the sequence is as it was, but for its plan."""
         request = sequence.request
         assert sequence.plan is not None
         sequence.stage = "draft"
         text = self.text.read(request.prompt)
+        if sequence.plan.multiple is not None and (words := about_everything(self._asked(request, text))):
+            sequence.plan = sequence.plan.with_choice(Choice.everything(words))
+            return None
         scores = yield from self.scores(request, sequence.plan, text)
         sequence.scorer = scores.scorer
         sequence.stage = "select"
         # Chunks lie where an earlier turn's lay.
         first = sequence.cached - sequence.cached % self.config.selection_by(sequence.plan.rule).chunk_size
+        sequence.plan = self.chosen(request, text, scores, sequence.plan, first)
+        if sequence.plan.mode == "full":
+            return None
         selection = self.select(text, scores, sequence.plan, first)
         beginning = self._continuing.begin(sequence, selection, first)
         sequence.reused = int(beginning.held.size)
@@ -192,6 +203,26 @@ class Prefiller:
         if stored:
             self.caches.keep_draft(prompt, cache, request.label)
         return scores
+
+    def chosen(
+        self, request: GenerationRequest, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0
+    ) -> PrefillPlan:
+        """The plan with the share that "auto" means for the prompt from `start` on, and for these scores."""
+        if plan.multiple is None:
+            return plan
+        importance, forced, rest = scores.importance[start:], plan.forced[start:], text.since(start)
+        selection = self.config.selection_by(plan.rule)
+        choice = choose_share(importance, forced, rest, self._asked(request, text), plan.multiple, selection)
+        return plan.with_choice(choice)
+
+    def _asked(self, request: GenerationRequest, text: PromptText) -> str:
+        """What the last message says at its end and in its first line, where instructions stand."""
+        said = request.spans[-1].content_end if request.spans else None
+        begin, end = question_span(len(request.prompt), self.config.scoring, said, text.units)
+        first = request.spans[-1].content_start if request.spans else 0
+        decode = self.pair.tokenizer.decode
+        opening = decode(list(request.prompt[first : min(first + _OPENING, end)])).lstrip().split("\n", 1)[0]
+        return f"{opening}\n{decode(list(request.prompt[begin:end]))}"
 
     def select(self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
         """Of the prompt from `start` on, which is where a chunk begins; its `kept` counts from there."""

@@ -130,6 +130,7 @@ class Sequence:
             predicted=None if self.plan is None else self.plan.predicted,
             kept_spans=spans if self.request.specprefill.return_spans else None,
             speculation=None if self.speculation is None else self.speculation.account(),
+            auto_share=None if self.plan is None or self.plan.chosen is None else float(self.plan.chosen),
         )
 
     def _timings(self) -> Timings:

@@ -37,7 +37,7 @@ from .scoring import ToScore, question_span, read_prompt
 from .selection import select_tokens
 from .text import PromptText, TextReader
 
-__all__ = ["calibrated_heads", "find_heads", "passage_mask", "rendered"]
+__all__ = ["calibrated_heads", "find_heads", "passage_mask", "rendered", "store_heads"]
 
 log = logging.getLogger(__name__)
 
@@ -135,11 +135,12 @@ def calibrated_heads(
     except SparseUnsupportedError as error:
         log.warning("the draft's heads can't be calibrated, so the paper's rule scores prompts: %s", error)
         return None
-    _store(file, found)
+    store_heads(file, found)
     return found
 
 
-def _store(file: Path | None, heads: DraftHeads) -> None:
+def store_heads(file: Path | None, heads: DraftHeads) -> None:
+    """Into this file, if there is one; a failure is logged."""
     if file is None:
         return
     new = file.with_name(f"{file.name}.{os.getpid()}")

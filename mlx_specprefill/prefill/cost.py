@@ -106,7 +106,7 @@ def worthwhile(prediction: Prediction, policy: SpecPrefillPolicy) -> bool:
 
 def break_even(cost: PairCost, policy: SpecPrefillPolicy, longest: int = _LONGEST) -> int | None:
     """The shortest uncached prompt, in tokens, from which on sparse prefill is worthwhile; None up to `longest`."""
-    share = float(policy.keep_pct)
+    share = float(policy.expected_keep)
 
     def pays(tokens: int) -> bool:
         return worthwhile(cost.predict(tokens, max(1, round(share * tokens))), policy)

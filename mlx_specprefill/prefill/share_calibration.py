@@ -5,25 +5,31 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..adapters.heads import DraftHeads
+from ..adapters.heads import DraftHeads, read_heads
+from ..adapters.shares import MULTIPLES, ShareCurve
+from ..cache.fingerprint import model_identity
 from ..config import ScoringConfig, SelectionConfig
-from .calibration import passage_mask, rendered
+from ..errors import LoadError, SparseUnsupportedError
+from ..loading import ModelPair
+from .calibration import passage_mask, rendered, store_heads
 from .calibration_items import CalibrationItem
 from .heads import HeadScorer
 from .scoring import ToScore, question_span
 from .selection import select_tokens
-from .share import MULTIPLES, ShareCurve, choose_share
+from .share import choose_share
 from .share_items import SHARE_KINDS, share_items
 from .text import TextReader
 
-__all__ = ["find_share_curve"]
+__all__ = ["find_share_curve", "with_calibrated_shares"]
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +70,48 @@ def find_share_curve(
     mx.clear_cache()
     log.info("items on which a multiple of 1 loses something, of %d: %s", items, {k: of_kind[k] for k in SHARE_KINDS})
     return ShareCurve(len(asked), tuple(int(m) for m in misses), tuple(float(k) for k in kept / len(asked)))
+
+
+def with_calibrated_shares(
+    pair: ModelPair,
+    scoring: ScoringConfig,
+    selection: SelectionConfig,
+    folder: Path | None,
+    *,
+    measure: bool = True,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ModelPair:
+    """The pair with what its draft loses when shares are chosen per prompt: known with its heads, from an earlier
+    calibration, or measured now and kept for the next time.
+
+    The pair as it is without calibrated heads, where nothing is known and `measure` is false, and where a head of the
+    draft does not see the whole prompt, which is logged.
+
+    Args:
+        folder: where calibrations are kept, a file per draft; None: nowhere.
+    """
+    heads = pair.heads
+    if pair.draft is None or heads is None or heads.shares is not None or pair.sparse_refusal is not None:
+        return pair
+    name = f"{model_identity(pair.draft, pair.draft_config or {})}-shares.json"
+    file = None if folder is None else folder / name
+    if file is not None and file.is_file():
+        try:
+            known = read_heads(file)
+            if replace(known, shares=None).to_dict() == heads.to_dict() and known.shares is not None:
+                return replace(pair, heads=replace(heads, shares=known.shares))
+        except LoadError as error:
+            log.warning("%s: calibrating again", error)
+    if not measure:
+        return pair
+    try:
+        found = find_share_curve(pair.draft, pair.tokenizer, heads, scoring, selection, on_progress)
+    except SparseUnsupportedError as error:
+        log.warning("how much to keep can't be chosen per prompt: %s", error)
+        return pair
+    heads = replace(heads, shares=found)
+    store_heads(file, heads)
+    return replace(pair, heads=heads)
 
 
 def _outcomes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
@@ -37,7 +37,7 @@ class _Described(BaseModel):
     draft_heads: str | None = None
     heads: str | None = None
     threshold: int | None = Field(default=None, ge=0)
-    keep_pct: float | None = Field(default=None, gt=0, le=1)
+    keep_pct: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = None
     alias: str | None = None
     note: str = ""
     origin: str | None = None

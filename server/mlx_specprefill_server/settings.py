@@ -13,12 +13,14 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from mlx_specprefill import (
     EngineConfig,
     ForcedRule,
+    Keep,
     RuleName,
     SelectionConfig,
     SpecPrefillPolicy,
     SpeculationConfig,
     SpeculationName,
-    keep_pct,
+    keep_share,
+    max_loss,
 )
 
 from .parsers.formats import ReasoningParser, ToolParser
@@ -114,7 +116,8 @@ class Settings(BaseSettings):
         default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json",
         description="What target and draft cost on this machine, per pair; calibrated heads lie in `heads` beside it.",
     )
-    specprefill_keep_pct: Annotated[Fraction, BeforeValidator(keep_pct)] = Fraction(1, 5)
+    specprefill_keep_pct: Annotated[Keep, BeforeValidator(keep_share)] = Fraction(1, 5)
+    specprefill_max_loss: Annotated[float, BeforeValidator(max_loss)] = SpecPrefillPolicy().max_loss  # of keep auto
     rule: RuleName = "default"  # how tokens are scored and chosen when a request doesn't say
     forced_rule: ForcedRule = "template"
     chunk_size: int = Field(default=SelectionConfig().chunk_size, ge=1)  # tokens
@@ -151,6 +154,7 @@ class Settings(BaseSettings):
                 enabled=self.specprefill,
                 threshold=self.specprefill_threshold,
                 keep_pct=self.specprefill_keep_pct,
+                max_loss=self.specprefill_max_loss,
                 densify=self.densify,
             ),
             speculation=SpeculationConfig(strategy=self.speculative),

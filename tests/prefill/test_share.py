@@ -8,15 +8,10 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import SelectionConfig
-from mlx_specprefill.prefill.risk import binomial_tail, fewest_items, last_certified
+from mlx_specprefill.adapters.risk import binomial_tail, fewest_items, last_certified
+from mlx_specprefill.adapters.shares import MULTIPLES, ShareCurve
 from mlx_specprefill.prefill.selection import select_tokens
-from mlx_specprefill.prefill.share import (
-    MULTIPLES,
-    ShareCurve,
-    about_everything,
-    choose_share,
-    effective_share,
-)
+from mlx_specprefill.prefill.share import about_everything, choose_share, effective_share
 from mlx_specprefill.prefill.text import PromptText
 
 CONFIG = SelectionConfig(by_sentence=False)

@@ -14,10 +14,10 @@ from mlx_lm.tokenizer_utils import load
 
 from mlx_specprefill import DraftHeads, ScoringConfig, SelectionConfig
 from mlx_specprefill.adapters.heads import Head
+from mlx_specprefill.adapters.shares import MULTIPLES, ShareCurve
 from mlx_specprefill.prefill import share_calibration
 from mlx_specprefill.prefill.calibration import passage_mask, rendered
 from mlx_specprefill.prefill.scoring import Scores, ToScore
-from mlx_specprefill.prefill.share import MULTIPLES, ShareCurve
 from mlx_specprefill.prefill.share_calibration import find_share_curve
 from mlx_specprefill.prefill.share_items import SHARE_KINDS, share_items
 from tests.tiny import tiny_pair

@@ -20,8 +20,10 @@ from mlx_specprefill import (
     SpecPrefillError,
     SpecPrefillOptions,
     calibrated_heads,
-    keep_pct,
+    keep_share,
     load_pair,
+    max_loss,
+    with_calibrated_shares,
     with_heads,
 )
 
@@ -160,9 +162,13 @@ def make_settings(pair: Pair, *, one_shot: bool = False, **given: Any) -> Settin
     return Settings(**options)
 
 
-def options_of(enabled: bool | None, keep: str | None) -> SpecPrefillOptions:
+def options_of(enabled: bool | None, keep: str | None, loss: str | None = None) -> SpecPrefillOptions:
     """What one request asks for."""
-    return SpecPrefillOptions(enabled, None if keep is None else keep_pct(keep, "--keep-pct"))
+    return SpecPrefillOptions(
+        enabled,
+        None if keep is None else keep_share(keep, "--keep-pct"),
+        max_loss=None if loss is None else max_loss(loss, "--max-loss"),
+    )
 
 
 def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False) -> ModelPair:
@@ -186,10 +192,24 @@ def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, cali
             exit_early=early,
             dtype=dtype,
         )
-    if loaded.heads is not None or settings is None or pair.draft_layers is not None:
-        return loaded
-    found = _heads(loaded, settings, calibrate)
-    return loaded if found is None else with_heads(loaded, found, exit_early=early)
+    if loaded.heads is None and settings is not None and pair.draft_layers is None:
+        found = _heads(loaded, settings, calibrate)
+        loaded = loaded if found is None else with_heads(loaded, found, exit_early=early)
+    return loaded if settings is None else _with_shares(loaded, settings, calibrate)
+
+
+def _with_shares(pair: ModelPair, settings: Settings, calibrate: bool) -> ModelPair:
+    """What the draft loses when shares are chosen per prompt; measured only where the server's own are."""
+    config = settings.engine_config()
+    with notes().status("Calibrating how much to keep, once") as status:
+        return with_calibrated_shares(
+            pair,
+            config.scoring,
+            config.selection,
+            settings.heads_folder,
+            measure=calibrate and settings.specprefill_keep_pct == "auto",
+            on_progress=lambda done, total: status.update(f"Calibrating how much to keep, once: {done} of {total}"),
+        )
 
 
 def _heads(pair: ModelPair, settings: Settings, calibrate: bool) -> DraftHeads | None:

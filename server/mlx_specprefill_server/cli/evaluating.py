@@ -37,7 +37,9 @@ def evaluate(
     arms: Annotated[
         list[str] | None, typer.Option("--arm", help=f"{', '.join(ARM_KINDS)}; repeat. Default: sparse, random.")
     ] = None,
-    keeps: Annotated[list[str] | None, typer.Option("--keep", help="Share of chunks; repeat. Default 0.2.")] = None,
+    keeps: Annotated[
+        list[str] | None, typer.Option("--keep", help="Share of chunks, or auto (sparse only); repeat. Default 0.2.")
+    ] = None,
     chunk_size: ChunkSize = None,
     probes: Annotated[
         int,
@@ -79,8 +81,12 @@ def evaluate(
             typer.echo(json.dumps(run(options, RemoteExaminee(server, model, api_key), _tell)))
             return
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
+        auto = "auto" if any(arm.keep == "auto" for arm in options.arms) else None
         selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
-        with Engine(load(chosen, dtype, make_settings(chosen), calibrate=True), examination(selection)) as engine:
+        with Engine(
+            load(chosen, dtype, make_settings(chosen, specprefill_keep_pct=auto), calibrate=True),
+            examination(selection),
+        ) as engine:
             typer.echo(json.dumps(run(options, LocalExaminee(engine), _tell)))
 
 

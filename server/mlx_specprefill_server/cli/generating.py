@@ -42,6 +42,7 @@ from .options import (
     Keep,
     KvBits,
     Level,
+    MaxLoss,
     PairName,
     PairsFile,
     PrefillStep,
@@ -63,6 +64,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     keep: Keep = None,
+    max_loss: MaxLoss = None,
     rule: Rule = None,
     chunk_size: ChunkSize = None,
     mode: Annotated[PrefillMode, typer.Option(help="auto: sparse above the pair's threshold.")] = "auto",
@@ -83,7 +85,7 @@ def generate(
     begin(log_level)
     with one_line_errors():
         text = read_text(prompt_file)
-        options = options_of(_ENABLED[mode], keep)
+        options = options_of(_ENABLED[mode], keep, max_loss)
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
         settings = make_settings(
             chosen,

@@ -22,6 +22,7 @@ __all__ = [
     "Keep",
     "KvBits",
     "Level",
+    "MaxLoss",
     "PairName",
     "PairsFile",
     "PrefillStep",
@@ -68,6 +69,12 @@ Forced = Annotated[ForcedRule, typer.Option("--forced", help="Which tokens are a
 PrefillStep = Annotated[int | None, typer.Option(help="Tokens per target forward.")]
 KvBits = Annotated[int | None, typer.Option(help="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8.")]
 Question = Annotated[str | None, typer.Option(help="Put after the file's text, in the same user message.")]
-Keep = Annotated[str | None, typer.Option("--keep-pct", help="Share of chunks to keep, in (0, 1].")]
+Keep = Annotated[
+    str | None, typer.Option("--keep-pct", help="Share of chunks to keep, in (0, 1], or auto: chosen from the scores.")
+]
+MaxLoss = Annotated[
+    str | None,
+    typer.Option("--max-loss", help="Expected loss that --keep-pct auto may have, with 90 % confidence. Default 0.02."),
+]
 Raw = Annotated[bool, typer.Option("--raw", help="No chat template: the text itself is the prompt.")]
 Level = Annotated[LogLevel, typer.Option("--log-level")]

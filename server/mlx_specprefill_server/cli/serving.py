@@ -24,6 +24,7 @@ from .options import (
     Dtype,
     HeadsFile,
     KvBits,
+    MaxLoss,
     PairName,
     PairsFile,
     PrefillStep,
@@ -64,7 +65,15 @@ def serve(
             "by times measured at the first start."
         ),
     ] = None,
-    specprefill_keep_pct: Annotated[str | None, typer.Option(help="Share of chunks to keep. Default 0.2.")] = None,
+    specprefill_keep_pct: Annotated[
+        str | None,
+        typer.Option(
+            "--specprefill-keep-pct",
+            "--keep-pct",
+            help="Share of chunks to keep, or auto: chosen from the scores. Default 0.2.",
+        ),
+    ] = None,
+    specprefill_max_loss: MaxLoss = None,
     specprefill: Annotated[
         bool | None, typer.Option("--specprefill/--no-specprefill", help="Off: sparse only when a request asks.")
     ] = None,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal, get_args
 
-from mlx_specprefill import InvalidRequestError, RuleName, keep_pct
+from mlx_specprefill import InvalidRequestError, Keep, RuleName, keep_share
 
 __all__ = ["ARM_KINDS", "FULL", "Arm", "ArmKind", "arms"]
 
@@ -16,18 +15,20 @@ ARM_KINDS: tuple[ArmKind, ...] = get_args(ArmKind)
 
 @dataclass(frozen=True)
 class Arm:
-    """`keep` is None for the full prefill only.
+    """`keep` is None for the full prefill only; "auto" is for `sparse`, and may turn out to be a full prefill.
 
     `sparse` chooses by the library's rule. `paper` chooses by the published one, and what others choose by other scores
     is chosen in the published chunks.
     """
 
     kind: ArmKind
-    keep: Fraction | None = None
+    keep: Keep | None = None
 
     @property
     def name(self) -> str:
-        return self.kind if self.keep is None else f"{self.kind}@{float(self.keep):g}"
+        if self.keep is None:
+            return self.kind
+        return f"{self.kind}@{self.keep if isinstance(self.keep, str) else f'{float(self.keep):g}'}"
 
     @property
     def rule(self) -> RuleName:
@@ -52,10 +53,10 @@ def arms(kinds: list[str], keeps: list[str]) -> tuple[Arm, ...]:
     Raises:
         InvalidRequestError: an unknown kind, or a share outside (0, 1].
     """
-    shares = [keep_pct(keep, "--keep") for keep in keeps]
+    shares = [keep_share(keep, "--keep") for keep in keeps]
     chosen = [FULL]
     for kind in kinds:
         if kind not in ARM_KINDS:
             raise InvalidRequestError(f"no arm {kind!r}; there are: {', '.join(ARM_KINDS)}")
-        chosen += [Arm(kind, share) for share in shares if kind != "full"]
+        chosen += [Arm(kind, share) for share in shares if kind == "sparse" or (kind != "full" and share != "auto")]
     return tuple(dict.fromkeys(chosen))

@@ -34,7 +34,13 @@ def plot_keeps(summary: Mapping[str, Any], file: Path) -> None:
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
     for panel, cell in zip(panels, cells, strict=False):
         for kind, points in _lines(cell["arms"]).items():
-            panel.plot(*zip(*points, strict=True), marker="o", markersize=3, color=COLOURS[kind], label=kind)
+            panel.plot(
+                *zip(*points, strict=True),
+                marker="o",
+                markersize=3,
+                color=COLOURS[kind.removesuffix(" auto")],
+                label=kind,
+            )
         panel.axhline(cell["full"], color="black", linestyle="--", linewidth=1, label="full")
         panel.set(title=f"{cell['task']}, {cell['length']} tokens", ylim=(-0.05, 1.05), xlim=(0, None))
         panel.title.set_fontsize(9)
@@ -54,7 +60,8 @@ def _lines(arms: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
     for name, row in arms.items():
         kind, _, keep = name.partition("@")
         if keep:
-            lines.setdefault(kind, []).append((float(keep), row["accuracy"]))
+            share = row["kept"] if keep == "auto" else float(keep)
+            lines.setdefault(f"{kind} auto" if keep == "auto" else kind, []).append((share, row["accuracy"]))
     return {kind: sorted(points) for kind, points in lines.items()}
 
 

@@ -84,7 +84,7 @@ class Prompted:
     def _options(self, arm: Arm) -> SpecPrefillOptions:
         if arm == FULL:
             return SpecPrefillOptions(enabled=False, return_spans=True)
-        if self.session and arm.asks_draft:
+        if arm.keep == "auto" or (self.session and arm.asks_draft):
             return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule)
         M = len(self.prompt.tokens)
         score: dict[str, Callable[[], Floats]] = {

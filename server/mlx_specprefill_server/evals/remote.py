@@ -106,7 +106,7 @@ def _options(arm: Arm) -> dict[str, Any]:
         raise NotMeasuredError(f"arm {arm.kind} needs the engine in this process; a server has: full, sparse")
     if arm.keep is None:
         return {"specprefill": False}
-    return {"specprefill": True, "specprefill_keep_pct": float(arm.keep)}
+    return {"specprefill": True, "specprefill_keep_pct": arm.keep if isinstance(arm.keep, str) else float(arm.keep)}
 
 
 def _text(body: Any) -> str:

@@ -35,3 +35,23 @@ def test_the_reference_has_every_setting_and_command(reference: ModuleType) -> N
     assert "| `MLX_SPECPREFILL_PREFIX_DISK_SIZE` | `--prefix-disk-size` | 20GB |" in pages["settings.md"]
     commands = ["serve", "pull", "generate", "inspect", "calibrate", "top", "eval"]
     assert re.findall(r"^## (\w+)$", pages["cli.md"], re.MULTILINE) == commands
+
+
+def listed(folder: str) -> list[str]:
+    return re.findall(
+        r"^\|.*?\]\(([\w.-]+\.md)\)", (DOCS / folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize("folder", ["decisions", "experiments"])
+def test_every_page_is_on_the_index_of_its_folder(folder: str) -> None:
+    pages = {path.name for path in (DOCS / folder).glob("*.md")} - {"README.md"}
+    assert sorted(listed(folder)) == sorted(pages)
+
+
+def test_experiments_are_newest_first_and_begin_with_a_date_and_a_verdict() -> None:
+    pages = [(DOCS / "experiments" / name).read_text(encoding="utf-8") for name in listed("experiments")]
+    dates = [re.match(r"# .+\n\n\*(\d{4}-\d\d-\d\d)\.\* \*\*Verdict: ", page) for page in pages]
+    assert all(dates)
+    found = [date[1] for date in dates if date is not None]
+    assert found == sorted(found, reverse=True)

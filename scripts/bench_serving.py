@@ -239,10 +239,12 @@ def session_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def crowd(server: Server, text: Text, seconds: float) -> list[dict[str, Any]]:
+def crowd(server: Server, text: Text, seconds: float, limit_s: float) -> list[dict[str, Any]]:
     """Short requests among clients that always have a long one under way. The last measurement: they are left there.
 
-    A short request that was sent is waited for, however long it takes, so that the slowest count.
+    Args:
+        seconds: for which short requests are sent.
+        limit_s: after these, those without a first token are given up: they count with the time that they waited.
     """
     idle = {
         length: [server.ask(user(text.of(length)), 2, **DENSE).first_s for _ in range(11)] for length in SHORT_LENGTHS
@@ -252,13 +254,14 @@ def crowd(server: Server, text: Text, seconds: float) -> list[dict[str, Any]]:
         threading.Thread(target=long_client, args=(server, text, over), daemon=True).start()
     time.sleep(5)
     until = time.monotonic() + seconds
-    with ThreadPoolExecutor(SHORT_CLIENTS) as pool:
-        parts = list(pool.map(lambda _: short_client(server, text, until), range(SHORT_CLIENTS)))
+    clients = [ShortClient(server, text) for _ in range(SHORT_CLIENTS)]
+    threads = [threading.Thread(target=client.run, args=(until,), daemon=True) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until + limit_s - time.monotonic()))
     over.set()
-    return [
-        waiting(length, idle[length], sorted(first for part in parts for first in part[length]))
-        for length in SHORT_LENGTHS
-    ]
+    return [waiting(length, idle[length], clients) for length in SHORT_LENGTHS]
 
 
 def long_client(server: Server, text: Text, over: threading.Event) -> None:
@@ -273,21 +276,54 @@ def long_client(server: Server, text: Text, over: threading.Event) -> None:
                 print(f"note: a long request to {server.name} failed: {error}", file=sys.stderr)
 
 
-def short_client(server: Server, text: Text, until: float) -> dict[int, list[float]]:
-    """Seconds to the first token of short requests with pauses between them, by their length."""
-    rng, times = random.Random(), {length: list[float]() for length in SHORT_LENGTHS}
-    while time.monotonic() < until:
-        for length, seen in times.items():
-            time.sleep(rng.uniform(0.5, 2))
-            seen.append(server.ask(user(text.of(length)), 8, **DENSE).first_s)
-    return times
+class ShortClient:
+    """Sends short requests with pauses between them.
+
+    Attributes:
+        seen: seconds to the first token, by length.
+        asked: the length of the request under way and when it was sent, by the monotonic clock.
+    """
+
+    def __init__(self, server: Server, text: Text) -> None:
+        self._server = server
+        self._text = text
+        self.seen: dict[int, list[float]] = {length: [] for length in SHORT_LENGTHS}
+        self.asked: tuple[int, float] | None = None
+
+    def run(self, until: float) -> None:
+        """What fails, such as a request that was given up with its server, goes on counting as unanswered."""
+        try:
+            self._ask(until)
+        except (BenchError, httpx.HTTPError, RuntimeError) as error:
+            if time.monotonic() < until:
+                print(f"note: a short request to {self._server.name} failed: {error}", file=sys.stderr)
+
+    def _ask(self, until: float) -> None:
+        rng = random.Random()
+        while time.monotonic() < until:
+            for length, seen in self.seen.items():
+                time.sleep(rng.uniform(0.5, 2))
+                self.asked = length, time.monotonic()
+                seen.append(self._server.ask(user(self._text.of(length)), 8, **DENSE).first_s)
+                self.asked = None
+
+    def waits(self, length: int) -> list[float]:
+        """Seconds that the request under way has waited, if it is of this length."""
+        asked = self.asked
+        return [time.monotonic() - asked[1]] if asked is not None and asked[0] == length else []
 
 
-def waiting(length: int, idle: list[float], seen: list[float]) -> dict[str, Any]:
+def waiting(length: int, idle: list[float], clients: list[ShortClient]) -> dict[str, Any]:
+    answered = [first for client in clients for first in client.seen[length]]
+    unanswered = [wait for client in clients for wait in client.waits(length)]
+    seen = sorted(answered + unanswered)
+    if not seen:
+        raise BenchError(f"no request of {length} tokens was sent: choose a longer --crowd-s")
     usual, worst = statistics.median(idle), seen[min(len(seen) - 1, int(0.99 * len(seen)))]
     return {
         "tokens": length,
         "requests": len(seen),
+        "unanswered": len(unanswered),
         "idle_ms": 1e3 * usual,
         "p50_ms": 1e3 * statistics.median(seen),
         "p99_ms": 1e3 * worst,
@@ -307,6 +343,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=4000, help="tokens of the other long prompts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--crowd-s", type=float, default=180.0, help="seconds for which short requests are sent")
+    parser.add_argument("--crowd-limit-s", type=float, default=120.0, help="after these, for their first tokens")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="these measurements only, by name")
     parser.add_argument("--start-s", type=float, default=90.0, help="seconds that a server may take to start")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions; under five minutes")
@@ -314,6 +351,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.tokens, options.long, options.length, options.repeats, options.crowd_s = 128, 6000, 2500, 1, 45
+        options.crowd_limit_s = 45
     for folder in (options.target, options.draft):
         if not (folder / "model.safetensors").is_file():
             parser.error(f"no checkpoint in {folder}")
@@ -334,7 +372,7 @@ def measure_ours(options: argparse.Namespace, stack: ExitStack, copies: tuple[Pa
         "prefix": lambda: prefix(server, text, length // 2, length, repeats),
         "resume": lambda: resume(server, text, 2 * length),
         "session": lambda: session(server, text, 4000),
-        "crowd": lambda: crowd(server, text, options.crowd_s),
+        "crowd": lambda: crowd(server, text, options.crowd_s, options.crowd_limit_s),
     }
     return {name: timed(name, step) for name, step in wanted(steps, options)}
 
@@ -348,7 +386,7 @@ def measure_peer(options: argparse.Namespace, stack: ExitStack, copy: Path, log:
         "streams": lambda: streams(server, text, options.tokens, options.repeats + 2),
         "behind": lambda: behind(server, text, options.long, options.repeats),
         "turns": lambda: turns(server, text, 3000),
-        "crowd": lambda: crowd(server, text, options.crowd_s),
+        "crowd": lambda: crowd(server, text, options.crowd_s, options.crowd_limit_s),
     }
     return {name: timed(f"{name}, mlx_lm.server", step) for name, step in wanted(steps, options)}
 
@@ -393,7 +431,11 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "mlx": mx.__version__,
         **{name: ours[part][figure] for name, (part, figure) in figures.items() if part in ours},
         **(session_figures(ours["session"]) if "session" in ours else {}),
-        **{f"crowd_{row['tokens']}_p99_ratio": row["p99_ratio"] for row in ours.get("crowd", [])},
+        **{
+            f"{prefix}crowd_{row['tokens']}_p99_ratio": row["p99_ratio"]
+            for prefix, server in (("", "mlx-specprefill"), ("peer_", "mlx_lm.server"))
+            for row in results.get(server, {}).get("crowd", [])
+        },
         "rows": results,
     }
 

@@ -258,5 +258,6 @@ def wait_for(server: Server, process: subprocess.Popen[bytes], log: Path, start_
             if server.client.get(f"{server.base}/health").status_code == 200:
                 return
         except httpx.TransportError:
-            time.sleep(0.2)
+            pass  # its port is closed still
+        time.sleep(0.2)
     raise BenchError(f"{server.name} did not answer within {start_s:g} s:\n{log.read_text(errors='replace')[-800:]}")

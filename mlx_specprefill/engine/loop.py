@@ -1,13 +1,13 @@
 """What the MLX thread does: every array lives and dies in here.
 
-Each tick is one decode step of all running answers, then at most one slice of one prefill (`scheduler.py` says whose).
+Each tick is one decode step of all running answers, then one slice of one prefill, or short ones that take no longer
+together (`scheduler.py` says whose).
 Whatever happens to one request, the loop goes on.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +81,7 @@ class Loop:
             ready()
         while self._inbox.is_open or self._inbox:
             self.beat = time.monotonic()
-            self._read_inbox()
+            self._read_inbox(self._rest_s)
             if self._inbox.is_open:
                 self._guarded_tick()
         for job in list(self.jobs.values()):
@@ -89,23 +89,26 @@ class Loop:
         self._caches.close()
         self._memory.close()
 
-    def _read_inbox(self) -> None:
-        while (posted := self._inbox.take(self._rest_s)) is not None:
+    def _read_inbox(self, rest_s: float) -> None:
+        """What has come; the first of it is waited for."""
+        while (posted := self._inbox.take(rest_s)) is not None:
+            rest_s = 0.0
             self._returned = False
             if isinstance(posted, Job):
                 self.jobs[posted.uid] = posted
                 if posted.sequence is not None:
-                    self._scheduler.expect(posted.uid, self._slices_left(posted.sequence.request))
+                    self._scheduler.expect(posted.uid, *self._left(posted.sequence.request))
             else:
                 posted()
 
-    def _slices_left(self, request: GenerationRequest) -> int:
-        """Of a prompt, as far as can be told: nothing of what is cached has to be read."""
-        prompt, size = request.prompt, self._slicing.expected("prefill")
-        left = len(prompt)
-        if left > size:
-            left -= self._caches.covers(prompt, usable_prefix(request), request.label)
-        return max(1, math.ceil(left / size))
+    def _left(self, request: GenerationRequest) -> tuple[int, int]:
+        """Full slices and tokens of a prompt, as far as can be told: nothing of what is cached has to be read."""
+        tokens = len(request.prompt)
+        slices = self._slicing.full_slices(tokens, 0)
+        if slices == 1:
+            return slices, tokens
+        cached = self._caches.covers(request.prompt, usable_prefix(request), request.label)
+        return self._slicing.full_slices(tokens - cached, cached), tokens - cached
 
     @property
     def _rest_s(self) -> float:
@@ -187,20 +190,29 @@ class Loop:
             self._cancel(job)
 
     def _prefill(self) -> None:
-        """One slice of one prefill; more of them if they are so short that several prompts can join the next step."""
-        begun, room = time.perf_counter(), _TICK_SHARE * self._config.slice_target_ms / 1e3
-        while (uid := self._scheduler.pick()) is not None:
-            self._slice(self.jobs[uid])
+        """One slice, or several that take no longer together: of short prompts, which so can join the next step, or of
+        any in a crowd. Between them newcomers are let in."""
+        begun, job = time.perf_counter(), self._next_prefill()
+        while job is not None:
+            self._slice(job)
             spent = time.perf_counter() - begun
-            if spent > _NOTHING_S and spent + self._longest_slice_s() >= room:
+            if any(other.handle.cancelled for other in self.jobs.values()):
                 return
-            if any(job.handle.cancelled for job in self.jobs.values()):
+            self._read_inbox(0.0)
+            self._admit()
+            job = self._next_prefill()
+            if job is not None and spent > _NOTHING_S and spent + job.slice_s >= self._room_s:
                 return
 
-    def _longest_slice_s(self) -> float:
-        """Seconds that the next slice may take, as far as is known."""
-        decoding = self._scheduler.decoding
-        return max((job.slice_s for job in self.jobs.values() if job.uid not in decoding), default=0.0)
+    def _next_prefill(self) -> Job | None:
+        uid = self._scheduler.pick()
+        return None if uid is None else self.jobs[uid]
+
+    @property
+    def _room_s(self) -> float:
+        """Seconds of a tick within which another slice may begin."""
+        share = 1.0 if self._scheduler.crowded else _TICK_SHARE
+        return share * self._config.slice_target_ms / 1e3
 
     def _slice(self, job: Job) -> None:
         begun = time.perf_counter()

@@ -1,32 +1,43 @@
 """Who gets the next slice of the device. Integers only: no arrays, no clocks, no threads.
 
-One tick of the engine is one decode step of everything that decodes, then at most one slice of one prefill. So a
-running answer waits for one slice at most, whatever arrives. Among prefills those of one slice go first, in order of
-arrival, then the one served least: so a short prompt overtakes long ones at once, a long newcomer catches up, and then
-all advance evenly. The oldest gets a fifth of the time whatever comes, and every prefill is the oldest some day, so
-nobody waits forever; it takes no two slices in a row from a prompt of one slice, so that one starts with the second
-slice at the latest, however many others there are and however long they ran. An eighth of the rows is kept for prompts
-of one slice, and another for these and prompts of a few. Background jobs (densification) run only when nothing else
-wants the device.
+One tick of the engine is one decode step of everything that decodes, then a slice of one prefill, or several that take
+no longer together. So a running answer waits for `target_ms` or so at most, whatever arrives.
+
+A prompt is short if what is not cached of it takes one full slice, of `target_ms`; it is brief if it has at most half
+as many tokens as is usual among the requests at hand: the speed of the machine, which is known roughly, does not decide
+that. Both go before all others, those with the fewest tokens left first; then comes the prefill served least. So a
+short prompt overtakes long ones at once, a long newcomer catches up, and then all advance evenly. The oldest gets a
+fifth of the time whatever comes, and every prefill is the oldest some day, so nobody waits forever; it takes no two
+slices in a row from short and brief ones, so a short prompt starts with the second slice at the latest, however many
+others there are and however long they ran. A prompt that was read to its end waits for nobody: its last step takes no
+time. An eighth of the rows is kept for short prompts, and another for short and brief ones. Background jobs
+(densification) run only when nothing else wants the device.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from dataclasses import dataclass
 
 __all__ = ["Scheduler", "SliceSizer"]
 
+MANY = 1 << 62  # as many tokens or slices as nobody knows
 _START = 4  # times `smallest`: tokens of the first slice, whose speed is not known yet
 # With nothing decoding only a newcomer waits for a slice: it may take this times `target_ms`, and is not cut below this
 # times `smallest`, because short slices cost large models more per token.
 _ALONE, _ALONE_FLOOR = 1.5, 2
-_REMEMBERED = 12  # slices
+# In a crowd a newcomer is likely, and waits for the rest of the slice in work: none takes more than this times what the
+# shortest prompts take, so that these feel it little; and no larger part of a slice is fixed cost.
+_BRISK = 4
+_CROWD = 3  # requests
+_REMEMBERED = 48  # slices
 _OTHERS = 4  # milliseconds that others may have for each of the oldest prefill's own
-_SHORT_SLICES = 3  # after which a prefill is not taken for a short one any more: draft, target, and one more
-_FEW_SLICES = 4
-_KEPT_ROWS = 8  # one of so many is kept for prompts of one slice, and one for prompts of a few
+_BRIEF = 2  # times as many tokens are usual
+# Times the expected tokens, after which a prefill does not go before others any more; the draft may read them too.
+_WRONG = 2
+_KEPT_ROWS = 8  # one of so many is kept for short prompts, and one for short and brief ones
 _FEWEST_ROWS = 4  # of which one is kept
 _PASSES = 64  # times that a request for which there is no memory lets a short one pass
 _BACKGROUND = 0.25  # times `target_ms`: whoever comes while nobody was there should hardly notice
@@ -35,38 +46,34 @@ _BACKGROUND = 0.25  # times `target_ms`: whoever comes while nobody was there sh
 @dataclass
 class _Job:
     uid: int
-    short: bool = False  # expected to be done with one slice
+    tokens: int = MANY  # of the prompt that were to be read when it was admitted
+    hurry: int = 0  # tokens until which it goes before long ones
     background: bool = False
     served: int = 0  # tokens of prefill done
-    slices: int = 0  # that got something done
+    read: bool = False  # to its end, with its latest slice
 
     @property
     def hurried(self) -> bool:
-        return self.short and self.slices < _SHORT_SLICES
+        return self.served < self.hurry
 
 
 @dataclass
 class _Waiting:
-    slices: int | None = None  # expected; None: many
+    slices: int = MANY  # full ones, expected
+    tokens: int = MANY  # expected
     passed: int = 0  # by others, for want of memory
 
     @property
     def short(self) -> bool:
         return self.slices == 1
 
-    @property
-    def medium(self) -> bool:
-        return self.slices is not None and 1 < self.slices <= _FEW_SLICES
-
 
 class Scheduler:
     """Waiting, prefilling and decoding requests by uid.
 
-    A request is short if one slice is left of its prompt, and medium if a few are.
-
     Args:
         max_rows: requests that may hold a cache at once (prefilling or decoding); the rest wait in order of arrival.
-            An eighth of them is for short ones, and another for short and medium ones.
+            An eighth of them is for short ones, and another for short and brief ones.
         patience: milliseconds that may go to others before the oldest prefill must get a slice.
     """
 
@@ -75,15 +82,16 @@ class Scheduler:
             raise ValueError("max_rows and patience must be positive")
         self.max_rows = max_rows
         self.patience = patience
-        self._for_medium = max_rows // _KEPT_ROWS
-        self._for_short = max(self._for_medium, int(max_rows >= _FEWEST_ROWS))
+        self._for_brief = max_rows // _KEPT_ROWS
+        self._for_short = max(self._for_brief, int(max_rows >= _FEWEST_ROWS))
         self._waiting: dict[int, _Waiting] = {}
         self._prefilling: dict[int, _Job] = {}  # in order of admission
         self._decoding: set[int] = set()
         self._short: set[int] = set()  # of those two
-        self._medium: set[int] = set()  # of those two
+        self._brief: set[int] = set()  # of those two
+        self._tokens: dict[int, int] = {}  # of all of them that came as requests, as expected
         self._owed = 0  # milliseconds that others got, less what the oldest prefill's own slices paid back
-        self._paid = False  # the oldest got a slice since a short one was done
+        self._spared = 0  # milliseconds that hurried ones may have before the oldest's next slice
 
     @property
     def waiting(self) -> int:
@@ -100,6 +108,11 @@ class Scheduler:
         return frozenset(self._decoding)
 
     @property
+    def crowded(self) -> bool:
+        """So many requests are there that the next one is likely to come soon; from any thread."""
+        return self.running + self.waiting >= _CROWD
+
+    @property
     def idle(self) -> bool:
         return not (self._waiting or self._prefilling or self._decoding)
 
@@ -108,10 +121,13 @@ class Scheduler:
         if uid in self:
             raise ValueError(f"uid {uid} is scheduled already")
         self._waiting[uid] = _Waiting()
+        self._tokens[uid] = MANY
 
-    def expect(self, uid: int, slices: int) -> None:
-        """So many slices are left of a waiting request's prompt, as far as is known."""
-        self._waiting[uid].slices = slices
+    def expect(self, uid: int, slices: int, tokens: int = 1) -> None:
+        """So many full slices, and tokens, are left of a waiting request's prompt, as far as is known."""
+        waits = self._waiting[uid]
+        waits.slices, waits.tokens = slices, tokens
+        self._tokens[uid] = tokens
 
     def add_background(self, uid: int) -> None:
         """A job that yields to every request. It needs no admission."""
@@ -132,25 +148,34 @@ class Scheduler:
         if first is None or running >= self.max_rows:
             return None
         on_short = min(len(self._short), self._for_short)
-        on_medium = min(len(self._short) - on_short + len(self._medium), self._for_medium)
-        if not passing and running - on_short - on_medium < self.max_rows - self._for_short - self._for_medium:
+        on_brief = min(len(self._short) - on_short + len(self._brief), self._for_brief)
+        if not passing and running - on_short - on_brief < self.max_rows - self._for_short - self._for_brief:
             return first
         if passing and self._waiting[first].passed >= _PASSES:
             return None
+        brief = on_brief < self._for_brief
+        short = brief or on_short < self._for_short
         others = ((uid, waits) for uid, waits in self._waiting.items() if not passing or uid != first)
-        medium = on_medium < self._for_medium
-        short = medium or on_short < self._for_short
-        return next((uid for uid, waits in others if (short and waits.short) or (medium and waits.medium)), None)
+        most = self._most_brief()
+        return next(
+            (uid for uid, w in others if (short and w.short) or (brief and not w.short and w.tokens <= most)), None
+        )
+
+    def _most_brief(self) -> int:
+        """Tokens of a brief prompt, at most: half of what a request in the middle of all that are here has."""
+        return statistics.median_high(self._tokens.values()) // _BRIEF
 
     def admit(self, uid: int, passing: bool = False) -> None:
         """Let a waiting request start its prefill. `passing`: as it was asked for."""
         waits = self._waiting[uid]
+        brief = not waits.short and waits.tokens <= self._most_brief()
+        hurry = _WRONG * waits.tokens if brief or waits.short else 0
         # First: others read `waiting`, then `running`, and must find it in one.
-        self._prefilling[uid] = _Job(uid, waits.short)
+        self._prefilling[uid] = _Job(uid, waits.tokens, hurry)
         if waits.short:
             self._short.add(uid)
-        elif waits.medium:
-            self._medium.add(uid)
+        elif brief:
+            self._brief.add(uid)
         del self._waiting[uid]
         if passing:
             next(iter(self._waiting.values())).passed += 1
@@ -162,43 +187,45 @@ class Scheduler:
             if self._decoding or self._waiting:
                 return None
             return next(iter(self._prefilling), None)
-        hurried = next((job for job in jobs if job.hurried), None)
-        if self._owed >= self.patience and not (self._paid and hurried):
+        if (read := next((job for job in jobs if job.read), None)) is not None:
+            return read.uid
+        hurried = min((job for job in jobs if job.hurried), key=lambda job: job.tokens - job.served, default=None)
+        if self._owed >= self.patience and (hurried is None or self._spared <= 0):
             return jobs[0].uid
         if hurried is not None:
             return hurried.uid
         return min(reversed(jobs), key=lambda job: job.served).uid  # the latest arrival among equals
 
-    def served(self, uid: int, tokens: int, ms: int) -> None:
-        """Account for the slice that `pick` gave out: what it got done, and how long all others waited for it."""
+    def served(self, uid: int, tokens: int, ms: int, read: bool = False) -> None:
+        """Account for the slice that `pick` gave out: what it got done, and how long all others waited for it.
+
+        Args:
+            read: nothing is left of the prompt.
+        """
         job = self._prefilling[uid]
+        job.read = read
         job.served += tokens
-        job.slices += tokens > 0
         oldest = next((other for other in self._prefilling.values() if not other.background), None)
         if job is oldest:
             self._owed = max(0, self._owed - _OTHERS * ms)
-            self._paid = self._paid or tokens > 0
+            # At least one slice of another, however short its own was.
+            self._spared = max(min(self._spared, 0) + _OTHERS * ms, int(tokens > 0))
         elif oldest is not None:
             self._owed = min(self._owed + ms, 2 * self.patience)
-        if job.short and not job.hurried:
-            self._paid = False
+            self._spared -= ms if self._spared > 0 and tokens > 0 else 0  # steps without tokens are no slices
 
     def to_decode(self, uid: int) -> None:
         self._decoding.add(uid)
-        self._end_prefill(uid)
+        self._prefilling.pop(uid, None)
 
     def remove(self, uid: int) -> None:
         """Finished, failed or cancelled, in whatever state."""
         self._waiting.pop(uid, None)
-        self._end_prefill(uid)
+        self._prefilling.pop(uid, None)
         self._decoding.discard(uid)
         self._short.discard(uid)
-        self._medium.discard(uid)
-
-    def _end_prefill(self, uid: int) -> None:
-        job = self._prefilling.pop(uid, None)
-        if job is not None and job.short:
-            self._paid = False
+        self._brief.discard(uid)
+        self._tokens.pop(uid, None)
 
 
 class _Speed:
@@ -214,6 +241,11 @@ class _Speed:
     def observe(self, tokens: int, offset: int, ms: float) -> None:
         self._seen.append((offset + tokens / 2, ms / tokens))
         self.latest = tokens
+
+    def ms(self, tokens: int, offset: int) -> float:
+        """What so many tokens behind `offset` take."""
+        token, pair = self._line()
+        return tokens * (token + pair * (offset + tokens / 2))
 
     def fitting(self, ms: float, offset: int) -> float:
         """The tokens behind `offset` that take `ms`."""
@@ -249,6 +281,7 @@ class SliceSizer:
         self.smallest = smallest
         self.target_ms = target_ms
         self._speeds: dict[str, _Speed] = {}
+        self._shortest: deque[float] = deque(maxlen=_REMEMBERED)  # milliseconds of slices that are no longer than that
 
     def observe(self, kind: str, tokens: int, ms: float, offset: int = 0) -> None:
         """A slice of `tokens` behind `offset` others took `ms`."""
@@ -257,7 +290,23 @@ class SliceSizer:
             speed.observe(tokens, offset, ms)
             self._speeds[kind] = speed  # one that has seen nothing must not be found
 
-    def size(self, kind: str, contended: bool, background: bool = False, offset: int = 0) -> int:
+    def observe_short(self, ms: float) -> None:
+        """The last slice of a prompt, of `smallest` tokens at most, took `ms`."""
+        self._shortest.append(ms)
+
+    def full_slices(self, kind: str, tokens: int, offset: int = 0) -> int:
+        """How many slices of `target_ms`, or of `smallest`, it takes to read `tokens` behind `offset` others.
+
+        From any thread. How long slices are at the moment has no part in it.
+        """
+        speed = self._speeds.get(kind)
+        if speed is None:
+            full = tokens / min(self.largest, _START * self.smallest)
+        else:
+            full = min(speed.ms(tokens, offset) / self.target_ms, tokens / self.smallest)
+        return max(1, math.ceil(full))
+
+    def size(self, kind: str, contended: bool, background: bool = False, offset: int = 0, crowded: bool = False) -> int:
         """Tokens for the next slice of this kind: a power of two or `largest`, at most twice the slice before.
 
         From any thread.
@@ -266,15 +315,19 @@ class SliceSizer:
             contended: answers are running that wait for the slice.
             background: nobody wants the slice now.
             offset: tokens that come before it.
+            crowded: newcomers are likely, who wait for the rest of it.
         """
         start = min(self.largest, _START * self.smallest)
-        alone = not (contended or background)
+        alone = not (contended or background or crowded)
         floor = min(self.largest, _ALONE_FLOOR * self.smallest) if alone else self.smallest
         speed = self._speeds.get(kind)
         if speed is None:
             return start
-        share = _BACKGROUND if background else _ALONE if alone else 1
-        fits = int(min(speed.fitting(self.target_ms * share, offset), max(start, 2 * speed.latest)))
+        ms = self.target_ms * (_BACKGROUND if background else _ALONE if alone else 1)
+        if crowded and self._shortest:
+            shortest = sorted(self._shortest)  # some lie behind long prompts
+            ms = min(ms, _BRISK * shortest[len(shortest) // 4])
+        fits = int(min(speed.fitting(ms, offset), max(start, 2 * speed.latest)))
         if fits >= self.largest:
             return self.largest
         return max(floor, 1 << max(fits, 1).bit_length() - 1)

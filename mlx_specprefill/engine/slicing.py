@@ -16,7 +16,7 @@ _TELLING = 32  # tokens of a slice from which on its time says something about s
 
 
 class Slicing:
-    """Sizes for the job whose turn it is. MLX thread only, but for `expected`.
+    """Sizes for the job whose turn it is. MLX thread only, but for `expected` and `full_slices`.
 
     Args:
         longest: tokens per forward of "draft" or "prefill" above which a prompt is read more slowly.
@@ -43,13 +43,18 @@ class Slicing:
         job = self._job
         background = job is not None and job.background
         depth = 0 if job is None else job.depth(kind)
-        size = self._sizer.size(kind, bool(self._scheduler.decoding), background, depth)
+        scheduler = self._scheduler
+        size = self._sizer.size(kind, bool(scheduler.decoding), background, depth, scheduler.crowded)
         self._given = min(size, self._longest(kind))
         return self._given
 
     def expected(self, kind: str) -> int:
         """What `size` would give out at the start of a prompt; from any thread, and nothing changes by it."""
         return min(self._sizer.size(kind, bool(self._scheduler.decoding)), self._longest(kind))
+
+    def full_slices(self, tokens: int, cached: int) -> int:
+        """How many slices of the target time the prefill of so many tokens behind `cached` ones takes."""
+        return self._sizer.full_slices("prefill", tokens, cached)
 
     def account(self, job: Job, event: Event) -> None:
         """The job's latest slice came to `event`."""
@@ -58,9 +63,12 @@ class Slicing:
         ms, depth = 1e3 * job.slice_s, job.depth(event.stage)
         tokens = max(0, event.done - job.done.get(event.stage, 0))
         job.done[event.stage] = event.done
-        self._scheduler.served(job.uid, tokens, round(ms))
+        read = event.stage == "prefill" and event.done == event.total
+        self._scheduler.served(job.uid, tokens, round(ms), read)
         if job.sequence is not None:
             job.sequence.spend(event.stage, ms)
+        if read and 0 < tokens <= _SMALLEST:
+            self._sizer.observe_short(ms)
         # More than was given out came from the draft's cache; next to nothing is not about speed.
         if event.stage in ("draft", "prefill") and _TELLING <= tokens <= self._given:
             self._sizer.observe(event.stage, tokens, ms, depth)

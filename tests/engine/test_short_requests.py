@@ -31,10 +31,10 @@ class Watch:
         scheduler = engine.scheduler
         add, served, to_decode = scheduler.add, scheduler.served, scheduler.to_decode
 
-        def watched_served(uid: int, tokens: int, ms: int) -> None:
+        def watched_served(uid: int, tokens: int, ms: int, read: bool) -> None:
             if tokens:
                 self.told.append(("slice", uid))
-            served(uid, tokens, ms)
+            served(uid, tokens, ms, read)
 
         monkeypatch.setattr(scheduler, "add", lambda uid: (self.told.append(("joined", uid)), add(uid)))
         monkeypatch.setattr(scheduler, "served", watched_served)
@@ -110,3 +110,19 @@ def test_a_short_request_does_not_wait_for_the_memory_of_a_long_one(
     for events in ends[:2]:
         while not isinstance(events.get(timeout=120), Finished):
             pass
+
+
+def test_a_prompt_of_several_slices_does_not_wait_for_the_rows_of_much_longer_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A ninth of their length, and seven of the slices that there is time for."""
+    config = EngineConfig(
+        policy=SpecPrefillPolicy(threshold=10_000, densify=False), max_rows=8, prefill_step=64, slice_target_ms=1
+    )
+    with Engine(tiny_pair(), config) as engine:
+        watch, ends = Watch(engine, monkeypatch), busy(engine)
+        for seed in range(5):
+            ask(engine, random_prompt(400, seed))
+        assert engine.stats().waiting >= LONG - 8
+        assert max(watch.others_before(LONG + 1 + n) for n in range(5)) <= 8
+        assert ends[0].qsize() > 0  # and the oldest goes on

@@ -241,9 +241,9 @@ class TestRefusals:
             (["serve", "--draft", "somewhere"], "--draft needs --target"),
             (["serve", "--target", "{missing}"], "no model here"),
             (["eval", "--server", "http://localhost", "--chunk-size", "8"], "a server has its own"),
-            (["serve", "--memory-limit", "plenty"], "such as 512MB or 2GB"),
-            (["serve", "--kv-bits", "7"], "kv_bits must be one of"),
-            (["serve", "--specprefill-keep-pct", "1.5"], "must be a number in (0, 1]"),
+            (["serve", "--pair", "demo", "--memory-limit", "plenty"], "such as 512MB or 2GB"),
+            (["serve", "--pair", "demo", "--kv-bits", "7"], "kv_bits must be one of"),
+            (["serve", "--pair", "demo", "--specprefill-keep-pct", "1.5"], "must be a number in (0, 1]"),
         ],
     )
     def test_one_line_and_exit_code_2(self, arguments: list[str], words: str, prompt_file: str, tmp_path: Path) -> None:

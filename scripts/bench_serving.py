@@ -317,8 +317,8 @@ def waiting(length: int, idle: list[float], clients: list[ShortClient]) -> dict[
     answered = [first for client in clients for first in client.seen[length]]
     unanswered = [wait for client in clients for wait in client.waits(length)]
     seen = sorted(answered + unanswered)
-    if not seen:
-        raise BenchError(f"no request of {length} tokens was sent: choose a longer --crowd-s")
+    if not seen:  # every client still waits for another request
+        return {"tokens": length, "requests": 0, "unanswered": 0, "p99_ratio": None}
     usual, worst = statistics.median(idle), seen[min(len(seen) - 1, int(0.99 * len(seen)))]
     return {
         "tokens": length,

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import named_pair
 import numpy as np
 
 from mlx_specprefill import (
@@ -31,7 +32,6 @@ from mlx_specprefill import (
     RuleName,
     SpecPrefillOptions,
     keep_pct,
-    load_pair,
 )
 from mlx_specprefill.adapters.capture import HeadCapture
 from mlx_specprefill.adapters.depth import first_layers, whole_draft
@@ -162,11 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
     tasks = dict.fromkeys(task for name in options.task for task in GROUPS.get(name, (name,)))
     report: dict[str, dict[str, dict[str, float]]] = {}
     for name in options.pair:
-        known = find_pair(name)
-        heads = None if known.heads is None else Path(known.heads)
-        pair = load_pair(
-            known.target, known.draft, draft_layers=known.draft_layers, draft_heads=known.draft_heads, heads=heads
-        )
+        pair = named_pair.load(find_pair(name))
         examiner, arms = Examiner(pair, options.keep), arms_of(pair, options.heads, options.depth)
         found = {}
         for task in tasks:

@@ -20,7 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_specprefill import Engine, LoadError, PairMismatchError, load_pair
+import named_pair
+
+from mlx_specprefill import Engine, LoadError, PairMismatchError
 from mlx_specprefill_server.evals.arms import ARM_KINDS, arms
 from mlx_specprefill_server.evals.command import Options, evaluate
 from mlx_specprefill_server.evals.errors import EvaluationError
@@ -90,7 +92,7 @@ def _examine(name: str, pair: Pair, options: argparse.Namespace) -> dict[str, An
             out=options.out and options.out / name,
         )
         with Engine(
-            load_pair(pair.target, pair.draft, draft_layers=pair.draft_layers, draft_heads=pair.draft_heads),
+            named_pair.load(pair),
             examination(),
         ) as engine:
             return evaluate(plan, LocalExaminee(engine), lambda line: print(line, flush=True))

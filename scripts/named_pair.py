@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from mlx_specprefill import ModelPair, load_pair
-from mlx_specprefill_server.pairs import find_pair
+from mlx_specprefill_server.pairs import Pair, find_pair
 
-__all__ = ["add_options", "loaded"]
+__all__ = ["add_options", "load", "loaded"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,17 @@ def loaded(options: argparse.Namespace, dtype: str = "auto") -> ModelPair:
     """
     if options.target is not None:
         return load_pair(options.target, options.draft, dtype=dtype)
-    named = find_pair(options.pair)
+    return load(find_pair(options.pair), dtype)
+
+
+def load(pair: Pair, dtype: str = "auto") -> ModelPair:
+    """The models of a row of pairs.toml, with all that the row says of its draft."""
+    heads = None if pair.heads is None else Path(pair.heads)
     return load_pair(
-        named.target, named.draft, dtype=dtype, draft_layers=named.draft_layers, draft_heads=named.draft_heads
+        pair.target,
+        pair.draft,
+        dtype=dtype,
+        draft_layers=pair.draft_layers,
+        draft_heads=pair.draft_heads,
+        heads=heads,
     )

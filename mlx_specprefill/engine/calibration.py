@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from .._replacing import replace_text
 from ..cache.fingerprint import model_identity
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
@@ -240,10 +241,7 @@ def _store(file: Path | None, key: str, cost: PairCost) -> None:
     if file is None:
         return
     content = json.dumps(_stored(file) | {key: asdict(cost)}, indent=1)
-    new = file.with_name(f"{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(content)
-        new.replace(file)
+        replace_text(file, content)
     except OSError as error:
         log.warning("the measurement could not be kept: %s", error)

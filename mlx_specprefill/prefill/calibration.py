@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .._replacing import replace_text
 from ..adapters.capture import HeadCapture
 from ..adapters.depth import first_layers, layers_of, smallest_depth, whole_draft
 from ..adapters.heads import DraftHeads, Head, read_heads
@@ -37,7 +37,7 @@ from .scoring import ToScore, question_span, read_prompt
 from .selection import select_tokens
 from .text import PromptText, TextReader
 
-__all__ = ["calibrated_heads", "find_heads", "passage_mask", "rendered", "store_heads"]
+__all__ = ["calibrated_heads", "find_heads", "passage_mask", "rendered", "store_heads", "stored_heads"]
 
 log = logging.getLogger(__name__)
 
@@ -123,13 +123,9 @@ def calibrated_heads(
         return None
     draft = whole_draft(pair.draft)
     file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
-    if file is not None and file.is_file():
-        try:
-            return read_heads(file)
-        except LoadError as error:
-            log.warning("%s: calibrating again", error)
-    if not measure:
-        return None
+    known = stored_heads(file)
+    if known is not None or not measure:
+        return known
     try:
         found = find_heads(draft, pair.tokenizer, scoring, selection, on_progress)
     except SparseUnsupportedError as error:
@@ -139,15 +135,23 @@ def calibrated_heads(
     return found
 
 
+def stored_heads(file: Path | None) -> DraftHeads | None:
+    """What an earlier calibration left in this file; None if nothing, or nothing that can be read, which is logged."""
+    if file is None or not file.is_file():
+        return None
+    try:
+        return read_heads(file)
+    except LoadError as error:
+        log.warning("%s: calibrating again", error)
+        return None
+
+
 def store_heads(file: Path | None, heads: DraftHeads) -> None:
     """Into this file, if there is one; a failure is logged."""
     if file is None:
         return
-    new = file.with_name(f"{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(heads.to_dict()), encoding="utf-8")
-        new.replace(file)
+        replace_text(file, json.dumps(heads.to_dict()))
     except OSError as error:
         log.warning("the calibration could not be kept: %s", error)
 

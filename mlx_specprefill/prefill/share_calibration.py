@@ -14,13 +14,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..adapters.heads import DraftHeads, read_heads
+from ..adapters.heads import DraftHeads
 from ..adapters.shares import MULTIPLES, ShareCurve
 from ..cache.fingerprint import model_identity
 from ..config import ScoringConfig, SelectionConfig
-from ..errors import LoadError, SparseUnsupportedError
+from ..errors import SparseUnsupportedError
 from ..loading import ModelPair
-from .calibration import passage_mask, rendered, store_heads
+from .calibration import passage_mask, rendered, store_heads, stored_heads
 from .calibration_items import CalibrationItem
 from .heads import HeadScorer
 from .scoring import ToScore, question_span
@@ -95,13 +95,9 @@ def with_calibrated_shares(
         return pair
     name = f"{model_identity(pair.draft, pair.draft_config or {})}-shares.json"
     file = None if folder is None else folder / name
-    if file is not None and file.is_file():
-        try:
-            known = read_heads(file)
-            if replace(known, shares=None).to_dict() == heads.to_dict() and known.shares is not None:
-                return replace(pair, heads=replace(heads, shares=known.shares))
-        except LoadError as error:
-            log.warning("%s: calibrating again", error)
+    known = stored_heads(file)
+    if known is not None and known.shares is not None and replace(known, shares=None).to_dict() == heads.to_dict():
+        return replace(pair, heads=replace(heads, shares=known.shares))
     if not measure:
         return pair
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -200,29 +200,26 @@ def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, cali
 
 def _with_shares(pair: ModelPair, settings: Settings, calibrate: bool) -> ModelPair:
     """What the draft loses when shares are chosen per prompt; measured only where the server's own are."""
-    config = settings.engine_config()
-    with notes().status("Calibrating how much to keep, once") as status:
+    config, measure = settings.engine_config(), calibrate and settings.specprefill_keep_pct == "auto"
+    with _progress("Calibrating how much to keep, once") as tell:
         return with_calibrated_shares(
-            pair,
-            config.scoring,
-            config.selection,
-            settings.heads_folder,
-            measure=calibrate and settings.specprefill_keep_pct == "auto",
-            on_progress=lambda done, total: status.update(f"Calibrating how much to keep, once: {done} of {total}"),
+            pair, config.scoring, config.selection, settings.heads_folder, measure=measure, on_progress=tell
         )
 
 
 def _heads(pair: ModelPair, settings: Settings, calibrate: bool) -> DraftHeads | None:
     config = settings.engine_config()
-    with notes().status("Calibrating the draft's heads, once") as status:
+    with _progress("Calibrating the draft's heads, once") as tell:
         return calibrated_heads(
-            pair,
-            config.scoring,
-            config.selection,
-            settings.heads_folder,
-            measure=calibrate,
-            on_progress=lambda done, total: status.update(f"Calibrating the draft's heads, once: {done} of {total}"),
+            pair, config.scoring, config.selection, settings.heads_folder, measure=calibrate, on_progress=tell
         )
+
+
+@contextmanager
+def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
+    """Says what is done, and how far it is, while it lasts."""
+    with notes().status(words) as status:
+        yield lambda done, total: status.update(f"{words}: {done} of {total}")
 
 
 def read_text(path: Path) -> str:

@@ -34,7 +34,8 @@ from .config import (
     keep_share,
     max_loss,
 )
-from .engine.calibration import calibrate
+from .engine.admission.cost import PairCost, break_even
+from .engine.admission.time_calibration import calibrate
 from .engine.engine import Engine, EngineHealth
 from .engine.handle import RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
@@ -53,9 +54,6 @@ from .errors import (
     SpecPrefillError,
 )
 from .loading import DtypeName, ModelPair, check_same_tokenizer, load_pair, make_pair, with_heads
-from .prefill.calibration import calibrated_heads, find_heads
-from .prefill.cost import PairCost, break_even, worthwhile
-from .prefill.share_calibration import with_calibrated_shares
 from .request import (
     Account,
     CacheLabel,
@@ -80,6 +78,8 @@ from .request import (
     TokenEvent,
 )
 from .shapes import SHAPES, ShapeWork, shape_work
+from .specprefill.head_calibration import calibrated_heads, find_heads
+from .specprefill.share_calibration import with_calibrated_shares
 
 __version__ = "0.1.0"
 
@@ -160,5 +160,4 @@ __all__ = [
     "shape_work",
     "with_calibrated_shares",
     "with_heads",
-    "worthwhile",
 ]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .config import Keep, RuleName, SpeculationName
+from .config import Keep, RuleName, SpecPrefillPolicy, SpeculationName
 
 __all__ = [
     "SHARED",
@@ -207,6 +207,19 @@ class GenerationRequest:
     min_tokens: int = 0
     label: CacheLabel = SHARED
 
+    @property
+    def usable_prefix(self) -> int:
+        """How many cached prompt tokens it may start from.
+
+        The last token must be fed for its logits. A request that forces sparse prefill means its newest message: what
+        is kept of that must not depend on whether an earlier request happened to leave a dense copy.
+        """
+        if self.prompt_logprobs is not None:
+            return 0
+        if self.specprefill.enabled:
+            return self.spans[-1].start if self.spans else 0
+        return len(self.prompt) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:
@@ -230,6 +243,11 @@ class Prediction:
     @property
     def saving_ms(self) -> float:
         return self.full_ms - self.sparse_ms
+
+    def pays(self, policy: SpecPrefillPolicy) -> bool:
+        """Whether the predicted saving clears both margins of the policy."""
+        enough = self.saving_ms >= policy.min_saving_ms
+        return enough and self.saving_ms >= float(policy.min_saving_share) * self.full_ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Samplers with a key of their own, so that a seed means the same text whatever else the process draws."""
+"""From logits to tokens. Samplers have a key of their own: a seed means the same text whatever else is drawn."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
 
 from .errors import InvalidRequestError
-from .request import Logprob, SamplingParams
+from .request import Logprob, SamplingParams, TokenEvent
 
 __all__ = [
     "LogitsProcessor",
     "Sampler",
     "apply_typical_p",
     "check_sampling",
+    "choose",
     "filtered_logits",
     "greedy",
     "held_back",
     "logits_processors",
     "make_sampler",
+    "token_event",
     "top_logprobs",
 ]
 
@@ -237,3 +239,36 @@ def top_logprobs(logprobs: mx.array, tokens: Sequence[int], count: int) -> list[
         best = best[np.argsort(-row[best], kind="stable")]
         rows.append((Logprob(token, float(row[token])), tuple(Logprob(int(i), float(row[i])) for i in best)))
     return rows
+
+
+# --- from logits to a token and its report; the same for a row alone and in a batch -----------------------------------
+
+
+def choose(
+    logits: mx.array,
+    history: mx.array | None,
+    sampler: Sampler,
+    processors: Sequence[LogitsProcessor],
+    allowed: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The next tokens (B,), and the log-probabilities (B, V) of the model itself, before penalties and temperature.
+
+    Args:
+        logits: (B, V); one row if there are processors.
+        history: the row's generated tokens so far, or None.
+        allowed: (B, V) bool, or None for all tokens; applied before anything else.
+    """
+    raw = logits.astype(mx.float32)
+    scores = raw - mx.logsumexp(raw, axis=-1, keepdims=True)
+    adjusted = mx.array(raw) if allowed is None else mx.where(allowed, raw, -mx.inf)  # processors write in place
+    for process in processors:
+        adjusted = process(mx.array([], dtype=mx.int32) if history is None else history, adjusted)
+    return sampler(adjusted), scores
+
+
+def token_event(token: int, scores: mx.array, logprobs: int | None) -> TokenEvent:
+    """The event of one row's token; scores (1, V), read only if `logprobs` asks for them."""
+    if logprobs is None:
+        return TokenEvent(token)
+    ((own, best),) = top_logprobs(scores, [token], logprobs)
+    return TokenEvent(token, own.logprob, best)

@@ -15,7 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 
-from mlx_specprefill.prefill.sparse import prefill
+from mlx_specprefill.specprefill.sparse_prefill import prefill
 
 __all__ = ["BareLoop"]
 

@@ -30,7 +30,7 @@ import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS fir
 
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.constraints import Grammars, Guide
-from mlx_specprefill.decoding.batch import DecodeBatch, DecodeRow
+from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
 
 ROOT = Path(__file__).resolve().parent.parent

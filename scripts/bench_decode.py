@@ -53,13 +53,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_specprefill.adapters.capture import install_capture
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import make_positioned_cache
-from mlx_specprefill.decoding.autoregressive import decode
-from mlx_specprefill.decoding.laws import Chooser
-from mlx_specprefill.decoding.proposing import ModelDrafts, Proposer
-from mlx_specprefill.decoding.speculative import Limits, SpeculativeRow
-from mlx_specprefill.decoding.strategies import STRATEGIES, Drafting, refusals, streaming_drafter
-from mlx_specprefill.prefill.sparse import prefill
+from mlx_specprefill.engine.autoregressive import decode
 from mlx_specprefill.sampling import make_sampler
+from mlx_specprefill.specprefill.sparse_prefill import prefill
+from mlx_specprefill.speculative.distributions import Chooser
+from mlx_specprefill.speculative.proposers import ModelDrafts, Proposer
+from mlx_specprefill.speculative.row import Limits, SpeculativeRow
+from mlx_specprefill.speculative.strategies import STRATEGIES, Drafting, refusals, streaming_drafter
 
 PLAIN, MEANS, STREAMING = "autoregressive", "means", "streaming"
 ARMS = (PLAIN, *(name for name, strategy in STRATEGIES.items() if not strategy.needs_head), MEANS, STREAMING)

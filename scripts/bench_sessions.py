@@ -40,13 +40,13 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.cache.positioned import leaves
-from mlx_specprefill.prefill.forced import template_mask
-from mlx_specprefill.prefill.plan import plan_prefill
-from mlx_specprefill.prefill.rules import scorer_for
-from mlx_specprefill.prefill.scoring import Scores, ToScore, question_span
-from mlx_specprefill.prefill.selection import Selection, missing_of, select_tokens
-from mlx_specprefill.prefill.text import TextReader
-from mlx_specprefill_server.evals.corpus import paragraphs, sentences
+from mlx_specprefill.specprefill.forced import template_mask
+from mlx_specprefill.specprefill.plan import plan_prefill
+from mlx_specprefill.specprefill.scorer import Scores, ToScore, question_span
+from mlx_specprefill.specprefill.scorers import scorer_for
+from mlx_specprefill.specprefill.selector import Selection, missing_of, select_tokens
+from mlx_specprefill.specprefill.text import TextReader
+from mlx_specprefill_evals.corpus import paragraphs, sentences
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
 

@@ -53,17 +53,17 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.depth import whole_draft
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
-from mlx_specprefill.decoding.autoregressive import decode
-from mlx_specprefill.engine.calibration import calibrate
-from mlx_specprefill.prefill.cost import PairCost
-from mlx_specprefill.prefill.forced import forced_mask, forced_ranges
-from mlx_specprefill.prefill.rules import scorer_for
-from mlx_specprefill.prefill.scoring import ToScore
-from mlx_specprefill.prefill.selection import select_tokens
-from mlx_specprefill.prefill.sparse import prefill
-from mlx_specprefill.prefill.text import TextReader
+from mlx_specprefill.engine.admission.cost import PairCost
+from mlx_specprefill.engine.admission.time_calibration import calibrate
+from mlx_specprefill.engine.autoregressive import decode
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.shapes import SHAPES
+from mlx_specprefill.specprefill.forced import forced_mask, forced_ranges
+from mlx_specprefill.specprefill.scorer import ToScore
+from mlx_specprefill.specprefill.scorers import scorer_for
+from mlx_specprefill.specprefill.selector import select_tokens
+from mlx_specprefill.specprefill.sparse_prefill import prefill
+from mlx_specprefill.specprefill.text import TextReader
 
 DECODED = 24  # tokens after each arm, for the decode rate
 Run = dict[str, float]  # what one repetition measured

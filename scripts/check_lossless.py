@@ -36,7 +36,7 @@ from mlx_specprefill import (
     SpeculationName,
     TokenEvent,
 )
-from mlx_specprefill.decoding.strategies import StrategyName, refusals
+from mlx_specprefill.speculative.strategies import StrategyName, refusals
 
 
 def main() -> None:

@@ -37,14 +37,14 @@ from mlx_specprefill.adapters.capture import HeadCapture
 from mlx_specprefill.adapters.depth import first_layers, whole_draft
 from mlx_specprefill.adapters.heads import DraftHeads, read_heads
 from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft
-from mlx_specprefill.prefill.forced import template_mask
-from mlx_specprefill.prefill.plan import plan_prefill
-from mlx_specprefill.prefill.rules import scorer_for
-from mlx_specprefill.prefill.scoring import ToScore, question_span
-from mlx_specprefill.prefill.selection import select_tokens
-from mlx_specprefill.prefill.text import TextReader
-from mlx_specprefill_server.evals.statistics import paired_difference
-from mlx_specprefill_server.evals.tasks import GROUPS, TASKS, Item, Space, make_item
+from mlx_specprefill.specprefill.forced import template_mask
+from mlx_specprefill.specprefill.plan import plan_prefill
+from mlx_specprefill.specprefill.scorer import ToScore, question_span
+from mlx_specprefill.specprefill.scorers import scorer_for
+from mlx_specprefill.specprefill.selector import select_tokens
+from mlx_specprefill.specprefill.text import TextReader
+from mlx_specprefill_evals.statistics import paired_difference
+from mlx_specprefill_evals.tasks import GROUPS, TASKS, Item, Space, make_item
 from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder

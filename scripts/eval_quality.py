@@ -23,10 +23,10 @@ from typing import Any
 import named_pair
 
 from mlx_specprefill import Engine, LoadError, PairMismatchError
-from mlx_specprefill_server.evals.arms import ARM_KINDS, arms
-from mlx_specprefill_server.evals.command import Options, evaluate
-from mlx_specprefill_server.evals.errors import EvaluationError
-from mlx_specprefill_server.evals.local import LocalExaminee, examination
+from mlx_specprefill_evals.arms import ARM_KINDS, arms
+from mlx_specprefill_evals.command import Options, evaluate
+from mlx_specprefill_evals.errors import EvaluationError
+from mlx_specprefill_evals.local import LocalExaminee, examination
 from mlx_specprefill_server.pairs import NAMED_PAIRS, Pair, PairsError, find_pair, read_pairs
 
 QUICK: dict[str, Any] = {"task": ["niah_single_2", "niah_multikey_1"], "lengths": [1024, 2048], "n": 8, "depths": []}

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from mlx_specprefill_server.evals import plots
-from mlx_specprefill_server.evals.arms import FULL, Arm, ArmKind, arms
-from mlx_specprefill_server.evals.paired import is_known, paired_markdown
-from mlx_specprefill_server.evals.records import Record, Records
-from mlx_specprefill_server.evals.report import summarise
-from mlx_specprefill_server.evals.statistics import DENSE_FLOOR, paired_difference
+from mlx_specprefill_evals import plots
+from mlx_specprefill_evals.arms import FULL, Arm, ArmKind, arms
+from mlx_specprefill_evals.paired import is_known, paired_markdown
+from mlx_specprefill_evals.records import Record, Records
+from mlx_specprefill_evals.report import summarise
+from mlx_specprefill_evals.statistics import DENSE_FLOOR, paired_difference
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, PLOTS = ROOT / "docs" / "quality.md", ROOT / "docs" / "quality"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from training import tasks
 
-from mlx_specprefill_server.evals import words
-from mlx_specprefill_server.evals.corpus import paragraphs
-from mlx_specprefill_server.evals.facts import Fact, needle, six_digits
-from mlx_specprefill_server.evals.haystack import FILLERS, document
+from mlx_specprefill_evals import words
+from mlx_specprefill_evals.corpus import paragraphs
+from mlx_specprefill_evals.facts import Fact, needle, six_digits
+from mlx_specprefill_evals.haystack import FILLERS, document
 
 if TYPE_CHECKING:  # at run time it would import mlx before the library has loaded a BLAS
     from mlx_lm.tokenizer_utils import TokenizerWrapper

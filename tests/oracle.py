@@ -39,7 +39,7 @@ from mlx_specprefill.adapters.depth import FirstLayers
 from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS, adapter_for
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
-from mlx_specprefill.cache.splice import can_splice
+from mlx_specprefill.sessions.splice import can_splice
 
 PROMPT_LEN = 96
 DECODED = 16

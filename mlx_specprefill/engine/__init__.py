@@ -1,1 +1,5 @@
-"""Requests in, events out, on one MLX thread."""
+"""Requests in, events out, on one MLX thread.
+
+Here: the loop, the scheduler, prefills slice by slice, the rows that decode. Not here: HTTP, text, tokenizers but for
+grammars. Read first: loop.py, prefill.py, scheduler.py.
+"""

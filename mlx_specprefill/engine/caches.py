@@ -4,45 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.nn as nn
-import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.disk import DiskTier
+from ..cache.budget import ByteBudget
 from ..cache.fingerprint import model_identity
-from ..cache.memory import ByteBudget
 from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache
-from ..cache.prefix import PrefixCache, PrefixHit
-from ..cache.sessions import SessionStore
+from ..cache.prefix.disk import DiskTier
+from ..cache.prefix.tree import PrefixCache, PrefixHit
 from ..config import EngineConfig
 from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import CacheLabel
+from ..sessions.store import Session, SessionStore
 from .stats import CachedTokens
 
-__all__ = ["EngineCaches", "Session", "empty_cache"]
+__all__ = ["EngineCaches", "empty_cache"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A sparse turn that can be extended: it stands for `length` tokens and holds those at `kept` (int32)."""
-
-    length: int
-    cache: list[Any]
-    kept: npt.NDArray[np.int32]
-
-    @property
-    def held(self) -> npt.NDArray[np.bool_]:
-        """(length,) whether a token is held."""
-        held = np.zeros(self.length, dtype=np.bool_)
-        held[self.kept] = True
-        return held
 
 
 def empty_cache(model: nn.Module) -> list[Any]:

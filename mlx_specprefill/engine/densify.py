@@ -8,10 +8,10 @@ from functools import partial
 
 from ..errors import RequestCancelled
 from ..request import SHARED, CacheLabel
+from .admission.memory import Memory
 from .handle import RequestHandle
-from .jobs import Job, nobody
-from .memory import Memory
-from .prefiller import Prefiller
+from .job import Job, nobody
+from .prefill import Prefiller
 
 __all__ = ["Densifier", "DensifyQueue", "SparseTurn"]
 

@@ -25,17 +25,17 @@ from ..constraints import BudgetGuide, Grammars, Guide
 from ..errors import EngineClosedError, InvalidRequestError
 from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Progress
+from .admission.memory import Memory, check_limit
+from .admission.planner import Costs, Planner
 from .caches import EngineCaches
 from .checks import check_request
 from .densify import Densifier
 from .handle import RequestHandle
 from .inbox import Inbox, Results
 from .inspection import Inspection, inspect_prompt
-from .jobs import Job, OnEvent, nobody
+from .job import Job, OnEvent, nobody
 from .loop import Loop
-from .memory import Memory, check_limit
-from .planning import Costs, Planner
-from .prefiller import Prefiller
+from .prefill import Prefiller
 from .replay import Replay, replay_continuation
 from .rows import Rows
 from .scheduler import Scheduler

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import EngineClosedError
-from .jobs import Job, bare
+from .job import Job, bare
 from .scheduler import Scheduler
 
 __all__ = ["Inbox", "Results"]

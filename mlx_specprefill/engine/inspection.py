@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..prefill.selection import kept_spans
 from ..request import GenerationRequest, Mode, Prediction, Progress
-from .prefiller import Prefiller
+from ..specprefill.selector import kept_spans
+from .prefill import Prefiller
 
 __all__ = ["ChunkInfo", "Inspection", "inspect_prompt"]
 

@@ -15,13 +15,12 @@ from typing import Any
 from ..config import EngineConfig
 from ..errors import EngineClosedError, RequestCancelled
 from ..request import Event, Failed, Finished, FinishReason, GenerationRequest, TokenEvent
+from .admission.memory import Memory
 from .caches import EngineCaches
-from .continuing import usable_prefix
 from .densify import Densifier, SparseTurn
 from .failures import log_failure
 from .inbox import Inbox
-from .jobs import Job, bare
-from .memory import Memory
+from .job import Job, bare
 from .rows import Rows
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -107,7 +106,7 @@ class Loop:
         slices = self._slicing.full_slices(tokens, 0)
         if slices == 1:
             return slices, tokens
-        cached = self._caches.covers(request.prompt, usable_prefix(request), request.label)
+        cached = self._caches.covers(request.prompt, request.usable_prefix, request.label)
         return self._slicing.full_slices(tokens - cached, cached), tokens - cached
 
     @property

@@ -14,7 +14,7 @@ from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjusted_offsets
 from ..request import Account, GenerationRequest, Progress, PromptLogprobs
 from .mapped import mapped
-from .prefiller import Prefiller
+from .prefill import Prefiller
 from .sequence import Sequence
 
 __all__ = ["Replay", "replay_continuation"]

@@ -10,13 +10,13 @@ import mlx.core as mx
 
 from ..cache.positioned import quantize_kv
 from ..config import EngineConfig
-from ..decoding.batch import DecodeBatch, DecodeRow, RowFailed
 from ..errors import SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import GenerationRequest, TokenEvent
 from ..sampling import LogitsProcessor, held_back, logits_processors, make_sampler
+from .admission.ledger import cache_bytes
+from .decode_batch import DecodeBatch, DecodeRow, RowFailed
 from .failures import log_failure
-from .ledger import cache_bytes
 from .sequence import Sequence, Speculation
 from .speculation import Speculator
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..constraints import Guide
-from ..decoding.mtp import PromptReader
-from ..decoding.proposing import Proposer
-from ..decoding.speculative import LastForward, SpeculativeRow
-from ..decoding.strategies import StrategyName
-from ..prefill.plan import PrefillPlan
-from ..prefill.selection import kept_spans
 from ..request import Account, GenerationRequest, SpeculationAccount, Stage, Timings
+from ..sessions.continuing import Continuation
+from ..specprefill.plan import PrefillPlan
+from ..specprefill.selector import kept_spans
+from ..speculative.mtp_proposer import PromptReader
+from ..speculative.proposers import Proposer
+from ..speculative.row import LastForward, SpeculativeRow
+from ..speculative.strategies import StrategyName
 
-__all__ = ["Continuation", "Sequence", "Speculation"]
-
-Continuation = Literal["extend", "repair", "restart"]
+__all__ = ["Sequence", "Speculation"]
 
 
 @dataclass

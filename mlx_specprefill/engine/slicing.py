@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..config import EngineConfig
 from ..request import Event, Progress
-from .jobs import Job
+from .job import Job
 from .scheduler import Scheduler, SliceSizer
 
 __all__ = ["Slicing"]

@@ -16,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig, SpeculationName
-from ..decoding.gate import Acceptance, DecodeCosts, Outlook, predicted_gain
-from ..decoding.laws import Chooser
-from ..decoding.measuring import measure_forwards, measure_head
-from ..decoding.mtp import PromptReader
-from ..decoding.speculative import Limits, SpeculativeRow
-from ..decoding.strategies import STRATEGIES, Drafting, StrategyName, refusals
 from ..errors import RequestCancelled
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress, TokenEvent
 from ..sampling import LogitsProcessor
+from ..speculative.distributions import Chooser
+from ..speculative.forward_cost import measure_forwards, measure_head
+from ..speculative.gain import Acceptance, DecodeCosts, Outlook, predicted_gain
+from ..speculative.mtp_proposer import PromptReader
+from ..speculative.row import Limits, SpeculativeRow
+from ..speculative.strategies import STRATEGIES, Drafting, StrategyName, refusals
 from .sequence import Sequence, Speculation
 
 __all__ = ["Speculator"]

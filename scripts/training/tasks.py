@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_specprefill_server.evals import facts as shared
-from mlx_specprefill_server.evals import words
-from mlx_specprefill_server.evals.aggregates import AGGREGATES, occurrences
-from mlx_specprefill_server.evals.facts import Fact, Turn, needle, six_digits
-from mlx_specprefill_server.evals.haystack import FILLERS, Count, around, document
+from mlx_specprefill_evals import facts as shared
+from mlx_specprefill_evals import words
+from mlx_specprefill_evals.aggregates import AGGREGATES, occurrences
+from mlx_specprefill_evals.facts import Fact, Turn, needle, six_digits
+from mlx_specprefill_evals.haystack import FILLERS, Count, around, document
 
 Message = dict[str, str]
 

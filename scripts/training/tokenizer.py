@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mlx_specprefill_server.evals import haystack
+from mlx_specprefill_evals import haystack
 
 from . import tasks
 

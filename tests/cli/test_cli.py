@@ -13,7 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from mlx_specprefill import PairCost
-from mlx_specprefill.prefill.cost import ModelCost
+from mlx_specprefill.engine.admission.cost import ModelCost
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli import calibrating, common, serving
 from mlx_specprefill_server.pairs import MissingPairError, Pair
@@ -285,7 +285,7 @@ class TestRefusals:
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr("mlx_specprefill.engine.prefiller.prefill", broken)
+        monkeypatch.setattr("mlx_specprefill.engine.prefill.prefill", broken)
         done = run("generate", "--raw", "--prompt-file", prompt_file, *models)
         assert done.exit_code == 1
         assert "error: out of memory" in done.stderr

@@ -21,10 +21,10 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.adapters.shares import MULTIPLES, ShareCurve
-from mlx_specprefill.engine import prefiller
+from mlx_specprefill.engine import prefill as prefiller
 from mlx_specprefill.loading import with_heads
-from mlx_specprefill.prefill.heads import HeadScorer
-from mlx_specprefill.prefill.scoring import Scores
+from mlx_specprefill.specprefill.head_scorer import HeadScorer
+from mlx_specprefill.specprefill.scorer import Scores
 from tests.tiny import generated, random_prompt, tiny_pair
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0, densify=False), prefill_step=64)

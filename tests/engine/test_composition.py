@@ -25,7 +25,7 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.adapters.capture import QueryCapture
-from mlx_specprefill.engine.footprint import weight_bytes
+from mlx_specprefill.engine.admission.footprint import weight_bytes
 from tests.tiny import FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_pair
 from tests.waiting import eventually
 

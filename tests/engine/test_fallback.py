@@ -25,7 +25,7 @@ from mlx_specprefill.adapters.rope import PositionMappedRoPE
 from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.engine import caches as caches_module
 from mlx_specprefill.engine import loop as loop_module
-from mlx_specprefill.engine import prefiller as runner_module
+from mlx_specprefill.engine import prefill as runner_module
 from tests.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
 M = 900

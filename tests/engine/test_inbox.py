@@ -10,7 +10,7 @@ import pytest
 
 from mlx_specprefill import EngineClosedError, Progress, RequestCancelled, RequestHandle
 from mlx_specprefill.engine.inbox import Inbox, Results
-from mlx_specprefill.engine.jobs import Job, bare, nobody
+from mlx_specprefill.engine.job import Job, bare, nobody
 from mlx_specprefill.engine.scheduler import Scheduler
 
 

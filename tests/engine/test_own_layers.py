@@ -32,11 +32,11 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.capture import install_capture
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
-from mlx_specprefill.engine import calibration
-from mlx_specprefill.engine.calibration import calibrated
-from mlx_specprefill.engine.footprint import measure_footprint, weight_bytes
-from mlx_specprefill.prefill.paper import PaperScorer
-from mlx_specprefill.prefill.scoring import Scores, ToScore
+from mlx_specprefill.engine.admission import time_calibration as calibration
+from mlx_specprefill.engine.admission.footprint import measure_footprint, weight_bytes
+from mlx_specprefill.engine.admission.time_calibration import calibrated
+from mlx_specprefill.specprefill.paper_scorer import PaperScorer
+from mlx_specprefill.specprefill.scorer import Scores, ToScore
 from tests.slices import finish
 from tests.tiny import CONFIGS, FAMILIES, VOCAB, generated, random_prompt, save_checkpoint, tiny_model, tokenizer
 

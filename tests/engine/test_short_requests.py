@@ -16,7 +16,7 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
-from mlx_specprefill.engine.admission import Admission
+from mlx_specprefill.engine.admission.admission import Admission
 from tests.tiny import random_prompt, tiny_pair
 
 ROWS, LONG = 4, 12

@@ -42,10 +42,10 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.cache.positioned import make_positioned_cache
-from mlx_specprefill.decoding.batch import DecodeBatch
-from mlx_specprefill.engine import prefiller as prefiller_module
+from mlx_specprefill.engine import prefill as prefiller_module
 from mlx_specprefill.engine import rows as rows_module
-from mlx_specprefill.prefill.sparse import prefill
+from mlx_specprefill.engine.decode_batch import DecodeBatch
+from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.engine.held import unaccounted
 from tests.slices import finish
 from tests.tiny import random_prompt, tiny_pair

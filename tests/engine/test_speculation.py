@@ -32,8 +32,8 @@ from mlx_specprefill import (
     TokenEvent,
     make_pair,
 )
-from mlx_specprefill.decoding.gate import DecodeCosts, ForwardCost
 from mlx_specprefill.engine import speculation as module
+from mlx_specprefill.speculative.gain import DecodeCosts, ForwardCost
 from tests.server.fakes import byte_tokenizer
 from tests.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
 
@@ -309,7 +309,7 @@ def test_a_prefill_that_falls_back_is_drafted_all_the_same(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, how: SpeculationName
 ) -> None:
     plain, _ = generated(engine.generate(asked(9, None)))
-    monkeypatch.setattr("mlx_specprefill.engine.prefiller.select_tokens", fail)
+    monkeypatch.setattr("mlx_specprefill.engine.prefill.select_tokens", fail)
     tokens, last = generated(engine.generate(asked(9, how, True)))
     assert tokens == plain
     account, speculation = told(last)
@@ -326,7 +326,7 @@ def test_a_proposer_that_fails_costs_the_saving_only(
         broken = replace(module.STRATEGIES["draft"], start=fail)
         monkeypatch.setitem(module.STRATEGIES, "draft", broken)
     else:
-        monkeypatch.setattr(f"mlx_specprefill.decoding.proposing.ModelDrafts.{where}", fail)
+        monkeypatch.setattr(f"mlx_specprefill.speculative.proposers.ModelDrafts.{where}", fail)
     tokens, last = generated(engine.generate(asked(6, "draft")))
     assert tokens == plain
     _, speculation = told(last)

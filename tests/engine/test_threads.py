@@ -13,7 +13,7 @@ import pytest
 from mlx_specprefill.config import EngineConfig
 from mlx_specprefill.engine.engine import Engine
 from mlx_specprefill.engine.handle import RequestHandle
-from mlx_specprefill.engine.jobs import Job, nobody
+from mlx_specprefill.engine.job import Job, nobody
 from mlx_specprefill.engine.scheduler import Scheduler, SliceSizer
 from mlx_specprefill.engine.slicing import Slicing
 from mlx_specprefill.request import Progress

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from mlx_specprefill_server.evals.arms import Arm
-from mlx_specprefill_server.evals.examinee import Reply
-from mlx_specprefill_server.evals.tasks import Item
+from mlx_specprefill_evals.arms import Arm
+from mlx_specprefill_evals.examinee import Reply
+from mlx_specprefill_evals.tasks import Item
 
 
 class FakeExaminee:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill import InvalidRequestError
-from mlx_specprefill_server.evals.arms import arms
-from mlx_specprefill_server.evals.command import Options, evaluate
-from mlx_specprefill_server.evals.errors import (
+from mlx_specprefill_evals.arms import arms
+from mlx_specprefill_evals.command import Options, evaluate
+from mlx_specprefill_evals.errors import (
     NothingToDoError,
     NotMeasuredError,
     OtherRunError,

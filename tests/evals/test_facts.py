@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from mlx_specprefill_server.evals.aggregates import AGGREGATES
-from mlx_specprefill_server.evals.facts import FACTS, uuid
+from mlx_specprefill_evals.aggregates import AGGREGATES
+from mlx_specprefill_evals.facts import FACTS, uuid
 
 
 def count(text: str) -> int:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import Engine, GenerationRequest, load_pair
-from mlx_specprefill_server.evals.arms import ARM_KINDS, FULL, Arm, arms
-from mlx_specprefill_server.evals.errors import NotMeasuredError
-from mlx_specprefill_server.evals.facts import Turn
-from mlx_specprefill_server.evals.forced import divergence
-from mlx_specprefill_server.evals.local import LocalExaminee, examination
-from mlx_specprefill_server.evals.prompted import Prompted
-from mlx_specprefill_server.evals.tasks import TASKS, Item, Space, make_item
+from mlx_specprefill_evals.arms import ARM_KINDS, FULL, Arm, arms
+from mlx_specprefill_evals.errors import NotMeasuredError
+from mlx_specprefill_evals.facts import Turn
+from mlx_specprefill_evals.forced import divergence
+from mlx_specprefill_evals.local import LocalExaminee, examination
+from mlx_specprefill_evals.prompted import Prompted
+from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_specprefill_server.evals import longbench as lb
+from mlx_specprefill_evals import longbench as lb
 
 
 @pytest.mark.parametrize(

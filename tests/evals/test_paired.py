@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_specprefill_server.evals.arms import arms
-from mlx_specprefill_server.evals.paired import paired_cells, paired_markdown, right_in_full
-from mlx_specprefill_server.evals.records import Cell, Record
-from mlx_specprefill_server.evals.report import markdown, summarise
+from mlx_specprefill_evals.arms import arms
+from mlx_specprefill_evals.paired import paired_cells, paired_markdown, right_in_full
+from mlx_specprefill_evals.records import Cell, Record
+from mlx_specprefill_evals.report import markdown, summarise
 
 ARMS = arms(["sparse"], ["0.2"])
 

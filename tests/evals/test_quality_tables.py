@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_specprefill_server.evals.records import Cell, Record, Records
+from mlx_specprefill_evals.records import Cell, Record, Records
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_quality_tables.py"
 PAGE = """text

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from mlx_specprefill_server.evals import rankings
-from mlx_specprefill_server.evals.statistics import paired_difference
+from mlx_specprefill_evals import rankings
+from mlx_specprefill_evals.statistics import paired_difference
 
 
 def test_random_chunks_are_constant_within_a_chunk_and_differ_by_seed() -> None:

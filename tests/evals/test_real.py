@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mlx_specprefill_server.evals import bm25, corpus
-from mlx_specprefill_server.evals.corpus import Module, Paragraph
-from mlx_specprefill_server.evals.errors import NothingToDoError
-from mlx_specprefill_server.evals.paraphrases import FACTS, content_words
-from mlx_specprefill_server.evals.tasks import REAL, Item, Space, make_item
-from mlx_specprefill_server.evals.tasks.real import _calls_in
+from mlx_specprefill_evals import bm25, corpus
+from mlx_specprefill_evals.corpus import Module, Paragraph
+from mlx_specprefill_evals.errors import NothingToDoError
+from mlx_specprefill_evals.paraphrases import FACTS, content_words
+from mlx_specprefill_evals.tasks import REAL, Item, Space, make_item
+from mlx_specprefill_evals.tasks.real import _calls_in
 
 NAMES = sorted(REAL)
 

@@ -9,11 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from mlx_specprefill_server.evals.arms import FULL, arms
-from mlx_specprefill_server.evals.errors import NotMeasuredError, UnreachableError
-from mlx_specprefill_server.evals.facts import Turn
-from mlx_specprefill_server.evals.remote import RemoteExaminee
-from mlx_specprefill_server.evals.tasks import Item
+from mlx_specprefill_evals.arms import FULL, arms
+from mlx_specprefill_evals.errors import NotMeasuredError, UnreachableError
+from mlx_specprefill_evals.facts import Turn
+from mlx_specprefill_evals.remote import RemoteExaminee
+from mlx_specprefill_evals.tasks import Item
 
 ITEM = Item((Turn("First?", "One."), Turn("Second?", "Two.")), ("two",))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_specprefill_server.evals import scoring
+from mlx_specprefill_evals import scoring
 
 
 def test_share_of_values() -> None:

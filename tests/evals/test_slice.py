@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill import Engine, load_pair
-from mlx_specprefill_server.evals.arms import arms
-from mlx_specprefill_server.evals.command import Options, evaluate
-from mlx_specprefill_server.evals.local import LocalExaminee, examination
+from mlx_specprefill_evals.arms import arms
+from mlx_specprefill_evals.command import Options, evaluate
+from mlx_specprefill_evals.local import LocalExaminee, examination
 from mlx_specprefill_server.pairs import NAMED_PAIRS, find_pair, read_pairs
 
 BUNDLED = {

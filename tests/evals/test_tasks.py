@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mlx_specprefill_server.evals.tasks import TASKS, Item, Space, make_item
+from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item
 
 NAMES = sorted(TASKS)
 

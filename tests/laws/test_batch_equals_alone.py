@@ -13,8 +13,8 @@ import pytest
 
 from mlx_specprefill.adapters.registry import BATCH_REFUSALS, adapter_for
 from mlx_specprefill.cache.batched import can_batch
-from mlx_specprefill.decoding.batch import DecodeBatch
 from mlx_specprefill.engine.caches import empty_cache
+from mlx_specprefill.engine.decode_batch import DecodeBatch
 from tests import oracle
 from tests.oracle import build, tiny_models, vocabulary
 from tests.rows import alone, logprob_error, make_rows, together, tokens

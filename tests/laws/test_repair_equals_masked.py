@@ -15,9 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import make_positioned_cache, next_position, place
-from mlx_specprefill.cache.splice import can_splice
-from mlx_specprefill.prefill.repair import insert
-from mlx_specprefill.prefill.sparse import prefill
+from mlx_specprefill.sessions.repair import insert
+from mlx_specprefill.sessions.splice import can_splice
+from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests import oracle
 from tests.laws.test_sparse_equals_masked import DISCRIMINATION, NAMED, VERIFIED
 from tests.oracle import EXACT, Case, build, can_repair, make_case, masked_dense, relative_error

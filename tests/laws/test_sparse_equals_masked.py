@@ -15,7 +15,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS, adapter_for, verified
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
-from mlx_specprefill.prefill.sparse import prefill
+from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests import oracle
 from tests.oracle import EXACT, build, make_case, masked_dense, measure, relative_error, sparse, tiny_models
 from tests.slices import finish

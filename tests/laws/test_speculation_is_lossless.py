@@ -19,20 +19,20 @@ from mlx_specprefill.adapters.recurrence import install_replay
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.config import SpeculationConfig
-from mlx_specprefill.decoding import verify
-from mlx_specprefill.decoding.laws import Chooser
-from mlx_specprefill.decoding.mtp import PromptReader, read_along
-from mlx_specprefill.decoding.speculative import LastForward, Limits, SpeculativeRow
-from mlx_specprefill.decoding.strategies import STRATEGIES, Drafting, StrategyName, refusals
-from mlx_specprefill.decoding.verify import Dice
 from mlx_specprefill.engine.caches import empty_cache
-from mlx_specprefill.prefill.sparse import prefill
 from mlx_specprefill.request import SamplingParams, TokenEvent
 from mlx_specprefill.sampling import logits_processors
-from tests.decoding.chances import enumerate_law, total_variation
+from mlx_specprefill.specprefill.sparse_prefill import prefill
+from mlx_specprefill.speculative import verification as verify
+from mlx_specprefill.speculative.distributions import Chooser
+from mlx_specprefill.speculative.mtp_proposer import PromptReader, read_along
+from mlx_specprefill.speculative.row import LastForward, Limits, SpeculativeRow
+from mlx_specprefill.speculative.strategies import STRATEGIES, Drafting, StrategyName, refusals
+from mlx_specprefill.speculative.verification import Dice
 from tests.oracle import build, on_the_cpu_unfused, vocabulary
 from tests.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens
 from tests.slices import finish
+from tests.speculative.chances import enumerate_law, total_variation
 from tests.tiny import CONFIGS, FAMILIES, VOCAB, tiny_head, tiny_model
 
 CLOSE = 1e-4

@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill import Account, EngineConfig, Failed, Finished, GenerationRequest, SpecPrefillOptions, Timings
 from mlx_specprefill.config import SpecPrefillPolicy
-from mlx_specprefill.prefill.plan import plan_prefill
 from mlx_specprefill.request import Prediction
+from mlx_specprefill.specprefill.plan import plan_prefill
 from mlx_specprefill_server.generating.generation import Ended
 from mlx_specprefill_server.monitoring.metrics import Metrics, reason_label
 

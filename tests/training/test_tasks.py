@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from training import tasks
 
-from mlx_specprefill_server.evals import haystack, words
+from mlx_specprefill_evals import haystack, words
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 MIXTURE = tasks.Mixture(dict.fromkeys(tasks.FACTS, 1.0), turns=(1, 6))

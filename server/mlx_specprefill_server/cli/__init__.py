@@ -1,11 +1,14 @@
-"""The console command `mlx-specprefill`: serve, pull, generate, inspect, calibrate, eval, top."""
+"""The console command `mlx-specprefill`: serve, pull, generate, inspect, calibrate, top, eval."""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from .calibrating import calibrate
-from .evaluating import evaluate
 from .generating import generate
 from .inspecting import inspect
 from .pulling import pull
@@ -14,8 +17,22 @@ from .watching import top
 
 __all__ = ["app", "main"]
 
+
+class _Commands(TyperGroup):
+    """`eval` belongs to a package of its own, which is imported when the command is used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), "eval"]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name != "eval":
+            return super().get_command(ctx, cmd_name)
+        return typer.main.get_command(importlib.import_module("mlx_specprefill_evals.cli").app)
+
+
 app = typer.Typer(
     name="mlx-specprefill",
+    cls=_Commands,
     help="Serve long prompts with SpecPrefill over MLX.",
     no_args_is_help=True,
     add_completion=False,
@@ -24,7 +41,6 @@ app = typer.Typer(
 )
 for command in (serve, pull, generate, inspect, calibrate, top):
     app.command()(command)
-app.command("eval")(evaluate)
 
 
 def main() -> None:

@@ -27,7 +27,6 @@ from mlx_specprefill import (
     with_heads,
 )
 
-from ..evals.errors import EvaluationError
 from ..monitoring.logs import set_up as set_up_logs
 from ..packages import PackageError
 from ..pairs import MissingPairError, Pair, PairsError, find_pair
@@ -69,7 +68,7 @@ def one_line_errors() -> Iterator[None]:
     """What the user did wrong, in one line; everything else keeps its traceback."""
     try:
         yield
-    except (SpecPrefillError, PackageError, PairsError, EvaluationError) as error:
+    except (SpecPrefillError, PackageError, PairsError) as error:
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)

@@ -13,7 +13,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from mlx_specprefill import Account, PairCost, Progress, SpecPrefillPolicy, shape_work, worthwhile
+from mlx_specprefill import Account, PairCost, Progress, SpecPrefillPolicy, shape_work
 
 from ..explaining.explained import ExplainedChunk
 from ..explaining.heatmap import chunk_state
@@ -122,7 +122,7 @@ def cost_table(cost: PairCost, policy: SpecPrefillPolicy, longest: int) -> Table
     for tokens in filter(lambda length: length <= longest, _LENGTHS):
         predicted = cost.predict(tokens, max(1, round(float(policy.expected_keep) * tokens)))
         full, sparse = predicted.full_ms / 1e3, predicted.sparse_ms / 1e3
-        pays = "yes" if worthwhile(predicted, policy) else "no"
+        pays = "yes" if predicted.pays(policy) else "no"
         table.add_row(f"{tokens:,}", f"{full:,.2f}", f"{sparse:,.2f}", f"{full / sparse:.2f}", pays)
     return table
 

@@ -1,0 +1,173 @@
+"""A prompt cache as stored arrays, and back.
+
+Plain attention layers remember token by token, so any stretch of tokens can be cut out and any prefix be rebuilt.
+Recurrent layers and rotating windows remember only the end, so their state is worth something at exactly one length.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+
+from ..positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
+
+__all__ = ["Arrays", "Layout", "nbytes_of"]
+
+Arrays = dict[str, mx.array]
+_Kind = Literal["tokens", "window", "recurrent"]
+
+
+def nbytes_of(arrays: Arrays) -> int:
+    return sum(array.nbytes for array in arrays.values())
+
+
+def _kind(leaf: Any) -> _Kind | None:
+    if type(leaf) in (KVCache, PositionedKVCache):
+        return "tokens"
+    if type(leaf) in (RotatingKVCache, PositionedRotatingKVCache):
+        return "window"
+    return "recurrent" if isinstance(leaf, ArraysCache) else None
+
+
+class Layout:
+    """How one model's prompt cache is taken apart. Array names are `<leaf>.<part>`.
+
+    Attributes:
+        refusal: why this model's caches can't be stored exactly, None when they can.
+        stateful: some layer can't be trimmed, so a prefix is usable only at a stored state.
+    """
+
+    def __init__(self, make_cache: Callable[[], list[Any]]) -> None:
+        self._make = make_cache
+        parts = list(leaves(make_cache()))
+        self._kinds = [_kind(part) for part in parts]
+        unknown = sorted({type(part).__name__ for part in parts if _kind(part) is None})
+        self.refusal = f"cache type {', '.join(unknown)} can't be stored" if unknown else None
+        self.stateful = any(kind != "tokens" for kind in self._kinds)
+
+    def check(self, cache: Sequence[Any], length: int) -> None:
+        """Make sure that a cache holds `length` tokens densely. Recurrent layers don't count and can't be checked.
+
+        Raises:
+            ValueError: another number of tokens, gaps between positions, several rows, or another model's cache.
+        """
+        parts = list(leaves(cache))
+        if [_kind(part) for part in parts] != self._kinds:
+            raise ValueError("the cache is not of this model")
+        counted = False
+        for part, kind in zip(parts, self._kinds, strict=True):
+            if part.empty():  # some models make caches that no layer writes to
+                continue
+            if kind != "recurrent":
+                _check_counts(part, length)
+            counted = counted or kind != "recurrent" or set(self._kinds) == {"recurrent"}
+        if length and not counted:
+            raise ValueError(f"the cache is empty and can't hold {length} tokens")
+
+    def delta(self, cache: Sequence[Any], start: int, end: int) -> Arrays:
+        """Copies of the keys and values of tokens [start, end), (1, H, end - start, D) each; not evaluated."""
+        arrays: Arrays = {}
+        for index, part in self._written(cache, "tokens"):
+            # A plain slice would be a view that keeps the whole cache alive.
+            arrays[f"{index}.keys"] = mx.contiguous(part.keys[..., start:end, :])
+            arrays[f"{index}.values"] = mx.contiguous(part.values[..., start:end, :])
+        return arrays
+
+    def state(self, cache: Sequence[Any]) -> Arrays:
+        """Copies of what the layers that can't be trimmed hold; not evaluated."""
+        arrays: Arrays = {}
+        for index, part in self._written(cache, "recurrent"):
+            for slot, array in enumerate(part.cache):
+                if array is not None:
+                    arrays[f"{index}.{slot}"] = mx.contiguous(array)
+        for index, part in self._written(cache, "window"):
+            ring = part.inner if isinstance(part, Positioned) else part
+            keys, values, write = _compact(ring)
+            arrays[f"{index}.keys"], arrays[f"{index}.values"] = mx.contiguous(keys), mx.contiguous(values)
+            arrays[f"{index}.write"] = mx.array([write], dtype=mx.int32)
+        return arrays
+
+    def build(self, chain: Sequence[Arrays], state: Arrays | None, length: int) -> list[Any]:
+        """A prompt cache of `length` tokens that shares nothing writable with the arrays it is made of.
+
+        Args:
+            chain: deltas from the first token on; the last one may reach beyond `length`.
+            state: of the other layers at exactly `length`; None when there are none.
+        """
+        cache = self._make()
+        for index, (part, kind) in enumerate(zip(leaves(cache), self._kinds, strict=True)):
+            if kind == "tokens":
+                _restore_tokens(part, index, chain, length)
+            elif state is not None and kind == "recurrent":
+                _restore_recurrent(part, index, state)
+            elif state is not None and f"{index}.keys" in state:
+                _restore_window(part, index, state, length)
+        mx.eval([part.state for part in cache])
+        return cache
+
+    def _written(self, cache: Sequence[Any], kind: _Kind) -> list[tuple[int, Any]]:
+        parts = zip(leaves(cache), self._kinds, strict=True)
+        wanted = [(i, part) for i, (part, its) in enumerate(parts) if its == kind]
+        return [(i, part) for i, part in wanted if kind == "recurrent" or not part.empty()]
+
+
+def _check_counts(part: Any, length: int) -> None:
+    if isinstance(part, Positioned):
+        placed = not isinstance(part.offset, int)
+        if placed or part.shift != 0 or not part.runs.contiguous:
+            raise ValueError(f"a sparse cache (next position {part.next}, {part.slots} tokens) is no dense prefix")
+        part = part.inner
+    if part.offset != length:
+        raise ValueError(f"the cache holds {part.offset} tokens, not {length}")
+    if part.keys.shape[0] != 1:
+        raise ValueError(f"the cache holds {part.keys.shape[0]} rows, not one")
+
+
+def _compact(ring: Any) -> tuple[mx.array, mx.array, int]:
+    """Keys, values and write slot of a ring without unused or outgrown slots, in the order they lie in.
+
+    After a chunk the ring is longer than its window; what is cut here is what its next write cuts. The order is kept:
+    a sum over keys in another order rounds differently.
+    """
+    size = min(ring.offset, ring.keys.shape[2])
+    if size > ring.max_size and ring.keep == 0:
+        return (
+            ring.keys[..., size - ring.max_size : size, :],
+            ring.values[..., size - ring.max_size : size, :],
+            (ring.max_size),
+        )
+    return ring.keys[..., :size, :], ring.values[..., :size, :], ring._idx
+
+
+def _restore_tokens(part: Any, index: int, chain: Sequence[Arrays], length: int) -> None:
+    names = f"{index}.keys", f"{index}.values"
+    if not chain or names[0] not in chain[0]:
+        return
+    keys, values = (mx.concatenate([arrays[name] for arrays in chain], axis=2)[..., :length, :] for name in names)
+    inner = keys, values, length
+    part.state = (inner, length, [(0, length)]) if isinstance(part, Positioned) else inner
+
+
+def _restore_recurrent(part: Any, index: int, state: Arrays) -> None:
+    for slot in range(len(part.cache)):
+        stored = state.get(f"{index}.{slot}")
+        # In-place assignment changes the array object, for everyone who holds that object.
+        part.cache[slot] = None if stored is None else copy.deepcopy(stored)
+
+
+def _restore_window(part: Any, index: int, state: Arrays, length: int) -> None:
+    keys, values = (copy.deepcopy(state[f"{index}.{name}"]) for name in ("keys", "values"))
+    ring = part.inner if isinstance(part, Positioned) else part
+    inner = keys, values, length, ring.keep, ring.max_size, _int(state[f"{index}.write"])
+    held = min(length, ring.max_size)
+    part.state = (inner, length, [(length - held, held)]) if isinstance(part, Positioned) else inner
+
+
+def _int(array: mx.array) -> int:
+    value = array.item()
+    assert isinstance(value, int)
+    return value

@@ -1,1 +1,0 @@
-"""From a prefilled sequence to tokens."""

@@ -1,0 +1,57 @@
+"""What MLX holds beside what somebody answers for. MLX thread only, but for `unaccounted`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...cache.positioned import leaves
+
+__all__ = ["TOLERATED", "Ledger", "cache_bytes"]
+
+log = logging.getLogger(__name__)
+TOLERATED = 32 << 20  # bytes that nobody answers for: tables, masks, logits, what MLX rounds up
+_AGAIN = 2  # times as many bytes as were told of
+
+
+class Ledger:
+    """Compares the bytes that MLX holds with those of weights, caches and requests.
+
+    Attributes:
+        unaccounted: bytes, when it was last balanced.
+    """
+
+    def __init__(self) -> None:
+        self.unaccounted = 0
+        self._told = 0
+
+    def balance(self, active: int, held: Mapping[str, int], working_set: int = 0) -> None:
+        """Between two slices. A surplus is told once, and again only when it has doubled.
+
+        Args:
+            active: bytes of all arrays, as MLX counts them.
+            held: bytes by consumer.
+            working_set: bytes that a prefill in work may need beside its cache.
+        """
+        self.unaccounted = max(0, active - sum(held.values()))
+        if self.unaccounted <= max(TOLERATED + working_set, _AGAIN * self._told):
+            return
+        self._told = self.unaccounted
+        log.warning(
+            "MLX holds %d MiB that nothing answers for, of %d MiB: %s. If that grows, memory leaks: please report it",
+            self.unaccounted >> 20,
+            active >> 20,
+            ", ".join(f"{name} {nbytes >> 20} MiB" for name, nbytes in held.items()),
+        )
+
+
+def cache_bytes(cache: Sequence[Any]) -> int:
+    """Of a prompt cache's arrays, the room that they grow into included; those that don't say count as nothing."""
+    total = 0
+    for part in leaves(cache):
+        try:
+            total += int(part.nbytes)
+        except NotImplementedError:
+            continue
+    return total

@@ -1,0 +1,174 @@
+"""What requests need and hold, in bytes: predicted from measurements on the models themselves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+
+import mlx.core as mx
+
+from ...config import EngineConfig
+from ...errors import SettingsError
+from ...loading import ModelPair
+from ...request import GenerationRequest
+from ...speculative.strategies import STRATEGIES
+from ..caches import EngineCaches
+from ..job import Job
+from ..stats import MemoryUse
+from .admission import Admission, Footprint
+from .footprint import default_limit, measure_footprint, measure_head_footprint, weight_bytes
+from .ledger import Ledger, cache_bytes
+from .planner import Costs, Planner
+
+__all__ = ["Memory", "check_limit"]
+
+log = logging.getLogger(__name__)
+_SPARE_PART = 8  # of the limit: what MLX may keep of freed memory, which the limit itself does not count
+_ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
+
+
+class Memory:
+    """Predicts and reports; before `measure` everything is free.
+
+    Attributes:
+        admission: which predictions fit, and what has been promised to whom.
+    """
+
+    def __init__(
+        self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, costs: Costs, planner: Planner
+    ) -> None:
+        self._pair = pair
+        self._config = config
+        self._caches = caches
+        self._costs = costs
+        self._planner = planner
+        self._target = self._draft = self._head = Footprint(0, 0, 0)
+        self._weights = (0, 0)  # bytes of target and draft
+        self._ledger = Ledger()
+        self._spare_before: int | None = None  # MLX's own limit
+        self.admission = Admission(None, 0)
+
+    def measure(self) -> None:
+        """Measure what a sequence costs, on the MLX thread. A model that can't even do this tells its first request."""
+        pair, limit = self._pair, self._config.memory_limit or default_limit()
+        self._weights = _weights(pair)
+        try:
+            self._costs.measure()
+            self._target = measure_footprint(pair.target, self._costs.longest_slice("prefill"))
+            self._draft = measure_footprint(pair.draft, self._costs.longest_slice("draft"))
+            self._head = measure_head_footprint(pair.mtp)
+        except Exception:
+            log.exception("could not measure memory use: requests are admitted without a prediction")
+            limit = None
+        self.admission = Admission(limit, sum(self._weights), lambda: self._caches.nbytes, self._caches.reclaim)
+        if limit is not None:
+            self._limit_spare(limit // _SPARE_PART)
+
+    def _limit_spare(self, nbytes: int) -> None:
+        """MLX's own limit is all that the device has; a lower one stays."""
+        self._spare_before = mx.set_cache_limit(nbytes)
+        if self._spare_before < nbytes:
+            mx.set_cache_limit(self._spare_before)
+
+    def close(self) -> None:
+        """MLX's settings and freed memory as they were; on the MLX thread."""
+        if self._spare_before is not None:
+            mx.set_cache_limit(self._spare_before)
+        mx.clear_cache()
+
+    def need(self, request: GenerationRequest) -> int:
+        """Predicted bytes: the prompt and the answer in the target and its MTP head, the prompt in the draft."""
+        if self.admission.limit is None:
+            return 0
+        tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
+        need = self._target.of(tokens)
+        if (request.specprefill.speculative or self._config.speculation.strategy) in ("mtp", "auto"):
+            need += self._head.of(tokens)
+        wants_draft = self._planner.plan(request).mode == "sparse"
+        return need + (self._draft.of(len(request.prompt)) if wants_draft else 0)
+
+    def need_dense(self, tokens: int) -> int:
+        """The same, of making a text of that many tokens dense."""
+        return self._target.of(tokens) if self.admission.limit is not None else 0
+
+    def use(self, jobs: Iterable[Job]) -> MemoryUse:
+        """Who holds what now; from any thread."""
+        sessions = self._caches.sessions.nbytes
+        return MemoryUse(
+            target_weights=self._weights[0],
+            draft_weights=self._weights[1],
+            requests=sum(self._held(job) for job in jobs),
+            reserved=self.admission.reserved,
+            prefix_cache=max(0, self._caches.nbytes - sessions),
+            sessions=sessions,
+            prefix_disk=self._caches.disk_nbytes,
+            active=mx.get_active_memory(),
+            spare=mx.get_cache_memory(),
+            unaccounted_bytes=self._ledger.unaccounted,
+            limit=self.admission.limit,
+        )
+
+    def balance(self, jobs: Collection[Job], rows: int) -> None:
+        """Between two slices, on the MLX thread: is all that MLX holds somebody's?
+
+        Args:
+            rows: bytes of the caches of all decoding rows.
+        """
+        held = {
+            "weights": sum(self._weights),
+            "prefixes and sessions": self._caches.nbytes,
+            "requests": rows + sum(self._arrays(job) for job in jobs),
+        }
+        working_set = max(self._target.activation, self._draft.activation) if jobs else 0
+        self._ledger.balance(mx.get_active_memory(), held, working_set)
+
+    def return_spare(self) -> None:
+        """Give the system what MLX keeps of freed memory for new arrays. MLX thread only."""
+        mx.clear_cache()
+
+    def _arrays(self, job: Job) -> int:
+        """Bytes of a job's caches, but for those of a decoding row. What can't be looked into counts as predicted."""
+        sequence = job.sequence
+        if sequence is None:
+            read = self._draft.of_held(job.done.get("draft", 0)) + self._target.of_held(job.done.get("prefill", 0))
+            return max(read, self.admission.of(job.uid))
+        total = cache_bytes(sequence.cache) + cache_bytes(sequence.draft_cache or ())
+        if sequence.stage == "draft" and sequence.draft_cache is None:
+            total += self._draft.of_held(job.done.get("draft", 0))
+        drafted = sequence.speculation
+        if drafted is not None and drafted.reader is not None:
+            total += self._head.per_token * (len(sequence.request.prompt) + len(sequence.tokens))
+        if drafted is not None and drafted.strategy is not None and STRATEGIES[drafted.strategy].needs_retrieval:
+            total += self._target.per_token * self._config.speculation.budget
+        return total
+
+    def _held(self, job: Job) -> int:
+        """Of a request's target cache, as far as it has come."""
+        sequence = job.sequence
+        if sequence is None or sequence.stage == "queued":
+            return 0
+        stored = sequence.cached + job.done.get("prefill", 0)
+        if sequence.stage == "decode":
+            read = len(sequence.request.prompt) if sequence.kept is None else int(sequence.kept.size)
+            stored = read + len(sequence.tokens)
+        return self._target.of_held(stored)
+
+
+def _weights(pair: ModelPair) -> tuple[int, int]:
+    """Bytes of target, with its MTP head, and draft."""
+    head = 0 if isinstance(pair.mtp, str) else pair.mtp.nbytes
+    return weight_bytes(pair.target) + head, weight_bytes(pair.draft, pair.target) if pair.draft else 0
+
+
+def check_limit(pair: ModelPair, config: EngineConfig) -> None:
+    """
+    Raises:
+        SettingsError: the configured limit has no room for the weights.
+    """
+    limit, weights = config.memory_limit, _weights(pair)
+    if limit is not None and limit <= sum(weights):
+        target, draft = (f"{nbytes / 2**20:.1f} MiB" for nbytes in weights)
+        raise SettingsError(
+            f"--memory-limit of {limit / 2**20:.1f} MiB is below the weights: target {target}, draft {draft}. At least "
+            f"{sum(weights) / 2**20:.1f} MiB are needed, and more for requests and caches"
+        )

@@ -1,0 +1,388 @@
+"""From a request to the logits of its last prompt token, slice by slice, and the one fallback from sparse to full."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from ..adapters.depth import whole_draft
+from ..cache.positioned import PositionedRotatingKVCache, leaves
+from ..config import EngineConfig
+from ..errors import RequestCancelled, SparseUnsupportedError
+from ..loading import ModelPair
+from ..request import CacheLabel, GenerationRequest, Progress, PromptLogprobs
+from ..sampling import top_logprobs
+from ..sessions.continuing import Beginning, Continuing
+from ..sessions.repair import insert
+from ..specprefill.forced import template_mask
+from ..specprefill.plan import PrefillPlan
+from ..specprefill.scorer import Scores, ToScore, question_span
+from ..specprefill.scorers import scorer_for
+from ..specprefill.selector import Selection, select_tokens
+from ..specprefill.share import Choice, about_everything, choose_share
+from ..specprefill.sparse_prefill import prefill
+from ..specprefill.text import PromptText, TextReader
+from ..speculative.mtp_proposer import read_along
+from ..speculative.row import LastForward
+from ..speculative.strategies import STRATEGIES
+from .admission.planner import Planner
+from .caches import EngineCaches, empty_cache
+from .mapped import mapped
+from .sequence import Sequence
+from .speculation import Speculator
+
+__all__ = ["Prefiller"]
+
+log = logging.getLogger(__name__)
+Slices = Generator[Progress | PromptLogprobs, None, mx.array]
+Kept = npt.NDArray[np.int32]
+_WORTH_KEEPING = 128  # tokens of a dense beginning, for which a forward has to end there
+_OPENING = 32  # tokens of a message whose first line may be an instruction
+_STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
+
+
+class Prefiller:
+    """Runs prefills.
+
+    Args:
+        planner: decides how a prompt is prefilled; `speculator`: how its answer is drafted.
+        slice_size: tokens for the next forward of "draft" or "prefill".
+
+    Attributes:
+        fallbacks: how often each stage of a sparse prefill failed and the request went on with a full one.
+    """
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        config: EngineConfig,
+        caches: EngineCaches,
+        planner: Planner,
+        slice_size: Callable[[str], int],
+        speculator: Speculator,
+    ) -> None:
+        self.pair = pair
+        self.config = config
+        self.caches = caches
+        self.planner = planner
+        self.slice_size = slice_size
+        self._speculator = speculator
+        self.text = TextReader(pair.tokenizer)
+        self._continuing = Continuing(config.policy, config.selection.stands_out, planner.selects)
+        self.fallbacks: Counter[str] = Counter()
+
+    def run(self, sequence: Sequence) -> Slices:
+        """Yields between slices, returns the logits (1, V). Throw `RequestCancelled` into it to stop."""
+        request = sequence.request
+        sequence.plan = self.planner.plan(request)
+        yield Progress("queued", 0, len(request.prompt))
+        if sequence.plan.mode == "sparse":
+            logits = yield from self._sparse_or_full(sequence)
+        else:
+            self._from_prefix(sequence)
+            yield Progress("prefill", 0, len(request.prompt) - sequence.cached)
+            logits = yield from self._full(sequence)
+        yield from self._start(sequence)
+        return logits
+
+    def _from_prefix(self, sequence: Sequence, again: bool = False) -> None:
+        """Start from the longest dense prefix that the exact cache holds and the request may use."""
+        prompt = sequence.request.prompt
+        sequence.stage = "prefill"
+        limit = sequence.request.usable_prefix
+        hit = self.caches.target_prefix(prompt[: limit + 1], sequence.request.label, again) if limit > 0 else None
+        sequence.cached = hit.length if hit is not None else 0
+        sequence.cache = hit.cache if hit is not None else empty_cache(self.pair.target)
+
+    def _sparse_or_full(self, sequence: Sequence) -> Slices:
+        try:
+            self._from_prefix(sequence)
+            sequence.plan = self.planner.plan(sequence.request, sequence.cached)
+            if sequence.plan.mode == "sparse":
+                yield Progress("draft", 0, len(sequence.request.prompt))
+                logits = yield from self._sparse(sequence)
+                if logits is not None:
+                    return logits
+        except RequestCancelled:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever breaks in the optional stages, the request must not
+            self._fall_back(sequence, error)
+        return (yield from self._full(sequence))
+
+    def _fall_back(self, sequence: Sequence, error: Exception) -> None:
+        """Back to an untouched sequence, on mlx-lm's own caches: nothing that may have failed is used again."""
+        assert sequence.plan is not None
+        log.exception("full prefill instead of sparse: %s failed", sequence.stage)
+        self.fallbacks[sequence.stage] += 1
+        reason = f"fallback: {sequence.stage} failed: {type(error).__name__}: {error}"
+        sequence.plan = sequence.plan.as_full(reason)
+        sequence.kept, sequence.continuation, sequence.cached, sequence.reused = None, None, 0, 0
+        sequence.cache = list(make_prompt_cache(self.pair.target))
+        mx.clear_cache()
+
+    # --- sparse ------------------------------------------------------------------------------------------------------
+
+    def _sparse(self, sequence: Sequence) -> Generator[Progress | PromptLogprobs, None, mx.array | None]:
+        """None where all of the prompt is to be read after all: the sequence is as it was, but for its plan."""
+        request = sequence.request
+        assert sequence.plan is not None
+        sequence.stage = "draft"
+        text = self.text.read(request.prompt)
+        if sequence.plan.multiple is not None and (words := about_everything(self._asked(request, text))):
+            sequence.plan = sequence.plan.with_choice(Choice.everything(words))
+            return None
+        scores = yield from self.scores(request, sequence.plan, text)
+        sequence.scorer = scores.scorer
+        sequence.stage = "select"
+        # Chunks lie where an earlier turn's lay.
+        first = sequence.cached - sequence.cached % self.config.selection_by(sequence.plan.rule).chunk_size
+        sequence.plan = self.chosen(request, text, scores, sequence.plan, first)
+        if sequence.plan.mode == "full":
+            return None
+        selection = self.select(text, scores, sequence.plan, first)
+        beginning = self._begin(sequence, selection, first)
+        sequence.reused = int(beginning.held.size)
+        yield Progress("select", beginning.read, len(request.prompt))
+        sequence.stage = "prefill"
+        sequence.speculation = self._speculator.decide(sequence, beginning.held.size + beginning.read, read=True)
+        if _drafts(sequence):
+            sequence.draft_cache, sequence.lookahead = scores.cache, scores.lookahead
+        del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
+        logits = yield from self._read(sequence, beginning)
+        sequence.kept = beginning.all_kept
+        return logits
+
+    def _begin(self, sequence: Sequence, selection: Selection, first: int) -> Beginning:
+        """Behind an earlier sparse turn of the conversation, if there is one; own scores mean what they say."""
+        request, session = sequence.request, None
+        assert sequence.plan is not None
+        if request.specprefill.importance is None:
+            earlier = request.prompt[: request.usable_prefix]
+            session = self.caches.session(earlier, sequence.plan.choice, request.label)
+        beginning = self._continuing.begin(len(request.prompt), sequence.cached, selection, first, session)
+        sequence.continuation = beginning.continuation
+        if beginning.cache is not None:
+            sequence.cache = beginning.cache
+        return beginning
+
+    def scores(
+        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText
+    ) -> Generator[Progress, None, Scores]:
+        """The request's own scores, else the draft's; its dense prefix cache saves it from reading things twice.
+
+        Raises:
+            SparseUnsupportedError: there is no draft, or it can't score.
+        """
+        if request.specprefill.importance is not None:
+            return Scores(request.specprefill.importance)
+        if self.pair.draft is None:
+            raise SparseUnsupportedError("no draft model is loaded")
+        prompt, done = request.prompt, 0
+        draft = whole_draft(self.pair.draft) if plan.rule == "paper" else self.pair.draft
+        stored = draft is self.pair.draft  # the cache of prefixes is that of the layers that score by default
+        said = request.spans[-1].content_end if request.spans else None
+        question = question_span(len(prompt), self.config.scoring, said, text.units)
+        # What asks is read anew even if the cache holds it: a hit must not change the scores.
+        hit = self.caches.draft_prefix(prompt[: question[0] + 1], request.label) if stored else None
+        cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
+        task = ToScore(
+            prompt=np.asarray(prompt, dtype=np.int32),
+            question=question,
+            template=template_mask(request.spans, question, plan.forced),
+            stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
+            cache=cache,
+            step=lambda: self.slice_size("draft"),
+        )
+        slices = scorer_for(plan.rule, self.pair.heads, self.config.scoring).score(draft, task)
+        try:
+            while True:
+                progress = next(slices)
+                done = progress.done
+                yield progress
+        except StopIteration as finished:
+            scores: Scores = finished.value
+        except RequestCancelled:
+            if stored and 0 < done < len(prompt):
+                self.caches.keep_draft(prompt[:done], cache, request.label)
+            raise
+        if stored:
+            self.caches.keep_draft(prompt, cache, request.label)
+        return scores
+
+    def chosen(
+        self, request: GenerationRequest, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0
+    ) -> PrefillPlan:
+        """The plan with the share that "auto" means for the prompt from `start` on, and for these scores."""
+        if plan.multiple is None:
+            return plan
+        importance, forced, rest = scores.importance[start:], plan.forced[start:], text.since(start)
+        selection = self.config.selection_by(plan.rule)
+        choice = choose_share(importance, forced, rest, self._asked(request, text), plan.multiple, selection)
+        return plan.with_choice(choice)
+
+    def _asked(self, request: GenerationRequest, text: PromptText) -> str:
+        """What the last message says at its end and in its first line, where instructions stand."""
+        said = request.spans[-1].content_end if request.spans else None
+        begin, end = question_span(len(request.prompt), self.config.scoring, said, text.units)
+        first = request.spans[-1].content_start if request.spans else 0
+        decode = self.pair.tokenizer.decode
+        opening = decode(list(request.prompt[first : min(first + _OPENING, end)])).lstrip().split("\n", 1)[0]
+        return f"{opening}\n{decode(list(request.prompt[begin:end]))}"
+
+    def select(self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
+        """Of the prompt from `start` on, which is where a chunk begins; its `kept` counts from there."""
+        importance, forced = scores.importance[start:], plan.forced[start:]
+        return select_tokens(importance, forced, text.since(start), plan.keep, self.config.selection_by(plan.rule))
+
+    def _read(self, sequence: Sequence, beginning: Beginning) -> Slices:
+        """What is missing, then what follows; progress counts both."""
+        missing, size = beginning.missing, int(beginning.missing.size)
+        if size:
+            steps = insert(
+                self.pair.target, sequence.cache, sequence.request.prompt, missing, lambda: self.slice_size("prefill")
+            )
+            for progress in steps:
+                yield replace(progress, total=beginning.read)
+        return (
+            yield from mapped(
+                self._read_kept(sequence, beginning.start, beginning.kept),
+                lambda progress: replace(progress, done=size + progress.done, total=beginning.read),
+            )
+        )
+
+    def _read_kept(self, sequence: Sequence, start: int, kept: Kept) -> Generator[Progress, None, mx.array]:
+        """Sparse prefill; the part up to the first gap is dense-exact, and a long one goes to the exact cache."""
+        prompt = sequence.request.prompt
+        run = int((np.arange(kept.size) == kept - start).sum()) if start == sequence.cached else 0
+        run = run if run >= _WORTH_KEEPING else 0
+        slices = prefill(
+            self.pair.target,
+            sequence.cache,
+            prompt[start:],
+            kept - start,
+            lambda: self.slice_size("prefill"),
+            offset=start,
+            cuts=(run,) if run else (),
+            last_forward=self._last_forward(sequence),
+        )
+
+        def keep_beginning(progress: Progress) -> Progress:
+            if run and progress.done == run and run < kept.size:
+                self.caches.keep_target(prompt[: start + run], sequence.cache, sequence.request.label)
+            return progress
+
+        return (yield from mapped(read_along(slices, self._speculator.reader(sequence, kept)), keep_beginning))
+
+    # --- full --------------------------------------------------------------------------------------------------------
+
+    def _full(self, sequence: Sequence) -> Slices:
+        request, S = sequence.request, sequence.cached
+        sequence.draft_cache, sequence.lookahead = None, ()
+        if sequence.uid >= 0:
+            sequence.speculation = self._speculator.decide(sequence, len(request.prompt), read=False)
+        if _drafts(sequence):
+            yield from self._read_with_draft(sequence)
+        sequence.stage = "prefill"
+        reader = self._speculator.reader(sequence, np.arange(S, len(request.prompt), dtype=np.int32))
+        if request.prompt_logprobs is not None:
+            return (yield from read_along(self._with_prompt_logprobs(sequence, request.prompt_logprobs), reader))
+        cuts = [cut - S for cut in self._checkpoints(sequence) if cut > S]
+        slices = prefill(
+            self.pair.target, sequence.cache, request.prompt[S:], None, lambda: self.slice_size("prefill"), cuts=cuts
+        )
+        slices = read_along(slices, reader)
+        done = 0
+        try:
+            while True:
+                progress = next(slices)
+                done = progress.done
+                if done in cuts:
+                    self.caches.keep_target(request.prompt[: S + done], sequence.cache, request.label)
+                yield progress
+        except StopIteration as finished:
+            logits: mx.array = finished.value
+        except RequestCancelled:
+            if done:  # an identical retry goes on from here
+                self.caches.keep_target(request.prompt[: S + done], sequence.cache, request.label)
+            raise
+        if not cuts:  # with cuts, the state at M - 1 was kept: an identical prompt can't use the one at M
+            self.caches.keep_target(request.prompt, sequence.cache, request.label)
+        return logits
+
+    def _start(self, sequence: Sequence) -> Generator[Progress, None, None]:
+        """What the answer's drafts need beyond the prefill."""
+        sequence.stage = "draft"
+        yield from self._speculator.start(sequence)
+
+    def _last_forward(self, sequence: Sequence) -> LastForward | None:
+        """With the draft's look-ahead, where it would be proposed first anyway; unread grammars may forbid it."""
+        if not _drafts(sequence) or sequence.guide is not None or self.config.kv_bits is not None:
+            return None
+        assert sequence.speculation is not None
+        sequence.speculation.last = LastForward(self.pair.target, sequence.lookahead)
+        return sequence.speculation.last
+
+    def _read_with_draft(self, sequence: Sequence) -> Generator[Progress, None, None]:
+        """The whole prompt, for a draft that proposes after a full prefill."""
+        assert self.pair.draft is not None
+        sequence.stage = "draft"
+        prompt, label = sequence.request.prompt, sequence.request.label
+        hit = self.caches.draft_prefix(prompt, label)
+        start = hit.length if hit is not None else 0
+        cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
+        for progress in prefill(self.pair.draft, cache, prompt[start:], None, lambda: self.slice_size("draft")):
+            yield Progress("draft", start + progress.done, len(prompt))
+        self.caches.keep_draft(prompt, cache, label)
+        sequence.draft_cache = cache
+
+    def dense(self, tokens: tuple[int, ...], label: CacheLabel) -> Generator[Progress | PromptLogprobs, None, None]:
+        """Background: bring the exact cache up to `tokens`, preemptible at every slice; cancelled, it keeps them."""
+        sequence = Sequence(-1, GenerationRequest(tokens, 1, label=label), 0.0)
+        self._from_prefix(sequence, again=True)
+        if sequence.cached < len(tokens) - 1:
+            yield from self._full(sequence)
+
+    def _checkpoints(self, sequence: Sequence) -> list[int]:
+        """Prompt lengths at which another request may branch off: only for state that can't be trimmed."""
+        if not _stateful(sequence.cache):
+            return []
+        M = len(sequence.request.prompt)  # an identical prompt can use its first M - 1 tokens
+        spans = sequence.request.spans
+        ends = [span.end for span in spans if span.kind in ("system", "tools")] + [span.end for span in spans[-3:]]
+        return sorted({end for end in [*ends, *range(_STATE_EVERY, M, _STATE_EVERY), M - 1] if 0 < end < M})
+
+    def _with_prompt_logprobs(self, sequence: Sequence, count: int) -> Slices:
+        """Full prefill that looks at every row's logits; one slice's (L, V) float32 block is held at a time."""
+        prompt, M = sequence.request.prompt, len(sequence.request.prompt)
+        tokens, start = mx.array(list(prompt))[None], 0
+        entries = []
+        while start < M:
+            end = min(start + self.slice_size("prefill"), M)
+            logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
+            raw = logits.astype(mx.float32)
+            following = prompt[start + 1 : end + 1]
+            table = (raw - mx.logsumexp(raw, axis=-1, keepdims=True))[: len(following)]
+            entries += top_logprobs(table, following, count)
+            yield Progress("prefill", end, M)
+            start = end
+        yield PromptLogprobs(tuple(entries))
+        return logits[-1:]
+
+
+def _stateful(cache: list[Any]) -> bool:
+    """Whether some layer's state can't be cut back to an earlier length."""
+    return any(isinstance(part, (ArraysCache, PositionedRotatingKVCache)) for part in leaves(cache))
+
+
+def _drafts(sequence: Sequence) -> bool:
+    """Whether the draft goes on after the prompt, so that it has to have read it."""
+    chosen = sequence.speculation
+    return chosen is not None and chosen.strategy is not None and STRATEGIES[chosen.strategy].needs_reading

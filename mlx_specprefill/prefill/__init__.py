@@ -1,1 +1,0 @@
-"""SpecPrefill proper: plan, score, select, prefill."""

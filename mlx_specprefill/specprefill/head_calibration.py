@@ -1,0 +1,302 @@
+"""Which heads of a draft look from a question at its answer: measured on items whose answer is known.
+
+A head's gain is the share of its attention from the question to the document that falls on the answer, less the share
+that an even spread would put there (after QRHead, arXiv 2506.09944). Of the heads with the most gain as many are taken
+as keep the most of the answers, and of the draft's layers as few as keep as much as all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .._replacing import replace_text
+from ..adapters.capture import HeadCapture
+from ..adapters.depth import first_layers, layers_of, smallest_depth, whole_draft
+from ..adapters.heads import DraftHeads, Head, read_heads
+from ..cache.fingerprint import model_identity
+from ..cache.positioned import leaves
+from ..config import ScoringConfig, SelectionConfig
+from ..errors import LoadError, SparseUnsupportedError
+from ..loading import ModelPair
+from .calibration_items import KINDS, CalibrationItem, calibration_items
+from .head_scorer import importance_of
+from .scorer import ToScore, question_span, read_prompt
+from .selector import select_tokens
+from .text import PromptText, TextReader
+
+__all__ = ["calibrated_heads", "find_heads", "passage_mask", "rendered", "store_heads", "stored_heads"]
+
+log = logging.getLogger(__name__)
+
+Bools = npt.NDArray[np.bool_]
+Rows = dict[tuple[int, int], npt.NDArray[np.float32]]
+
+_ITEMS, _CHARACTERS = 12, 2600  # of each kind; some 600 to 800 tokens
+_FEWEST = 4  # of each kind, however long they take
+LIMIT_S = 60.0
+_KEEP = Fraction(1, 5)
+_NUMBERS = (1, 2, 4, 8)  # of heads that are tried
+_DEPTHS = (Fraction(1, 4), Fraction(1, 3), Fraction(1, 2), Fraction(2, 3), Fraction(1))
+_EQUAL = 0.02  # of recall: as much as all layers keep
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One item as the draft read it: attention rows of all its heads, and which of the prompt's tokens are what."""
+
+    kind: str
+    rows: Rows
+    gold: Bools
+    template: Bools
+    text: PromptText
+
+
+def find_heads(
+    draft: nn.Module,
+    tokenizer: TokenizerWrapper,
+    scoring: ScoringConfig,
+    selection: SelectionConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+    seed: int = 0,
+    limit_s: float = LIMIT_S,
+) -> DraftHeads:
+    """Calibrate a draft: three dozen prompts of some 700 tokens are read once, fewer where that takes too long.
+
+    Args:
+        draft: the whole model.
+        on_progress: gets the number of items read and that of all.
+        seed: of the items.
+        limit_s: seconds after which no further item is read, once there are four of each kind.
+
+    Raises:
+        SparseUnsupportedError: no head of it can be calibrated.
+    """
+    eligible = _eligible_calls(draft)
+    reader = TextReader(tokenizer)
+    items, reads = list(calibration_items(_ITEMS, _CHARACTERS, seed)), list[_Read]()
+    until = time.monotonic() + limit_s
+    for item in items:
+        if len(reads) >= _FEWEST * len(KINDS) and time.monotonic() > until:
+            break
+        read = _read(draft, tokenizer, reader, item, scoring)
+        rows = {key: row for key, row in read.rows.items() if key[0] in eligible}
+        reads.append(_Read(read.kind, rows, read.gold, read.template, read.text))
+        if on_progress is not None:
+            on_progress(len(reads), len(items))
+    mx.clear_cache()
+    if not reads or not reads[0].rows:
+        raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")
+    return _chosen(draft, reads, scoring, selection)
+
+
+def calibrated_heads(
+    pair: ModelPair,
+    scoring: ScoringConfig,
+    selection: SelectionConfig,
+    folder: Path | None,
+    *,
+    measure: bool = True,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> DraftHeads | None:
+    """What an earlier calibration of this draft has found, else a new one, which is kept for the next time.
+
+    None without a draft that can score, where nothing is known and `measure` is false, and where the draft has no head
+    that can be calibrated, which is logged.
+
+    Args:
+        folder: where calibrations are kept, a file per draft; None: nowhere.
+    """
+    if pair.draft is None or pair.sparse_refusal is not None:
+        return None
+    draft = whole_draft(pair.draft)
+    file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
+    known = stored_heads(file)
+    if known is not None or not measure:
+        return known
+    try:
+        found = find_heads(draft, pair.tokenizer, scoring, selection, on_progress)
+    except SparseUnsupportedError as error:
+        log.warning("the draft's heads can't be calibrated, so the paper's rule scores prompts: %s", error)
+        return None
+    store_heads(file, found)
+    return found
+
+
+def stored_heads(file: Path | None) -> DraftHeads | None:
+    """What an earlier calibration left in this file; None if nothing, or nothing that can be read, which is logged."""
+    if file is None or not file.is_file():
+        return None
+    try:
+        return read_heads(file)
+    except LoadError as error:
+        log.warning("%s: calibrating again", error)
+        return None
+
+
+def store_heads(file: Path | None, heads: DraftHeads) -> None:
+    """Into this file, if there is one; a failure is logged."""
+    if file is None:
+        return
+    try:
+        replace_text(file, json.dumps(heads.to_dict()))
+    except OSError as error:
+        log.warning("the calibration could not be kept: %s", error)
+
+
+def _chosen(draft: nn.Module, reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig) -> DraftHeads:
+    """All layers first; then fewer, as long as they keep as much."""
+    ranked, layers = _ranked(reads), len(layers_of(draft))
+    found: list[DraftHeads] = []
+    for depth, calls in reversed(list(_depths(draft))):
+        heads = [head for head in ranked if head.call < calls]
+        best = _best_number(heads, reads, scoring, selection)
+        if best is None or (found and _mean(best[1]) < _mean(found[0].recall) - _EQUAL):
+            break
+        found.append(DraftHeads(best[0], depth, layers, best[1]))
+    if not found:
+        raise SparseUnsupportedError("no head of the draft looks at what a question asks for")
+    return found[-1]
+
+
+def _best_number(
+    heads: Sequence[Head], reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig
+) -> tuple[tuple[Head, ...], dict[str, float]] | None:
+    """As many of the first heads as keep the most, more rather than fewer; and what they keep."""
+    tried = [tuple(heads[:number]) for number in _NUMBERS if number <= len(heads)]
+    recalls = [(some, _recall(some, reads, scoring, selection)) for some in tried]
+    return max(recalls, key=lambda entry: (round(_mean(entry[1]), 3), len(entry[0])), default=None)
+
+
+def _ranked(reads: Sequence[_Read]) -> list[Head]:
+    """Heads with a gain, the mean over the kinds of items, by descending gain."""
+    gains: dict[tuple[int, int], list[float]] = {}
+    for kind in dict.fromkeys(read.kind for read in reads):
+        of_kind = [read for read in reads if read.kind == kind]
+        for key in of_kind[0].rows:
+            gains.setdefault(key, []).append(float(np.mean([_gain(read, key) for read in of_kind])))
+    heads = [Head(*key, float(np.mean(values))) for key, values in gains.items()]
+    return sorted((head for head in heads if head.weight > 0), key=lambda head: -head.weight)
+
+
+def _gain(read: _Read, key: tuple[int, int]) -> float:
+    document = ~read.template
+    row = read.rows[key] * document
+    mass = float(row.sum())
+    return float(row[read.gold].sum()) / mass - float(read.gold.sum() / document.sum()) if mass > 0 else 0.0
+
+
+def _recall(
+    heads: Sequence[Head], reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig
+) -> dict[str, float]:
+    """Mean share of gold tokens kept, by kind."""
+    shares: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for read in reads:
+        importance = importance_of(read.rows, heads, read.template, scoring.pool_width)
+        kept = select_tokens(importance, read.template, read.text, _KEEP, selection).kept
+        shares[read.kind].append(float(np.isin(np.flatnonzero(read.gold), kept).mean()))
+    return {kind: float(np.mean(values)) for kind, values in shares.items() if values}
+
+
+def _mean(recall: Mapping[str, float]) -> float:
+    return float(np.mean(list(recall.values())))
+
+
+# --- the draft's layers ----------------------------------------------------------------------------------------------
+
+
+def _depths(draft: nn.Module) -> Iterator[tuple[int, int]]:
+    """Numbers of first layers, ascending, and how many attention calls there are in them."""
+    total, least = len(layers_of(draft)), smallest_depth(draft)
+    for depth in sorted({max(least, -(-total * share.numerator // share.denominator)) for share in _DEPTHS}):
+        yield depth, _calls(first_layers(draft, depth))
+
+
+def _calls(model: nn.Module) -> int:
+    """Attention calls of a forward; nothing is computed."""
+    capture = HeadCapture(2, {})
+    with capture.of_passage(2, 2, slice(0, 2)):
+        model(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(model))
+    return capture.calls
+
+
+def _eligible_calls(draft: nn.Module) -> set[int]:
+    """Attention calls that see the whole prompt, however long: those of windows look the same in a short one.
+
+    Raises:
+        SparseUnsupportedError: windows and attention calls can't be matched.
+    """
+    caches = [part for part in leaves(make_prompt_cache(draft)) if not isinstance(part, ArraysCache)]
+    calls, whole = _calls(draft), [type(part) is KVCache for part in caches]
+    if all(whole):
+        return set(range(calls))
+    if len(whole) != calls:
+        raise SparseUnsupportedError(f"its {calls} attention calls can't be matched with {len(whole)} caches")
+    return {call for call, spans in enumerate(whole) if spans}
+
+
+# --- items -----------------------------------------------------------------------------------------------------------
+
+
+def _read(
+    draft: nn.Module, tokenizer: TokenizerWrapper, reader: TextReader, item: CalibrationItem, scoring: ScoringConfig
+) -> _Read:
+    prompt, places = rendered(tokenizer, item)
+    units = reader.read(prompt.tolist())
+    question = question_span(prompt.size, scoring, places["question"][1], units.units)
+    task = ToScore.alone(draft, prompt, scoring, question=question)
+    capture = HeadCapture(prompt.size, None)
+    for _ in read_prompt(draft, task, prompt.size, question, capture.of_passage):
+        pass
+    rows = {key: np.array(row) for key, row in capture.found.items()}
+    document, gold = (passage_mask(prompt.size, places[name]) for name in ("document", "gold"))
+    return _Read(item.kind, rows, gold, ~document, units)
+
+
+def rendered(
+    tokenizer: TokenizerWrapper, item: CalibrationItem
+) -> tuple[npt.NDArray[np.int32], dict[str, tuple[int, int]]]:
+    """The prompt's tokens, and where "document", "question", "gold" and the other passages ("gold 1", ...) lie."""
+    content = f"{item.document}\n\n{item.question}"
+    text = content
+    if tokenizer.has_chat_template:
+        messages = [{"role": "user", "content": content}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    start = max(text.rfind(content), 0)
+    asked = start + len(item.document) + 2
+
+    def place(passage: str) -> tuple[int, int]:
+        at = start + item.document.index(passage)
+        return at, at + len(passage)
+
+    spans = {
+        "document": (start, start + len(item.document)),
+        "question": (asked, asked + len(item.question)),
+        "gold": place(item.gold),
+        **{f"gold {number}": place(passage) for number, passage in enumerate(item.others, 1)},
+    }
+    ends = sorted({end for span in spans.values() for end in span})
+    # Tokenized in one piece; a place is found by the tokens of what comes before it.
+    index = {end: len(tokenizer.encode(text[:end], add_special_tokens=False)) for end in ends}
+    tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+    return tokens, {name: (index[begin], index[end]) for name, (begin, end) in spans.items()}
+
+
+def passage_mask(length: int, *spans: tuple[int, int]) -> Bools:
+    """(length,) true within these spans."""
+    mask = np.zeros(length, dtype=np.bool_)
+    for begin, end in spans:
+        mask[begin:end] = True
+    return mask

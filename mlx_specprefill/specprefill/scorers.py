@@ -1,0 +1,18 @@
+"""Which scorer a rule means for a draft. The selection's side of a rule is `EngineConfig.selection_by`."""
+
+from __future__ import annotations
+
+from ..adapters.heads import DraftHeads
+from ..config import RuleName, ScoringConfig
+from .head_scorer import HeadScorer
+from .paper_scorer import PaperScorer
+from .scorer import Scorer
+
+__all__ = ["scorer_for"]
+
+
+def scorer_for(rule: RuleName, heads: DraftHeads | None, config: ScoringConfig) -> Scorer:
+    """The paper's scorer where that is asked for, and where no heads of the draft are known."""
+    if rule == "paper" or heads is None:
+        return PaperScorer(config)
+    return HeadScorer(heads, config)

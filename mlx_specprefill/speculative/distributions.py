@@ -1,0 +1,85 @@
+"""From logits to the laws that tokens are drawn from: the request's own, after every filter, penalty and mask.
+
+Target and drafts use the same one, so that a proposal is judged by what would have been drawn without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from ..constraints import Guide
+from ..request import SamplingParams
+from ..sampling import LogitsProcessor, filtered_logits
+from .verification import Dice, Law, RandomDice
+
+__all__ = ["Chooser"]
+
+
+class Chooser:
+    """One request's rule for choosing tokens, with chance of its own.
+
+    Args:
+        params: temperature 0 makes every law a certain token.
+        processors: functions of (generated tokens so far, logits (1, V)).
+        guide: the answer's grammar, at its start; `commit` takes it on.
+        stops: ids after which nothing is worth proposing.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        processors: Sequence[LogitsProcessor] = (),
+        guide: Guide | None = None,
+        stops: frozenset[int] = frozenset(),
+    ) -> None:
+        self._filtered = None if params.temperature == 0 else filtered_logits(params, vocab_size)
+        self._processors = processors
+        self._guide = guide
+        self._committed = 0
+        self.stops = stops
+        self.dice: Dice = RandomDice(params.seed)
+
+    def laws(self, logits: mx.array, before: Sequence[int], fed: Sequence[int] = ()) -> list[Law]:
+        """One law per row of logits (1 + F, V). Row i follows the generated tokens `before` and the first i of `fed`.
+
+        Raises:
+            InvalidRequestError: the grammar has become too complex to follow.
+        """
+        rows = logits.astype(mx.float32)
+        if self._guide is not None:
+            rows = mx.where(self._allowed(self._guide, before, fed, rows.shape[-1]), rows, -mx.inf)
+        if self._processors:
+            rows = mx.concatenate([self._processed(rows[i : i + 1], [*before, *fed[:i]]) for i in range(len(rows))])
+        if self._filtered is None:
+            certain: list[Law] = np.array(mx.argmax(rows, axis=-1)).tolist()
+            return certain
+        weights = np.exp(np.array(self._filtered(rows), dtype=np.float64))
+        return list(weights / weights.sum(axis=-1, keepdims=True))
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """These tokens are part of the answer."""
+        if self._guide is not None:
+            for token in tokens:
+                self._guide.accept(token)
+            self._committed += len(tokens)
+
+    def _allowed(self, guide: Guide, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:
+        """What the grammar lets follow each row, (1 + F, V) bool."""
+        ahead = guide.fork()
+        for token in before[self._committed :]:
+            ahead.accept(token)
+        masks = [ahead.allowed(size)]
+        for token in fed:
+            ahead.accept(token)
+            masks.append(ahead.allowed(size))
+        return mx.array(np.stack([np.ones(size, np.bool_) if mask is None else mask for mask in masks]))
+
+    def _processed(self, row: mx.array, text: Sequence[int]) -> mx.array:
+        history, row = mx.array(list(text), dtype=mx.int32), mx.array(row)  # mlx-lm's processors write in place
+        for process in self._processors:
+            row = process(history, row)
+        return row

@@ -1,0 +1,133 @@
+"""The target's multi-token prediction head proposes. Its cache of keys and values follows the text like a layer's.
+
+Entry p needs the target's hidden state of token p, and token p + 1. After a sparse prefill those p have one whose next
+token was kept as well, at their original positions. What the head fed itself while it drafted is taken back, and read
+again with the target's own hidden states once those are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ..adapters.hidden import recorded_hidden
+from ..adapters.mtp import MTPHead
+from ..cache.positioned import PositionedKVCache, place
+from .distributions import Chooser
+from .proposers import Proposal, Tally, Verified
+from .verification import draw
+
+__all__ = ["HeadDrafts", "PromptReader", "read_along"]
+
+P = TypeVar("P")
+R = TypeVar("R")
+Indices = npt.NDArray[np.int32]
+
+
+class PromptReader:
+    """Reads a prompt with the head while the target does.
+
+    Args:
+        fed: prompt indices that the target is about to read, ascending up to the last one.
+
+    Attributes:
+        cache: the head's entries.
+        hidden: the target's hidden states from the last prompt token on, (1, R, D), once it was read.
+    """
+
+    def __init__(self, head: MTPHead, prompt: Sequence[int], fed: Indices) -> None:
+        self.head = head
+        self.cache = PositionedKVCache()
+        self.length = len(prompt)
+        self.hidden: mx.array | None = None
+        self._tokens = np.asarray(prompt, dtype=np.int32)
+        self._fed = fed
+        self._done = 0
+
+    def read(self, forwards: Sequence[mx.array]) -> None:
+        """The hidden states (1, L, D) of one or more forwards of the target."""
+        for hidden in forwards:
+            self._read(hidden)
+        mx.eval(self.hidden, [] if self.cache.empty() else self.cache.state)
+
+    def _read(self, hidden: mx.array) -> None:
+        first, end = self._done, self._done + hidden.shape[1]
+        if self.hidden is not None:  # of the token before, whose next one is known now
+            first, hidden = first - 1, mx.concatenate([self.hidden, hidden], axis=1)
+        at = self._fed[first:end]  # ends with the prompt, whatever was fed beyond it
+        self._done = first + at.size
+        self.hidden = hidden[:, at.size - 1 :]
+        followed = np.flatnonzero(np.diff(at) == 1)
+        if followed.size:
+            positions = at[followed]
+            place([self.cache], positions)
+            following = mx.array(self._tokens[positions + 1])[None]
+            self.head(hidden[:, mx.array(followed)], following, self.cache)
+
+
+def read_along(slices: Generator[P, None, R], reader: PromptReader | None) -> Generator[P, None, R]:
+    """A prefill of the target; the head, if there is one to be used, reads what each slice has computed."""
+    if reader is None:
+        return (yield from slices)
+    while True:
+        with recorded_hidden() as forwards:
+            try:
+                progress = next(slices)
+            except StopIteration as finished:
+                result: R = finished.value
+                break
+        reader.read(forwards)
+        yield progress
+    reader.read(forwards)
+    return result
+
+
+class HeadDrafts:
+    """Proposals of the head: the first from the target's hidden state, further ones from the head's own output."""
+
+    inner: Tally | None = None
+
+    def __init__(self, reader: PromptReader) -> None:
+        assert reader.hidden is not None
+        self.head = reader.head
+        self.cache = reader.cache
+        self._hidden = reader.hidden  # of the tokens before those of the text that the head has not read
+        self._next = reader.length - 1  # position of its next entry
+        self._read = 0  # tokens of the generated text that it has read
+        self._drafted = 0  # entries on top that are its own guesses
+
+    def watching(self) -> AbstractContextManager[list[mx.array]]:
+        return recorded_hidden()
+
+    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
+        new = text[self._read :]
+        out = self._feed(self._hidden[:, : len(new)], new)
+        self._read = len(text)
+        proposal = Proposal()
+        while True:
+            (law,) = chooser.laws(self.head.logits(out[:, -1:])[0], [*text, *proposal.tokens])
+            proposal.laws.append(law)
+            proposal.tokens.append(draw(law, chooser.dice))
+            if len(proposal.tokens) >= count or proposal.tokens[-1] in chooser.stops:
+                return proposal
+            yield
+            out = self._feed(out[:, -1:], proposal.tokens[-1:])
+            self._drafted += 1
+
+    def settle(self, verified: Verified) -> None:
+        if self._drafted:
+            self.cache.trim(self._drafted)
+            self._next -= self._drafted
+            self._drafted = 0
+        (self._hidden,) = verified.seen
+
+    def _feed(self, hidden: mx.array, following: Sequence[int]) -> mx.array:
+        count = len(following)
+        place([self.cache], np.arange(self._next, self._next + count, dtype=np.int32))
+        self._next += count
+        return self.head(hidden, mx.array([list(following)]), self.cache)

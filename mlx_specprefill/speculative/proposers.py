@@ -1,0 +1,165 @@
+"""What proposes tokens: the interface of every strategy, and the plain way to do it, one token after another."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .distributions import Chooser
+from .rollback import Trail
+from .streaming_cache import StreamingKVCache
+from .verification import Law, draw
+
+__all__ = ["Drafter", "ModelDrafts", "Proposal", "Proposer", "Tally", "Verified"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens that may follow the text, and the laws that they were drawn from."""
+
+    tokens: list[int] = field(default_factory=list)
+    laws: list[Law] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What became of a proposal.
+
+    Attributes:
+        length: generated tokens that the target's cache holds now.
+        proposed, accepted: tokens of the proposal.
+        row: of the verification's forward, that of the last token that stayed.
+        seen: what the proposer was watching in that forward.
+    """
+
+    length: int
+    proposed: int
+    accepted: int
+    row: int
+    seen: Any = None
+
+
+@dataclass
+class Tally:
+    """How the proposals of one level fared. Tokens after a rejected one were not judged and don't count."""
+
+    judged: int = 0
+    accepted: int = 0
+
+    def add(self, proposed: int, accepted: int) -> None:
+        self.judged += min(proposed, accepted + 1)
+        self.accepted += accepted
+
+    @property
+    def rate(self) -> float | None:
+        """Accepted share of the judged tokens."""
+        return self.accepted / self.judged if self.judged else None
+
+
+class Proposer(Protocol):
+    """One row's source of proposals. Its generators yield between forwards.
+
+    Attributes:
+        inner: how the level below fared, if there is one.
+    """
+
+    inner: Tally | None
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """The context in which a forward of the target runs; what it gives becomes `Verified.seen`."""
+        ...
+
+    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
+        """About `count` tokens that may follow the generated `text`, all of which is final; fewer if it can't."""
+        ...
+
+    def settle(self, verified: Verified) -> None:
+        """The target has decided."""
+        ...
+
+
+class Drafter:
+    """A model that drafts on a cache of its own, one token at a time.
+
+    Args:
+        cache: holds the prompt and the first `held` generated tokens.
+    """
+
+    def __init__(self, model: nn.Module, cache: list[Any], held: int = 0) -> None:
+        self.model = model
+        self.cache = cache
+        self.held = held
+        self._trail: Trail | None = None
+        self._settled = held  # tokens that can't be taken back
+        self._streams = [part for part in cache if isinstance(part, StreamingKVCache)]
+
+    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
+        logits = self._catch_up(text)
+        proposal = Proposal()
+        while True:
+            (law,) = chooser.laws(logits, [*text, *proposal.tokens])
+            proposal.laws.append(law)
+            proposal.tokens.append(draw(law, chooser.dice))
+            if len(proposal.tokens) >= count or proposal.tokens[-1] in chooser.stops:
+                return proposal
+            yield
+            logits = self._step(proposal.tokens[-1])
+
+    def keep(self, length: int, final: bool = False) -> None:
+        """Forget what was fed after the first `length` generated tokens.
+
+        Args:
+            final: nothing before `length` will be taken back any more. Until then, all that was fed since can be.
+        """
+        if self._trail is not None and self.held > length:
+            self._trail.back_to(length - self._settled)
+            self.held = length
+        if final:
+            self._trail = None
+            for part in self._streams:
+                part.evict()
+
+    def _catch_up(self, text: Sequence[int]) -> mx.array:
+        """Feed what is new; logits (1, V) of the last token."""
+        unfed = text[self.held :]
+        if self._trail is None:
+            logits = self._feed(unfed)
+            self._trail, self._settled = Trail(self.cache), self.held
+            return logits
+        for token in unfed:
+            logits = self._step(token)
+        return logits
+
+    def _step(self, token: int) -> mx.array:
+        assert self._trail is not None
+        logits = self._feed([token])
+        self._trail.mark()
+        return logits
+
+    def _feed(self, tokens: Sequence[int]) -> mx.array:
+        logits: mx.array = self.model(mx.array([list(tokens)]), cache=self.cache)[:, -1, :]
+        self.held += len(tokens)
+        return logits
+
+
+class ModelDrafts:
+    """Proposals of a drafter, as they are."""
+
+    inner: Tally | None = None
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+
+    def watching(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
+        return self.drafter.propose(text, count, chooser)
+
+    def settle(self, verified: Verified) -> None:
+        self.drafter.keep(verified.length, final=True)

@@ -1,0 +1,173 @@
+"""The target drafts for itself on a small part of its cache, alone or on top of a smaller model (TriForce, section 4).
+
+Both need no second set of weights for the upper level: forwards on the small part cost the same weights but little
+attention, which pays when the whole cache is what takes the time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+
+from ..adapters.capture import AttentionRecord, recorded_attention
+from ..cache.positioned import PositionedKVCache, leaves
+from ..config import SpeculationConfig
+from ..errors import SparseUnsupportedError
+from .distributions import Chooser
+from .proposers import Drafter, Proposal, Tally, Verified
+from .retrieval_cache import RetrievalKVCache
+from .rollback import Rewind
+from .verification import verify
+
+__all__ = ["HierarchicalDrafts", "RetrievalDrafts", "RetrievedCache"]
+
+_SMOOTH = 0.5  # of the moving average of acceptance
+
+
+class RetrievedCache:
+    """The small part, layer by layer: chosen chunks of full attention; windows and recurrent states as they are.
+
+    Args:
+        source: the target's prompt cache, which others advance.
+    """
+
+    def __init__(self, source: Sequence[Any], config: SpeculationConfig) -> None:
+        self.source = source
+        self._config = config
+        self._small: dict[int, RetrievalKVCache] = {}
+        for part in leaves(source):
+            if isinstance(part, PositionedKVCache) or type(part) is KVCache:
+                self._small[id(part)] = RetrievalKVCache(part, config.budget, config.chunk, config.shortlist)
+        self.caches: list[Any] = []
+        self.built = False
+        self._built_at = 0
+        self._average = 1.0
+
+    def due(self, length: int) -> bool:
+        """Whether chunks should be chosen anew after `length` generated tokens."""
+        age = length - self._built_at
+        poor = self._average < self._config.rebuild_below
+        return not self.built or poor or age >= self._config.stride or any(p.full for p in self._small.values())
+
+    def rebuild(self, attention: AttentionRecord, row: int, length: int) -> None:
+        """Choose chunks by the queries of one row of the forward that was recorded.
+
+        Raises:
+            SparseUnsupportedError: the queries can't be told apart by layer, or don't fit the keys.
+        """
+        layers = [part for part in leaves(self.source) if not isinstance(part, ArraysCache) and not part.empty()]
+        if attention.handwritten or len(attention.queries) != len(layers):
+            raise SparseUnsupportedError(f"{len(attention.queries)} attention calls for {len(layers)} layers with keys")
+        for part, queries, keys in zip(layers, attention.queries, attention.keys, strict=True):
+            small = self._small.get(id(part))
+            if small is None:
+                continue
+            if keys[1] != part.keys.shape[1] or keys[-1] != part.keys.shape[-1]:
+                raise SparseUnsupportedError("attention sees other keys than the cache holds")
+            small.rebuild(queries[0, :, row])
+        self.built, self._built_at, self._average = True, length, 1.0
+
+    def follow(self) -> None:
+        """Forget what was drafted; exact copies of what the target's cache holds now."""
+        for small in self._small.values():
+            if not small.source.empty():
+                small.follow()
+        self.caches = [self._mirrored(part) for part in self.source]
+
+    def observe(self, proposed: int, accepted: int) -> None:
+        if proposed:
+            self._average = _SMOOTH * self._average + (1 - _SMOOTH) * accepted / proposed
+
+    def _mirrored(self, part: Any) -> Any:
+        if isinstance(part, CacheList):
+            return CacheList(*(self._mirrored(inner) for inner in part.caches))
+        small = self._small.get(id(part))
+        if small is not None and not small.empty():
+            return small
+        mirrored = copy.copy(part)
+        mirrored.state = copy.deepcopy(part.state)  # shares memory until one of the two is written to
+        return mirrored
+
+
+class _OnRetrieval:
+    """What both strategies share: the cache, and keeping it up to date."""
+
+    def __init__(self, model: nn.Module, source: Sequence[Any], config: SpeculationConfig) -> None:
+        self.model = model
+        self.retrieved = RetrievedCache(source, config)
+
+    def watching(self) -> AbstractContextManager[AttentionRecord]:
+        return recorded_attention()
+
+    def settle(self, verified: Verified) -> None:
+        retrieved = self.retrieved
+        retrieved.observe(verified.proposed, verified.accepted)
+        if retrieved.due(verified.length):
+            retrieved.rebuild(verified.seen, verified.row, verified.length)
+        retrieved.follow()
+
+
+class RetrievalDrafts(_OnRetrieval):
+    """The target on its retrieved cache, token by token."""
+
+    inner: Tally | None = None
+
+    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
+        if not self.retrieved.built:
+            return Proposal()  # the first forward is an ordinary one, whose queries choose the chunks
+        drafter = Drafter(self.model, self.retrieved.caches, len(text) - 1)
+        return (yield from drafter.propose(text, count, chooser))
+
+
+class HierarchicalDrafts(_OnRetrieval):
+    """TriForce: a small model drafts, the target on its retrieved cache verifies and corrects, and proposes that.
+
+    What comes out of the inner verification has the law of the middle level, so that is the law it is proposed with
+    (the paper's CORRECT; its published code records the same law but draws from another after a rejection).
+    """
+
+    def __init__(
+        self, model: nn.Module, source: Sequence[Any], config: SpeculationConfig, drafter: Drafter, gamma1: int
+    ) -> None:
+        super().__init__(model, source, config)
+        self.drafter = drafter
+        self.gamma1 = gamma1
+        self.inner: Tally | None = Tally()
+
+    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
+        proposal = Proposal()
+        if not self.retrieved.built:
+            return proposal
+        while len(proposal.tokens) < count:
+            so_far = [*text, *proposal.tokens]
+            drafted = yield from self.drafter.propose(so_far, self.gamma1, chooser)
+            yield
+            self._verify(so_far, drafted, proposal, chooser)
+            if proposal.tokens[-1] in chooser.stops:
+                break
+            if len(proposal.tokens) < count:
+                yield
+        return proposal
+
+    def _verify(self, text: list[int], drafted: Proposal, proposal: Proposal, chooser: Chooser) -> None:
+        """One inner round: what stays, and what follows it, goes into `proposal`. The text's last token is not fed."""
+        rewind = Rewind(self.retrieved.caches)
+        logits = rewind.forward(self.model, mx.array([[text[-1], *drafted.tokens]]))
+        laws = chooser.laws(logits, text, drafted.tokens)
+        verdict = verify(laws, drafted.laws, drafted.tokens, chooser.dice)
+        rewind.keep(1 + verdict.accepted)
+        self.drafter.keep(len(text) + verdict.accepted)
+        proposal.tokens.extend([*drafted.tokens[: verdict.accepted], verdict.token])
+        proposal.laws.extend(laws[: verdict.accepted + 1])
+        assert self.inner is not None
+        self.inner.add(len(drafted.tokens), verdict.accepted)
+
+    def settle(self, verified: Verified) -> None:
+        self.drafter.keep(verified.length, final=True)
+        super().settle(verified)

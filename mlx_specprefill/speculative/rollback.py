@@ -1,0 +1,125 @@
+"""Going back to an earlier token, whatever kind of cache holds it.
+
+Keys and values are trimmed. A window that has wrapped has overwritten what a trim would need, so it is not trimmed: a
+forward of several rows leaves a ring that still holds what was before it, and cutting its last rows off is exact; one
+row at a time, copies are kept. Recurrent states are restored and replayed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from ..adapters.recurrence import RecurrentCall, recorded_recurrence, replay_refusal
+from ..adapters.rope import adjusted_offsets
+from ..cache.positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
+from ..errors import SparseUnsupportedError
+
+__all__ = ["Rewind", "Trail", "rewind_refusal"]
+
+_RINGS = (RotatingKVCache, PositionedRotatingKVCache)
+
+
+def rewind_refusal(model: nn.Module, cache: Sequence[Any]) -> str | None:
+    """Why tokens can't be taken back from this model's caches; None when they can."""
+    for part in leaves(cache):
+        if getattr(part, "keep", 0):
+            return "its window keeps first tokens"
+        if not isinstance(part, (PositionedKVCache, KVCache, QuantizedKVCache, ArraysCache, *_RINGS)):
+            return f"tokens can't be taken back from its cache type {type(part).__name__}"
+    return replay_refusal(model, cache)
+
+
+class Rewind:
+    """One forward of several tokens, of which only the first ones may stay."""
+
+    def __init__(self, cache: Sequence[Any], shift: int = 0) -> None:
+        self._parts = list(leaves(cache))
+        self._cache = cache
+        self._shift = shift
+        self._rows = 0
+        self._states: dict[int, list[Any]] = {}
+        self._calls: list[RecurrentCall] = []
+
+    def forward(self, model: nn.Module, tokens: mx.array) -> mx.array:
+        """Feed tokens (1, R); logits (R, V)."""
+        self._rows = tokens.shape[1]
+        self._states = {id(part): list(part.cache) for part in self._parts if isinstance(part, ArraysCache)}
+        with recorded_recurrence() as self._calls, adjusted_offsets([self._shift]):
+            logits: mx.array = model(tokens, cache=self._cache)[0]
+        return logits
+
+    def keep(self, count: int) -> None:
+        """Go on as if only the first `count` tokens (at least 1) had been fed.
+
+        Raises:
+            SparseUnsupportedError: a recurrent layer was not seen during the forward.
+        """
+        excess = self._rows - count
+        if excess <= 0:
+            return
+        for part in self._parts:
+            if isinstance(part, ArraysCache):
+                part.cache = self._states.pop(id(part))
+            elif isinstance(part, _RINGS):
+                _cut(part, excess)
+            elif not part.empty():
+                part.trim(excess)
+        replayed = set()
+        for call in self._calls:
+            call.replay(count)
+            replayed.add(id(call.cache))
+        if replayed != {id(part) for part in self._parts if isinstance(part, ArraysCache)}:
+            raise SparseUnsupportedError("a recurrent layer can't be replayed")
+
+
+def _cut(part: Any, count: int) -> None:
+    """Drop the last rows of a ring that a forward of several rows has just put into order."""
+    ring = part.inner if isinstance(part, Positioned) else part
+    if ring.keys is None:
+        return
+    kept = ring._idx - count
+    ring.keys, ring.values = ring.keys[..., :kept, :], ring.values[..., :kept, :]
+    ring.offset -= count
+    ring._idx = kept
+    if isinstance(part, Positioned):
+        part.next -= count
+        part.runs.drop_from(part.next)
+
+
+class Trail:
+    """Single-token forwards, any number of which may be taken back. `mark` after each of them."""
+
+    def __init__(self, cache: Sequence[Any]) -> None:
+        self._parts = list(leaves(cache))
+        self._states: list[list[Any]] = []
+        self.mark()
+
+    def mark(self) -> None:
+        self._states.append([_snapshot(part) for part in self._parts])
+
+    def back_to(self, count: int) -> None:
+        """Keep the first `count` of the marked forwards."""
+        excess = len(self._states) - 1 - count
+        if excess <= 0:
+            return
+        for part, state in zip(self._parts, self._states[count], strict=True):
+            if isinstance(part, ArraysCache):
+                part.cache = state
+            elif state is not None:
+                part.state = state
+            elif not part.empty():
+                part.trim(excess)
+        del self._states[count + 1 :]
+
+
+def _snapshot(part: Any) -> Any:
+    if isinstance(part, ArraysCache):
+        return list(part.cache)
+    # Copies share memory with the ring until that is written to.
+    return copy.deepcopy(part.state) if isinstance(part, _RINGS) else None

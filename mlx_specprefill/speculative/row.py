@@ -1,0 +1,204 @@
+"""A row that decodes by proposals: several tokens per forward of the target, with the law of one at a time.
+
+Invariant between rounds: the target's cache holds the prompt and all tokens that were returned; one more token is
+chosen and not fed. A round feeds it together with a proposal, keeps what the target accepts, and chooses the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..request import TokenEvent
+from ..sampling import token_event
+from .distributions import Chooser
+from .proposers import Proposal, Proposer, Tally, Verified
+from .rollback import Rewind
+from .verification import Law, verify
+
+__all__ = ["LastForward", "Limits", "SpeculativeRow"]
+
+Round = Generator[None, None, list[TokenEvent]]
+
+
+class LastForward:
+    """The prefill's last forward, with tokens that may follow the prompt: their verification costs no forward.
+
+    Attributes:
+        ahead: the tokens, certain proposals of whoever looked ahead.
+        logits: (1 + len(ahead), V) once fed.
+    """
+
+    def __init__(self, model: nn.Module, ahead: Sequence[int] = ()) -> None:
+        self.model = model
+        self.ahead = list(ahead)
+        self.rewind: Rewind | None = None
+        self.logits: mx.array | None = None
+
+    def __call__(self, last: mx.array, cache: list[Any]) -> mx.array:
+        """Feed the prompt's last token (1, 1); its logits (1, V)."""
+        tokens = mx.concatenate([last, mx.array([self.ahead], dtype=last.dtype)], axis=1) if self.ahead else last
+        self.rewind = Rewind(cache)
+        self.logits = self.rewind.forward(self.model, tokens)
+        return self.logits[:1]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where an answer ends."""
+
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+
+    def cut(self, tokens: Sequence[int], done: int) -> int:
+        """How many of the tokens belong to an answer that has `done` already."""
+        stop = next((i + 1 for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
+        return min(stop, self.max_tokens - done)
+
+
+class SpeculativeRow:
+    """One sequence that decodes by itself, whatever others do beside it.
+
+    Args:
+        cache: the target's, prefilled; the row owns it until it ends.
+        logits: of the last prompt token, (1, V).
+        first: the forward that gave them, if tokens were verified in it.
+        gamma: tokens asked of the proposer at a time.
+        logprobs: None, or how many alternatives to report per token.
+        shift: positions minus slots for caches that can't carry it.
+
+    Attributes:
+        tokens: returned so far.
+        steps: target forwards since the prefill.
+        tally: how proposals fared.
+        early: events of the tokens that the prefill's last forward has verified.
+        proposing: the proposer is at work: if it raises, the row itself is as good as before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: list[Any],
+        logits: mx.array,
+        proposer: Proposer,
+        chooser: Chooser,
+        limits: Limits,
+        gamma: int,
+        *,
+        first: LastForward | None = None,
+        logprobs: int | None = None,
+        shift: int = 0,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.proposer = proposer
+        self.limits = limits
+        self.gamma = gamma
+        self.tokens: list[int] = []
+        self.steps = 0
+        self.tally = Tally()
+        self.logits = logits[:1]
+        self._chooser = chooser
+        self._logprobs = logprobs
+        self._shift = shift
+        self._next = 0
+        self._verified: Verified | None = None
+        self.proposing = False
+        self._round: Round | None = None
+        self.early = self._begin(first)
+
+    @property
+    def ended(self) -> bool:
+        stopped = bool(self.tokens) and self.tokens[-1] in self.limits.stop_ids
+        return stopped or len(self.tokens) >= self.limits.max_tokens
+
+    def step(self) -> list[TokenEvent]:
+        """One forward; the tokens of a round come with its last one.
+
+        Whenever this returns, the cache holds exactly the prompt and `tokens`.
+        """
+        if self._round is None:
+            self._round = self._run()
+        try:
+            next(self._round)
+        except StopIteration as done:
+            self._round = None
+            events: list[TokenEvent] = done.value
+            return events
+        return []
+
+    def leave(self) -> list[TokenEvent]:
+        """Give up what is being drafted and feed the chosen token: from then on, `logits` decide what follows."""
+        if self.ended:
+            return []
+        self._round = None
+        fed = [self._next]
+        rows, _ = self._forward(Rewind(self.cache, self._shift), fed)
+        return self._commit(fed, rows)
+
+    def _begin(self, first: LastForward | None) -> list[TokenEvent]:
+        """The tokens that the prefill's last forward has verified already."""
+        ahead = [] if first is None else first.ahead[: self.limits.max_tokens]
+        rows = self.logits if first is None or first.logits is None else first.logits[: len(ahead) + 1]
+        proposal: list[Law] = list(ahead)
+        verdict = verify(self._chooser.laws(rows, [], ahead), proposal, ahead, self._chooser.dice)
+        self.tally.add(len(ahead), verdict.accepted)
+        kept = self.limits.cut(ahead[: verdict.accepted], 0)
+        if first is not None and first.rewind is not None:
+            first.rewind.keep(1 + kept)
+        self._next = verdict.token
+        return self._commit(ahead[:kept], rows[1 : kept + 1])
+
+    def _run(self) -> Round:
+        text = [*self.tokens, self._next]
+        room = self.limits.max_tokens - len(text)
+        proposal = Proposal()
+        if room > 0 and self._next not in self.limits.stop_ids:
+            proposal = yield from self._propose(text, min(self.gamma, room))
+        tokens, laws = proposal.tokens[:room], proposal.laws[:room]
+        if tokens:
+            yield
+        fed = [self._next, *tokens]
+        rewind = Rewind(self.cache, self._shift)
+        rows, seen = self._forward(rewind, fed)
+        verdict = verify(self._chooser.laws(rows, text, tokens), laws, tokens, self._chooser.dice)
+        self.tally.add(len(tokens), verdict.accepted)
+        kept = self.limits.cut(fed[: 1 + verdict.accepted], len(self.tokens))
+        rewind.keep(kept)
+        self._next = verdict.token
+        events = self._commit(fed[:kept], rows[:kept])
+        self._verified = Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1, seen)
+        return events
+
+    def _propose(self, text: list[int], count: int) -> Generator[None, None, Proposal]:
+        self.proposing = True
+        if self._verified is not None:
+            self.proposer.settle(self._verified)
+        proposal = yield from self.proposer.propose(text, count, self._chooser)
+        self.proposing = False
+        return proposal
+
+    def _forward(self, rewind: Rewind, fed: list[int]) -> tuple[mx.array, Any]:
+        self.steps += 1
+        with self.proposer.watching() as seen:
+            return rewind.forward(self.model, mx.array([fed])), seen
+
+    def _commit(self, tokens: list[int], rows: mx.array) -> list[TokenEvent]:
+        """Tokens whose forward gave the logits `rows` (R, V) are part of the answer."""
+        if not tokens:
+            return []
+        deciding = mx.concatenate([self.logits, rows[:-1]]) if self._logprobs is not None else None
+        self.logits = rows[-1:]
+        self.tokens += tokens
+        self._chooser.commit(tokens)
+        return [self._event(token, i, deciding) for i, token in enumerate(tokens)]
+
+    def _event(self, token: int, row: int, deciding: mx.array | None) -> TokenEvent:
+        if deciding is None:
+            return TokenEvent(token)
+        raw = deciding[row : row + 1].astype(mx.float32)
+        return token_event(token, raw - mx.logsumexp(raw, axis=-1, keepdims=True), self._logprobs)

@@ -1,0 +1,106 @@
+"""`mlx-specprefill eval`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlx_specprefill import Engine, SelectionConfig
+from mlx_specprefill_evals.arms import ARM_KINDS
+from mlx_specprefill_evals.arms import arms as make_arms
+from mlx_specprefill_evals.command import Options
+from mlx_specprefill_evals.command import evaluate as run
+from mlx_specprefill_evals.local import LocalExaminee, examination
+from mlx_specprefill_evals.remote import RemoteExaminee
+from mlx_specprefill_evals.tasks import GROUPS
+from mlx_specprefill_server.cli.common import OptionError, begin, choose, load, make_settings, one_line_errors
+from mlx_specprefill_server.cli.options import (
+    ChunkSize,
+    Draft,
+    DraftLayers,
+    Dtype,
+    HeadsFile,
+    Level,
+    PairName,
+    PairsFile,
+    Target,
+)
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command("eval")
+def evaluate(
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--task", "--suite", help=f"A task or a group: {', '.join(GROUPS)}; repeat."),
+    ] = None,
+    lengths: Annotated[list[int] | None, typer.Option("--length", help="Prompt tokens; repeat. Default 1024.")] = None,
+    depths: Annotated[
+        list[float] | None, typer.Option("--depth", help="Place of a needle in [0, 1]; repeat. Default: anywhere.")
+    ] = None,
+    longbench: Annotated[list[Path] | None, typer.Option(help="A LongBench jsonl file; repeat.")] = None,
+    number: Annotated[int, typer.Option("-n", min=1, help="Items per task, length and depth.")] = 20,
+    arms: Annotated[
+        list[str] | None, typer.Option("--arm", help=f"{', '.join(ARM_KINDS)}; repeat. Default: sparse, random.")
+    ] = None,
+    keeps: Annotated[
+        list[str] | None, typer.Option("--keep", help="Share of chunks, or auto (sparse only); repeat. Default 0.2.")
+    ] = None,
+    chunk_size: ChunkSize = None,
+    probes: Annotated[
+        int,
+        typer.Option(min=0, help="Items per cell whose distributions are measured too: KL, attention, perplexity."),
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Number of the first item.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for items, report and plots; a run into the same folder goes on.")
+    ] = None,
+    server: Annotated[str | None, typer.Option(help="Ask the server at this address; no pair is loaded.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of that server. Default: the first it lists.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Of that server.")] = None,
+    pair: PairName = "demo",
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    draft_layers: DraftLayers = None,
+    draft_heads: HeadsFile = None,
+    dtype: Dtype = "auto",
+    log_level: Level = "warning",
+) -> None:
+    """Measure what sparse prefill keeps and loses on tasks with known answers. The last line is the report as JSON."""
+    begin(log_level)
+    with one_line_errors():
+        options = Options(
+            tasks=tuple(tasks or () if longbench else tasks or ("niah_single_2",)),
+            lengths=tuple(lengths or (1024,)),
+            depths=tuple(depths or ()),
+            files=tuple(longbench or ()),
+            arms=make_arms(arms or ["sparse"] + ([] if server else ["random"]), keeps or ["0.2"]),
+            number=number,
+            probes=probes,
+            seed=seed,
+            out=out,
+        )
+        if server is not None:
+            if chunk_size is not None:
+                raise OptionError("--chunk-size is for a pair that is loaded here; a server has its own")
+            typer.echo(json.dumps(run(options, RemoteExaminee(server, model, api_key), _tell)))
+            return
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
+        auto = "auto" if any(arm.keep == "auto" for arm in options.arms) else None
+        selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
+        with Engine(
+            load(chosen, dtype, make_settings(chosen, specprefill_keep_pct=auto), calibrate=True),
+            examination(selection),
+        ) as engine:
+            typer.echo(json.dumps(run(options, LocalExaminee(engine), _tell)))
+
+
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)

@@ -1,0 +1,32 @@
+"""What stops a run or an item; the messages are meant for the user.
+
+EvaluationError
+    NotMeasuredError    one item can't be measured; the run goes on
+        UnreachableError    nobody answers at all
+    OtherRunError       the output folder holds results of something else
+    NothingToDoError    no known task and no readable file
+"""
+
+from mlx_specprefill import SpecPrefillError
+
+__all__ = ["EvaluationError", "NotMeasuredError", "NothingToDoError", "OtherRunError", "UnreachableError"]
+
+
+class EvaluationError(SpecPrefillError):
+    pass
+
+
+class NotMeasuredError(EvaluationError):
+    pass
+
+
+class UnreachableError(NotMeasuredError):
+    pass
+
+
+class OtherRunError(EvaluationError):
+    pass
+
+
+class NothingToDoError(EvaluationError):
+    pass

@@ -1,0 +1,250 @@
+"""An engine in this process as examinee: every arm goes through the engine's one path of plan, selection and prefill.
+
+Arms differ in the scores that a request brings along. Positions that are not restored are a full prefill of what the
+sparse arm kept. Nothing here knows arrays of any model: distributions come from `Engine.replay`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from mlx_specprefill import (
+    Account,
+    Engine,
+    EngineConfig,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Replay,
+    SelectionConfig,
+    SpecPrefillError,
+    SpecPrefillPolicy,
+    TokenEvent,
+)
+from mlx_specprefill_server.prompting.conversation import conversation
+from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder
+
+from .arms import FULL, Arm
+from .errors import NotMeasuredError
+from .examinee import Reply
+from .forced import Forced, check_mode, divergence, forced_replies, together
+from .prompted import OWNER, Prompted, Span
+from .tasks import Item, Known
+
+__all__ = ["LocalExaminee", "examination"]
+
+PROBED_TOKENS = 64  # of the dense answer, teacher-forced
+CONTINUED_TOKENS = 256  # of the document, for perplexity
+CACHE_BYTES = 4 << 30  # of one item's arms; they are kept apart by label and forgotten after the item
+
+
+def examination(selection: SelectionConfig | None = None) -> EngineConfig:
+    """Nothing is done in idle time that one answer could leave behind for the next one."""
+    policy = SpecPrefillPolicy(densify=False)
+    return EngineConfig(selection=selection or SelectionConfig(), policy=policy, prefix_cache_bytes=CACHE_BYTES)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    tokens: tuple[int, ...]
+    account: Account
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return self.account.kept_spans or ()
+
+
+class LocalExaminee:
+    """Args:
+    engine: running, and nobody else's: what it keeps is dropped after every item.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._builder = PromptBuilder(engine.pair.tokenizer)
+
+    @property
+    def described(self) -> Mapping[str, str | int]:
+        pair, chunk_size = self._engine.pair, self._engine.config.selection.chunk_size
+        heads = (
+            "none"
+            if pair.heads is None
+            else _digest(json.dumps(replace(pair.heads, shares=None).to_dict(), sort_keys=True))
+        )
+        names = {"target": str(pair.target_id), "draft": str(pair.draft_id or "none"), "heads": heads}
+        return {**names, "chunk_size": chunk_size}
+
+    def count(self, text: str) -> int:
+        return len(self._encode(text))
+
+    def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
+        applicable = [arm for arm in arms if arm.kind != "oracle" or item.gold]
+        try:
+            self._engine.drop_cached(owner=OWNER)  # of the item before
+            if item.earlier:
+                turns = (*item.earlier, item)
+                return together([self._force(turn, applicable, seed, session=True) for turn in turns])
+            if item.known is not None:
+                return self._force(item, applicable, seed)
+            return self._generate(item, applicable, answer_tokens, seed, probe)
+        except SpecPrefillError as error:
+            raise NotMeasuredError(str(error)) from error
+
+    def _force(self, item: Item, arms: Sequence[Arm], seed: int, session: bool = False) -> dict[Arm, Reply]:
+        known = item.known
+        assert known is not None
+        if known.raw:
+            prompt, gold, forced = self._continued(item, known)
+        else:
+            prompt, gold = self._rendered(item)
+            forced = Forced(*_behind(self._encode(known.opening), self._encode(known.opening + known.answer)))
+        prompted = Prompted(self._engine, prompt, gold, 1, seed, session)
+        return forced_replies(prompted, forced, arms, self._decode, keep=session)
+
+    def _generate(
+        self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool
+    ) -> dict[Arm, Reply]:
+        question = _Question(self._engine, *self._rendered(item), answer_tokens, seed)
+        answers = question.answers(arms)
+        measures = {arm: question.recall(arm, answer.spans) for arm, answer in answers.items()}
+        if probe:
+            ratios = self._perplexity_ratios(item, arms, seed)
+            for arm, more in question.probed(answers).items():
+                measures[arm] |= more | ratios.get(arm, {})
+        return {arm: self._reply(answer, measures[arm]) for arm, answer in answers.items()}
+
+    def _perplexity_ratios(self, item: Item, arms: Sequence[Arm], seed: int) -> dict[Arm, dict[str, float]]:
+        """The document's last tokens after what comes before them, without question or template."""
+        tokens = self._encode(item.turns[0].question)
+        if len(tokens) < 2 * CONTINUED_TOKENS:
+            return {}
+        prompt, continuation = Prompt(tokens[:-CONTINUED_TOKENS]), tokens[-CONTINUED_TOKENS:]
+        wanted = [arm for arm in arms if arm.kind not in ("oracle", "full")]
+        replies = forced_replies(
+            Prompted(self._engine, prompt, (), 1, seed), Forced(continuation), [FULL, *wanted], str
+        )
+        full = replies[FULL].measures["nll"]
+        return {arm: {"ppl_ratio": float(np.exp(replies[arm].measures["nll"] - full))} for arm in wanted}
+
+    def _reply(self, answer: _Answer, measures: Mapping[str, float]) -> Reply:
+        stops = self._engine.pair.eos_token_ids
+        text = self._decode([token for token in answer.tokens if token not in stops])
+        return Reply(text, answer.account.kept_tokens / answer.account.prompt_tokens, measures)
+
+    def _rendered(self, item: Item) -> tuple[Prompt, tuple[Span, ...]]:
+        """The conversation up to the last question, earlier answers as they should be, and where its gold lies."""
+        messages: list[dict[str, str]] = []
+        for turn in item.turns:
+            messages.append({"role": "user", "content": turn.question})
+            messages.append({"role": "assistant", "content": turn.answer})
+        said = conversation(messages[:-1])
+        return asyncio.run(self._builder.chat(said)), asyncio.run(self._builder.passages(said, item.gold))
+
+    def _continued(self, item: Item, known: Known) -> tuple[Prompt, tuple[Span, ...], Forced]:
+        """Text to go on with, where its gold lies, and how it goes on."""
+        text = item.turns[-1].question + known.opening
+        head = asyncio.run(self._builder.raw(text)).tokens
+        whole, start = _behind(head, asyncio.run(self._builder.raw(text + known.answer)).tokens)
+        gold = asyncio.run(self._builder.raw_passages(text, item.gold))
+        return Prompt(whole[:start]), gold, Forced(whole[start:])
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._engine.pair.tokenizer.encode(text, add_special_tokens=False))
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._engine.pair.tokenizer.decode(list(tokens)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _behind(head: Sequence[int], whole: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The tokens of a text, and the first of them that is not one of its beginning's: a border may lie in a token."""
+    pairs = enumerate(zip(head, whole, strict=False))
+    return whole, next((at for at, (one, other) in pairs if one != other), min(len(head), len(whole) - 1))
+
+
+class _Question(Prompted):
+    """One prompt on its way through all arms, answered by each."""
+
+    def answers(self, arms: Sequence[Arm]) -> dict[Arm, _Answer]:
+        restored = dict.fromkeys(arm.restored for arm in arms)
+        answers = _gather(self.engine, {arm: self.request(arm) for arm in restored})
+        for arm, answer in answers.items():
+            check_mode(arm, answer.account)
+        renumbered = [arm for arm in arms if arm.restored != arm]
+        cut = {arm: self.cut(answers[arm.restored].spans) for arm in renumbered}
+        answers |= {
+            arm: replace(answer, account=answers[arm.restored].account)
+            for arm, answer in _gather(self.engine, cut).items()
+        }
+        return {arm: answers[arm] for arm in arms}
+
+    def probed(self, answers: Mapping[Arm, _Answer]) -> dict[Arm, dict[str, float]]:
+        """Distributions over the first tokens of the dense answer, and the attention mass that was kept.
+
+        What a model says behind the end of its answer is noise, and would be most of a short one.
+        """
+        dense = self.request(FULL)
+        continuation = (answers.get(FULL) or self.answers([FULL])[FULL]).tokens[:PROBED_TOKENS]
+        full = self.engine.replay(dense, continuation, attention=True)
+        measures = {}
+        for arm, answer in answers.items():
+            if arm != FULL:
+                replayed = self.engine.replay(self._replayed(arm, answer), continuation)
+                measures[arm] = divergence(full.logprobs, replayed.logprobs) | self._mass(full, answer)
+        return measures
+
+    def _replayed(self, arm: Arm, answer: _Answer) -> GenerationRequest:
+        return self.cut(answer.spans) if arm.kind == "renumbered" else self.request(arm)
+
+    def _mass(self, full: Replay, answer: _Answer) -> dict[str, float]:
+        """Of the target's attention to what is open to selection, the share that falls on what was kept."""
+        if full.attention is None:
+            return {}
+        open_to_choice = ~self.mask([(start, end) for start, end, _ in self.inspection().forced_ranges])
+        total = float(full.attention[open_to_choice].sum())
+        held = float(full.attention[open_to_choice & self.mask(answer.spans)].sum())
+        return {"mass": held / total} if total > 0 else {}
+
+
+def _gather(engine: Engine, requests: Mapping[Arm, GenerationRequest]) -> dict[Arm, _Answer]:
+    """All requests at the same time: their answers are decoded in one batch."""
+    events: queue.SimpleQueue[tuple[Arm, Event]] = queue.SimpleQueue()
+    handles = [engine.submit(request, partial(_put, events, arm)) for arm, request in requests.items()]
+    try:
+        return dict(_collected(events, requests))
+    finally:
+        for handle in handles:
+            handle.cancel()
+
+
+def _put(events: queue.SimpleQueue[tuple[Arm, Event]], arm: Arm, event: Event) -> None:
+    events.put((arm, event))
+
+
+def _collected(
+    events: queue.SimpleQueue[tuple[Arm, Event]], requests: Mapping[Arm, GenerationRequest]
+) -> Iterator[tuple[Arm, _Answer]]:
+    tokens: dict[Arm, list[int]] = {arm: [] for arm in requests}
+    waiting = len(requests)
+    while waiting:
+        arm, event = events.get()
+        match event:
+            case TokenEvent():
+                tokens[arm].append(event.token)
+            case Finished():
+                waiting -= 1
+                yield arm, _Answer(tuple(tokens[arm]), event.account)
+            case Failed():
+                raise NotMeasuredError(f"arm {arm.name} failed: {event.error}") from event.error

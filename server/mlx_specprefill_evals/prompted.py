@@ -1,0 +1,127 @@
+"""One prompt and what every arm sees of it: the requests, and how much of what matters was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_specprefill import CacheLabel, Engine, GenerationRequest, Inspection, RuleName, SpecPrefillOptions
+from mlx_specprefill_server.prompting.prompt import Prompt
+
+from . import rankings
+from .arms import FULL, Arm
+
+__all__ = ["OWNER", "Prompted", "Span"]
+
+OWNER = "evaluation"  # of all that is cached meanwhile
+QUESTION_TOKENS = 64  # at the end of the last message, at most: the query of the lexical arm
+CHUNK = 32  # tokens that arms without a draft choose at a time, as published
+
+Span = tuple[int, int]
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
+
+
+class Prompted:
+    """Args:
+    gold: token spans that hold what the answer needs.
+    seed: of the random arm.
+    session: a turn of a conversation. Arms that ask the draft follow their earlier turns as when they serve; those
+        that bring scores along start over at every turn.
+
+    Each arm has its own cache label: what one leaves behind neither helps nor hinders another. The draft's label is
+    one, so that it reads the prompt once for all.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        gold: Sequence[Span],
+        answer_tokens: int,
+        seed: int,
+        session: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.prompt = prompt
+        self.gold = gold
+        self.answer_tokens = answer_tokens
+        self.seed = seed
+        self.session = session
+        self.chunk = engine.config.selection.chunk_size
+        self._inspections: dict[RuleName, Inspection] = {}
+
+    def inspection(self, rule: RuleName = "default") -> Inspection:
+        """The draft is asked once per rule, however many shares are kept."""
+        if rule not in self._inspections:
+            options = SpecPrefillOptions(enabled=True, rule=rule)
+            self._inspections[rule] = self.engine.inspect(self._request(options, "draft"))
+        return self._inspections[rule]
+
+    def request(self, arm: Arm) -> GenerationRequest:
+        return self._request(self._options(arm), arm.name.replace("@", "-").replace(".", "_"))
+
+    def cut(self, spans: Sequence[Span]) -> GenerationRequest:
+        """What was kept, as if it were the whole prompt."""
+        tokens = tuple(token for start, end in spans for token in self.prompt.tokens[start:end])
+        request = self._request(SpecPrefillOptions(enabled=False), f"cut-{len(tokens)}")
+        return replace(request, prompt=tokens, spans=())
+
+    def _request(self, options: SpecPrefillOptions, label: str) -> GenerationRequest:
+        return GenerationRequest(
+            self.prompt.tokens,
+            self.answer_tokens,
+            specprefill=options,
+            spans=self.prompt.spans,
+            stop_token_ids=self.engine.pair.eos_token_ids,
+            label=CacheLabel(OWNER, label),
+        )
+
+    def _options(self, arm: Arm) -> SpecPrefillOptions:
+        if arm == FULL:
+            return SpecPrefillOptions(enabled=False, return_spans=True)
+        if arm.keep == "auto" or (self.session and arm.asks_draft):
+            return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule)
+        M = len(self.prompt.tokens)
+        score: dict[str, Callable[[], Floats]] = {
+            "sparse": lambda: self.inspection().importance,
+            "paper": lambda: self.inspection("paper").importance,
+            "random": partial(rankings.random_chunks, M, CHUNK, self.seed),
+            "recency": partial(rankings.by_recency, M),
+            "lexical": self._by_words,
+            "oracle": partial(rankings.gold_first, M, CHUNK, self.gold, self.seed),
+        }
+        return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule, importance=score[arm.kind]())
+
+    def _by_words(self) -> Floats:
+        tokens, decode = self.prompt.tokens, self.engine.pair.tokenizer.decode
+        passages = [decode(tokens[at : at + CHUNK]) for at in range(0, len(tokens), CHUNK)]
+        return rankings.by_words(len(tokens), passages, CHUNK, self._question())
+
+    def _question(self) -> str:
+        """The last paragraph of the last message, or the end of a long one."""
+        end = self.prompt.spans[-1].content_end if self.prompt.spans else len(self.prompt.tokens)
+        asked = self.engine.pair.tokenizer.decode(self.prompt.tokens[max(0, end - QUESTION_TOKENS) : end])
+        return str(asked).rsplit("\n\n", 1)[-1]
+
+    # --- measures ----------------------------------------------------------------------------------------------------
+
+    def recall(self, arm: Arm, spans: Sequence[Span]) -> dict[str, float]:
+        """Share of the chunks with gold in them whose gold was kept."""
+        if arm == FULL or not self.gold:
+            return {}
+        kept, gold = self.mask(spans), self.mask(self.gold)
+        starts = np.arange(0, kept.size, self.chunk)
+        needed = np.add.reduceat(gold, starts, dtype=np.int64)
+        found = np.add.reduceat(gold & kept, starts, dtype=np.int64)
+        return {"recall": float((found == needed)[needed > 0].mean())}
+
+    def mask(self, spans: Sequence[Span]) -> Bools:
+        mask = np.zeros(len(self.prompt.tokens), dtype=np.bool_)
+        for start, end in spans:
+            mask[start:end] = True
+        return mask

@@ -1,0 +1,567 @@
+"""What is on disk comes back bit for bit, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_specprefill.cache.budget import ByteBudget
+from mlx_specprefill.cache.prefix.disk import DiskRow, DiskTier
+from mlx_specprefill.cache.prefix.tree import PrefixCache
+from tests.cache.prefix.disk_writer import FILE_BYTES, MAKE
+from tests.cache.prefix.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same
+
+LARGE = 1 << 30
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def opened(folder: Path, limit: int = LARGE, **settings: Any) -> Iterator[DiskTier]:
+    tier = DiskTier(folder, limit, **settings)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+@contextlib.contextmanager
+def cached(
+    folder: Path, make: Any = None, limit: int = LARGE, budget: int = LARGE, identity: str = "model", **settings: Any
+) -> Iterator[PrefixCache]:
+    with opened(folder, limit, **settings) as tier:
+        yield PrefixCache(identity, make or fake_caches(), ByteBudget(budget), tier, block_size=BLOCK)
+
+
+def row(key: str, namespace: str = "n", end: int = 1) -> DiskRow:
+    return DiskRow(key, namespace, "", b"", end, 0)
+
+
+def records(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def found(prefixes: PrefixCache, tokens: Any) -> int:
+    """Length of a hit, which has to be right."""
+    hit = prefixes.lookup(tokens)
+    if hit is None:
+        return 0
+    assert same(hit.cache, filled(prefixes._layout._make, tuple(tokens)[: hit.length]))
+    return hit.length
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, flushed: bool) -> None:
+    bits = mx.array(np.random.default_rng(0).integers(0, 2**16, (2, 3, 8)).astype(np.uint16))
+    arrays = {
+        "bf16": bits.view(mx.bfloat16),  # with NaNs, infinities and denormals
+        "f16": bits.view(mx.float16),
+        "f32": bits.view(mx.float32),
+        "u32": bits.view(mx.uint32),  # packed weights
+        "i32": mx.array([-1], dtype=mx.int32),
+        "u8": bits.astype(mx.uint8),
+        "i64": mx.array([[-(2**40)]], dtype=mx.int64),
+        "bool": bits > 30000,
+        "c64": mx.array([1 + 2j]),
+        "scalar": mx.array(3.5),
+        "empty": mx.zeros((1, 2, 5, 0)),
+        "view": bits.view(mx.bfloat16)[:, ::2, 1:5],
+    }
+    with opened(tmp_path) as tier:
+        assert tier.write(row("ab"), arrays)
+        if flushed:
+            tier.flush()
+        back = tier.read("ab", "n")
+    assert back is not None
+    assert set(back) == set(arrays)
+    for name, array in arrays.items():
+        assert (back[name].dtype, back[name].shape) == (array.dtype, array.shape), name
+        assert _raw(back[name]) == _raw(array), name
+
+
+def _raw(array: mx.array) -> bytes:
+    array = mx.contiguous(array)
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes()
+
+
+def test_files_are_safetensors(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        tier.write(row("ab"), {"x": mx.arange(6).reshape(2, 3).astype(mx.bfloat16)})
+    arrays, metadata = mx.load(str(records(tmp_path)[0]), return_metadata=True)  # type: ignore[misc]
+    assert arrays["x"].dtype == mx.bfloat16
+    assert arrays["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (metadata["key"], metadata["namespace"]) == ("ab", "n")
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_prefixes_survive_a_restart(tmp_path: Path, dtype: mx.Dtype) -> None:
+    make = fake_caches(stateful=True, window=6, dtype=dtype)
+    prompts = [tuple(range(seed, seed + 30)) for seed in (0, 100, 200)]
+    with cached(tmp_path, make) as prefixes:
+        for prompt in prompts:
+            prefixes.store(prompt[:16], filled(make, prompt[:16]))
+            prefixes.store(prompt, filled(make, prompt))
+    with cached(tmp_path, make) as prefixes:
+        assert prefixes.nbytes == 0
+        assert len(prefixes.entries()) == 6
+        for prompt in prompts:
+            hit = prefixes.lookup((*prompt, 1))
+            assert hit is not None
+            assert hit.length == 30
+            reference = filled(make, prompt)
+            assert same(hit.cache[:3], reference[:3])
+            assert hit.cache[0].keys.dtype == dtype
+            assert found_ring(hit.cache[3]) == found_ring(reference[3])
+        assert prefixes.nbytes == held_bytes(prefixes) > 0
+
+
+def found_ring(ring: Any) -> bytes:
+    return _raw(ring.keys[..., -ring.max_size :, :])
+
+
+def test_what_memory_evicts_is_served_from_disk(tmp_path: Path) -> None:
+    make = fake_caches()
+    with cached(tmp_path, make, budget=4000) as prefixes:
+        for base in range(0, 4000, 100):
+            prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
+            assert held_bytes(prefixes) == prefixes._budget.used <= 4000
+        for base in range(0, 4000, 100):
+            assert found(prefixes, range(base, base + 50)) == 20
+            assert held_bytes(prefixes) == prefixes._budget.used <= 4000
+
+
+def test_what_disk_refused_at_first_is_written_when_memory_lets_it_go(tmp_path: Path) -> None:
+    make = fake_caches()
+    with cached(tmp_path, make, budget=4000, pending_limit=1) as prefixes:
+        prefixes.store(range(20), filled(make, range(20)))
+        assert not records(tmp_path)
+        assert prefixes._disk is not None
+        prefixes._disk._pending_limit = LARGE
+        prefixes.store(range(50, 70), filled(make, range(50, 70)))
+        prefixes.store(range(80, 110), filled(make, range(80, 110)))
+        assert found(prefixes, range(20)) == 20
+
+
+def test_another_identity_sees_nothing(tmp_path: Path) -> None:
+    with cached(tmp_path) as prefixes:
+        prefixes.store(range(20), filled(fake_caches(), range(20)))
+    with cached(tmp_path, identity="other") as prefixes:
+        assert prefixes.entries() == []
+        assert found(prefixes, range(20)) == 0
+    with cached(tmp_path) as prefixes:
+        assert found(prefixes, range(20)) == 20
+
+
+def test_drop_and_clear_reach_the_disk(tmp_path: Path) -> None:
+    make = fake_caches()
+    with cached(tmp_path, make) as prefixes, opened(tmp_path) as tier:
+        other = PrefixCache("other", make, ByteBudget(LARGE), tier, block_size=BLOCK)
+        other.store(range(20), filled(make, range(20)))
+        for base in (0, 100):
+            prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
+        assert prefixes.drop(prefixes.entries()[0].prefix_id)
+        prefixes._disk.flush()  # type: ignore[union-attr]
+        tier.flush()
+        assert len(records(tmp_path)) == 6
+        prefixes.clear()
+    assert len(records(tmp_path)) == 3
+    with cached(tmp_path, make) as prefixes:
+        assert prefixes.entries() == []
+    with cached(tmp_path, make, identity="other") as prefixes:
+        assert found(prefixes, range(20)) == 20
+
+
+def test_the_byte_limit_holds_and_the_oldest_use_goes_first(tmp_path: Path) -> None:
+    make = fake_caches()
+    with cached(tmp_path, make) as prefixes:
+        prefixes.store(range(20), filled(make, range(20)))
+    one = sum(path.stat().st_size for path in records(tmp_path))
+    with cached(tmp_path, make, limit=4 * one + 10, budget=0) as prefixes:
+        for base in range(100, 400, 100):
+            prefixes._budget.limit = LARGE
+            prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
+            prefixes._budget.shrink(LARGE)
+        assert found(prefixes, range(20)) == 20  # now the one that was used last
+        for base in range(400, 600, 100):
+            prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
+            prefixes._budget.shrink(LARGE)
+        prefixes._disk.flush()  # type: ignore[union-attr]
+        assert sum(path.stat().st_size for path in records(tmp_path)) <= 4 * one + 10
+        kept = [base for base in (0, 100, 200, 300, 400, 500) if found(prefixes, range(base, base + 20)) == 20]
+    assert kept == [0, 300, 400, 500]
+
+
+def test_a_chain_longer_than_the_limit_keeps_its_beginning(tmp_path: Path) -> None:
+    make = fake_caches()
+    with cached(tmp_path, make, limit=10_000) as prefixes:
+        prefixes.store(range(200), filled(make, range(200)))
+    assert sum(path.stat().st_size for path in records(tmp_path)) <= 10_000
+    with cached(tmp_path, make) as prefixes:
+        assert 3 * BLOCK <= found(prefixes, range(200)) < 200
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def stored(folder: Path) -> list[Path]:
+    """Three blocks and a tail of one prompt; the files in the order of their tokens."""
+    with cached(folder) as prefixes:
+        prefixes.store(range(28), filled(fake_caches(), range(28)))
+    with sqlite3.connect(folder / "index.sqlite") as database:
+        keys = [key for (key,) in database.execute("SELECT key FROM records ORDER BY end")]
+    database.close()
+    return [folder / f"{key}.safetensors" for key in keys]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def _flip_header(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"0.keys"', b'"2.keys"'))
+
+
+def _other(path: Path) -> Path:
+    return next(other for other in records(path.parent) if other != path)
+
+
+DAMAGE = {
+    "a flipped bit": _flip,
+    "a renamed array": _flip_header,
+    "a truncated file": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "an empty file": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(os.urandom(1000)),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "another record's file": lambda path: path.write_bytes(
+        next(p for p in records(path.parent) if p != path).read_bytes()
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize(("victim", "left"), [(0, 0), (2, 16), (3, 24)])
+def test_a_damaged_file_is_never_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str, victim: int, left: int
+) -> None:
+    path = stored(tmp_path)[victim]
+    DAMAGE[damage](path)
+    with caplog.at_level(logging.WARNING), cached(tmp_path) as prefixes:
+        assert found(prefixes, range(28)) == left
+        assert path.name in caplog.text
+        prefixes.store(range(28), filled(fake_caches(), range(28)))  # and can be stored again
+        prefixes._budget.shrink(LARGE)
+        assert damage == "a folder" or found(prefixes, range(28)) == 28
+
+
+@pytest.mark.parametrize(("victim", "left"), [(0, 0), (2, 16), (3, 24)])
+@pytest.mark.parametrize("running", [True, False])
+def test_a_missing_file_is_a_miss(tmp_path: Path, victim: int, left: int, running: bool) -> None:
+    path = stored(tmp_path)[victim]
+    if not running:
+        path.unlink()
+    with cached(tmp_path) as prefixes:
+        path.unlink(missing_ok=True)
+        assert found(prefixes, range(28)) == left
+    with cached(tmp_path) as prefixes:
+        assert found(prefixes, range(28)) == left
+    assert len(records(tmp_path)) == left // BLOCK
+
+
+def test_a_file_of_another_identity_is_never_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Even when the index vouches for its bytes."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    path = stored(ours)[0]
+    with cached(theirs, identity="other") as prefixes:
+        prefixes.store(range(8), filled(fake_caches(), range(8)))
+    foreign = records(theirs)[0].read_bytes()
+    path.write_bytes(foreign)
+    with sqlite3.connect(theirs / "index.sqlite") as database:
+        ((checksum,),) = database.execute("SELECT checksum FROM records")
+    database.close()
+    with sqlite3.connect(ours / "index.sqlite") as database:
+        database.execute("UPDATE records SET checksum = ? WHERE key = ?", (checksum, path.stem))
+    database.close()
+    with caplog.at_level(logging.WARNING), cached(ours) as prefixes:
+        assert found(prefixes, range(28)) == 0
+    assert "belongs elsewhere" in caplog.text
+
+
+def test_rows_whose_tokens_do_not_match_their_key_are_dropped(tmp_path: Path) -> None:
+    stored(tmp_path)
+    with sqlite3.connect(tmp_path / "index.sqlite") as database:
+        database.execute("UPDATE records SET tokens = zeroblob(32) WHERE end = 16")
+    database.close()
+    with cached(tmp_path) as prefixes:
+        assert found(prefixes, range(28)) == 8
+        assert found(prefixes, [*range(8), *[0] * 8]) == 8
+    assert len(records(tmp_path)) == 1
+
+
+def test_files_without_a_row_are_swept_up_and_strangers_left_alone(tmp_path: Path) -> None:
+    stored(tmp_path)
+    swept = [tmp_path / "ab12.safetensors", tmp_path / "ab12-state.safetensors", tmp_path / "ab12.77-0.tmp"]
+    strangers = [tmp_path / "model.safetensors", tmp_path / "notes.txt", tmp_path / "x.tmp"]
+    for path in (*swept, *strangers):
+        path.write_bytes(b"?")
+    with cached(tmp_path) as prefixes:
+        assert found(prefixes, range(28)) == 28
+    assert not any(path.exists() for path in swept)
+    assert all(path.exists() for path in strangers)
+
+
+@pytest.mark.parametrize("how", ["garbage", "truncated", "another version", "another table"])
+def test_a_broken_index_starts_empty(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    stored(tmp_path)
+    index = tmp_path / "index.sqlite"
+    if how == "garbage":
+        index.write_bytes(os.urandom(5000))
+    elif how == "truncated":
+        index.write_bytes(index.read_bytes()[:5000])
+    else:
+        with sqlite3.connect(index) as database:
+            database.execute("PRAGMA user_version = 99" if how == "another version" else "DROP TABLE records")
+            if how == "another table":
+                database.execute("CREATE TABLE records (other TEXT)")
+        database.close()
+    with caplog.at_level(logging.WARNING), cached(tmp_path) as prefixes:
+        assert "starts empty" in caplog.text
+        assert prefixes._disk is not None
+        assert prefixes._disk.enabled
+        assert found(prefixes, range(28)) == 0
+        assert records(tmp_path) == []
+        prefixes.store(range(28), filled(fake_caches(), range(28)))
+    with cached(tmp_path) as prefixes:
+        assert found(prefixes, range(28)) == 28
+
+
+def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with cached(tmp_path / "file" / "cache") as prefixes:
+        assert not prefixes._disk.enabled  # type: ignore[union-attr]
+        assert "no disk cache" in caplog.text
+        prefixes.store(range(20), filled(fake_caches(), range(20)))
+        assert found(prefixes, range(20)) == 20
+        prefixes._budget.shrink(LARGE)
+        assert found(prefixes, range(20)) == 0
+
+
+def test_a_folder_that_turns_read_only_is_a_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Or a full disk, or one that goes away."""
+    with cached(tmp_path) as prefixes:
+        prefixes._disk.folder = tmp_path / "gone"  # type: ignore[union-attr]
+        prefixes.store(range(20), filled(fake_caches(), range(20)))
+        prefixes._disk.flush()  # type: ignore[union-attr]
+        assert caplog.text.count("could not write") == 1
+        assert found(prefixes, range(20)) == 20
+        prefixes._budget.shrink(LARGE)
+        prefixes._disk.flush()  # type: ignore[union-attr]
+        assert found(prefixes, range(20)) == 0
+
+
+def test_nothing_is_served_after_close(tmp_path: Path) -> None:
+    with cached(tmp_path) as prefixes:
+        prefixes.store(range(20), filled(fake_caches(), range(20)))
+    assert found(prefixes, range(20)) == 20  # memory still has it
+    prefixes._budget.shrink(LARGE)
+    assert found(prefixes, range(20)) == 0
+    prefixes.store(range(20), filled(fake_caches(), range(20)))
+    assert found(prefixes, range(20)) == 20
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_what_disk_lost_is_stored_again(tmp_path: Path, stateful: bool) -> None:
+    """Also when no look-up noticed the loss."""
+    make = fake_caches(stateful)
+    for lost in range(4 + stateful):
+        with cached(tmp_path / str(lost), make) as prefixes:
+            prefixes.store(range(28), filled(make, range(28)))
+            prefixes._budget.shrink(LARGE)
+            nodes = [record for node in prefixes._nodes() for record in node.records()]
+            prefixes._disk.remove([nodes[lost].key])  # type: ignore[union-attr]
+            prefixes.store(range(28), filled(make, range(28)))
+            assert found(prefixes, range(28)) == 28
+
+
+# --- several processes, sudden ends -----------------------------------------------------------------------------------
+
+
+def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
+    """The second sees what the first had written, cleans nothing up, and neither disturbs the other."""
+    make = fake_caches()
+    with cached(tmp_path, make) as one:
+        one.store(range(20), filled(make, range(20)))
+        one._disk.flush()  # type: ignore[union-attr]
+        orphan = tmp_path / "ab12.safetensors"
+        orphan.write_bytes(b"as if one were about to write its row")
+        with cached(tmp_path, make) as two:
+            assert orphan.exists()
+            assert found(two, range(20)) == 20
+            for base in range(100, 1000, 100):
+                for prefixes in (one, two):
+                    prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
+            two.clear()
+            two._disk.flush()  # type: ignore[union-attr]
+            one._disk.flush()  # type: ignore[union-attr]
+            one._budget.shrink(LARGE)
+            assert [found(one, range(base, base + 20)) in (0, 8, 16, 20) for base in range(0, 1000, 100)] == [True] * 10
+    with cached(tmp_path, make) as prefixes:
+        assert not orphan.exists()
+        for base in range(0, 1000, 100):
+            found(prefixes, range(base, base + 20))
+
+
+@pytest.mark.timeout(900)
+def test_kill_9_during_writes_fifty_times(tmp_path: Path) -> None:
+    """Whatever moment a process dies at, the next one opens the folder and serves nothing that is wrong."""
+    rng, served, number = random.Random(0), 0, 0
+    until = time.monotonic() + 120  # fifteen seconds, but minutes where others keep the disk busy: then fewer will do
+    with writers(tmp_path) as start:
+        while number < 50 and (number < 10 or time.monotonic() < until):
+            process = start(number)
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("ready"), "the folder could not be opened"
+            # Some die before they have written anything, some in their first record, some leave a whole prompt, of up
+            # to eight records: a file comes, gets its name, the next one comes. So it is on a slow disk, too.
+            for _ in range((0, 1, 2, 16)[number % 4]):
+                _wait_for_a_change(tmp_path)
+            time.sleep(rng.uniform(0.0, 0.03))
+            assert process.poll() is None, "the writer ended by itself"
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            number += 1
+            if number % 5 == 0:
+                with cached(tmp_path, MAKE, limit=FILE_BYTES) as prefixes:
+                    served += sum(_served(prefixes, prompt_of(seed)) for seed in range(40))
+    assert served > number**2 / 50, "the writers left too little to check"
+    _folder_is_consistent(tmp_path)
+
+
+def _wait_for_a_change(folder: Path) -> None:
+    before, deadline = {path.name for path in folder.iterdir()}, time.monotonic() + 60
+    while {path.name for path in folder.iterdir()} == before and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _served(prefixes: PrefixCache, prompt: tuple[int, ...]) -> bool:
+    hit = prefixes.lookup(prompt)
+    if hit is None:
+        return False
+    reference = filled(prefixes._layout._make, prompt[: hit.length])
+    assert same(hit.cache[:3], reference[:3])
+    assert found_ring(hit.cache[3]) == found_ring(reference[3])
+    return True
+
+
+def _folder_is_consistent(folder: Path) -> None:
+    with opened(folder):
+        pass
+    with sqlite3.connect(folder / "index.sqlite") as database:
+        rows = dict(database.execute("SELECT key, file_bytes FROM records").fetchall())
+    database.close()
+    assert {path.stem: path.stat().st_size for path in records(folder)} == rows
+    assert sum(rows.values()) <= FILE_BYTES
+    assert not list(folder.glob("*.tmp"))
+
+
+@contextlib.contextmanager
+def writers(folder: Path) -> Iterator[Any]:
+    """Starts processes that write into the folder; kills what is left of them."""
+    running: list[subprocess.Popen[str]] = []
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+
+    def start(seed: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.cache.prefix.disk_writer", str(folder), str(7 * seed)]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        running.append(process)
+        return process
+
+    try:
+        yield start
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def test_metadata_is_plain_json(tmp_path: Path) -> None:
+    stored(tmp_path)
+    data = records(tmp_path)[0].read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert set(header["__metadata__"]) == {"format", "version", "key", "namespace"}
+
+
+# --- privacy ----------------------------------------------------------------------------------------------------------
+
+
+def open_to_others(folder: Path) -> dict[str, str]:
+    """The folder and the files in it that anybody but their owner may do anything with, and their modes."""
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    return {name: oct(mode) for name, mode in modes.items() if mode & 0o077}
+
+
+@contextlib.contextmanager
+def everybody_may_read() -> Iterator[None]:
+    before = os.umask(0)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def test_nobody_else_can_read_what_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with everybody_may_read(), cached(folder) as prefixes:
+        prefixes.store(range(28), filled(fake_caches(), range(28)))
+        prefixes._disk.flush()  # type: ignore[union-attr]
+        assert {"index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "lock"} < {f.name for f in folder.iterdir()}
+        assert records(folder)
+        assert open_to_others(folder) == {}
+    assert open_to_others(folder) == {}
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_of_before_is_closed_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
+    for path in (tmp_path, *tmp_path.iterdir()):
+        path.chmod(0o777)
+    with caplog.at_level(logging.WARNING), cached(tmp_path) as prefixes:
+        assert found(prefixes, range(28)) == 28
+        assert open_to_others(tmp_path) == {"notes.txt": "0o777"}  # not ours
+    assert "was open to others" in caplog.text
+    caplog.clear()
+    with cached(tmp_path):
+        assert "was open to others" not in caplog.text
+
+
+def test_nothing_is_kept_in_a_folder_that_is_everybodys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.chmod(0o1777)
+    with cached(tmp_path) as prefixes:
+        assert not prefixes._disk.enabled  # type: ignore[union-attr]
+    assert "not this user's alone" in caplog.text
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,142 @@
+"""The budget lets go of what it no longer counts, and evicts in the order that it promises."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_specprefill.cache.budget import GRACE, ByteBudget, Entry
+from mlx_specprefill.cache.positioned import make_positioned_cache, place
+from mlx_specprefill.cache.prefix.tree import PrefixCache
+from mlx_specprefill.sessions.store import SessionStore
+from tests.cache.prefix.stores import BLOCK, fake_caches, feed, filled
+from tests.tiny import random_prompt, tiny_model
+
+LARGE = 1 << 30
+
+
+class Kept(Entry):
+    """An entry of one byte."""
+
+    def __init__(self, budget: ByteBudget, gone: list[Entry]) -> None:
+        super().__init__(1)
+        self._budget = budget
+        self._gone = gone
+
+    def evict(self) -> None:
+        self._budget.remove(self)
+        self._gone.append(self)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing but reference counts frees memory: what only the collector would find may live for minutes."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("hits", [0, 1, 2])
+def test_an_entry_that_is_not_counted_any_more_is_not_held(hits: int) -> None:
+    """Long before the budget is full, and whichever class it was in."""
+    budget = ByteBudget(LARGE)
+    with uncollected():
+        entry = Kept(budget, [])
+        budget.add(entry)
+        for _ in range(hits):
+            budget.begin_lookup()
+            budget.touch(entry, hit=True)
+        budget.remove(entry)
+        watch = weakref.ref(entry)
+        del entry
+        assert watch() is None
+
+
+def test_a_budget_that_is_never_full_stays_small() -> None:
+    """What is replaced turn by turn leaves nothing behind, beside entries that stay."""
+    budget = ByteBudget(LARGE)
+    for entry in (staying := [Kept(budget, []) for _ in range(10)]):
+        budget.add(entry)
+    for _ in range(5000):
+        budget.begin_lookup()
+        entry = Kept(budget, [])
+        budget.add(entry)
+        budget.touch(entry, hit=True)
+        budget.remove(entry)
+    assert budget.used == len(staying)
+    assert sum(len(queue._heap) + len(queue._entries) for queue in (budget._single, budget._hit)) < 300
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 10**9))
+def test_the_lowest_entry_goes_first_whatever_was_removed_before(seed: int) -> None:
+    """Against the plain rule over all entries: used earliest, hits spared by the grace while they take little."""
+    rng, gone = random.Random(seed), list[Entry]()
+    budget, held = ByteBudget(rng.randint(1, 30)), list[Kept]()
+    for _ in range(rng.randint(1, 300)):
+        budget.begin_lookup()
+        what = rng.random()
+        if what < 0.4 and budget.used < budget.limit:
+            held.append(Kept(budget, gone))
+            budget.touch(held[-1])
+            budget.add(held[-1])
+        elif what < 0.7 and held:
+            budget.touch(rng.choice(held), hit=rng.random() < 0.5)
+        elif what < 0.9 and held:
+            budget.remove(held.pop(rng.randrange(len(held))))
+        elif held:
+            spared = GRACE if 8 * sum(bool(entry.hits) for entry in held) <= 7 * budget.limit else 0.0
+            ranks = {entry: entry.used + (spared if entry.hits else 0.0) for entry in held}
+            budget.shrink(1)
+            assert gone[-1] in held
+            assert ranks[gone[-1]] == min(ranks.values())
+            held.remove(gone[-1])
+        assert budget.used == len(held)
+        assert budget.shared == sum(bool(entry.hits) for entry in held)
+
+
+def test_a_chat_leaves_the_session_of_its_last_turn_and_nothing_else() -> None:
+    """Every turn's cache replaces the one before; MLX holds one of them, however many turns there were."""
+    sessions, model, before = SessionStore(ByteBudget(LARGE)), tiny_model("llama"), 0
+    with uncollected():
+        for turn in range(1, 31):
+            tokens = random_prompt(200 + 8 * turn)
+            cache = make_positioned_cache(model)
+            place(cache, list(range(200)))
+            feed(model, cache, tokens[:200], 200)
+            sessions.lookup("pair", tokens)
+            sessions.store("pair", tokens, cache)
+            del cache
+            if turn == 3:
+                before = mx.get_active_memory()
+        assert len(sessions) == 1
+        assert mx.get_active_memory() <= before + sessions.nbytes
+
+
+def test_cleared_caches_hold_no_arrays() -> None:
+    make, budget = fake_caches(width=256), ByteBudget(LARGE)
+    with uncollected():
+        before = mx.get_active_memory()
+        prefixes = PrefixCache("m", make, budget, block_size=BLOCK)
+        sessions = SessionStore(budget)
+        for turn in range(20):
+            tokens = tuple(range(100 + 10 * turn))
+            prefixes.store(tokens, filled(make, tokens))
+            prefixes.lookup(tokens, len(tokens) - 1)
+            sessions.store("pair", tokens, filled(make, tokens))
+        assert mx.get_active_memory() - before <= 1.1 * budget.used + (64 << 10)
+        sessions.clear()
+        prefixes.clear()
+        assert budget.used == 0
+        assert mx.get_active_memory() - before <= 64 << 10

@@ -1,0 +1,82 @@
+"""What a sparse request holds while its target reads: nothing of the draft's, unless somebody needs it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SettingsError, SpecPrefillOptions
+from mlx_specprefill.cache.positioned import leaves
+from mlx_specprefill.engine import prefill as prefiller
+from tests import tiny
+
+
+@pytest.mark.parametrize("wired", [False, True])
+def test_memory_is_wired_only_where_that_is_asked_for(monkeypatch, wired):
+    """Kernel panics were reported of Macs on which the limit is set, so neither we nor what we call sets it."""
+    limits, info = [], mx.device_info()
+    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: limits.append(limit) or 0)
+    monkeypatch.setattr(mx, "device_info", lambda: {**info, "max_recommended_working_set_size": 1 << 33})
+    config = EngineConfig(wired_limit=True) if wired else EngineConfig()
+    with Engine(tiny.tiny_pair(), config) as engine:
+        for enabled in (True, False):
+            request = GenerationRequest(
+                tuple(tiny.random_prompt(300)), 4, specprefill=SpecPrefillOptions(enabled, speculative="draft")
+            )
+            *_, last = engine.generate(request)
+            assert isinstance(last, Finished)
+    assert limits == ([1 << 33] if wired else [])
+
+
+class Watch:
+    """Weak references to what the draft left behind, and how many of them live when the target starts to read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: list[weakref.ref[Any]] = []
+        self.alive: list[int] = []
+        scorer_for, read = prefiller.scorer_for, prefiller.prefill
+
+        def watched_scorer(*args: Any) -> Any:
+            scorer = scorer_for(*args)
+
+            def score(draft: Any, task: Any) -> Iterator[Any]:
+                scores = yield from scorer.score(draft, task)
+                self.left += [weakref.ref(part) for part in leaves(scores.cache)] + [weakref.ref(scores.importance)]
+                return scores
+
+            return SimpleNamespace(score=score)
+
+        def watched_read(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            gc.collect()
+            self.alive.append(sum(left() is not None for left in self.left))
+            return (yield from read(*args, **kwargs))
+
+        monkeypatch.setattr(prefiller, "scorer_for", watched_scorer)
+        monkeypatch.setattr(prefiller, "prefill", watched_read)
+
+
+@pytest.mark.parametrize(("speculative", "held"), [("off", False), ("draft", True)])
+def test_the_drafts_cache_and_scores_are_gone_before_the_target_reads(monkeypatch, speculative, held):
+    watch = Watch(monkeypatch)
+    sparse = SpecPrefillOptions(enabled=True, speculative=speculative)
+    request = GenerationRequest(tuple(tiny.random_prompt(300)), 4, specprefill=sparse)
+    with Engine(tiny.tiny_pair(), EngineConfig(prefix_cache_bytes=0)) as engine:
+        *_, last = engine.generate(request)
+    assert isinstance(last, Finished)
+    assert last.account.mode == "sparse"
+    assert len(watch.left) > 1
+    assert (watch.alive[0] > 0) == held
+
+
+def test_a_limit_below_the_weights_is_refused_with_what_is_needed():
+    pair = tiny.tiny_pair()
+    with pytest.raises(
+        SettingsError, match=r"0\.0 MiB is below the weights: target \d+\.\d MiB, draft \d+\.\d MiB\. At least"
+    ):
+        Engine(pair, EngineConfig(memory_limit=1000))

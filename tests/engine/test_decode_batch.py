@@ -1,0 +1,374 @@
+"""Rows that decode together: each gets what it gets alone, and what is left of it is exact."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import QuantizedKVCache
+
+from mlx_specprefill.adapters.rope import install_rope
+from mlx_specprefill.cache.positioned import leaves, quantize_kv
+from mlx_specprefill.engine.autoregressive import decode
+from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, RowFailed
+from mlx_specprefill.request import SamplingParams, TokenEvent
+from mlx_specprefill.sampling import greedy
+from tests.oracle import build, vocabulary
+from tests.rows import (
+    Row,
+    alone,
+    assert_same_contents,
+    batch_row,
+    contents,
+    logprob_error,
+    make_rows,
+    prefilled,
+    together,
+    tokens,
+)
+from tests.tiny import FAMILIES, VOCAB, tiny_model
+
+CLOSE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    install_rope()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return tiny_model("llama")
+
+
+class Counting:
+    """A model that counts its forwards and their rows."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.rows: list[int] = []
+
+    def __call__(self, inputs: mx.array, **kwargs: Any) -> mx.array:
+        self.rows.append(inputs.shape[0])
+        output: mx.array = self.model(inputs, **kwargs)
+        return output
+
+
+def counted(model: Any) -> tuple[DecodeBatch, list[int]]:
+    batch = DecodeBatch(model)
+    batch._model = counting = Counting(model)  # type: ignore[assignment]
+    return batch, counting.rows
+
+
+# --- joining and leaving ---------------------------------------------------------------------------------------------
+
+
+def test_all_rows_share_one_forward(llama: Any) -> None:
+    batch, forwards = counted(llama)
+    for uid, row in enumerate(make_rows(VOCAB, 4)):
+        batch.add(batch_row(llama, uid, row))
+    for _ in range(3):
+        assert sorted(uid for uid, _ in batch.step()) == [0, 1, 2, 3]
+    batch.remove(2)
+    batch.step()
+    assert forwards == [4, 4, 4, 3]
+
+
+def test_a_row_keeps_neither_the_cache_it_brought_nor_its_prompts_logits(llama: Any) -> None:
+    """The cache is copied into the batch's; the logits are part of those of all rows of the prefill's last forward."""
+    batch, left = DecodeBatch(llama), []
+    before = mx.get_active_memory()
+    for uid, made in enumerate(make_rows(VOCAB, 8)):
+        row = batch_row(llama, uid, made)
+        forward = mx.zeros((1, 64, 1 << 14))  # of a larger vocabulary: 4 MiB
+        mx.eval(forward)
+        batch.add(replace(row, logits=forward[:, -1, :VOCAB]))
+        left += [weakref.ref(part) for part in leaves(row.cache)]
+        del row, forward
+    for _ in range(2):
+        batch.step()
+    assert not any(part() is not None for part in left)
+    assert mx.get_active_memory() - before < 4 << 20
+
+
+def test_the_first_token_needs_no_forward(llama: Any) -> None:
+    batch, forwards = counted(llama)
+    row = batch_row(llama, 7, make_rows(VOCAB, 1)[0])
+    batch.add(row)
+    assert forwards == []
+    ((uid, event),) = batch.step()
+    assert (uid, event.token) == (7, int(greedy(row.logits).item()))
+
+
+def test_a_first_token_asked_for_ahead_is_not_returned_again(llama: Any) -> None:
+    """Beside a row that is decoding already, and with nothing else changed."""
+    rows = make_rows(VOCAB, 2)
+    expected = [tokens(alone(llama, row, 5)[0]) for row in rows]
+    batch, forwards = counted(llama)
+    batch.add(batch_row(llama, 0, rows[0]))
+    got: list[list[TokenEvent]] = [[event for _, event in batch.step()], []]
+    before = list(forwards)
+    batch.add(batch_row(llama, 1, rows[1]))
+    got[1].append(batch.first_token(1))
+    assert forwards == before
+    while min(map(len, got)) < 4:
+        for uid, event in batch.step():
+            got[uid].append(event)
+    assert [len(events) for events in got] == [5, 4]
+    for events, answer in zip(got, expected, strict=True):
+        assert tokens(events) == answer[: len(events)]
+
+
+def test_a_row_that_leaves_after_a_first_token_ahead_holds_its_prompt(llama: Any) -> None:
+    batch = DecodeBatch(llama)
+    prompt = make_rows(VOCAB, 1)[0]
+    batch.add(batch_row(llama, 0, prompt))
+    batch.first_token(0)
+    removed = batch.remove(0)
+    assert removed.tokens == ()
+    assert_same_contents(removed.cache, prefilled(llama, prompt)[0])
+
+
+def test_a_lone_row_keeps_its_own_cache(llama: Any) -> None:
+    """No masks, no copies: it costs what it costs without a batch."""
+    batch = DecodeBatch(llama)
+    row = batch_row(llama, 0, make_rows(VOCAB, 1)[0])
+    batch.add(row)
+    for _ in range(3):
+        batch.step()
+    removed = batch.remove(0)
+    assert all(ours is theirs for ours, theirs in zip(removed.cache, row.cache, strict=True))
+
+
+def test_names_and_numbers(llama: Any) -> None:
+    batch = DecodeBatch(llama)
+    rows = make_rows(VOCAB, 3)
+    assert (len(batch), batch.uids, batch.step()) == (0, [], [])
+    for uid in (5, 3):
+        batch.add(batch_row(llama, uid, rows[0]))
+    assert (len(batch), batch.uids) == (2, [5, 3])
+    with pytest.raises(ValueError, match="row 5 is decoding already"):
+        batch.add(batch_row(llama, 5, rows[1]))
+    batch.step()
+    batch.remove(5)
+    assert batch.uids == [3]
+    with pytest.raises(KeyError):
+        batch.remove(5)
+    batch.remove(3)
+    assert (len(batch), batch.step()) == (0, [])
+
+
+def test_a_row_that_leaves_before_its_first_step_is_untouched(llama: Any) -> None:
+    batch = DecodeBatch(llama)
+    first, second = (batch_row(llama, uid, row) for uid, row in enumerate(make_rows(VOCAB, 2)))
+    before = copy.deepcopy(second.cache)
+    batch.add(first)
+    batch.step()
+    batch.add(second)
+    removed = batch.remove(1)
+    assert removed.tokens == ()
+    assert_same_contents(removed.cache, before, atol=0)
+    assert np.array_equal(np.array(removed.logits), np.array(second.logits))
+
+
+# --- what is left of a row -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma3_text", "lfm2"])
+def test_the_cache_that_comes_out_holds_the_prompt_and_every_token(family: str) -> None:
+    """For recurrent layers too, which could not forget a token that was fed ahead."""
+    model = tiny_model(family) if family in FAMILIES else build(family)
+    rows = make_rows(vocabulary(model), 4)
+    counts = [40, 9, 1, 23]
+    events, removed = together(model, rows, [0, 2, 2, 5], counts)
+    for uid, row in enumerate(rows):
+        expected, cache = alone(model, row, counts[uid] + 1)
+        assert removed[uid].tokens == tuple(tokens(events[uid])) == tuple(tokens(expected[:-1]))
+        assert_same_contents(removed[uid].cache, cache)
+        assert int(greedy(removed[uid].logits).item()) == expected[-1].token
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_can_come_back(family: str) -> None:
+    model = tiny_model(family)
+    rows = make_rows(VOCAB, 3)
+    expected = [tokens(alone(model, row, 40)[0]) for row in rows]
+    batch = DecodeBatch(model)
+    got: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for uid, row in enumerate(rows):
+        batch.add(batch_row(model, uid, row))
+    for step in range(40):
+        if step in (7, 30):
+            removed = batch.remove(1)
+            batch.add(DecodeRow(1, removed.cache, removed.logits, greedy))
+        for uid, event in batch.step():
+            got[uid].append(event.token)
+    assert got == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "nemotron_h"])
+def test_half_precision_stays_half_precision(family: str, dtype: mx.Dtype) -> None:
+    model = tiny_model(family)
+    model.set_dtype(dtype)
+    rows = make_rows(VOCAB, 3)
+
+    def dtypes(cache: list[Any]) -> list[mx.Dtype]:
+        inner = [getattr(leaf, "inner", leaf) for leaf in leaves(cache)]
+        arrays = [
+            part for leaf in inner for part in (leaf.cache if hasattr(leaf, "cache") else (leaf.keys, leaf.values))
+        ]
+        return [array.dtype for array in arrays]
+
+    _, removed = together(model, rows, [0, 1, 1], [6, 6, 9])
+    for uid, row in enumerate(rows):
+        assert dtypes(removed[uid].cache) == dtypes(alone(model, row, 3)[1])
+        assert removed[uid].logits.dtype == dtype
+
+
+# --- samplers, penalties, log-probabilities ---------------------------------------------------------------------------
+
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=1.3, seed=2, top_p=0.9, top_k=20, min_p=0.01),
+    SamplingParams(presence_penalty=1.5, frequency_penalty=0.5),
+    SamplingParams(temperature=0.8, seed=1, repetition_penalty=1.4, logit_bias={5: 3.0}),
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
+def test_every_row_has_its_own_sampler(family: str) -> None:
+    """A seed means the same text in a batch, whoever else is in it; reported log-probabilities are the model's."""
+    model = tiny_model(family)
+    rows = make_rows(VOCAB, 5, seed=3)
+    rows = [replace(row, sampling=sampling) for row, sampling in zip(rows, SAMPLINGS, strict=True)]
+    rows[1] = replace(rows[1], logprobs=None)
+    rows[2] = replace(rows[2], logprobs=0)
+    events, _ = together(model, rows, [0, 0, 3, 4, 9], [24] * 5)
+    for uid, row in enumerate(rows):
+        expected, _ = alone(model, row, 24)
+        assert tokens(events[uid]) == tokens(expected)
+        if row.logprobs is not None:
+            assert logprob_error(events[uid], expected) < CLOSE
+        assert all((event.logprob is None) == (row.logprobs is None) for event in events[uid])
+        assert all(len(event.top_logprobs) == (row.logprobs or 0) for event in events[uid])
+
+
+def test_a_processor_that_raises_ends_its_own_row_only(llama: Any) -> None:
+    def fail(history: mx.array, logits: mx.array) -> mx.array:
+        if history.size == 3:
+            raise ArithmeticError("no way on")
+        return logits
+
+    rows = make_rows(VOCAB, 3)
+    expected = [tokens(alone(llama, row, 12)[0]) for row in rows]
+    batch = DecodeBatch(llama)
+    for uid, row in enumerate(rows):
+        spec = batch_row(llama, uid, row)
+        batch.add(replace(spec, processors=[fail]) if uid == 1 else spec)
+    got: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    failures = []
+    while len(got[0]) < 12:
+        try:
+            events = batch.step()
+        except RowFailed as failed:
+            failures.append((failed.uid, repr(failed.__cause__), batch.remove(failed.uid).tokens))
+            continue
+        for uid, event in events:
+            got[uid].append(event.token)
+    assert failures == [(1, "ArithmeticError('no way on')", tuple(expected[1][:3]))]
+    assert got == {0: expected[0], 1: expected[1][:3], 2: expected[2]}
+
+
+def test_a_processor_that_raises_at_once_keeps_its_row_out(llama: Any) -> None:
+    def fail(history: mx.array, logits: mx.array) -> mx.array:
+        raise ArithmeticError("no way on")
+
+    batch = DecodeBatch(llama)
+    with pytest.raises(ArithmeticError):
+        batch.add(replace(batch_row(llama, 0, make_rows(VOCAB, 1)[0]), processors=[fail]))
+    assert len(batch) == 0
+
+
+# --- rows that can't share a forward ---------------------------------------------------------------------------------
+
+
+def test_quantised_rows_decode_beside_the_others_at_their_shift() -> None:
+    model = tiny_model("llama", head_dim=64, hidden_size=64)
+    batch, forwards = counted(model)
+    expected = {}
+    for uid, row in enumerate(make_rows(VOCAB, 4)):
+        spec = batch_row(model, uid, row)
+        if uid in (1, 2):
+            quantized, shift = quantize_kv(spec.cache, group_size=64, bits=8)
+            assert (shift > 0) == (row.kept is not None)
+            spec = replace(spec, cache=quantized, shift=shift)
+        expected[uid] = list(decode(model, copy.deepcopy(spec.cache), spec.logits, greedy, [], 10, 3, spec.shift))
+        batch.add(spec)
+    got: dict[int, list[TokenEvent]] = {uid: [] for uid in expected}
+    for _ in range(10):
+        for uid, event in batch.step():
+            got[uid].append(event)
+    for uid, events in expected.items():
+        assert tokens(got[uid]) == tokens(events)
+        assert logprob_error(got[uid], events) < CLOSE
+    assert sorted(forwards[:3]) == [1, 1, 2]
+    assert all(isinstance(part, QuantizedKVCache) for part in batch.remove(1).cache)
+
+
+def test_architectures_that_mix_rows_up_decode_one_by_one() -> None:
+    model = build("phi3small")
+    batch, forwards = counted(model)
+    for uid, row in enumerate(make_rows(vocabulary(model), 3, sparse=False)):
+        batch.add(batch_row(model, uid, row))
+    batch.step()
+    assert forwards == [1, 1, 1]
+
+
+# --- any schedule ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def known(family: str) -> tuple[Any, list[Row], list[list[int]], list[tuple[list[Any], mx.array]]]:
+    """A model, rows, their answers alone, and their prefilled caches."""
+    model = tiny_model(family)
+    rows = make_rows(VOCAB, 6, seed=11)
+    return model, rows, [tokens(alone(model, row, 60)[0]) for row in rows], [prefilled(model, row) for row in rows]
+
+
+steps = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), min_size=1, max_size=14)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
+@settings(max_examples=15)
+@given(schedule=steps)
+def test_any_schedule_gives_every_row_its_own_answer(family: str, schedule: list[tuple[int, int]]) -> None:
+    """Each entry toggles one row (in or out) and then takes some steps; a row that returns starts over."""
+    model, _, answers, ready = known(family)
+    batch = DecodeBatch(model)
+    got: dict[int, list[int]] = {}
+    for uid, count in schedule:
+        if uid in batch.uids:
+            assert batch.remove(uid).tokens == tuple(got[uid])
+        else:
+            prompt_cache, logits = ready[uid]
+            batch.add(DecodeRow(uid, copy.deepcopy(prompt_cache), logits, greedy))
+            got[uid] = []
+        for _ in range(min(count, 60 - max(map(len, got.values())))):
+            for key, event in batch.step():
+                got[key].append(event.token)
+        for key in batch.uids:
+            assert got[key] == answers[key][: len(got[key])]
+    for uid in batch.uids:
+        removed = batch.remove(uid)
+        assert len(contents(removed.cache)) == len(contents(ready[uid][0]))
+        assert removed.tokens == tuple(answers[uid][: len(removed.tokens)])

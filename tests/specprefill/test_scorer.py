@@ -1,0 +1,484 @@
+"""S1-S5: importance against brute force in float64, look-ahead bookkeeping, and an untouched draft."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_specprefill import ScoringConfig, SparseUnsupportedError
+from mlx_specprefill.adapters.capture import QueryCapture, install_capture, pool
+from mlx_specprefill.adapters.depth import first_layers
+from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.adapters.rope import install_rope
+from mlx_specprefill.cache.positioned import leaves
+from mlx_specprefill.errors import SpecPrefillError
+from mlx_specprefill.specprefill.head_scorer import HeadScorer, importance_of
+from mlx_specprefill.specprefill.paper_scorer import PaperScorer
+from mlx_specprefill.specprefill.scorer import ToScore, question_span
+from mlx_specprefill.specprefill.scorers import scorer_for
+from tests.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
+
+M = 90
+# Attention calls, in the order of a forward, that see the whole prompt: the first and the second of them.
+SEEING = {"llama": (0, 2), "qwen3": (0, 2), "qwen3_5": (0, 1), "nemotron_h": (0, 1), "gpt_oss": (1, 3)}
+QUESTION = (M - 23, M - 7)
+
+
+def heads_of(family, depth=1, layers=1):
+    """Three heads of two layers that see the prompt, weighed differently."""
+    first, second = SEEING[family]
+    return DraftHeads((Head(second, 3, 0.5), Head(first, 0, 0.25), Head(first, 1, 0.125)), depth, layers, {})
+
+
+def run(draft, prompt, config=None, stops=frozenset(), **given):
+    """What the paper's scorer finds, and the number of yields."""
+    config = config or ScoringConfig()
+    return driven(PaperScorer(config), draft, ToScore.alone(draft, prompt, config, stop_ids=stops, **given))
+
+
+def run_heads(draft, prompt, heads, config=None, question=QUESTION, **given):
+    """The same with calibrated heads."""
+    config = config or ScoringConfig()
+    return driven(HeadScorer(heads, config), draft, ToScore.alone(draft, prompt, config, question=question, **given))
+
+
+def driven(scorer, draft, task):
+    steps, generator = 0, scorer.score(draft, task)
+    while True:
+        try:
+            next(generator)
+            steps += 1
+        except StopIteration as done:
+            return done.value, steps
+
+
+def attention_inputs(model, tokens):
+    """(queries, keys, scale, sinks) of every attention call of one dense forward, as float64."""
+    calls, original = [], mx.fast.scaled_dot_product_attention
+
+    def recording(q, k, v, *, scale, mask=None, sinks=None, **rest):
+        calls.append([np.array(a, dtype=np.float64) if a is not None else None for a in (q, k, sinks)] + [scale])
+        return original(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)
+
+    mx.fast.scaled_dot_product_attention = recording
+    try:
+        logits = model(mx.array(tokens)[None])
+        mx.eval(logits)
+    finally:
+        mx.fast.scaled_dot_product_attention = original
+    return calls, np.array(logits[0])
+
+
+def whole_prompt_calls(family, calls):
+    return calls[1::2] if family == "gpt_oss" else calls  # the others have a window that is shorter than the prompt
+
+
+def brute_force(model, family, prompt, config):
+    """The paper's rule: the mean over look-ahead rows of the maximum over smoothed heads, in numpy float64."""
+    tokens = list(prompt)
+    for _ in range(config.rows):
+        tokens.append(int(np.argmax(attention_inputs(model, tokens)[1][-1])))
+    calls = whole_prompt_calls(family, attention_inputs(model, tokens)[0])
+    first = M - 1 if config.include_last_prompt_query else M
+    heads = [(call, head) for call in calls for head in range(call[0].shape[1])]
+    rows = range(first, first + config.rows)
+    ahead = [np.max([smooth(attention_row(*at, row), config) for at in heads], axis=0) for row in rows]
+    return np.mean(ahead, axis=0), tuple(tokens[M:])
+
+
+def brute_force_of_heads(model, heads, prompt, config, question, template=None):
+    """The weighted mean of the question's rows, each head by its own mass outside the template, smoothed: float64."""
+    calls, _ = attention_inputs(model, prompt)
+    importance = np.zeros(M)
+    for head in heads.heads:
+        row = np.mean([attention_row(calls[head.call], head.head, at) for at in range(*question)], axis=0)
+        counted = row if template is None else np.where(template, 0.0, row)
+        importance += head.weight * counted / counted.sum() if counted.sum() > 0 else 0.0
+    return smooth(importance, config)
+
+
+def attention_row(call, head, row):
+    """What one token sees of the prompt in one head, (M,)."""
+    q, k, sinks, scale = call
+    keys = min(row + 1, M)
+    logits = scale * (k[0, head // (q.shape[1] // k.shape[1]), :keys] @ q[0, head, row])
+    logits = np.append(logits, [sinks[head]] if sinks is not None else [])
+    weights = np.exp(logits - logits.max())
+    return np.pad(weights[:keys] / weights.sum(), (0, M - keys))
+
+
+def smooth(row, config):
+    return np.convolve(row, np.ones(config.pool_width), "same") / config.pool_width
+
+
+@pytest.mark.parametrize("include_last", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_importance_equals_brute_force(family, include_last):
+    model, prompt = tiny_model(family, seed=3), random_prompt(M)
+    config = ScoringConfig(rows=4, include_last_prompt_query=include_last, prefill_step=37)
+    install_rope(), install_capture()
+    scores, _ = run(model, prompt, config)
+    expected, lookahead = brute_force(model, family, prompt, config)
+    np.testing.assert_allclose(scores.importance, expected, rtol=1e-5, atol=1e-8)
+    assert scores.rows == 4
+    assert scores.lookahead == lookahead[:4]
+    assert scores.importance.dtype == np.float32
+
+
+def test_the_papers_rule_has_no_template():
+    model, prompt = tiny_model("llama", seed=3), random_prompt(M)
+    install_capture()
+    template = np.zeros(M, dtype=np.bool_)
+    template[:40] = True
+    np.testing.assert_array_equal(run(model, prompt, template=template)[0].importance, run(model, prompt)[0].importance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calibrated_heads_equal_brute_force(family):
+    """In one forward with other tokens before and after the question, whose attention does not count."""
+    model, prompt, heads = tiny_model(family, seed=3), random_prompt(M), heads_of(family)
+    install_rope(), install_capture()
+    for *question, step in (
+        (M - 17, M - 1, 37),
+        (M - 23, M - 7, 200),
+        (M - 12, M - 7, 33),
+        (0, M - 3, 50),
+        (24, 40, 20),
+        (M - 1, M, 30),
+    ):
+        config = ScoringConfig(prefill_step=step)
+        scores, _ = run_heads(model, prompt, heads, config, tuple(question))
+        expected = brute_force_of_heads(model, heads, prompt, config, question)
+        np.testing.assert_allclose(scores.importance, expected, rtol=2e-5, atol=1e-8)
+        assert (scores.rows, scores.lookahead) == (question[1] - question[0], ())
+        assert scores.importance.dtype == np.float32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_template_gets_no_importance_and_lends_none(family):
+    """What it attracts is gone before it is smoothed over the tokens beside it and before the heads are weighed."""
+    model, prompt, heads = tiny_model(family, seed=3), random_prompt(M), heads_of(family)
+    install_rope(), install_capture()
+    template = np.zeros(M, dtype=np.bool_)
+    template[0] = template[30:34] = template[M - 23 :] = True
+    config = ScoringConfig(prefill_step=37)
+    scores, _ = run_heads(model, prompt, heads, config, template=template)
+    expected = brute_force_of_heads(model, heads, prompt, config, QUESTION, template)
+    np.testing.assert_allclose(scores.importance, expected, rtol=2e-5, atol=1e-8)
+    assert scores.importance[M - 16 :].max() == 0  # the taps of a mean over 13 reach no counted token from here
+    assert np.isclose(scores.importance.sum(), 0.875, atol=0.1)  # but for the edges, the heads' weights
+
+
+def test_each_head_counts_by_its_weight_whatever_it_gives_the_template():
+    """Two heads that look at one token each; the first spends most of its attention on the template."""
+    rows = {(0, 0): np.zeros(9, np.float32), (2, 1): np.zeros(9, np.float32)}
+    rows[0, 0][[0, 3]] = 0.99, 0.01
+    rows[2, 1][6] = 1.0
+    template = np.arange(9) == 0
+    found = importance_of(rows, (Head(0, 0, 0.6), Head(2, 1, 0.2)), template, 1)
+    np.testing.assert_allclose(found, np.eye(9)[3] * 0.6 + np.eye(9)[6] * 0.2, rtol=1e-6)
+
+
+def test_a_head_without_attention_outside_the_template_is_left_out():
+    rows = {(0, 0): np.eye(5, dtype=np.float32)[0], (0, 1): np.eye(5, dtype=np.float32)[4]}
+    found = importance_of(rows, (Head(0, 0, 1.0), Head(0, 1, 1.0)), np.arange(5) == 0, 1)
+    np.testing.assert_array_equal(found, np.eye(5)[4])
+
+
+def test_a_prompt_that_is_all_template_has_no_importance():
+    install_capture()
+    all_of_it = np.ones(M, dtype=np.bool_)
+    scores, _ = run_heads(tiny_model("llama"), random_prompt(M), heads_of("llama"), template=all_of_it)
+    assert scores.importance.shape == (M,)
+    assert not scores.importance.any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_first_layers_score_as_the_whole_draft(family):
+    """Bit for bit, where all heads lie in them."""
+    whole, prompt = tiny_model(family, seed=3), random_prompt(M)
+    install_rope(), install_capture()
+    first = SEEING[family][0]
+    heads = DraftHeads((Head(first, 0, 0.5), Head(first, 2, 0.2)), 2, len(whole.layers), {})
+    early, _ = run_heads(first_layers(whole, 2), prompt, heads, ScoringConfig(prefill_step=33))
+    late, _ = run_heads(whole, prompt, heads, ScoringConfig(prefill_step=33))
+    np.testing.assert_array_equal(early.importance, late.importance)
+    assert early.scorer == late.scorer == f"2 calibrated heads, 2 of {len(whole.layers)} layers"
+
+
+def test_heads_above_the_layers_that_run_are_refused():
+    whole = tiny_model("llama", seed=3)
+    install_capture()
+    with pytest.raises(SparseUnsupportedError, match="does not see the whole prompt"):
+        run_heads(first_layers(whole, 2), random_prompt(M), heads_of("llama"))
+
+
+def test_a_head_of_a_window_is_refused():
+    install_capture()
+    heads = DraftHeads((Head(1, 0, 1.0), Head(0, 0, 1.0)), 2, 4, {})
+    with pytest.raises(SparseUnsupportedError, match="does not see the whole prompt"):
+        run_heads(tiny_model("gpt_oss"), random_prompt(M), heads, ScoringConfig(prefill_step=37))
+
+
+def test_importance_that_is_not_finite_is_refused():
+    model = tiny_model("llama", seed=3)
+    model.layers[0].self_attn.q_proj.weight = model.layers[0].self_attn.q_proj.weight * mx.nan
+    install_capture()
+    for scorer in (PaperScorer(ScoringConfig()), HeadScorer(heads_of("llama"), ScoringConfig())):
+        with pytest.raises(SpecPrefillError, match="not finite"):
+            driven(scorer, model, ToScore.alone(model, random_prompt(M), ScoringConfig()))
+
+
+def test_which_scorer_a_rule_means():
+    config, heads = ScoringConfig(), heads_of("llama")
+    assert scorer_for("default", heads, config) == HeadScorer(heads, config)
+    assert scorer_for("default", None, config) == PaperScorer(config)
+    assert scorer_for("paper", heads, config) == PaperScorer(config)
+
+
+def test_the_question_is_read_in_one_forward():
+    draft = Counting(tiny_model("llama", seed=6))
+    install_capture()
+    for step, end, shapes in (
+        (40, M - 1, [40, 33, 17]),  # a step that would end within the question ends before it
+        (40, M - 10, [40, 24, 26]),
+        (80, M - 1, [73, 17]),
+        (89, M - 1, [73, 17]),
+        (90, M - 1, [90]),
+        (8, M - 1, [8] * 9 + [1, 17]),
+    ):
+        draft.shapes = []
+        _, yields = run_heads(
+            draft, random_prompt(M), heads_of("llama"), ScoringConfig(prefill_step=step), (end - 16, end)
+        )
+        assert draft.shapes == shapes, (step, end)
+        assert yields == len(shapes)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 1), (8, 2)])
+def test_query_groups(heads):
+    H, H_kv = heads
+    model = tiny_model(
+        "llama", seed=4, num_attention_heads=H, num_key_value_heads=H_kv, head_dim=8, num_hidden_layers=1
+    )
+    config, prompt = ScoringConfig(rows=2), random_prompt(M, 1)
+    expected, _ = brute_force(model, "llama", prompt, config)
+    np.testing.assert_allclose(run(model, prompt, config)[0].importance, expected, rtol=1e-5, atol=1e-8)
+    for head in range(H):
+        of_one = DraftHeads((Head(0, head, 1.0),), 1, 1, {})
+        found = run_heads(model, prompt, of_one, config)[0].importance
+        expected = brute_force_of_heads(model, of_one, prompt, config, QUESTION)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_two_runs_are_identical():
+    model, prompt = tiny_model("qwen3_5", seed=5), random_prompt(M)
+    first, second = run(model, prompt)[0], run(model, prompt)[0]
+    assert (first.importance == second.importance).all()
+    assert first.lookahead == second.lookahead
+
+
+def test_running_maximum_equals_the_monolithic_result_bit_for_bit():
+    rng = np.random.default_rng(0)
+    layers = [(mx.array(rng.normal(size=(1, 4, 1, 8))), mx.array(rng.normal(size=(1, 2, 50, 8)))) for _ in range(5)]
+    layers = [(q.astype(mx.float32), k.astype(mx.float32)) for q, k in layers]
+    capture, rows = QueryCapture(50, 13), []
+    with capture.row(50):
+        for q, k in layers:
+            capture.observe(q, k, 0.5, None, None)
+    for q, k in layers:
+        logits = ((q * 0.5).reshape(1, 2, 2, 8) @ k.swapaxes(-1, -2)).reshape(4, 50)
+        rows.append(pool(mx.softmax(logits, axis=-1), 13))
+    assert (np.array(capture.rows[0]) == np.array(mx.concatenate(rows).max(axis=0))).all()
+
+
+def test_edges_of_a_uniform_row_are_attenuated():
+    row = pool(mx.full((1, M), 1 / M), 13)[0]
+    np.testing.assert_allclose(np.array(row[6:-6]), 1 / M, rtol=1e-6)
+    np.testing.assert_allclose(np.array(row)[[0, -1]], 7 / 13 / M, rtol=1e-6)
+
+
+class Counting:
+    """Counts the forwards of a draft after its prompt."""
+
+    def __init__(self, model):
+        self.model, self.shapes = model, []
+        self.layers = model.layers
+
+    def __call__(self, tokens, cache):
+        self.shapes.append(tokens.shape[1])
+        return self.model(tokens, cache=cache)
+
+
+@pytest.mark.parametrize(("include_last", "forwards"), [(True, 7), (False, 8)])
+def test_forwards_after_the_prompt(include_last, forwards):
+    draft = Counting(tiny_model("llama", seed=6))
+    config = ScoringConfig(include_last_prompt_query=include_last, prefill_step=40)
+    scores, yields = run(draft, random_prompt(M), config, cache=make_prompt_cache(draft.model))
+    assert draft.shapes == [40, 40, 9, 1] + [1] * forwards
+    assert scores.rows == 8
+    assert yields == 4
+
+
+@pytest.mark.parametrize("step", [0, 2, 5])
+def test_rows_after_the_end_of_the_answer_are_not_used(step):
+    """The end comes out of step s: rows 0..s count."""
+    model, prompt = tiny_model("qwen3", seed=7), random_prompt(M, 2)
+    free, _ = run(model, prompt)
+    stop = frozenset([free.lookahead[step]])
+    first = free.lookahead.index(free.lookahead[step])
+    ended, _ = run(model, prompt, stops=stop)
+    assert ended.rows == first + 1
+    assert ended.lookahead == free.lookahead[: first + 1]
+    short, _ = run(model, prompt, ScoringConfig(rows=first + 1))
+    np.testing.assert_array_equal(ended.importance, short.importance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_draft_is_at_the_end_of_the_prompt_after_its_heads_were_read(family):
+    model, prompt = tiny_model(family, seed=8), random_prompt(M, 3)
+    install_rope(), install_capture()
+    used, fresh = make_prompt_cache(model), make_prompt_cache(model)
+    run_heads(model, prompt, heads_of(family), ScoringConfig(prefill_step=64), cache=used)
+    for start, end in pairwise((0, 64, M)):
+        model(mx.array(prompt[start:end])[None], cache=fresh)
+    for token in random_prompt(5, 9):
+        ours, theirs = (model(mx.array([[token]]), cache=cache) for cache in (used, fresh))
+        assert (np.array(ours) == np.array(theirs)).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_draft_is_back_at_the_end_of_the_prompt(family):
+    """Bit-equal state to a draft that only read the prompt, and the same continuation."""
+    model, prompt = tiny_model(family, seed=8), random_prompt(M, 3)
+    used, fresh = make_prompt_cache(model), make_prompt_cache(model)
+    run(model, prompt, ScoringConfig(prefill_step=64), cache=used)
+    for start, end in pairwise((0, 64, M - 1, M)):
+        model(mx.array(prompt[start:end])[None], cache=fresh)
+    for ours, theirs in zip(leaves(used), leaves(fresh), strict=True):
+        assert getattr(ours, "offset", None) == getattr(theirs, "offset", None)
+    for token in random_prompt(5, 9):
+        ours = model(mx.array([[token]]), cache=used)
+        theirs = model(mx.array([[token]]), cache=fresh)
+        assert (np.array(ours) == np.array(theirs)).all()
+
+
+def test_permuting_heads_does_not_change_importance():
+    """Rows of q, k, v and columns of o permuted together are the same model."""
+    model = tiny_model("llama", seed=9, num_attention_heads=4, num_key_value_heads=4, head_dim=8)
+    permuted = copy.deepcopy(model)
+    order = np.array([2, 0, 3, 1])
+    rows = (order[:, None] * 8 + np.arange(8)).reshape(-1)
+    for layer in permuted.layers:
+        attention = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(attention, name).weight = getattr(attention, name).weight[mx.array(rows)]
+        attention.o_proj.weight = attention.o_proj.weight[:, mx.array(rows)]
+    prompt = random_prompt(M, 4)
+    np.testing.assert_allclose(
+        run(permuted, prompt)[0].importance, run(model, prompt)[0].importance, rtol=1e-5, atol=1e-8
+    )
+
+
+def test_window_layers_do_not_count():
+    """A layer that cannot see the prompt's start must not add its local attention to the maximum."""
+    full = tiny_model("gpt_oss", seed=10)
+    scores, _ = run(full, random_prompt(M, 5))
+    assert scores.scorer == "8 look-ahead rows, maximum over the heads of 2 layers"  # of 4
+    assert WINDOW < M
+
+
+def test_a_draft_without_attention_is_refused():
+    class Recurrent:
+        def make_cache(self):
+            return []
+
+        def __call__(self, tokens, cache):
+            return mx.zeros((*tokens.shape, 96))
+
+    with pytest.raises(SparseUnsupportedError, match="no attention layer of the draft sees the whole prompt"):
+        run(Recurrent(), random_prompt(M, 6))
+    with pytest.raises(SparseUnsupportedError, match="does not see the whole prompt"):
+        run_heads(Recurrent(), random_prompt(M, 6), heads_of("llama"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cached_prefix_does_not_change_the_scores(family):
+    """S6: the draft's own dense prefix, then the rest, equals scoring the whole prompt cold."""
+    model, prompt = tiny_model(family, seed=12), random_prompt(M, 7)
+    cache = make_prompt_cache(model)
+    model(mx.array(prompt[:50])[None], cache=cache)
+    mx.eval([part.state for part in cache])
+    warm, _ = run(model, prompt, cache=cache)
+    cold, _ = run(model, prompt)
+    np.testing.assert_allclose(warm.importance, cold.importance, rtol=1e-4, atol=1e-7)
+    assert warm.lookahead == cold.lookahead
+
+
+@pytest.mark.parametrize("length", [1, 50, QUESTION[0]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cached_prefix_does_not_change_what_calibrated_heads_find(family, length):
+    """Up to the question's first token at most: what asks is read anew."""
+    model, prompt, heads = tiny_model(family, seed=12), random_prompt(M, 7), heads_of(family)
+    install_rope(), install_capture()
+    cache = make_prompt_cache(model)
+    model(mx.array(prompt[:length])[None], cache=cache)
+    mx.eval([part.state for part in cache])
+    warm, _ = run_heads(model, prompt, heads, cache=cache)
+    cold, _ = run_heads(model, prompt, heads)
+    np.testing.assert_allclose(warm.importance, cold.importance, rtol=1e-4, atol=1e-7)
+    assert {part.offset for part in leaves(warm.cache) if hasattr(part, "offset")} == {M}
+    assert warm.cache is cache
+
+
+def test_nothing_is_captured_outside_a_row():
+    model = tiny_model("llama", seed=13)
+    capture = QueryCapture(M, 13)
+    with capture.row(M):
+        pass
+    model(mx.array(random_prompt(M))[None])
+    assert capture.rows == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"rows": 0},
+        {"question_rows": (-1, 4)},
+        {"question_rows": (0, 4)},
+        {"question_rows": (8, 4)},
+        {"pool_width": 12},
+        {"pool_width": 0},
+        {"prefill_step": 0},
+    ],
+)
+def test_bad_configurations_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        ScoringConfig(**bad)
+
+
+@pytest.mark.parametrize(
+    ("begins", "end", "expected"),
+    [
+        ((0, 40, 60), 80, (60, 80)),  # the last line asks
+        ((0, 40, 75), 80, (70, 80)),  # it is short: some of what stands before it
+        ((0, 5), 80, (50, 80)),  # it is long: its end
+        ((0, 40, 60, 80), 80, (60, 80)),  # what begins behind the message does not count
+        ((0,), 6, (0, 6)),
+        ((0, 85), None, (M - 10, M)),  # a prompt without messages
+    ],
+)
+def test_the_last_line_asks(begins, end, expected):
+    config = ScoringConfig(question_rows=(10, 30))
+    assert question_span(M, config, end, np.array(begins, dtype=np.int32)) == expected
+
+
+def test_without_messages_and_text_the_last_tokens_ask():
+    task = ToScore.alone(tiny_model("llama"), random_prompt(M), ScoringConfig(question_rows=(10, 30)))
+    assert task.question == (M - 10, M)
+    assert question_span(5, ScoringConfig()) == (0, 5)

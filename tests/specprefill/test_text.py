@@ -1,0 +1,89 @@
+"""Lines and sentences, with a byte-level and a SentencePiece tokenizer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper, load
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mlx_specprefill.specprefill.text import PromptText, TextReader
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
+TEXT = """The code for Anna is 471128. Version 3.11 came later! Did it?  Yes.
+{"id": 12, "email": "a.b@c.org"}
+    x = y.z(1.5)
+
+第一句。第二句。 end"""
+
+
+def metaspace() -> TokenizerWrapper:
+    """Every character a token, spaces as the first character of words: how SentencePiece writes them."""
+    characters = sorted({*TEXT, "\u2581"} - {" "})
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token=None))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=inner))
+
+
+def pieces_of(tokenizer: TokenizerWrapper, ids: list[int], kind: str) -> list[str]:
+    """The text that each token stands for."""
+    if kind == "byte-level":
+        return [tokenizer.decode([token]) for token in ids]
+    return [piece.replace("\u2581", " ") for piece in tokenizer.convert_ids_to_tokens(ids)]
+
+
+def by_hand(pieces: list[str]) -> list[int]:
+    """Of the pieces that a text is cut into: those after a line break, or after a full stop and before a space."""
+    starts = [0]
+    for index in range(1, len(pieces)):
+        before, after = pieces[index - 1], pieces[index]
+        if "\n" in before or before[-1] in "。" or (re.search(r"[.!?] *$", before) and after[:1].isspace()):
+            starts.append(index)
+    return starts
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+def test_units_equal_those_of_the_text(kind: str) -> None:
+    tokenizer = load(DEMO) if kind == "byte-level" else metaspace()
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    pieces = pieces_of(tokenizer, ids, kind)
+    assert "".join(pieces).replace("\ufffd", "") != ""
+    reader = TextReader(tokenizer)
+    assert reader.read(ids).units.tolist() == by_hand(pieces)
+    assert reader.read(ids[::-1]).units.tolist()[0] == 0
+    assert reader.read(ids).units.tolist() == by_hand(pieces)  # from what is remembered
+
+
+def test_no_unit_ends_within_a_number_or_an_address() -> None:
+    tokenizer = load(DEMO)
+    text = 'Pi is 3.14159. {"email": "anna.b@c.org"}\nnext'
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    starts = TextReader(tokenizer).read(ids).units.tolist()
+    units = [tokenizer.decode(ids[a:b]) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+    assert units == ["Pi is 3.14159.", ' {"email": "anna.b@c.org"}\n', "next"]
+
+
+def test_token_ids_beyond_those_seen_are_learned() -> None:
+    tokenizer = load(DEMO)
+    reader = TextReader(tokenizer)
+    assert reader.read([5]).units.tolist() == [0]
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    assert reader.read([*newline, 4000, *newline, 7]).units.tolist() == [0, 1, len(newline) * 2 + 1]
+    assert reader.read(np.array([3])).units.dtype == np.int32
+
+
+@pytest.mark.parametrize("ids", [[], [5], [0, 0]])
+def test_next_to_nothing_is_one_unit(ids: list[int]) -> None:
+    assert TextReader(load(DEMO)).read(ids).units.tolist() == [0]
+
+
+def test_the_rest_of_a_prompt() -> None:
+    text = PromptText(np.array([0, 4, 9], dtype=np.int32))
+    for start, units in ((0, [0, 4, 9]), (4, [0, 5]), (6, [0, 3]), (9, [0]), (10, [0])):
+        rest = text.since(start)
+        assert rest.units.tolist() == units
+        assert rest.units.dtype == np.int32

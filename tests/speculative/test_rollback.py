@@ -1,0 +1,165 @@
+"""After any pattern of accepted and rejected tokens, every cache is that of a fresh run over the same text."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+
+from mlx_specprefill.adapters.recurrence import install_replay
+from mlx_specprefill.adapters.registry import SPECULATION_REFUSALS
+from mlx_specprefill.cache.positioned import leaves, quantize_kv
+from mlx_specprefill.speculative.rollback import Rewind, Trail, rewind_refusal
+from tests.oracle import UNBUILDABLE, build, tiny_models, vocabulary
+from tests.rows import Row, assert_same_contents, make_rows, prefilled
+from tests.tiny import FAMILIES, VOCAB, WINDOW, tiny_model
+
+REFUSED = {"baichuan_m1", "deepseek_v41", "llama4", "longcat_flash_ngram", "mamba", "mamba2", "rwkv7"}
+METAL_ONLY = {"bitnet", "muse_spark"}
+RUNNABLE = [name for name, tiny in tiny_models().items() if tiny.architecture not in {*UNBUILDABLE, *METAL_ONLY}]
+MORE = ("lfm2", "granitemoehybrid", "qwen3_next", "falcon_h1", "gemma3_text", "deepseek_v3", "jamba")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> Iterator[None]:
+    with mx.stream(mx.cpu):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget() -> Iterator[None]:
+    yield
+    model_of.cache_clear()
+    start.cache_clear()
+
+
+@cache
+def model_of(name: str) -> Any:
+    model = tiny_model(name) if name in FAMILIES else build(name)
+    install_replay(model)
+    return model
+
+
+@cache
+def start(name: str, index: int) -> tuple[Row, list[Any]]:
+    row = make_rows(vocabulary(model_of(name)), 4, seed=2)[index]
+    return row, prefilled(model_of(name), row)[0]
+
+
+def same_contents(ours: list[Any], theirs: list[Any]) -> bool:
+    try:
+        assert_same_contents(ours, theirs, atol=1e-3)
+    except AssertionError:
+        return False
+    return True
+
+
+def fed_plainly(model: Any, prompt_cache: list[Any], text: list[int]) -> list[Any]:
+    for token in text:
+        model(mx.array([[token]]), cache=prompt_cache)
+        mx.eval([part.state for part in prompt_cache])
+    return prompt_cache
+
+
+# (right tokens, wrong ones) of each verification
+rounds = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MORE])
+@settings(max_examples=6)
+@given(pattern=rounds, index=st.integers(0, 3), seed=st.integers(0, 99))
+def test_verifications_leave_what_a_fresh_run_leaves(
+    name: str, pattern: list[tuple[int, int]], index: int, seed: int
+) -> None:
+    model = model_of(name)
+    _, ready = start(name, index)
+    rng = np.random.default_rng(seed)
+    ours, text = copy.deepcopy(ready), []
+    for right, wrong in pattern:
+        tokens = rng.integers(2, VOCAB, right + wrong).tolist()
+        rewind = Rewind(ours)
+        mx.eval(rewind.forward(model, mx.array([tokens])))
+        rewind.keep(right)
+        mx.eval([part.state for part in ours])
+        text += tokens[:right]
+    assert_same_contents(ours, fed_plainly(model, copy.deepcopy(ready), text), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MORE])
+def test_single_steps_leave_what_a_fresh_run_leaves(name: str) -> None:
+    model = model_of(name)
+    for index in range(4):
+        _, ready = start(name, index)
+        ours, text = copy.deepcopy(ready), []
+        rng = np.random.default_rng(index)
+        for fed, kept in ((5, 2), (3, 0), (4, 4), (WINDOW + 3, 1), (2, 1)):
+            trail = Trail(ours)
+            tokens = rng.integers(2, VOCAB, fed).tolist()
+            for token in tokens:
+                mx.eval(model(mx.array([[token]]), cache=ours))
+                trail.mark()
+            trail.back_to(kept)
+            text += tokens[:kept]
+        assert_same_contents(ours, fed_plainly(model, copy.deepcopy(ready), text), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_every_architecture_goes_back_or_says_why_not(name: str) -> None:
+    """And what goes back goes back right; composites, latent attention and gates included."""
+    model = build(name)
+    install_replay(model)
+    stock = make_prompt_cache(model)
+    refusal = rewind_refusal(model, stock)
+    assert (refusal is None) == (name not in REFUSED), refusal
+    if refusal is not None:
+        return
+    tokens = np.random.default_rng(0).integers(2, vocabulary(model), 40).tolist()
+    fresh = make_prompt_cache(model)
+    for part in (stock, fresh):
+        mx.eval(model(mx.array([tokens[:33]]), cache=part))
+    rewind = Rewind(stock)
+    rewind.forward(model, mx.array([tokens[33:]]))
+    rewind.keep(3)
+    same = same_contents(stock, fed_plainly(model, fresh, tokens[33:36]))
+    assert same == (tiny_models()[name].architecture not in SPECULATION_REFUSALS)
+
+
+def test_mlx_lms_own_way_is_wrong_once_a_window_has_wrapped() -> None:
+    """The ground for rings of our own: its trim leaves the rejected tokens in, and ours is what a fresh run leaves."""
+    model = model_of("gpt_oss")
+    tokens = np.random.default_rng(0).integers(2, VOCAB, 2 * WINDOW + 6).tolist()
+    theirs, ours, fresh = (make_prompt_cache(model) for _ in range(3))
+    for part in (theirs, ours, fresh):
+        mx.eval(model(mx.array([tokens[:-6]]), cache=part))
+    mx.eval(model(mx.array([tokens[-6:]]), cache=theirs))
+    trim_prompt_cache(theirs, 4)
+    rewind = Rewind(ours)
+    rewind.forward(model, mx.array([tokens[-6:]]))
+    rewind.keep(2)
+    truth = np.array(model(mx.array([[5]]), cache=fed_plainly(model, fresh, tokens[-6:-4]))[0, -1])
+    np.testing.assert_allclose(np.array(model(mx.array([[5]]), cache=ours)[0, -1]), truth, rtol=1e-4, atol=1e-4)
+    assert np.abs(np.array(model(mx.array([[5]]), cache=theirs)[0, -1]) - truth).max() > 0.05
+
+
+def test_quantised_caches_go_back_at_their_shift() -> None:
+    model = tiny_model("llama", head_dim=64, hidden_size=64)
+    row = make_rows(VOCAB, 4)[1]
+    caches = [quantize_kv(prefilled(model, row)[0], 64, 8) for _ in range(2)]
+    (ours, shift), (fresh, _) = caches
+    assert shift > 0
+    rewind = Rewind(ours, shift)
+    rewind.forward(model, mx.array([[3, 4, 5, 6]]))
+    rewind.keep(2)
+    Rewind(fresh, shift).forward(model, mx.array([[3, 4]]))
+    for mine, other in zip(leaves(ours), leaves(fresh), strict=True):
+        assert mine.offset == other.offset
+    ours_next, fresh_next = (Rewind(part, shift).forward(model, mx.array([[9]])) for part in (ours, fresh))
+    np.testing.assert_allclose(np.array(ours_next), np.array(fresh_next), rtol=1e-4, atol=1e-5)

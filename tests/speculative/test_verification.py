@@ -1,0 +1,213 @@
+"""Speculation must not change the law of the text: enumerated exactly, and sampled.
+
+The enumeration runs the code itself (`chances.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mlx_specprefill.speculative import verification as module
+from mlx_specprefill.speculative.verification import Dice, Law, RandomDice, acceptance, draw, residual, verify
+from tests.speculative.chances import enumerate_law, total_variation
+
+V = 8
+Laws = npt.NDArray[np.float64]
+
+
+class Toy:
+    """Context-dependent laws over a toy vocabulary: target, middle and draft, each near the one above."""
+
+    def __init__(self, seed: int, size: int = V, zeros: bool = False) -> None:
+        rng = np.random.default_rng(seed)
+        self.size = size
+        logits = rng.normal(0, 1.5, (size + 1, size + 1, size))
+        self.tables = [self._normal(logits, rng, zeros)]
+        for spread in (0.5, 1.5):
+            self.tables.append(self._normal(logits + rng.normal(0, spread, logits.shape), rng, zeros))
+
+    @staticmethod
+    def _normal(logits: Laws, rng: np.random.Generator, zeros: bool) -> Laws:
+        law = np.exp(logits)
+        if zeros:  # what top-k and grammars do
+            law *= rng.random(law.shape) < 0.7
+            law[..., 0] += 1e-3
+        normal: Laws = law / law.sum(axis=-1, keepdims=True)
+        return normal
+
+    def law(self, level: int, text: Sequence[int]) -> Laws:
+        before, last = ([self.size, self.size, *text])[-2:]
+        row: Laws = self.tables[level][before, last]
+        return row
+
+    def drafted(self, level: int, text: Sequence[int], count: int, dice: Dice) -> tuple[list[int], list[Law]]:
+        """`count` tokens of one level, one by one."""
+        tokens: list[int] = []
+        laws: list[Law] = []
+        for _ in range(count):
+            laws.append(self.law(level, [*text, *tokens]))
+            tokens.append(draw(laws[-1], dice))
+        return tokens, laws
+
+    def verified(
+        self, level: int, text: Sequence[int], proposed: tuple[list[int], list[Law]], dice: Dice
+    ) -> tuple[list[int], list[Law]]:
+        """What one level makes of a proposal: the tokens that go on, and the laws they have."""
+        tokens, laws = proposed
+        ours: list[Law] = [self.law(level, [*text, *tokens[:i]]) for i in range(len(tokens) + 1)]
+        verdict = verify(ours, laws, tokens, dice)
+        return [*tokens[: verdict.accepted], verdict.token], ours[: verdict.accepted + 1]
+
+    def hierarchical(self, text: Sequence[int], gamma1: int, gamma2: int, dice: Dice) -> list[int]:
+        """One outer round of TriForce."""
+        tokens: list[int] = []
+        laws: list[Law] = []
+        while len(tokens) < gamma2:
+            so_far = [*text, *tokens]
+            more, more_laws = self.verified(1, so_far, self.drafted(2, so_far, gamma1, dice), dice)
+            tokens += more
+            laws += more_laws
+        return self.verified(0, text, (tokens, laws), dice)[0]
+
+
+def first(count: int, round_: Callable[[Sequence[int], Dice], list[int]]) -> Callable[[Dice], tuple[int, ...]]:
+    """A program that runs rounds until there are `count` tokens."""
+
+    def run(dice: Dice) -> tuple[int, ...]:
+        text: list[int] = []
+        while len(text) < count:
+            text += round_(text, dice)
+        return tuple(text[:count])
+
+    return run
+
+
+def true_law(toy: Toy, count: int) -> dict[tuple[int, ...], float]:
+    def run(dice: Dice) -> tuple[int, ...]:
+        text: list[int] = []
+        for _ in range(count):
+            text.append(draw(toy.law(0, text), dice))
+        return tuple(text)
+
+    return enumerate_law(run)
+
+
+def error(toy: Toy, count: int, round_: Callable[[Sequence[int], Dice], list[int]]) -> float:
+    return total_variation(enumerate_law(first(count, round_)), true_law(toy, count))
+
+
+def one_level(toy: Toy, gamma: int) -> Callable[[Sequence[int], Dice], list[int]]:
+    return lambda text, dice: toy.verified(0, text, toy.drafted(1, text, gamma, dice), dice)[0]
+
+
+def two_levels(toy: Toy, gamma1: int, gamma2: int) -> Callable[[Sequence[int], Dice], list[int]]:
+    return lambda text, dice: toy.hierarchical(text, gamma1, gamma2, dice)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_one_level_keeps_the_law_exactly(seed: int, zeros: bool) -> None:
+    assert error(Toy(seed, V, zeros), 2, one_level(Toy(seed, V, zeros), 1)) < 1e-12
+    small = Toy(seed, 3, zeros)
+    assert error(small, 3, one_level(small, 2)) < 1e-12
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("size", "gamma1", "gamma2"), [(3, 1, 1), (3, 1, 2), (2, 2, 2), (2, 2, 3)])
+def test_two_levels_keep_the_law_exactly(size: int, gamma1: int, gamma2: int, zeros: bool) -> None:
+    toy = Toy(5, size, zeros)
+    assert error(toy, 2, two_levels(toy, gamma1, gamma2)) < 1e-12
+
+
+def test_the_whole_vocabulary_through_both_levels() -> None:
+    toy = Toy(7, V)
+    assert error(toy, 1, two_levels(toy, 1, 1)) < 1e-12
+
+
+def test_tokens_that_were_certain_are_proposals_too() -> None:
+    """Look-ahead tokens are greedy, whatever the request samples with."""
+    toy = Toy(3, 4)
+
+    def round_(text: Sequence[int], dice: Dice) -> list[int]:
+        tokens: list[int] = []
+        for _ in range(2):
+            tokens.append(int(np.argmax(toy.law(1, [*text, *tokens]))))
+        return toy.verified(0, text, (tokens, list(tokens)), dice)[0]
+
+    assert error(toy, 3, round_) < 1e-12
+
+
+def resample_from_the_verifier(p: Law, q: Law) -> Law:
+    """The rejection rule of the published implementation."""
+    return p
+
+
+def test_the_published_rejection_rule_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy(5, 3)
+    monkeypatch.setattr(module, "residual", resample_from_the_verifier)
+    assert error(toy, 2, two_levels(toy, 1, 2)) > 0.01
+    assert error(toy, 2, one_level(toy, 1)) > 0.01
+    assert chi_square(Toy(2), two_levels(Toy(2), 1, 2), 8_000) > 300
+
+
+def chi_square(toy: Toy, round_: Callable[[Sequence[int], Dice], list[int]], draws: int) -> float:
+    """Of first and second tokens together, V * V cells."""
+    dice, run = RandomDice(1), first(2, round_)
+    counts = Counter(run(dice) for _ in range(draws))
+    truth = true_law(toy, 2)
+    return sum((counts[key] - draws * weight) ** 2 / (draws * weight) for key, weight in truth.items())
+
+
+def test_sampled_tokens_have_the_law() -> None:
+    """63 degrees of freedom: 1e-4 of right laws give more than 112."""
+    toy = Toy(2)
+    assert chi_square(toy, two_levels(toy, 1, 2), 20_000) < 112
+    assert chi_square(toy, one_level(toy, 3), 20_000) < 112
+
+
+# --- the parts -------------------------------------------------------------------------------------------------------
+
+
+class Forbidden:
+    """Temperature 0 leaves nothing to chance."""
+
+    def coin(self, probability: float) -> bool:
+        assert probability in (0.0, 1.0)
+        return probability == 1.0
+
+    def pick(self, law: npt.NDArray[np.float64]) -> int:
+        raise AssertionError("nothing is drawn")
+
+
+def test_temperature_zero_accepts_what_is_the_argmax() -> None:
+    dice = Forbidden()
+    assert verify([4, 5, 6], [4, 5], [4, 5], dice) == module.Verdict(2, 6)
+    assert verify([4, 5, 6], [4, 7], [4, 7], dice) == module.Verdict(1, 5)
+    assert verify([3], [], [], dice) == module.Verdict(0, 3)
+
+
+def test_equal_laws_always_accept() -> None:
+    law = Toy(1).law(0, [])
+    assert all(acceptance(law, law, token) == 1.0 for token in range(V))
+    np.testing.assert_array_equal(residual(law, law), law)
+
+
+def test_what_the_target_excludes_is_rejected() -> None:
+    p, q = np.array([0.5, 0.5, 0.0]), np.array([0.0, 0.1, 0.9])
+    assert acceptance(p, q, 2) == 0.0
+    np.testing.assert_allclose(residual(p, q), [0.5 / 0.9, 0.4 / 0.9, 0.0])
+
+
+def test_dice_never_draw_what_is_impossible() -> None:
+    law = np.array([0.0, 0.3, 0.0, 0.7, 0.0])
+    dice = RandomDice(4)
+    counts = Counter(dice.pick(law) for _ in range(4000))
+    assert set(counts) == {1, 3}
+    assert abs(counts[3] / 4000 - 0.7) < 0.03
+    assert not dice.coin(0.0)
+    assert dice.coin(1.0)

@@ -85,7 +85,9 @@ def shown(name: str, value: Any) -> str:
 
 
 def cli_page(commands: TyperGroup) -> str:
-    return CLI_HEAD + "".join(command_section(name, command) for name, command in commands.commands.items())
+    context = typer.Context(commands)
+    named = ((name, commands.get_command(context, name)) for name in commands.list_commands(context))
+    return CLI_HEAD + "".join(command_section(name, command) for name, command in named if command is not None)
 
 
 def command_section(name: str, command: TyperCommand) -> str:

@@ -1,4 +1,4 @@
-"""The wheel: both import packages, their data, and nothing else."""
+"""The wheel: the three import packages, their data, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from zipfile import ZipFile
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = tuple(ROOT / p for p in ("mlx_specprefill", "server/mlx_specprefill_server", "server/mlx_specprefill_evals"))
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
@@ -33,20 +34,20 @@ def modules(top: Path) -> set[str]:
 
 
 def test_it_holds_every_module_and_nothing_else(wheel: ZipFile) -> None:
-    expected = modules(ROOT / "mlx_specprefill") | modules(ROOT / "server" / "mlx_specprefill_server")
+    expected = {module for package in PACKAGES for module in modules(package)}
     assert {name for name in wheel.namelist() if name.endswith(".py")} == expected
 
 
-def test_its_top_level_is_two_packages(wheel: ZipFile) -> None:
+def test_its_top_level_is_the_packages(wheel: ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist()}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"mlx_specprefill", "mlx_specprefill_server"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {package.name for package in PACKAGES}
 
 
 def test_it_holds_the_data_files_and_the_licence(wheel: ZipFile) -> None:
     names = set(wheel.namelist())
     package_data = {
         str(path.relative_to(top.parent))
-        for top in (ROOT / "mlx_specprefill", ROOT / "server" / "mlx_specprefill_server")
+        for top in PACKAGES
         for path in top.rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }

@@ -27,7 +27,7 @@ from tests.cache.prefix.disk_writer import FILE_BYTES, MAKE
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same
 
 LARGE = 1 << 30
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @contextlib.contextmanager

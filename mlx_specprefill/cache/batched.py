@@ -2,7 +2,11 @@
 
 The protocol is that of mlx-lm's batch caches: merge, extend, filter, extract. Keys and values of all rows lie in one
 array, right-justified on a common write slot; what differs per row (where its tokens lie, how many there are) stays on
-the host, so that joining and leaving never waits for the device. Rows are fed one token each per step.
+the host. Rows are fed one token each per step.
+
+Joining and leaving cost what the joining or leaving row costs: a newcomer is written into a spare row, and the last row
+takes the place of one that leaves. MLX writes in place only into an array that nothing else uses, which an array that
+waits to be computed from it does: what is extracted has to be evaluated before `filter`, or everything is copied.
 
 Stored order is position order in every row, so whatever a row may see is its last few tokens, window or not. A mask is
 therefore one number per row: how many of the most recent slots are visible.
@@ -31,7 +35,10 @@ __all__ = [
     "merge_rows",
 ]
 
-_STEP = 256  # slots added at a time, as in mlx-lm
+_STEP = 256  # slots added at a time, on the average over layers, as in mlx-lm
+# Of one batch, all layers: what may lie idle to save copies. Some rows of small models, whose forwards take less time
+# than a copy of their caches; less than a row of large models, in which a copy is little next to a forward.
+_IDLE_BYTES = 256 << 20
 
 
 class _Row:
@@ -52,13 +59,26 @@ class _Row:
         return self.runs.size - int(self._positions.searchsorted(np.int32(position)))
 
 
+_Part = tuple[mx.array | None, mx.array | None, int]  # keys (B, H, S, D), values and B; None: nothing is stored
+
+
 class _PositionedBatch(_BaseCache):  # type: ignore[misc]
-    """Keys and values (B, H, S, D), written at one slot for all rows; a ring once S has reached `max_size`."""
+    """Keys and values (C, H, S, D) of up to C rows, written at one slot for all; a ring once S has reached `max_size`.
+
+    What a row does not use in front of its tokens is zero: whatever a row before it has left there (infinity, say)
+    would show through a mask.
+
+    Attributes:
+        part: which of the batch's caches this is, and how many there are. They share the bytes that may lie idle, and
+            grow at different steps, as a step in which all of them are copied is a long one.
+    """
 
     def __init__(self, max_size: int | None = None) -> None:
         self.max_size = max_size
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
+        self.part = (0, 1)
+        self._first = 0  # slots in front that no row uses; always 0 in a ring
         self._write = 0  # slot of the next token
         self._wrapped = False
         self._steps = 0
@@ -77,24 +97,26 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
         """Boolean (B, 1, 1, S) over the slots that the next token will fetch; None when every row sees all of them."""
         self._one_token(N)
-        slot, size = self._next_slot()
+        slot, end = self._next_slot()
+        size = end - self._first
         visible = [self._visible(row, window_size, size) for row in self._rows]
         if all(count == size for count in visible):
             return None
-        ages = (slot - mx.arange(size)) % size
+        ages = (slot - self._first - mx.arange(size)) % size
         return ages < mx.array(visible)[:, None, None, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store one token per row; keys and values (B, H, 1, D)."""
         self._one_token(keys.shape[2])
-        slot, size = self._next_slot()
-        self._wrapped = self._wrapped or slot < self._write
-        if self.keys is None or self.values is None or size > self.keys.shape[2]:
+        if self.keys is None or self.values is None or self._next_slot()[1] > self.keys.shape[2]:
             self._grow(keys, values)
         assert self.keys is not None
         assert self.values is not None
-        self.keys[..., slot : slot + 1, :] = keys
-        self.values[..., slot : slot + 1, :] = values
+        slot, _ = self._next_slot()
+        self._wrapped = self._wrapped or slot < self._write
+        rows = len(self._rows)
+        self.keys[:rows, :, slot : slot + 1] = keys
+        self.values[:rows, :, slot : slot + 1] = values
         self._write = slot + 1
         self._steps += 1
         self._offset = None
@@ -109,12 +131,19 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
         """Of all slots in use, (B, H, S, D), in the order they lie in."""
         assert self.keys is not None
         assert self.values is not None
-        if self._wrapped or self._write == self.keys.shape[2]:
-            return self.keys, self.values
-        return self.keys[..., : self._write, :], self.values[..., : self._write, :]
+        rows, slots = slice(len(self._rows)), slice(self._first, self._end)
+        return self.keys[rows, :, slots], self.values[rows, :, slots]
+
+    @property
+    def _end(self) -> int:
+        """The slot after the last one in use."""
+        if not self._wrapped:
+            return self._write
+        assert self.max_size is not None
+        return self.max_size
 
     def _next_slot(self) -> tuple[int, int]:
-        """Slot of the next token, and how many slots will then be in use."""
+        """Slot of the next token, and the end of those that will then be in use."""
         if self._wrapped:
             assert self.max_size is not None
             return self._write % self.max_size, self.max_size
@@ -123,14 +152,13 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
         return self._write, self._write + 1
 
     def _grow(self, keys: mx.array, values: mx.array) -> None:
-        room = _STEP if self.max_size is None else min(_STEP, self.max_size - self._write)
-
-        def grown(stored: mx.array | None, new: mx.array) -> mx.array:
-            B, H, _, D = new.shape
-            space = mx.zeros((B, H, room, D), new.dtype)
-            return space if stored is None else mx.concatenate([stored[..., : self._write, :], space], axis=2)
-
-        self.keys, self.values = grown(self.keys, keys), grown(self.values, values)
+        """Room for tokens like these."""
+        if self.keys is None or self.values is None:
+            none = keys[:, :, :0], values[:, :, :0]
+            self._lay([(*none, len(self._rows))], 0)
+        else:
+            count, used = len(self._rows), self._used()
+            self._lay([(*self._in_order(slice(count)), count)], used, self._spare(count, used))
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -146,30 +174,78 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
                 runs.keep_last(batch.max_size)
             batch._rows.append(_Row(runs, cache.slots, cache.next, 0))
             parts.append((*_last(cache, runs.size), 1))
-        batch._write = max(row.runs.size for row in batch._rows)
-        batch._justify(parts)
+        batch._lay(parts, max(row.runs.size for row in batch._rows))
         return batch
 
     def extend(self, other: _PositionedBatch) -> None:
         """Add the rows of `other` after these."""
-        parts = [(*batch._in_order(slice(None)), len(batch._rows)) for batch in (self, other)]
-        self._write = max(self._used(), other._used())
-        self._wrapped = False
+        count, more = len(self._rows), len(other._rows)
+        theirs = other._in_order(slice(more))
+        if self._has_room(other):
+            self._place(count, more, *theirs)
+        else:
+            used = max(self._used(), other._used())
+            ours = self._in_order(slice(count))
+            self._lay([(*ours, count), (*theirs, more)], used, self._spare(count + more, used))
         later = self._steps - other._steps
         self._rows += [_Row(row.runs, row.slots, row.start, row.joined_at + later) for row in other._rows]
+        self._first = self._unused(self._rows)
         self._offset = None
-        self._justify(parts)
 
-    def filter(self, batch_indices: Sequence[int]) -> None:
-        """Keep these rows only, in this order."""
-        self._rows = [self._rows[index] for index in batch_indices]
-        self._offset = None
+    def filter(self, batch_indices: Sequence[int], lifted: Sequence[mx.array] | None = None) -> None:
+        """Keep these rows only, in this order.
+
+        In place, if each of them stays where it is or takes the place of one that leaves.
+
+        Args:
+            lifted: what `lift` returns for them, evaluated.
+        """
+        keep = list(batch_indices)
         if self.keys is None or self.values is None:
-            return
-        spare = 0 if self._wrapped else self._write - max((self._stored(row) for row in self._rows), default=0)
-        rows = mx.array(list(batch_indices), dtype=mx.int32)
-        self.keys, self.values = (array[..., spare:, :][rows] for array in (self.keys, self.values))
-        self._write -= spare
+            self._rows = [self._rows[index] for index in keep]
+        elif (moves := self._moves(keep)) is None:
+            self._compact(keep)
+        else:
+            if lifted is None:
+                lifted = self.lift(keep)
+                mx.eval(lifted)
+            for (to, _), keys, values in zip(moves, lifted[::2], lifted[1::2], strict=True):
+                self.keys[to : to + 1, :, : self._end] = keys
+                self.values[to : to + 1, :, : self._end] = values
+            self._rows = [self._rows[index] for index in keep]
+            self._first = self._unused(self._rows)
+        self._offset = None
+
+    def lift(self, keep: Sequence[int]) -> list[mx.array]:
+        """Keys and values in turn, copied but not evaluated, of the rows that move when these stay in this order."""
+        moves = None if self.keys is None or self.values is None else self._moves(keep)
+        return [
+            mx.contiguous(array[row : row + 1, :, : self._end])
+            for _, row in moves or ()
+            for array in (self.keys, self.values)
+            if array is not None
+        ]
+
+    def _moves(self, keep: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Rows to move as (to, from); None if those that stay had better be copied."""
+        assert self.keys is not None
+        moves = [(to, row) for to, row in enumerate(keep) if row != to]
+        if any(row < len(keep) for _, row in moves) or 2 * len(moves) > len(keep):
+            return None
+        capacity, _, slots, _ = self.keys.shape
+        needed = len(keep) * (slots - self._unused([self._rows[row] for row in keep]))
+        idle = self.nbytes - self.nbytes * needed // (capacity * slots)
+        return moves if idle <= min(self._idle_bytes, self.nbytes // 2) else None
+
+    def _compact(self, keep: Sequence[int]) -> None:
+        assert self.keys is not None
+        assert self.values is not None
+        self._rows = [self._rows[index] for index in keep]
+        unused = 0 if self._wrapped else self._write - self._longest(self._rows)
+        rows = mx.array(list(keep), dtype=mx.int32)
+        self.keys, self.values = (array[..., unused:, :][rows] for array in (self.keys, self.values))
+        self._write -= unused
+        self._first = 0
 
     def extract(self, idx: int) -> Positioned:
         """The row as a cache of its own, equal to the one it would have if it had been decoded alone."""
@@ -201,9 +277,16 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
         count = row.runs.size + self._steps - row.joined_at
         return count if self.max_size is None else min(count, self.max_size)
 
+    def _longest(self, rows: Sequence[_Row]) -> int:
+        return max((self._stored(row) for row in rows), default=0)
+
+    def _unused(self, rows: Sequence[_Row]) -> int:
+        """Slots in front that none of these rows uses."""
+        return self._write - self._longest(rows) if self.max_size is None else 0
+
     def _used(self) -> int:
         """Slots in use."""
-        return self._write if self.max_size is None or not self._wrapped else self.max_size
+        return self._end - self._first
 
     def _visible(self, row: _Row, window: int | None, size: int) -> int:
         """How many of the last tokens the next one of this row sees, itself included."""
@@ -221,17 +304,51 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
         """Keys and values of some rows, oldest slot first and without unused slots."""
         if self.keys is None or self.values is None:
             return None, None
-        keys, values = self.keys[rows, :, : self._used()], self.values[rows, :, : self._used()]
+        keys, values = (array[rows, :, self._first : self._end] for array in (self.keys, self.values))
         if self._wrapped:
             keys, values = (mx.roll(array, -self._write, 2) for array in (keys, values))
         return keys, values
 
-    def _justify(self, parts: Sequence[tuple[mx.array | None, mx.array | None, int]]) -> None:
-        """Set keys and values to those of `parts` (keys, values, rows), padded in front up to the write slot."""
-        room = _STEP if self.max_size is None else min(_STEP, self.max_size - self._write)
-        rows = [count for _, _, count in parts]
-        self.keys = _stacked([keys for keys, _, _ in parts], rows, self._write, room)
-        self.values = _stacked([values for _, values, _ in parts], rows, self._write, room)
+    # --- storage -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _idle_bytes(self) -> int:
+        return _IDLE_BYTES // self.part[1]
+
+    def _has_room(self, other: _PositionedBatch) -> bool:
+        if self.keys is None:
+            return False
+        return len(self._rows) + len(other._rows) <= self.keys.shape[0] and other._used() <= self._end
+
+    def _place(self, first: int, count: int, keys: mx.array | None, values: mx.array | None) -> None:
+        """Write `count` rows, all of their slots, into spare ones from `first` on."""
+        for array, new in ((self.keys, keys), (self.values, values)):
+            assert array is not None
+            if new is None:
+                new = mx.zeros((count, array.shape[1], 0, array.shape[3]), array.dtype)
+            new = mx.pad(new, [(0, 0), (0, 0), (self._end - new.shape[2], 0), (0, 0)])
+            array[first : first + count, :, : self._end] = mx.roll(new, self._write, 2) if self._wrapped else new
+
+    def _lay(self, parts: Sequence[_Part], size: int, spare: int = 0) -> None:
+        """Set keys and values to copies of `parts`, in slots that all end at `size`, and `spare` rows after them."""
+        index, count = self.part
+        room = max(1, _STEP // 2 + _STEP * index // count)
+        if self.max_size is not None:
+            room = min(room, self.max_size - size)
+        rows = [number for _, _, number in parts]
+        self.keys = _stacked([keys for keys, _, _ in parts], rows, spare, size, room)
+        self.values = _stacked([values for _, values, _ in parts], rows, spare, size, room)
+        self._first, self._write, self._wrapped = 0, size, False
+
+    def _spare(self, rows: int, slots: int) -> int:
+        """How many rows to keep ready: a crowd that builds up is copied a few times only, not once for each of them.
+
+        They take half of what may lie idle; the other half is for rows that leave.
+        """
+        if self.keys is None:
+            return 0
+        slot_bytes = self.nbytes // (self.keys.shape[0] * self.keys.shape[2])
+        return min(rows // 2, self._idle_bytes // 2 // (slot_bytes * max(slots, 1)))
 
     # --- the rest of the protocol ------------------------------------------------------------------------------------
 
@@ -270,19 +387,21 @@ def _last(cache: Positioned, count: int) -> tuple[mx.array | None, mx.array | No
     return keys[..., -count:, :], values[..., -count:, :]
 
 
-def _stacked(parts: Sequence[mx.array | None], rows: Sequence[int], size: int, room: int) -> mx.array | None:
-    """Parts (B_i, H, S_i, D) as one array (sum of B_i, H, size + room, D) in which they all end at `size`."""
+def _stacked(
+    parts: Sequence[mx.array | None], rows: Sequence[int], spare: int, size: int, room: int
+) -> mx.array | None:
+    """Parts (B_i, H, S_i, D) as one array (sum of B_i + spare, H, size + room, D) in which they all end at `size`."""
     example = next((part for part in parts if part is not None), None)
     if example is None:
         return None
     _, H, _, D = example.shape
-    padded = []
+    stacked = mx.zeros((sum(rows) + spare, H, size + room, D), example.dtype)
+    at = 0
     for part, count in zip(parts, rows, strict=True):
-        if part is None:
-            padded.append(mx.zeros((count, H, size + room, D), example.dtype))
-        else:
-            padded.append(mx.pad(part, [(0, 0), (0, 0), (size - part.shape[2], room), (0, 0)]))
-    return mx.concatenate(padded) if len(padded) > 1 else padded[0]
+        if part is not None:
+            stacked[at : at + count, :, size - part.shape[2] : size] = part
+        at += count
+    return stacked
 
 
 # --- whole prompt caches ---------------------------------------------------------------------------------------------
@@ -310,7 +429,11 @@ def _kind(leaf: Any) -> Hashable | None:
 
 def merge_rows(caches: Sequence[Sequence[Any]]) -> list[Any]:
     """One batch cache per layer of prefilled prompt caches with one row each."""
-    return [_merge(layer) for layer in zip(*caches, strict=True)]
+    batch = [_merge(layer) for layer in zip(*caches, strict=True)]
+    parts = [part for part in leaves(batch) if isinstance(part, _PositionedBatch)]
+    for index, part in enumerate(parts):
+        part.part = index, len(parts)
+    return batch
 
 
 def extend_batch(batch: Sequence[Any], other: Sequence[Any]) -> None:
@@ -320,9 +443,12 @@ def extend_batch(batch: Sequence[Any], other: Sequence[Any]) -> None:
 
 
 def filter_batch(batch: Sequence[Any], keep: Sequence[int]) -> None:
-    """Keep these rows only, in this order."""
-    for part in batch:
-        part.filter(list(keep))
+    """Keep these rows only, in this order. With the last row in the place of one that leaves, only that is copied."""
+    parts = list(leaves(batch))
+    lifted = [part.lift(keep) if isinstance(part, _PositionedBatch) else None for part in parts]
+    mx.eval(lifted)  # all at once
+    for part, rows in zip(parts, lifted, strict=True):
+        part.filter(list(keep)) if rows is None else part.filter(list(keep), rows)
 
 
 def extract_row(batch: Sequence[Any], index: int) -> list[Any]:

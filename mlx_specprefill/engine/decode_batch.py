@@ -170,19 +170,24 @@ class _Group:
         )
 
     def remove(self, index: int) -> Removed:
-        row = self.rows.pop(index)
+        row, keep = self.rows[index], _without(index, len(self.rows))
         logits = self.next.logits[index : index + 1]
-        keep = [other for other in range(len(self.rows) + 1) if other != index]
-        cache = extract_row(self.cache, index) if keep else self.cache
-        if len(keep) == 1:
-            self.cache = extract_row(self.cache, keep[0])
-        elif keep:
-            filter_batch(self.cache, keep)
+        cache = self.cache
         if keep:
-            self.next = _Choice(*(part[mx.array(keep)] for part in self.next))
+            cache = extract_row(self.cache, index)
+            mx.eval([part.state for part in cache], logits)  # what still reads a cache keeps it from changing in place
+            self._keep(keep)
         # Queued now, as arrays that wait to be cut out of the batch would keep all of it alive.
         mx.async_eval([part.state for part in (*cache, *self.cache)], logits, self.next.tokens)  # type: ignore[no-untyped-call]
+        self.rows = [self.rows[other] for other in keep]
         return Removed(cache, tuple(row.tokens), logits)
+
+    def _keep(self, rows: list[int]) -> None:
+        if len(rows) == 1:
+            self.cache = extract_row(self.cache, rows[0])
+        else:
+            filter_batch(self.cache, rows)
+        self.next = _Choice(*(part[mx.array(rows)] for part in self.next))
 
     def _allowed(self, logits: mx.array, fed: mx.array) -> mx.array | None:
         """What the rows' grammars allow after the fed tokens, (B, V); made while the forward runs."""
@@ -217,6 +222,14 @@ class _Group:
     def _queue(self) -> None:
         reported = any(row.logprobs is not None for row in self.rows)
         mx.async_eval(self.next.tokens, *([self.next.scores] if reported else []))  # type: ignore[no-untyped-call]
+
+
+def _without(index: int, count: int) -> list[int]:
+    """The rows that stay when one leaves, the last one in its place: no other has to be moved."""
+    keep = list(range(count - 1))
+    if index < count - 1:
+        keep[index] = count - 1
+    return keep
 
 
 def _together(masks: Sequence[Mask | None]) -> mx.array | None:

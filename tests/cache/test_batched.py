@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -97,7 +97,7 @@ class Model:
 prompts = st.lists(st.integers(0, 20), unique=True, min_size=1, max_size=14).map(sorted)
 moves = st.one_of(
     st.tuples(st.just("join"), st.lists(prompts, min_size=1, max_size=3)),
-    st.tuples(st.just("leave"), st.integers(0, 9)),
+    st.tuples(st.just("leave"), st.integers(0, 20)),
     st.tuples(st.just("step"), st.integers(1, 9)),
 )
 
@@ -111,6 +111,7 @@ def decode_step(batch: list[Any], model: Model, window: int | None) -> None:
     last = mx.array([row[-1] for row in model.rows], dtype=mx.float32).reshape(-1, 1, 1, 1)
     keys, values = cache.update_and_fetch(last, -last)
     assert mask is None or mask.shape == (len(model.rows), 1, 1, keys.shape[2])
+    assert cache.size() == keys.shape[2]
     assert (np.array(keys) == -np.array(values)).all()
     for row in range(len(model.rows)):
         assert seen(mask, keys, row) == model.visible(row, window)
@@ -118,21 +119,50 @@ def decode_step(batch: list[Any], model: Model, window: int | None) -> None:
         assert not np.array(mask).all(), "a mask that hides nothing"
 
 
-def leave(batch: list[Any], model: Model, index: int, chunk: int) -> None:
-    """The row that is taken out is what it would be alone; the others stay."""
-    row = model.rows.pop(index)
-    expected = single(model.ring, [], chunk)
-    for position in row:
-        put(expected, [position])
-    assert_same_contents(extract_row(batch, index), [expected], atol=0)
-    filter_batch(batch, [other for other in range(len(model.rows) + 1) if other != index])
+def others(index: int, count: int, swap: bool) -> list[int]:
+    """The rows that stay when one leaves: in order, or with the last one in its place."""
+    rows = list(range(count))
+    if swap:
+        rows[index], rows[-1] = rows[-1], rows[index]
+        return rows[:-1]
+    return rows[:index] + rows[index + 1 :]
 
 
-@settings(max_examples=150)
-@given(st.booleans(), st.sampled_from([None, 2, 4, 9]), st.integers(1, 20), st.lists(moves, max_size=12))
+def leave(batch: list[Any], model: Model, index: int, swap: bool = False) -> None:
+    """The row that is taken out, and each that stays, is what it would be alone."""
+    assert_same_contents(extract_row(batch, index), [decoded_alone(model, index)], atol=0)
+    keep = others(index, len(model.rows), swap)
+    filter_batch(batch, keep)
+    model.rows = [model.rows[row] for row in keep]
+    for row in range(len(model.rows)):
+        assert_same_contents(extract_row(batch, row), [decoded_alone(model, row)], atol=0)
+
+
+def decoded_alone(model: Model, row: int) -> Positioned:
+    cache = single(model.ring)
+    for position in model.rows[row]:
+        put(cache, [position])
+    return cache
+
+
+@settings(max_examples=300)
+@given(
+    st.booleans(),
+    st.sampled_from([None, 2, 4, 9]),
+    st.integers(1, 20),
+    st.sampled_from([0, 300, 1 << 20]),
+    st.lists(moves, max_size=16),
+)
 def test_any_schedule_sees_and_holds_what_a_list_says(
-    ring: bool, window: int | None, chunk: int, schedule: list[Any]
+    ring: bool, window: int | None, chunk: int, idle: int, schedule: list[Any]
 ) -> None:
+    """With rows and slots that lie idle, few of them, and none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batched, "_IDLE_BYTES", idle)
+        follow(ring, window, chunk, schedule)
+
+
+def follow(ring: bool, window: int | None, chunk: int, schedule: list[Any]) -> None:
     batch: list[Any] = []
     model = Model(ring)
     for name, argument in [("join", [[0, 3]]), *schedule]:
@@ -144,12 +174,12 @@ def test_any_schedule_sees_and_holds_what_a_list_says(
                 batch = joining
             model.rows += [list(positions) for positions in argument]
         elif name == "leave" and model.rows:
-            leave(batch, model, argument % len(model.rows), chunk)
+            leave(batch, model, argument % len(model.rows), swap=argument % 3 != 0)
         elif name == "step" and model.rows:
             for _ in range(argument):
                 decode_step(batch, model, window)
     while model.rows:
-        leave(batch, model, 0, chunk)
+        leave(batch, model, 0)
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -204,7 +234,7 @@ def test_padding_goes_with_the_row_that_needed_it() -> None:
 
 
 def test_an_extracted_row_does_not_keep_the_batch_alive() -> None:
-    others = mx.get_active_memory()  # of tests before this one
+    held = mx.get_active_memory()  # of tests before this one
     wide = mx.zeros((1, 4, 256, 64))
     rows = []
     for _ in range(8):
@@ -215,11 +245,123 @@ def test_an_extracted_row_does_not_keep_the_batch_alive() -> None:
     batch = merge_rows(rows)
     mx.eval(batch[0].state)
     del rows, cache
-    before = mx.get_active_memory() - others
+    before = mx.get_active_memory() - held
     row = extract_row(batch, 3)
     mx.eval(row[0].state)
     del batch
-    assert mx.get_active_memory() - others < before / 4
+    assert mx.get_active_memory() - held < before / 4
+
+
+# --- in place ---------------------------------------------------------------------------------------------------------
+
+
+def wide_rows(counts: Sequence[int], ring: bool = False) -> list[list[Any]]:
+    """2 KiB a token, keys and values."""
+    rows = []
+    for count in counts:
+        cache = PositionedRotatingKVCache(512) if ring else PositionedKVCache()
+        arrays = mx.random.normal((2, 1, 4, count, 64))
+        cache.update_and_fetch(arrays[0], arrays[1])
+        rows.append([cache])
+    mx.eval([row[0].state for row in rows])
+    return rows
+
+
+def wide_step(batch: list[Any]) -> None:
+    one = mx.ones((batch[0].offset.size, 4, 1, 64))
+    mx.eval(batch[0].update_and_fetch(one, one))
+
+
+def peak(act: Callable[[], Any]) -> int:
+    """Bytes that something takes beyond what there is."""
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    act()
+    mx.synchronize()
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_joining_and_leaving_copy_one_row(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of seventeen; a shorter one, and one longer than all there are but not than the slots that lie in front."""
+    monkeypatch.setattr(batched, "_STEP", 64)
+    batch = merge_rows(wide_rows([512, *[450] * 15], ring))
+    wide_step(batch)
+    extend_batch(batch, merge_rows(wide_rows([300], ring)))  # the batch has no spare row yet
+    wide_step(batch)
+    whole, row = batch[0].nbytes, batch[0].nbytes // batch[0].keys.shape[0]
+    joining = [merge_rows(wide_rows([count], ring)) for count in (200, 480)]
+    mx.eval([part.state for other in joining for part in other])
+
+    def change(act: Callable[[], Any]) -> int:
+        def both() -> None:
+            act()
+            wide_step(batch)
+
+        return peak(both)
+
+    for swapped in (0, 5):
+        assert change(lambda index=swapped: filter_batch(batch, others(index, count_of(batch), True))) < 2 * row
+    for other in joining:
+        assert change(lambda other=other: extend_batch(batch, other)) < 4 * row
+    assert batch[0].nbytes == whole
+    assert whole > 16 * row
+
+
+def count_of(batch: list[Any]) -> int:
+    return int(batch[0].offset.size)
+
+
+def test_what_lies_idle_is_bounded() -> None:
+    """By half of the batch, whoever leaves: the longest row, or most rows."""
+    batch = merge_rows(wide_rows([2000, *[100] * 8]))
+    wide_step(batch)
+    filter_batch(batch, others(0, 9, True))
+    assert batch[0].nbytes <= 2 * merge_rows(wide_rows([101] * 8))[0].nbytes
+    for count in range(8, 2, -1):
+        filter_batch(batch, others(1, count, True))
+    assert batch[0].nbytes <= 2 * merge_rows(wide_rows([101] * 2))[0].nbytes
+
+
+def test_rows_of_gigabytes_leave_none_of_them_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched, "_IDLE_BYTES", 300 << 10)  # less than a row
+    batch = merge_rows(wide_rows([200] * 6))
+    filter_batch(batch, others(2, 6, True))
+    assert batch[0].keys.shape[0] == 5
+    extend_batch(batch, merge_rows(wide_rows([150])))
+    assert batch[0].keys.shape[0] == 6
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_nothing_of_a_row_that_left_shows_through_a_mask(ring: bool) -> None:
+    """Attention weighs what is hidden with 0, and 0 times infinity is no number."""
+    batch = merge_rows([[single(ring, range(5))] for _ in range(4)])
+    bad = mx.full((4, 1, 1, 1), float("inf"))
+    batch[0].update_and_fetch(bad, bad)
+    filter_batch(batch, [0, 3, 2])
+    filter_batch(batch, [0, 1])
+    extend_batch(batch, merge_rows([[single(ring, [4])]]))
+    extend_batch(batch, merge_rows([[single(ring, [7, 9])]]))
+    for _ in range(8):
+        keys, values = batch[0].update_and_fetch(mx.zeros((4, 1, 1, 1)), mx.zeros((4, 1, 1, 1)))
+        assert np.isfinite(np.array(keys[2:])).all()
+        assert np.isfinite(np.array(values[2:])).all()
+
+
+def test_layers_grow_at_different_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in which all are copied would be a long one."""
+    monkeypatch.setattr(batched, "_STEP", 8)
+    rows = [[single(False, range(3)) for _ in range(4)] for _ in range(3)]
+    batch = merge_rows(rows[:2])
+    extend_batch(batch, merge_rows(rows[2:]))
+    grown = []
+    for step in range(12):
+        sizes = [part.nbytes for part in batch]
+        for part in batch:
+            part.update_and_fetch(mx.zeros((3, 1, 1, 1)), mx.zeros((3, 1, 1, 1)))
+        grown += [step] * sum(part.nbytes > before for part, before in zip(batch, sizes, strict=True))
+    assert len(set(grown)) >= 4
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -146,6 +147,40 @@ def test_a_lone_row_keeps_its_own_cache(llama: Any) -> None:
         batch.step()
     removed = batch.remove(0)
     assert all(ours is theirs for ours, theirs in zip(removed.cache, row.cache, strict=True))
+
+
+def test_joining_and_leaving_copy_one_row() -> None:
+    """While a forward is under way; the step that follows included."""
+    model = tiny_model("llama")
+    batch = DecodeBatch(model)
+
+    def row(uid: int, count: int) -> DecodeRow:
+        made = batch_row(model, uid, make_rows(VOCAB, 1)[0])
+        for part in made.cache:
+            more = mx.zeros((*part.keys.shape[:2], count, part.keys.shape[-1]))
+            part.update_and_fetch(more, more)
+        mx.eval([part.state for part in made.cache])
+        return made
+
+    def peak(act: Callable[[], Any]) -> int:
+        mx.synchronize()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        batch.step()
+        act()
+        batch.step()
+        mx.synchronize()
+        return mx.get_peak_memory() - before
+
+    for uid in range(13):
+        batch.add(row(uid, 2000 if uid == 12 else 3000 + uid))
+        batch.step()
+    joining = row(13, 1000)
+    whole = batch.caches[0][0].nbytes
+    assert peak(lambda: batch.remove(3)) < whole / 3
+    assert peak(lambda: batch.add(joining)) < whole / 3
+    assert batch.caches[0][0].nbytes == whole
+    assert batch.caches[0][0].keys.shape[0] > 12
 
 
 def test_names_and_numbers(llama: Any) -> None:

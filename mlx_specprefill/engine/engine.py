@@ -25,6 +25,7 @@ from ..constraints import BudgetGuide, Grammars, Guide
 from ..errors import EngineClosedError, InvalidRequestError
 from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Progress
+from ..specprefill.plan import PrefillPlan
 from .admission.memory import Memory, check_limit
 from .admission.planner import Costs, Planner
 from .caches import EngineCaches
@@ -78,9 +79,9 @@ class Engine:
         costs = self.costs = Costs(pair, self.config)
         slicing = Slicing(self.config, self.scheduler, costs.longest_slice)
         planner = Planner(pair, self.config, costs, slicing.expected)
-        self.speculator = Speculator(pair, self.config, lambda: bool(self.scheduler.decoding))
+        self.speculator = Speculator(pair, self.config, self.scheduler)
         self.prefiller = Prefiller(pair, self.config, self.caches, planner, slicing.size, self.speculator)
-        self.memory = Memory(pair, self.config, self.caches, costs, planner)
+        self.memory = Memory(pair, self.config, self.caches, costs)
         self.rows = Rows(pair, self.config, self.speculator)
         self.densifier = Densifier(self.prefiller, self.memory)
         self._inbox = Inbox(self.scheduler, self.config.max_queue)
@@ -189,14 +190,20 @@ class Engine:
         Raises:
             InvalidRequestError: names the field; ContextLengthError when the prompt leaves no room.
         """
+        self._checked(request)
+
+    def _checked(self, request: GenerationRequest) -> tuple[PrefillPlan, int]:
+        """The plan of a request that can run, and the bytes that it will need."""
         check_request(request, self.pair)
         if request.constraint is not None:
             self._grammars.check(request.constraint)
-        need = self.memory.need(request)
+        plan = self.prefiller.planner.plan(request)
+        need = self.memory.need(request, plan.mode)
         if not self.memory.admission.can_ever(need):
             raise InvalidRequestError(
                 f"the request needs {need >> 20} MiB of memory, more than the limit leaves", field="messages"
             )
+        return plan, need
 
     def compile(self, constraint: Constraint) -> None:
         """Compile a grammar ahead of `submit`, which then takes no time; blocks, up to some hundred milliseconds.
@@ -213,9 +220,10 @@ class Engine:
             InvalidRequestError: the request can never run.
             EngineClosedError: the engine is not running, or `max_queue` requests wait already.
         """
-        self.check(request)
+        plan, need = self._checked(request)
         handle = RequestHandle()
-        sequence = Sequence(self._inbox.next_uid(), request, time.perf_counter(), self._guide(request))
+        uid, submitted = self._inbox.next_uid(), time.perf_counter()
+        sequence = Sequence(uid, request, submitted, self._guide(request), plan=plan, need=need)
         self._inbox.post(Job(sequence.uid, on_event, handle, self.prefiller.run(sequence), sequence))
         return handle
 

@@ -167,7 +167,7 @@ class Loop:
 
     def _has_memory(self, job: Job) -> bool:
         """Reserve what a job will need, if there is as much."""
-        need = 0 if job.sequence is None else self._memory.need(job.sequence.request)
+        need = 0 if job.sequence is None else job.sequence.need
         if not self._memory.admission.fits(need):
             self._stop_background()
         return self._memory.admission.reserve(job.uid, need)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from .._steps import Steps
 from ..adapters.depth import whole_draft
 from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import EngineConfig
@@ -30,14 +32,9 @@ from ..specprefill.selector import Selection, select_tokens
 from ..specprefill.share import Choice, about_everything, choose_share
 from ..specprefill.sparse_prefill import prefill
 from ..specprefill.text import PromptText, TextReader
-from ..speculative.mtp_proposer import read_along
-from ..speculative.row import LastForward
-from ..speculative.strategies import STRATEGIES
 from .admission.planner import Planner
 from .caches import EngineCaches, empty_cache
-from .mapped import mapped
 from .sequence import Sequence
-from .speculation import Speculator
 
 __all__ = ["Prefiller"]
 
@@ -49,11 +46,33 @@ _OPENING = 32  # tokens of a message whose first line may be an instruction
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
 
 
+class PromptWatcher(Protocol):
+    """What wants to see a prompt while it is read, so that the answer can be drafted (`engine.speculation`)."""
+
+    def begin(self, sequence: Sequence, context: int, read: bool) -> bool:
+        """Before the target's first forward; whether the draft's cache of the prompt has to be kept or made.
+
+        Args:
+            context: tokens that the target's cache will hold.
+            read: the draft has read the prompt.
+        """
+
+    def forward(self, sequence: Sequence, fed: Kept) -> Callable[[], AbstractContextManager[None]]:
+        """A context for each of the target's forwards over the prompt's indices `fed`."""
+
+    def last_forward(self, sequence: Sequence) -> Callable[[mx.array, list[Any]], mx.array] | None:
+        """Stands in for the forward of the last token; see `prefill`."""
+
+    def end(self, sequence: Sequence) -> Generator[Progress, None, None]:
+        """After the last forward."""
+
+
 class Prefiller:
     """Runs prefills.
 
     Args:
-        planner: decides how a prompt is prefilled; `speculator`: how its answer is drafted.
+        planner: decides how a prompt is prefilled.
+        watcher: sees the prompt while it is read.
         slice_size: tokens for the next forward of "draft" or "prefill".
 
     Attributes:
@@ -67,14 +86,14 @@ class Prefiller:
         caches: EngineCaches,
         planner: Planner,
         slice_size: Callable[[str], int],
-        speculator: Speculator,
+        watcher: PromptWatcher,
     ) -> None:
         self.pair = pair
         self.config = config
         self.caches = caches
         self.planner = planner
         self.slice_size = slice_size
-        self._speculator = speculator
+        self._watcher = watcher
         self.text = TextReader(pair.tokenizer)
         self._continuing = Continuing(config.policy, config.selection.stands_out, planner.selects)
         self.fallbacks: Counter[str] = Counter()
@@ -82,15 +101,16 @@ class Prefiller:
     def run(self, sequence: Sequence) -> Slices:
         """Yields between slices, returns the logits (1, V). Throw `RequestCancelled` into it to stop."""
         request = sequence.request
-        sequence.plan = self.planner.plan(request)
         yield Progress("queued", 0, len(request.prompt))
+        assert sequence.plan is not None
         if sequence.plan.mode == "sparse":
             logits = yield from self._sparse_or_full(sequence)
         else:
             self._from_prefix(sequence)
             yield Progress("prefill", 0, len(request.prompt) - sequence.cached)
             logits = yield from self._full(sequence)
-        yield from self._start(sequence)
+        sequence.stage = "draft"
+        yield from self._watcher.end(sequence)
         return logits
 
     def _from_prefix(self, sequence: Sequence, again: bool = False) -> None:
@@ -105,8 +125,9 @@ class Prefiller:
     def _sparse_or_full(self, sequence: Sequence) -> Slices:
         try:
             self._from_prefix(sequence)
-            sequence.plan = self.planner.plan(sequence.request, sequence.cached)
-            if sequence.plan.mode == "sparse":
+            if sequence.cached:
+                sequence.plan = self.planner.plan(sequence.request, sequence.cached)
+            if sequence.plan is not None and sequence.plan.mode == "sparse":
                 yield Progress("draft", 0, len(sequence.request.prompt))
                 logits = yield from self._sparse(sequence)
                 if logits is not None:
@@ -152,8 +173,7 @@ class Prefiller:
         sequence.reused = int(beginning.held.size)
         yield Progress("select", beginning.read, len(request.prompt))
         sequence.stage = "prefill"
-        sequence.speculation = self._speculator.decide(sequence, beginning.held.size + beginning.read, read=True)
-        if _drafts(sequence):
+        if self._watcher.begin(sequence, beginning.held.size + beginning.read, read=True):
             sequence.draft_cache, sequence.lookahead = scores.cache, scores.lookahead
         del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
         logits = yield from self._read(sequence, beginning)
@@ -201,21 +221,18 @@ class Prefiller:
             cache=cache,
             step=lambda: self.slice_size("draft"),
         )
-        slices = scorer_for(plan.rule, self.pair.heads, self.config.scoring).score(draft, task)
+        steps = Steps(scorer_for(plan.rule, self.pair.heads, self.config.scoring).score(draft, task))
         try:
-            while True:
-                progress = next(slices)
+            for progress in steps:
                 done = progress.done
                 yield progress
-        except StopIteration as finished:
-            scores: Scores = finished.value
         except RequestCancelled:
             if stored and 0 < done < len(prompt):
                 self.caches.keep_draft(prompt[:done], cache, request.label)
             raise
         if stored:
             self.caches.keep_draft(prompt, cache, request.label)
-        return scores
+        return steps.result
 
     def chosen(
         self, request: GenerationRequest, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0
@@ -251,84 +268,72 @@ class Prefiller:
             )
             for progress in steps:
                 yield replace(progress, total=beginning.read)
-        return (
-            yield from mapped(
-                self._read_kept(sequence, beginning.start, beginning.kept),
-                lambda progress: replace(progress, done=size + progress.done, total=beginning.read),
-            )
-        )
+        kept = Steps(self._read_kept(sequence, beginning.start, beginning.kept))
+        for progress in kept:
+            yield replace(progress, done=size + progress.done, total=beginning.read)
+        return kept.result
 
     def _read_kept(self, sequence: Sequence, start: int, kept: Kept) -> Generator[Progress, None, mx.array]:
         """Sparse prefill; the part up to the first gap is dense-exact, and a long one goes to the exact cache."""
         prompt = sequence.request.prompt
         run = int((np.arange(kept.size) == kept - start).sum()) if start == sequence.cached else 0
         run = run if run >= _WORTH_KEEPING else 0
-        slices = prefill(
-            self.pair.target,
-            sequence.cache,
-            prompt[start:],
-            kept - start,
-            lambda: self.slice_size("prefill"),
-            offset=start,
-            cuts=(run,) if run else (),
-            last_forward=self._last_forward(sequence),
+        steps = Steps(
+            prefill(
+                self.pair.target,
+                sequence.cache,
+                prompt[start:],
+                kept - start,
+                lambda: self.slice_size("prefill"),
+                offset=start,
+                cuts=(run,) if run else (),
+                forward=self._watcher.forward(sequence, kept),
+                last_forward=self._watcher.last_forward(sequence),
+            )
         )
-
-        def keep_beginning(progress: Progress) -> Progress:
+        for progress in steps:
             if run and progress.done == run and run < kept.size:
                 self.caches.keep_target(prompt[: start + run], sequence.cache, sequence.request.label)
-            return progress
-
-        return (yield from mapped(read_along(slices, self._speculator.reader(sequence, kept)), keep_beginning))
+            yield progress
+        return steps.result
 
     # --- full --------------------------------------------------------------------------------------------------------
 
     def _full(self, sequence: Sequence) -> Slices:
         request, S = sequence.request, sequence.cached
         sequence.draft_cache, sequence.lookahead = None, ()
-        if sequence.uid >= 0:
-            sequence.speculation = self._speculator.decide(sequence, len(request.prompt), read=False)
-        if _drafts(sequence):
+        if sequence.uid >= 0 and self._watcher.begin(sequence, len(request.prompt), read=False):
             yield from self._read_with_draft(sequence)
         sequence.stage = "prefill"
-        reader = self._speculator.reader(sequence, np.arange(S, len(request.prompt), dtype=np.int32))
+        forward = self._watcher.forward(sequence, np.arange(S, len(request.prompt), dtype=np.int32))
         if request.prompt_logprobs is not None:
-            return (yield from read_along(self._with_prompt_logprobs(sequence, request.prompt_logprobs), reader))
+            return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs, forward))
         cuts = [cut - S for cut in self._checkpoints(sequence) if cut > S]
-        slices = prefill(
-            self.pair.target, sequence.cache, request.prompt[S:], None, lambda: self.slice_size("prefill"), cuts=cuts
+        steps = Steps(
+            prefill(
+                self.pair.target,
+                sequence.cache,
+                request.prompt[S:],
+                None,
+                lambda: self.slice_size("prefill"),
+                cuts=cuts,
+                forward=forward,
+            )
         )
-        slices = read_along(slices, reader)
         done = 0
         try:
-            while True:
-                progress = next(slices)
+            for progress in steps:
                 done = progress.done
                 if done in cuts:
                     self.caches.keep_target(request.prompt[: S + done], sequence.cache, request.label)
                 yield progress
-        except StopIteration as finished:
-            logits: mx.array = finished.value
         except RequestCancelled:
             if done:  # an identical retry goes on from here
                 self.caches.keep_target(request.prompt[: S + done], sequence.cache, request.label)
             raise
         if not cuts:  # with cuts, the state at M - 1 was kept: an identical prompt can't use the one at M
             self.caches.keep_target(request.prompt, sequence.cache, request.label)
-        return logits
-
-    def _start(self, sequence: Sequence) -> Generator[Progress, None, None]:
-        """What the answer's drafts need beyond the prefill."""
-        sequence.stage = "draft"
-        yield from self._speculator.start(sequence)
-
-    def _last_forward(self, sequence: Sequence) -> LastForward | None:
-        """With the draft's look-ahead, where it would be proposed first anyway; unread grammars may forbid it."""
-        if not _drafts(sequence) or sequence.guide is not None or self.config.kv_bits is not None:
-            return None
-        assert sequence.speculation is not None
-        sequence.speculation.last = LastForward(self.pair.target, sequence.lookahead)
-        return sequence.speculation.last
+        return steps.result
 
     def _read_with_draft(self, sequence: Sequence) -> Generator[Progress, None, None]:
         """The whole prompt, for a draft that proposes after a full prefill."""
@@ -359,14 +364,17 @@ class Prefiller:
         ends = [span.end for span in spans if span.kind in ("system", "tools")] + [span.end for span in spans[-3:]]
         return sorted({end for end in [*ends, *range(_STATE_EVERY, M, _STATE_EVERY), M - 1] if 0 < end < M})
 
-    def _with_prompt_logprobs(self, sequence: Sequence, count: int) -> Slices:
+    def _with_prompt_logprobs(
+        self, sequence: Sequence, count: int, forward: Callable[[], AbstractContextManager[None]]
+    ) -> Slices:
         """Full prefill that looks at every row's logits; one slice's (L, V) float32 block is held at a time."""
         prompt, M = sequence.request.prompt, len(sequence.request.prompt)
         tokens, start = mx.array(list(prompt))[None], 0
         entries = []
         while start < M:
             end = min(start + self.slice_size("prefill"), M)
-            logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
+            with forward():
+                logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
             raw = logits.astype(mx.float32)
             following = prompt[start + 1 : end + 1]
             table = (raw - mx.logsumexp(raw, axis=-1, keepdims=True))[: len(following)]
@@ -380,9 +388,3 @@ class Prefiller:
 def _stateful(cache: list[Any]) -> bool:
     """Whether some layer's state can't be cut back to an earlier length."""
     return any(isinstance(part, (ArraysCache, PositionedRotatingKVCache)) for part in leaves(cache))
-
-
-def _drafts(sequence: Sequence) -> bool:
-    """Whether the draft goes on after the prompt, so that it has to have read it."""
-    chosen = sequence.speculation
-    return chosen is not None and chosen.strategy is not None and STRATEGIES[chosen.strategy].needs_reading

@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from .._steps import Steps
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjusted_offsets
-from ..request import Account, GenerationRequest, Progress, PromptLogprobs
-from .mapped import mapped
+from ..request import Account, GenerationRequest, Progress
 from .prefill import Prefiller
 from .sequence import Sequence
 
@@ -45,8 +45,12 @@ def replay_continuation(
 
     Attention can only be read after a full prefill: the target's cache must hold the whole prompt.
     """
-    sequence = Sequence(-1, request, 0.0)
-    logits = yield from _prefilled(prefiller, sequence)
+    sequence = Sequence(-1, request, 0.0, plan=prefiller.planner.plan(request))
+    steps = Steps(prefiller.run(sequence))
+    for event in steps:
+        assert isinstance(event, Progress)
+        yield event
+    logits = steps.result
     M, T = len(request.prompt), len(continuation) - 1
     capture = HeadCapture(M, None) if attention and sequence.kept is None and T > 0 else None
     if T > 0:
@@ -71,11 +75,3 @@ def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> No
         prefiller.caches.keep_target(tokens, sequence.cache, request.label)
     else:
         prefiller.caches.keep_session(tokens, sequence.cache, plan.choice, request.label)
-
-
-def _prefilled(prefiller: Prefiller, sequence: Sequence) -> Generator[Progress, None, mx.array]:
-    def only_progress(event: Progress | PromptLogprobs) -> Progress:
-        assert isinstance(event, Progress)
-        return event
-
-    return (yield from mapped(prefiller.run(sequence), only_progress))

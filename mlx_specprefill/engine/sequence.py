@@ -66,6 +66,8 @@ class Sequence:
     """State of one request.
 
     Attributes:
+        plan: how the prompt is prefilled; made when the request is submitted, revised when it is known what is cached.
+        need: predicted bytes, as admission reserves them.
         cached: prompt tokens that came from the exact prefix cache (S).
         reused: prompt tokens that came from any cache: those, or what an earlier sparse turn kept.
         kept: prompt indices the target has seen, int32, or None for all of them.
@@ -85,6 +87,7 @@ class Sequence:
     guide: Guide | None = None
     started: float = 0.0
     plan: PrefillPlan | None = None
+    need: int = 0
     cached: int = 0
     reused: int = 0
     kept: npt.NDArray[np.int32] | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 
 import mlx.core as mx
 import numpy as np
@@ -24,8 +25,9 @@ from ..speculative.distributions import Chooser
 from ..speculative.forward_cost import measure_forwards, measure_head
 from ..speculative.gain import Acceptance, DecodeCosts, Outlook, predicted_gain
 from ..speculative.mtp_proposer import PromptReader
-from ..speculative.row import Limits, SpeculativeRow
+from ..speculative.row import LastForward, Limits, SpeculativeRow
 from ..speculative.strategies import STRATEGIES, Drafting, StrategyName, refusals
+from .scheduler import Scheduler
 from .sequence import Sequence, Speculation
 
 __all__ = ["Speculator"]
@@ -40,12 +42,12 @@ class Speculator:
     """Decides, prepares and runs. What it has to measure, it measures when the first request asks for it.
 
     Args:
-        busy: whether other answers are running.
+        scheduler: knows whether other answers are running.
     """
 
-    def __init__(self, pair: ModelPair, config: EngineConfig, busy: Callable[[], bool]) -> None:
+    def __init__(self, pair: ModelPair, config: EngineConfig, scheduler: Scheduler) -> None:
         self.pair = pair
-        self._busy = busy
+        self._scheduler = scheduler
         self.config = config.speculation
         self._quantized = config.kv_bits is not None
         self._refusals: dict[StrategyName, str | None] | None = None
@@ -83,7 +85,7 @@ class Speculator:
     def _automatic(self, request: GenerationRequest, context: int, read: bool) -> Speculation:
         for known in (*self._outer.values(), self._inner):
             known.forget()
-        if self._busy():
+        if self._scheduler.decoding:
             return Speculation(None, "other answers are running, and a shared forward is cheaper")
         if request.sampling.seed is not None and request.sampling.temperature > 0:
             return Speculation(None, "a seeded text must not depend on what was measured")
@@ -117,16 +119,29 @@ class Speculator:
 
     # --- from the prefill to a row -----------------------------------------------------------------------------------
 
-    def reader(self, sequence: Sequence, fed: npt.NDArray[np.int32]) -> PromptReader | None:
-        """What reads the prompt's indices `fed` along with the target, if the answer needs it."""
+    def begin(self, sequence: Sequence, context: int, read: bool) -> bool:
+        """Decide, as `decide`; whether the draft goes on after the prompt, so that it has to have read it."""
+        chosen = sequence.speculation = self.decide(sequence, context, read)
+        return chosen is not None and chosen.strategy is not None and STRATEGIES[chosen.strategy].needs_reading
+
+    def forward(self, sequence: Sequence, fed: npt.NDArray[np.int32]) -> Callable[[], AbstractContextManager[None]]:
+        """A context for each of the target's forwards over the prompt's indices `fed`: the MTP head reads along."""
         chosen, head = sequence.speculation, self.pair.mtp
         if chosen is None or chosen.strategy is None or not STRATEGIES[chosen.strategy].needs_head:
-            return None
+            return nullcontext
         assert not isinstance(head, str)
         chosen.reader = PromptReader(head, sequence.request.prompt, fed)
-        return chosen.reader
+        return chosen.reader.forward
 
-    def start(self, sequence: Sequence) -> Generator[Progress, None, None]:
+    def last_forward(self, sequence: Sequence) -> LastForward | None:
+        """With the draft's look-ahead, where it would be proposed first anyway; unread grammars may forbid it."""
+        if sequence.draft_cache is None or sequence.guide is not None or self._quantized:
+            return None
+        assert sequence.speculation is not None
+        sequence.speculation.last = LastForward(self.pair.target, sequence.lookahead)
+        return sequence.speculation.last
+
+    def end(self, sequence: Sequence) -> Generator[Progress, None, None]:
         """Make the proposer of a prefilled sequence; whatever fails here costs the saving, never the answer."""
         chosen = sequence.speculation
         if chosen is None or chosen.strategy is None:

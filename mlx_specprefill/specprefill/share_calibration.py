@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .._steps import Steps
 from ..adapters.heads import DraftHeads
 from ..adapters.shares import MULTIPLES, ShareCurve
 from ..cache.fingerprint import model_identity
@@ -127,13 +128,7 @@ def _outcomes(
         passage_mask(prompt.size, *(place for name, place in places.items() if name.startswith("gold")))
     )
     task = ToScore.alone(draft, prompt, scorer.config, question=question, template=forced)
-    slices = scorer.score(draft, task)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as finished:
-            importance = finished.value.importance
-            break
+    importance = Steps(scorer.score(draft, task)).finish().importance
     lost, shares = np.zeros(len(MULTIPLES), dtype=np.bool_), np.zeros(len(MULTIPLES))
     for index, multiple in enumerate(MULTIPLES):
         share = choose_share(importance, forced, text, item.question, multiple, selection).share

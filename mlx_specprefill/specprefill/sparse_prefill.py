@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +30,7 @@ def prefill(
     step: int | Callable[[], int],
     offset: int = 0,
     cuts: Sequence[int] = (),
+    forward: Callable[[], AbstractContextManager[None]] = nullcontext,
     last_forward: Callable[[mx.array, list[Any]], mx.array] | None = None,
 ) -> Generator[Progress, None, mx.array]:
     """Feed the prompt, or the kept part of it at its original positions; yields between forwards.
@@ -42,6 +44,7 @@ def prefill(
         step: tokens per forward, or a function asked before each. The last forward is short, because all of its rows
             meet the output projection.
         cuts: counts of fed tokens at which a forward must end, ascending.
+        forward: a context for each forward.
         last_forward: feeds the last token (1, 1) to the cache in place of the model, and more that may follow it;
             returns the token's logits (1, V).
 
@@ -67,14 +70,16 @@ def prefill(
         end = next((cut for cut in cuts if start < cut < end), end)
         if kept is not None:
             place(cache, kept[start:end] + offset)
-        model(tokens[:, start:end], cache=cache)
+        with forward():
+            model(tokens[:, start:end], cache=cache)
         mx.eval([part.state for part in cache])
         yield Progress("prefill", end, total)
         start = end
     if kept is not None:
         place(cache, kept[start:] + offset)
     rest = tokens[:, start:]
-    logits: mx.array = model(rest, cache=cache)[:, -1, :] if last_forward is None else last_forward(rest, cache)
+    with forward():
+        logits: mx.array = model(rest, cache=cache)[:, -1, :] if last_forward is None else last_forward(rest, cache)
     mx.eval(logits, [part.state for part in cache])
     yield Progress("prefill", total, total)
     return logits

@@ -7,9 +7,8 @@ again with the target's own hidden states once those are known.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager
-from typing import TypeVar
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import mlx.core as mx
 import numpy as np
@@ -22,10 +21,8 @@ from .distributions import Chooser
 from .proposers import Proposal, Tally, Verified
 from .verification import draw
 
-__all__ = ["HeadDrafts", "PromptReader", "read_along"]
+__all__ = ["HeadDrafts", "PromptReader"]
 
-P = TypeVar("P")
-R = TypeVar("R")
 Indices = npt.NDArray[np.int32]
 
 
@@ -55,6 +52,13 @@ class PromptReader:
             self._read(hidden)
         mx.eval(self.hidden, [] if self.cache.empty() else self.cache.state)
 
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The target's forwards inside are read when it is left."""
+        with recorded_hidden() as forwards:
+            yield
+        self.read(forwards)
+
     def _read(self, hidden: mx.array) -> None:
         first, end = self._done, self._done + hidden.shape[1]
         if self.hidden is not None:  # of the token before, whose next one is known now
@@ -68,23 +72,6 @@ class PromptReader:
             place([self.cache], positions)
             following = mx.array(self._tokens[positions + 1])[None]
             self.head(hidden[:, mx.array(followed)], following, self.cache)
-
-
-def read_along(slices: Generator[P, None, R], reader: PromptReader | None) -> Generator[P, None, R]:
-    """A prefill of the target; the head, if there is one to be used, reads what each slice has computed."""
-    if reader is None:
-        return (yield from slices)
-    while True:
-        with recorded_hidden() as forwards:
-            try:
-                progress = next(slices)
-            except StopIteration as finished:
-                result: R = finished.value
-                break
-        reader.read(forwards)
-        yield progress
-    reader.read(forwards)
-    return result
 
 
 class HeadDrafts:

@@ -198,7 +198,7 @@ def test_what_is_made_dense_is_counted_and_gives_its_memory_to_a_request(
         seen = endless(engine, monkeypatch)
         ask(engine, random_prompt(LENGTH))
         need = engine.memory.need_dense(LENGTH + 3)
-        limited(engine, need + engine.memory.need(request) - 1)
+        limited(engine, need + engine.memory.need(request, "full") - 1)
         release()
         assert eventually(lambda: seen == ["began"])
         assert engine.stats().memory.reserved == need

@@ -427,6 +427,6 @@ def test_admission_counts_the_entries_of_the_head() -> None:
     entry = 2 * args.num_key_value_heads * args.head_dim * 4  # bytes
     with Engine(replace(pair, mtp=tiny_head(pair.target)), configured(memory_limit=1 << 34)) as engine:
         generated(engine.generate(asked(1, None, count=1)))  # what requests need is measured by then
-        plain, drafted, headed = (engine.memory.need(asked(1, how)) for how in (None, "draft", "mtp"))
+        plain, drafted, headed = (engine.memory.need(asked(1, how), "full") for how in (None, "draft", "mtp"))
     assert plain == drafted
     assert headed - plain == entry * (90 + COUNT)

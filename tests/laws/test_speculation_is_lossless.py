@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -25,7 +26,7 @@ from mlx_specprefill.sampling import logits_processors
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative import verification as verify
 from mlx_specprefill.speculative.distributions import Chooser
-from mlx_specprefill.speculative.mtp_proposer import PromptReader, read_along
+from mlx_specprefill.speculative.mtp_proposer import PromptReader
 from mlx_specprefill.speculative.row import LastForward, Limits, SpeculativeRow
 from mlx_specprefill.speculative.strategies import STRATEGIES, Drafting, StrategyName, refusals
 from mlx_specprefill.speculative.verification import Dice
@@ -106,7 +107,8 @@ def speculate(
     chosen, head = STRATEGIES[strategy], head_of(name)
     fed = np.arange(len(row.prompt), dtype=np.int32) if row.kept is None else row.kept
     reader = PromptReader(head, row.prompt, fed) if chosen.needs_head and head is not None else None
-    logits = finish(read_along(prefill(model, prompt_cache, row.prompt, row.kept, 16, last_forward=first), reader))
+    forward = nullcontext if reader is None else reader.forward
+    logits = finish(prefill(model, prompt_cache, row.prompt, row.kept, 16, forward=forward, last_forward=first))
     reading = read(draft, row.prompt) if chosen.needs_reading else None
     given = Drafting(model, prompt_cache, row.prompt, config, draft, reading, row.kept, reader)
     vocab = logits.shape[-1]

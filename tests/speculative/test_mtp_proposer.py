@@ -20,7 +20,7 @@ from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative.distributions import Chooser
 from mlx_specprefill.speculative.forward_cost import measure_head
-from mlx_specprefill.speculative.mtp_proposer import HeadDrafts, PromptReader, read_along
+from mlx_specprefill.speculative.mtp_proposer import HeadDrafts, PromptReader
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
 from tests.oracle import on_the_cpu_unfused
 from tests.rows import Row, alone, assert_same_contents, tokens
@@ -76,7 +76,7 @@ def drafted(head: MTPHead, row: Row, count: int, gamma: int) -> tuple[Speculativ
     cache_of_target = empty_cache(model())
     fed = np.arange(len(row.prompt), dtype=np.int32) if row.kept is None else row.kept
     reader = PromptReader(head, row.prompt, fed)
-    logits = finish(read_along(prefill(model(), cache_of_target, row.prompt, row.kept, 7), reader))
+    logits = finish(prefill(model(), cache_of_target, row.prompt, row.kept, 7, forward=reader.forward))
     proposer = HeadDrafts(reader)
     chooser = Chooser(row.sampling, logits.shape[-1])
     running = SpeculativeRow(model(), cache_of_target, logits, proposer, chooser, Limits(count), gamma)

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ...config import EngineConfig
 from ...errors import SettingsError
 from ...loading import ModelPair
-from ...request import GenerationRequest
+from ...request import GenerationRequest, Mode
 from ...speculative.strategies import STRATEGIES
 from ..caches import EngineCaches
 from ..job import Job
@@ -18,7 +18,7 @@ from ..stats import MemoryUse
 from .admission import Admission, Footprint
 from .footprint import default_limit, measure_footprint, measure_head_footprint, weight_bytes
 from .ledger import Ledger, cache_bytes
-from .planner import Costs, Planner
+from .planner import Costs
 
 __all__ = ["Memory", "check_limit"]
 
@@ -34,14 +34,11 @@ class Memory:
         admission: which predictions fit, and what has been promised to whom.
     """
 
-    def __init__(
-        self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, costs: Costs, planner: Planner
-    ) -> None:
+    def __init__(self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, costs: Costs) -> None:
         self._pair = pair
         self._config = config
         self._caches = caches
         self._costs = costs
-        self._planner = planner
         self._target = self._draft = self._head = Footprint(0, 0, 0)
         self._weights = (0, 0)  # bytes of target and draft
         self._ledger = Ledger()
@@ -76,7 +73,7 @@ class Memory:
             mx.set_cache_limit(self._spare_before)
         mx.clear_cache()
 
-    def need(self, request: GenerationRequest) -> int:
+    def need(self, request: GenerationRequest, mode: Mode) -> int:
         """Predicted bytes: the prompt and the answer in the target and its MTP head, the prompt in the draft."""
         if self.admission.limit is None:
             return 0
@@ -84,8 +81,7 @@ class Memory:
         need = self._target.of(tokens)
         if (request.specprefill.speculative or self._config.speculation.strategy) in ("mtp", "auto"):
             need += self._head.of(tokens)
-        wants_draft = self._planner.plan(request).mode == "sparse"
-        return need + (self._draft.of(len(request.prompt)) if wants_draft else 0)
+        return need + (self._draft.of(len(request.prompt)) if mode == "sparse" else 0)
 
     def need_dense(self, tokens: int) -> int:
         """The same, of making a text of that many tokens dense."""

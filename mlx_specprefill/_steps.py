@@ -1,0 +1,40 @@
+"""Work in steps: a generator that yields its progress and returns its result, walked with `for`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Generic, TypeVar
+
+__all__ = ["Steps"]
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+class Steps(Generic[P, R]):
+    """An iterator over the steps of a generator.
+
+    Attributes:
+        result: what the generator returned, once the steps are over.
+    """
+
+    result: R
+
+    def __init__(self, work: Generator[P, None, R]) -> None:
+        self._work = work
+
+    def __iter__(self) -> Steps[P, R]:
+        return self
+
+    def __next__(self) -> P:
+        try:
+            return next(self._work)
+        except StopIteration as finished:
+            self.result = finished.value
+            raise
+
+    def finish(self) -> R:
+        """Run all that is left, whatever it yields; the result."""
+        for _ in self:
+            pass
+        return self.result

@@ -21,7 +21,7 @@ from .anthropic import messages
 from .auth import Gatekeeper
 from .connections import Connections, LimitedProtocol, open_files_for
 from .deps import Service
-from .generating.generation import EngineLike
+from .generating.engine_protocol import EngineLike
 from .monitoring.access_log import AccessLog
 from .openai import chat, completions, models, responses
 from .routes import about, explain, health, live, page, tokens

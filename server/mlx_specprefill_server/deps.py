@@ -23,8 +23,9 @@ from .bodies import SMALL, decoded, loaded, read, validated
 from .callers import Caller
 from .errors import ApiError, DeadlineError, QueueTimeoutError
 from .explaining.inspecting import Inspecting
-from .generating.deliveries import Deliveries
-from .generating.generation import Ended, EngineLike, Generation, Job
+from .generating.engine_protocol import EngineLike
+from .generating.event_loop import LoopCalls
+from .generating.generation import Generation, Job, Outcome
 from .generating.vocabulary import Vocabulary
 from .monitoring.access_log import current_exchange
 from .monitoring.metrics import Metrics
@@ -56,7 +57,7 @@ class Service:
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
         self.started = int(time.time())
         self._live: WeakSet[Generation | Inspecting] = WeakSet()
-        self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, Deliveries] = WeakKeyDictionary()
+        self._loop_calls: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopCalls] = WeakKeyDictionary()
         self._converters = ThreadPoolExecutor(CONVERTERS, thread_name_prefix="bodies")
         self.requests = 0  # that have a body and are in work
         self.draining = False  # what is in work may go on, nothing new begins
@@ -92,7 +93,9 @@ class Service:
         if constraint is not None:
             await self.prompts.run(partial(self.engine.compile, constraint))
 
-    def submit(self, jobs: Sequence[Job], caller: Caller, cache_salt: str | None) -> Generation:
+    def submit(
+        self, jobs: Sequence[Job], caller: Caller, cache_salt: str | None, warnings: Sequence[str] = ()
+    ) -> Generation:
         """Starts all jobs, which share cached prompts with the caller's others of the same salt only.
 
         Raises:
@@ -102,9 +105,9 @@ class Service:
         label = caller.label(cache_salt)
         jobs = [replace(job, request=replace(job.request, label=label)) for job in jobs]
         loop = asyncio.get_running_loop()
-        deliveries = self._deliveries.setdefault(loop, Deliveries(loop))
-        on_end, buffer = self._counted(len(jobs), caller), self.settings.stream_buffer
-        generation = Generation(self.engine, self.vocabulary, jobs, deliveries, on_end, buffer)
+        calls = self._loop_calls.setdefault(loop, LoopCalls(loop))
+        on_end = self._counted(len(jobs), caller)
+        generation = Generation(self.engine, jobs, calls, on_end, self.settings.stream_buffer, warnings)
         self._live.add(generation)
         if (deadline := _deadline()) is not None:
             generation.end_at(deadline, DeadlineError())
@@ -125,17 +128,17 @@ class Service:
         if self.stopping:
             raise EngineClosedError("the server is shutting down")
 
-    def _counted(self, answers: int, caller: Caller) -> Callable[[Ended], None]:
+    def _counted(self, answers: int, caller: Caller) -> Callable[[Outcome], None]:
         """Tells the metrics and the request's line in the log how answers ended."""
         exchange = current_exchange()
         if exchange is not None:
             exchange.running += answers
 
-        def ended(end: Ended) -> None:
-            self.metrics.ended(end)
-            self.recent.add(end, None if exchange is None else exchange.id, caller.name)
+        def ended(outcome: Outcome) -> None:
+            self.metrics.ended(outcome)
+            self.recent.add(outcome, None if exchange is None else exchange.id, caller.name)
             if exchange is not None:
-                exchange.ended(end)
+                exchange.ended(outcome)
 
         return ended
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from mlx_specprefill import Account, EngineError, SpecPrefillError, Timings
+from mlx_specprefill import Account, EngineError, Progress, SpecPrefillError, Timings
 
+from .deltas import AnswerDone
 from .errors import ApiError, api_error
-from .generating.answers import AnswerDone
-from .generating.generation import Done, Working
 
 __all__ = ["LiveTimings", "Report"]
 
@@ -31,20 +30,20 @@ class Report:
         self.prompt_tokens = prompt_tokens
         self._open = answers
         self._copies = copies
-        self._ends: list[Done | AnswerDone] = []
+        self._ends: dict[int, AnswerDone] = {}
 
-    def add(self, end: Done | AnswerDone) -> bool:
-        """True when it was the last one."""
-        self._ends.append(end)
+    def add(self, end: AnswerDone, index: int = 0) -> bool:
+        """The end of answer `index`; true when it was the last one."""
+        self._ends[index] = end
         return len(self._ends) == self._open
 
     @property
     def completion_tokens(self) -> int:
-        return sum(end.completion_tokens for end in self._ends)
+        return sum(end.completion_tokens for end in self._ends.values())
 
     @property
     def reasoning_tokens(self) -> int:
-        return sum(end.reasoning_tokens for end in self._ends if isinstance(end, AnswerDone))
+        return sum(end.reasoning_tokens for end in self._ends.values())
 
     @property
     def cached_tokens(self) -> int:
@@ -54,7 +53,7 @@ class Report:
     @property
     def error(self) -> SpecPrefillError | ApiError | None:
         """The first failure; whatever is not our own becomes an EngineError."""
-        failed = next((end.error for end in self._ends if end.error is not None), None)
+        failed = next((end.error for end in self._ends.values() if end.error is not None), None)
         if failed is None or isinstance(failed, SpecPrefillError | ApiError):
             return failed
         error = EngineError(f"the engine failed on this request: {failed}")
@@ -106,7 +105,7 @@ class Report:
 
     def _accounts(self) -> list[Account]:
         """One for each prompt: copies of an answer decode side by side after one prefill."""
-        ends = sorted(self._ends, key=lambda end: end.index)
+        ends = [self._ends[index] for index in sorted(self._ends)]
         return [_first(ends[i : i + self._copies]) for i in range(0, len(ends), self._copies)]
 
     def _account(self) -> Account:
@@ -122,9 +121,9 @@ class LiveTimings:
         self._cached = 0
         self._first: float | None = None
 
-    def add(self, piece: Working) -> None:
-        """Hears how much of the prompt was cached."""
-        self._cached = piece.cached or self._cached
+    def add(self, event: Progress) -> None:
+        """Takes from it how much of the prompt was cached."""
+        self._cached = event.cached or self._cached
 
     def first(self) -> None:
         """Something of the answer is there."""
@@ -140,7 +139,7 @@ class LiveTimings:
         }
 
 
-def _first(ends: Sequence[Done | AnswerDone]) -> Account:
+def _first(ends: Sequence[AnswerDone]) -> Account:
     account = ends[0].account
     longest = max(end.account.timings.decode_ms for end in ends)
     return replace(account, timings=replace(account.timings, decode_ms=longest))

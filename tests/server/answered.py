@@ -1,4 +1,4 @@
-"""Hand-made answers: pieces as the parsers make them, without an engine or a model behind them."""
+"""Hand-made answers: deltas as a generation streams them, without an engine or a model behind them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from mlx_specprefill import Account, Timings
-from mlx_specprefill_server.generating.answers import (
+from mlx_specprefill_server.deltas import (
+    AnswerDelta,
     AnswerDone,
-    AnswerPiece,
     CallDelta,
     CallEnd,
     CallStart,
@@ -30,33 +30,33 @@ ACCOUNT = Account(
 
 
 class Given:
-    """Stands in for what `ask` returns."""
+    """Stands in for a Generation."""
 
     prompt_tokens = ACCOUNT.prompt_tokens
     warnings = ()
 
-    def __init__(self, pieces: Sequence[AnswerPiece]) -> None:
-        self._pieces = pieces
+    def __init__(self, deltas: Sequence[AnswerDelta]) -> None:
+        self._deltas = deltas
 
-    async def stream(self, idle_after: float) -> AsyncIterator[AnswerPiece]:
-        for piece in self._pieces:
-            yield piece
+    async def stream(self, idle_after: float) -> AsyncIterator[tuple[int, AnswerDelta]]:
+        for delta in self._deltas:
+            yield 0, delta
 
 
-def call(number: int, name: str, *parts: str) -> list[AnswerPiece]:
+def call(number: int, name: str, *parts: str) -> list[AnswerDelta]:
     """A tool call whose arguments come in parts."""
-    deltas = [CallDelta(0, number, part) for part in parts]
-    return [CallStart(0, number, f"call_{number}", name), *deltas, CallEnd(0, number, "".join(parts))]
+    deltas = [CallDelta(part) for part in parts]
+    return [CallStart(name, f"call_{number}"), *deltas, CallEnd("".join(parts))]
 
 
 def done(reason: Any = "stop", **fields: Any) -> AnswerDone:
-    return AnswerDone(0, reason, completion_tokens=9, reasoning_tokens=2, account=ACCOUNT, **fields)
+    return AnswerDone(reason, completion_tokens=9, reasoning_tokens=2, account=ACCOUNT, **fields)
 
 
-THOUGHT = [ReasoningDelta(0, "Let me "), ReasoningDelta(0, "see.")]
-TEXT = [TextDelta(0, "Good "), TextDelta(0, "day")]
+THOUGHT = [ReasoningDelta("Let me "), ReasoningDelta("see.")]
+TEXT = [TextDelta("Good "), TextDelta("day")]
 TWO_CALLS = [*call(0, "read", '{"path": "a', '.txt"}'), *call(1, "list", "{}")]
-EVERYTHING: list[AnswerPiece] = [*THOUGHT, *TEXT, *TWO_CALLS, done("tool_calls")]
+EVERYTHING: list[AnswerDelta] = [*THOUGHT, *TEXT, *TWO_CALLS, done("tool_calls")]
 
 
 def streamed(stream: AsyncIterator[bytes]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_specprefill.constraints import Grammars
 from mlx_specprefill_server.constrained.output_format import constraint_of
-from mlx_specprefill_server.parsers.events import CallClosed, CallOpened, CallWritten, Said
+from mlx_specprefill_server.deltas import CallDelta, CallEnd, CallStart, TextDelta
 from mlx_specprefill_server.parsers.formats import Format, ToolParser
 
 from .fakes import byte_tokenizer
@@ -77,10 +77,10 @@ def test_forced_calls_are_read_as_calls(
     text = walk([*tools], tool_format, seed).partition("<|start|>assistant")
     parser = Format(tool_format, None).parser(tools, "")
     events = [*parser.push(text[2] or text[0]), *parser.finish(True)]
-    assert not "".join(event.text for event in events if isinstance(event, Said)).strip()
-    names = [event.name for event in events if isinstance(event, CallOpened)]
+    assert not "".join(event.text for event in events if isinstance(event, TextDelta)).strip()
+    names = [event.name for event in events if isinstance(event, CallStart)]
     assert names
-    assert len(names) == sum(isinstance(event, CallClosed) for event in events)
+    assert len(names) == sum(isinstance(event, CallEnd) for event in events)
     assert_arguments(events, tools)
 
 
@@ -102,7 +102,7 @@ def test_calls_come_to_an_end_though_the_model_never_ends_them(tool_format: Tool
     text = TOKENIZER.decode(tokens)
     parser = Format(tool_format, None).parser(tools, "")
     events = [*parser.push(text), *parser.finish(True)]
-    assert sum(isinstance(event, CallClosed) for event in events) == 16
+    assert sum(isinstance(event, CallEnd) for event in events) == 16
     assert not re.search(r"\s{3}", text)
 
 
@@ -111,9 +111,9 @@ def assert_arguments(events: list[Any], tools: list[dict[str, Any]]) -> None:
     name, written = "", ""
     for event in events:
         match event:
-            case CallOpened():
+            case CallStart():
                 name, written = event.name, ""
-            case CallWritten():
+            case CallDelta():
                 written += event.text
-            case CallClosed():
+            case CallEnd():
                 jsonschema.validate(json.loads(written), schemas[name])

@@ -11,12 +11,12 @@ from anthropic.types import ErrorResponse, Message, MessageTokensCount, RawMessa
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
-from mlx_specprefill import Failed, InvalidRequestError
+from mlx_specprefill import Failed, InvalidRequestError, Progress
 from mlx_specprefill_server.anthropic import messages as endpoint
 from mlx_specprefill_server.anthropic.messages import MessageAnswer
 from mlx_specprefill_server.anthropic.schemas import MessagesRequest
+from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle
 from mlx_specprefill_server.deps import Service
-from mlx_specprefill_server.generating.answers import AnswerPiece, CallBroken, Idle, Working
 from mlx_specprefill_server.settings import Settings
 
 from .answered import ACCOUNT, EVERYTHING, TEXT, THOUGHT, TWO_CALLS, Given, call, done, named_events, streamed
@@ -46,12 +46,12 @@ def refusal(client: TestClient, **fields: Any) -> str:
     return message
 
 
-def answer_of(engine: FakeEngine, pieces: list[AnswerPiece], **settings: Any) -> MessageAnswer:
+def answer_of(engine: FakeEngine, pieces: list[AnswerDelta], **settings: Any) -> MessageAnswer:
     body = MessagesRequest(messages=HI, max_tokens=10)
     return MessageAnswer(Service(engine, Settings(**settings)), body, Given(pieces))  # type: ignore[arg-type]
 
 
-def whole(engine: FakeEngine, pieces: list[AnswerPiece]) -> dict[str, Any]:
+def whole(engine: FakeEngine, pieces: list[AnswerDelta]) -> dict[str, Any]:
     return asyncio.run(answer_of(engine, pieces).collect())
 
 
@@ -189,7 +189,7 @@ def test_a_call_that_was_cut_short_is_closed(engine: FakeEngine) -> None:
 
 
 def test_a_call_that_breaks_is_no_part_of_a_whole_message(engine: FakeEngine) -> None:
-    pieces = [*call(0, "read", '{"path": "a')[:-1], CallBroken(0, 0), *TEXT, done()]
+    pieces = [*call(0, "read", '{"path": "a')[:-1], CallBroken(), *TEXT, done()]
     assert whole(engine, pieces)["content"] == [{"type": "text", "text": "Good day"}]
     message = accumulated(streamed(answer_of(engine, pieces).stream()))
     assert [block.type for block in message.content] == ["tool_use", "text"]
@@ -228,8 +228,8 @@ def test_pings_fill_silence_and_content_is_stirred_before_clients_give_up(
 ) -> None:
     clock = iter(range(0, 100_000, 50))
     monkeypatch.setattr(endpoint, "monotonic", lambda: next(clock))
-    idle: list[AnswerPiece] = [Idle()] * 8
-    given = [Working(0, "prefill", 1, 2), *idle, *TEXT, done()]
+    idle: list[AnswerDelta] = [Idle()] * 8
+    given = [Progress("prefill", 1, 2), *idle, *TEXT, done()]
     payloads = streamed(answer_of(engine, given).stream())
     assert sum(payload["type"] == "ping" for payload in payloads) == 9
     empty = [payload for payload in payloads if payload.get("delta") == {"type": "thinking_delta", "thinking": ""}]

@@ -17,7 +17,7 @@ from mlx_specprefill import Account, EngineConfig, Failed, Finished, GenerationR
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.request import Prediction
 from mlx_specprefill.specprefill.plan import plan_prefill
-from mlx_specprefill_server.generating.generation import Ended
+from mlx_specprefill_server.generating.generation import Outcome
 from mlx_specprefill_server.monitoring.metrics import Metrics, reason_label
 
 from ..waiting import eventually
@@ -40,15 +40,15 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def counted(engine: FakeEngine, *ends: Ended) -> dict[str, float]:
+def counted(engine: FakeEngine, *ends: Outcome) -> dict[str, float]:
     metrics = Metrics(engine, "demo/target")
     for end in ends:
         metrics.ended(end)
     return samples(metrics.text().decode())
 
 
-def ended(account: Account, tokens: int, reason: Any = "stop", stopped: bool = False) -> Ended:
-    return Ended(GenerationRequest((1,), 1), Finished(reason, tokens, account), stopped)
+def ended(account: Account, tokens: int, reason: Any = "stop", stopped: bool = False) -> Outcome:
+    return Outcome(GenerationRequest((1,), 1), Finished(reason, tokens, account), stopped)
 
 
 def test_tokens_are_summed(engine: FakeEngine) -> None:
@@ -66,7 +66,7 @@ def test_tokens_are_summed(engine: FakeEngine) -> None:
 
 
 def test_answers_are_counted_by_how_they_ended(engine: FakeEngine) -> None:
-    failed = Ended(GenerationRequest((1,), 1), Failed(ValueError("x")), False)
+    failed = Outcome(GenerationRequest((1,), 1), Failed(ValueError("x")), False)
     found = counted(
         engine,
         ended(SPARSE, 10),

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from mlx_specprefill import ContextLengthError, EngineClosedError, Failed, InvalidRequestError, Progress, TokenEvent
+from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle, TextDelta
 from mlx_specprefill_server.deps import Service
-from mlx_specprefill_server.generating.answers import AnswerPiece, CallBroken, Idle, TextDelta, Working
 from mlx_specprefill_server.openai.responses import ResponsesAnswer
 from mlx_specprefill_server.openai.responses_input import function_tools
 from mlx_specprefill_server.openai.responses_schema import ResponsesRequest
@@ -50,7 +50,7 @@ def refusal(client: TestClient, **fields: Any) -> dict[str, Any]:
     return error
 
 
-def answer_of(engine: FakeEngine, pieces: list[AnswerPiece], **fields: Any) -> ResponsesAnswer:
+def answer_of(engine: FakeEngine, pieces: list[AnswerDelta], **fields: Any) -> ResponsesAnswer:
     body = ResponsesRequest(**({"input": "Hi"} | fields))
     return ResponsesAnswer(Service(engine, Settings()), body, function_tools(body.tools), Given(pieces))  # type: ignore[arg-type]
 
@@ -196,7 +196,7 @@ def test_text_and_thought_may_alternate(engine: FakeEngine) -> None:
 
 
 def test_tokens_without_text_make_no_message(engine: FakeEngine) -> None:
-    tag = TextDelta(0, "", (TokenEvent(65, -0.5),))
+    tag = TextDelta("", (TokenEvent(65, -0.5),))
     pieces = [tag, *call(0, "a", "{}"), tag, *call(1, "a", "{}"), *TEXT, tag, done("tool_calls")]
     payloads = checked(streamed(answer_of(engine, pieces, top_logprobs=1).stream()))
     output = payloads[-1]["response"]["output"]
@@ -223,7 +223,7 @@ def test_an_answer_that_was_cut_short(client: TestClient, engine: FakeEngine) ->
 
 
 def test_a_call_that_breaks_is_no_part_of_the_response(engine: FakeEngine) -> None:
-    pieces = [*call(0, "read", '{"path": "a')[:-1], CallBroken(0, 0), *TEXT, done()]
+    pieces = [*call(0, "read", '{"path": "a')[:-1], CallBroken(), *TEXT, done()]
     payloads = streamed(answer_of(engine, pieces).stream())
     items = [payload["item"] for payload in payloads if payload["type"] == "response.output_item.done"]
     assert [(item["type"], item["status"]) for item in items] == [
@@ -266,7 +266,7 @@ def test_a_failure_of_a_whole_response_has_a_status(client: TestClient, engine: 
 
 
 def test_silence_is_filled_with_events(engine: FakeEngine) -> None:
-    given = [Working(0, "prefill", 1, 2), Idle(), Idle(), *TEXT, Idle(), done()]
+    given = [Progress("prefill", 1, 2), Idle(), Idle(), *TEXT, Idle(), done()]
     payloads = checked(streamed(answer_of(engine, given).stream()))
     assert [payload["type"] for payload in payloads].count("response.in_progress") == 4
     assert not any("prompt_progress" in payload for payload in payloads)

@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from mlx_specprefill import InvalidRequestError
 
-from ..asking import Ask, Asked, ask, counted
+from ..answering import AnswerRequest, count_tokens, start_answers
 from ..callers import CallerDep
+from ..deltas import AnswerDelta, AnswerDone, Idle
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
 from ..errors import JsonResponse, anthropic_body
-from ..generating.answers import AnswerDone, AnswerPiece, Idle
+from ..generating.generation import Generation
 from ..prompting.conversation import Conversation, Ending, Message, conversation
 from ..prompting.reminders import in_place
 from ..report import Report
@@ -43,11 +44,12 @@ async def create(
     body: Annotated[MessagesRequest, Depends(body_of(MessagesRequest, refuse))],
 ) -> Response:
     """Answers a conversation."""
-    asked = await while_connected(request, ask(service, _ask(service, body), caller, body.cache_salt))
-    answer = MessageAnswer(service, body, asked)
+    starting = start_answers(service, _answer_request(body), caller, body.cache_salt)
+    generation = await while_connected(request, starting)
+    answer = MessageAnswer(service, body, generation)
     if body.stream:
-        return EventStream(answer.stream(), asked.generation)
-    return JsonResponse(await unless_client_leaves(request, asked.generation, answer.collect()))
+        return EventStream(answer.stream(), generation)
+    return JsonResponse(await unless_client_leaves(request, generation, answer.collect()))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -55,7 +57,7 @@ async def count(
     request: Request, service: ServiceDep, body: Annotated[CountRequest, Depends(body_of(CountRequest, refuse))]
 ) -> Response:
     """How many tokens the prompt has."""
-    tokens = await while_connected(request, counted(service, _conversation(body), body.choice()))
+    tokens = await while_connected(request, count_tokens(service, _conversation(body), body.choice()))
     return JsonResponse({"input_tokens": tokens})
 
 
@@ -73,8 +75,8 @@ def _ending(messages: Sequence[Message]) -> Ending:
     return "continue"
 
 
-def _ask(service: Service, body: MessagesRequest) -> Ask:
-    return Ask(
+def _answer_request(body: MessagesRequest) -> AnswerRequest:
+    return AnswerRequest(
         conversation=_conversation(body),
         drawing=body,
         thinking_budget=body.thinking_budget(),
@@ -90,12 +92,12 @@ def _ask(service: Service, body: MessagesRequest) -> Ask:
 class MessageAnswer:
     """Writes one answer to the wire."""
 
-    def __init__(self, service: Service, body: MessagesRequest, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, service: Service, body: MessagesRequest, generation: Generation) -> None:
+        self._generation = generation
         self._ping_after = min(service.settings.keep_alive_s, PING_AFTER_S)
         self._thinks = service.format.think is not None
         self._writer = BlockWriter()
-        self._report = Report(asked.prompt_tokens, warnings=asked.warnings)
+        self._report = Report(generation.prompt_tokens, warnings=generation.warnings)
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",
@@ -110,11 +112,11 @@ class MessageAnswer:
             SpecPrefillError: the engine failed or was stopped.
         """
         stop: dict[str, Any] = {}
-        async for piece in self._asked.stream(self._ping_after):
-            for _ in self._written(piece):
+        async for _, delta in self._generation.stream(self._ping_after):
+            for _ in self._written(delta):
                 pass
-            if isinstance(piece, AnswerDone):
-                stop = stop_of(piece)
+            if isinstance(delta, AnswerDone):
+                stop = stop_of(delta)
         self._report.raise_error()
         return {**self._head, "content": self._writer.blocks, **stop, "usage": self._usage(), **self._account()}
 
@@ -124,9 +126,9 @@ class MessageAnswer:
         yield named({"type": "message_start", "message": {**self._head, **empty}})
         yield PING
         content_at = monotonic()
-        async for piece in self._asked.stream(self._ping_after):
-            events = list(self._written(piece))
-            if isinstance(piece, Idle):
+        async for _, delta in self._generation.stream(self._ping_after):
+            events = list(self._written(delta))
+            if isinstance(delta, Idle):
                 yield PING
                 if monotonic() - content_at >= STIR_AFTER_S:
                     events = list(self._writer.stir(self._thinks))
@@ -135,16 +137,16 @@ class MessageAnswer:
             for payload in events:
                 yield named(payload)
 
-    def _written(self, piece: AnswerPiece) -> Iterator[dict[str, Any]]:
-        if not isinstance(piece, AnswerDone):
-            yield from self._writer.write(piece)
+    def _written(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        if not isinstance(delta, AnswerDone):
+            yield from self._writer.write(delta)
             return
-        self._report.add(piece)
+        self._report.add(delta)
         yield from self._writer.close()
         if self._report.error is not None:
             yield {**anthropic_body(self._report.error), **self._account()}
             return
-        stop = stop_of(piece, torn=self._writer.broken)
+        stop = stop_of(delta, torn=self._writer.broken)
         yield {"type": "message_delta", "delta": stop, "usage": self._usage(), **self._account()}
         yield {"type": "message_stop"}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
-from ..generating.answers import (
+from ..deltas import (
+    AnswerDelta,
     AnswerDone,
-    AnswerPiece,
     CallBroken,
     CallDelta,
     CallEnd,
@@ -55,20 +55,20 @@ class BlockWriter:
         self._text: list[str] = []  # of the open block
         self.broken = False  # a call was announced that is none
 
-    def write(self, piece: AnswerPiece) -> Iterator[Event]:
-        """The events that one piece of the answer makes."""
-        match piece:
-            case TextDelta() if piece.text:
+    def write(self, delta: AnswerDelta) -> Iterator[Event]:
+        """The events that one delta makes."""
+        match delta:
+            case TextDelta() if delta.text:
                 yield from self._ensure("text")
-                yield self._delta(piece.text)
-            case ReasoningDelta() if piece.text:
+                yield self._delta(delta.text)
+            case ReasoningDelta() if delta.text:
                 yield from self._ensure("thinking")
-                yield self._delta(piece.text)
+                yield self._delta(delta.text)
             case CallStart():
                 yield from self.close()
-                yield self._start({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+                yield self._start({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
             case CallDelta():
-                yield self._delta(piece.text)
+                yield self._delta(delta.text)
             case CallEnd():
                 yield from self.close()
             case CallBroken():

@@ -7,7 +7,7 @@ import contextlib
 
 from mlx_specprefill import GenerationRequest, Inspection
 
-from ..generating.generation import EngineLike
+from ..generating.engine_protocol import EngineLike
 
 __all__ = ["Inspecting"]
 

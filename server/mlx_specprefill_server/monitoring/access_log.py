@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_specprefill import Finished
 
-from ..generating.generation import Ended
+from ..generating.generation import Outcome
 
 __all__ = ["REQUEST_ID", "AccessLog", "Exchange", "current_exchange"]
 
@@ -44,16 +44,16 @@ class Exchange:
         self.method = scope["method"]
         self.path = quote(scope["path"], safe="/:@,+=~")[:LONGEST_PATH]  # what a client sends must not break the line
         self.status = 0
-        self.answers: list[Ended] = []
+        self.answers: list[Outcome] = []
         self.running = 0
         self.deadline: float | None = None  # by the event loop's clock: the answer is given up then
         self._begun = time.perf_counter()
         self._ms: float | None = None  # None: the response is not over
         self._logged = False
 
-    def ended(self, end: Ended) -> None:
+    def ended(self, outcome: Outcome) -> None:
         """An answer is over."""
-        self.answers.append(end)
+        self.answers.append(outcome)
         self.running -= 1
         self._log_when_complete()
 
@@ -82,9 +82,9 @@ class Exchange:
         return {**head, "ms": round(self._ms or 0.0, 1), **_spent(self.answers)}
 
 
-def _spent(answers: Sequence[Ended]) -> dict[str, Any]:
+def _spent(answers: Sequence[Outcome]) -> dict[str, Any]:
     """The first prompt gives times and mode; tokens are summed, those of a prompt once for all its answers."""
-    told = [(end.copy, end.event.account) for end in answers if end.event.account is not None]
+    told = [(one.copy, one.event.account) for one in answers if one.event.account is not None]
     if not told:
         return {}
     prompts = [account for copy, account in told if not copy] or [told[0][1]]
@@ -95,10 +95,10 @@ def _spent(answers: Sequence[Ended]) -> dict[str, Any]:
         "prompt_tokens": sum(account.prompt_tokens for account in prompts),
         "cached_tokens": sum(account.cached_tokens for account in prompts),
         "kept_tokens": sum(account.kept_tokens for account in prompts),
-        "completion_tokens": sum(end.event.completion_tokens for end in answers if isinstance(end.event, Finished)),
+        "completion_tokens": sum(one.event.completion_tokens for one in answers if isinstance(one.event, Finished)),
         "mode": first.mode,
         "reason": first.reason,
-        "finish": ",".join(dict.fromkeys(end.reason for end in answers)),
+        "finish": ",".join(dict.fromkeys(one.reason for one in answers)),
     }
 
 

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from mlx_specprefill import Account, EngineStats
 
-from ..generating.generation import EngineLike
+from ..generating.engine_protocol import EngineLike
 
 __all__ = ["EngineCollector", "Totals"]
 

@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector
 
 from mlx_specprefill import Account, Finished, Timings
 
-from ..generating.generation import Ended, EngineLike
+from ..generating.engine_protocol import EngineLike
+from ..generating.generation import Outcome
 from .engine_metrics import EngineCollector, Totals
 
 __all__ = ["Metrics", "reason_label"]
@@ -80,15 +81,15 @@ class Metrics:
         buckets = SHARES if name.endswith("_ratio") else SECONDS
         return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
-    def ended(self, end: Ended) -> None:
+    def ended(self, outcome: Outcome) -> None:
         """Counts one answer. The prompt of several answers, and the wait for it, count once."""
-        self._success.labels(self._model, end.reason).inc()
-        account = end.event.account
+        self._success.labels(self._model, outcome.reason).inc()
+        account = outcome.event.account
         if account is None:
             return
-        tokens = end.event.completion_tokens if isinstance(end.event, Finished) else 0
+        tokens = outcome.event.completion_tokens if isinstance(outcome.event, Finished) else 0
         self._count_answer(account.timings.decode_ms / 1e3, tokens)
-        if not end.copy:
+        if not outcome.copy:
             self._count_prompt(account)
             if tokens:
                 self._time(account.timings)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_specprefill import Finished
 
-from ..generating.generation import Ended
+from ..generating.generation import Outcome
 
 __all__ = ["RecentAnswers"]
 
@@ -26,14 +26,14 @@ class RecentAnswers:
         # One line for each caller: how soon an answer is pushed out would tell of the others.
         self._answers: defaultdict[str, deque[dict[str, Any]]] = defaultdict(partial(deque, maxlen=HELD))
 
-    def add(self, end: Ended, request_id: str | None, caller: str) -> None:
-        account = end.event.account
+    def add(self, outcome: Outcome, request_id: str | None, caller: str) -> None:
+        account = outcome.event.account
         self._answers[caller].appendleft(
             {
                 "request_id": request_id,
                 "ended": round(time.time(), 3),
-                "finish": end.reason,
-                "completion_tokens": end.event.completion_tokens if isinstance(end.event, Finished) else 0,
+                "finish": outcome.reason,
+                "completion_tokens": outcome.event.completion_tokens if isinstance(outcome.event, Finished) else 0,
                 "specprefill": None if account is None else account.to_dict(),
             }
         )

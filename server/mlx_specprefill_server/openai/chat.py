@@ -10,15 +10,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from mlx_specprefill import TokenEvent
+from mlx_specprefill import Progress, TokenEvent
 
-from ..asking import Ask, Asked, ask, counted
+from ..answering import AnswerRequest, count_tokens, start_answers
 from ..callers import CallerDep
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
-from ..errors import JsonResponse
-from ..generating.answers import (
+from ..deltas import (
+    AnswerDelta,
     AnswerDone,
-    AnswerPiece,
     CallBroken,
     CallDelta,
     CallEnd,
@@ -26,8 +24,10 @@ from ..generating.answers import (
     Idle,
     ReasoningDelta,
     TextDelta,
-    Working,
 )
+from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
+from ..errors import JsonResponse
+from ..generating.generation import Generation
 from ..generating.vocabulary import Vocabulary
 from ..report import LiveTimings, Report
 from ..sse import DONE, KEEP_ALIVE, EventStream, data
@@ -44,22 +44,23 @@ BodyDep = Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]
 @router.post("/v1/chat/completions")
 async def create(request: Request, service: ServiceDep, caller: CallerDep, body: BodyDep) -> Response:
     """Answers a conversation."""
-    asked = await while_connected(request, ask(service, _ask(service, body), caller, body.cache_salt))
-    answer = ChatAnswer(service, body, asked)
+    starting = start_answers(service, _answer_request(body), caller, body.cache_salt)
+    generation = await while_connected(request, starting)
+    answer = ChatAnswer(service, body, generation)
     if body.stream:
-        return EventStream(answer.stream(), asked.generation)
-    return JsonResponse(await unless_client_leaves(request, asked.generation, answer.collect()))
+        return EventStream(answer.stream(), generation)
+    return JsonResponse(await unless_client_leaves(request, generation, answer.collect()))
 
 
 @router.post("/v1/chat/completions/input_tokens")
 async def count(request: Request, service: ServiceDep, body: BodyDep) -> Response:
     """How many tokens the prompt has, in llama.cpp's shape."""
-    tokens = await while_connected(request, counted(service, body.conversation(), body.choice()))
+    tokens = await while_connected(request, count_tokens(service, body.conversation(), body.choice()))
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
-def _ask(service: Service, body: ChatRequest) -> Ask:
-    return Ask(
+def _answer_request(body: ChatRequest) -> AnswerRequest:
+    return AnswerRequest(
         conversation=body.conversation(),
         drawing=body,
         thinking_budget=body.thinking_budget(),
@@ -78,13 +79,14 @@ def _ask(service: Service, body: ChatRequest) -> Ask:
 class ChatAnswer:
     """Writes the answers to one request to the wire."""
 
-    def __init__(self, service: Service, body: ChatRequest, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, service: Service, body: ChatRequest, generation: Generation) -> None:
+        self._generation = generation
         self._body = body
         self._vocabulary = service.vocabulary if body.logprobs else None
         self._reasoning = ("reasoning_content", "reasoning")[: 1 + service.settings.reasoning_alias]
         self._keep_alive = service.settings.keep_alive_s
-        self._report = Report(asked.prompt_tokens, body.n, copies=body.n, warnings=asked.warnings)
+        self._report = Report(generation.prompt_tokens, body.n, copies=body.n, warnings=generation.warnings)
+        self._calls = [0] * body.n  # that each stream has begun
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:
@@ -94,11 +96,10 @@ class ChatAnswer:
             SpecPrefillError: the engine failed on one of them or was stopped.
         """
         choices = [_Choice(i, self._reasoning, self._vocabulary) for i in range(self._body.n)]
-        async for piece in self._asked.stream(self._keep_alive):
-            if not isinstance(piece, Idle | Working):
-                choices[piece.index].add(piece)
-            if isinstance(piece, AnswerDone):
-                self._report.add(piece)
+        async for index, delta in self._generation.stream(self._keep_alive):
+            choices[index].add(delta)
+            if isinstance(delta, AnswerDone):
+                self._report.add(delta, index)
         self._report.raise_error()
         body = [choice.body() | self._new_ids(i) for i, choice in enumerate(choices)]
         return self._envelope.body(body, usage=self._report.usage(), **self._report.extras(), **self._prompt_ids())
@@ -109,47 +110,50 @@ class ChatAnswer:
         self._envelope = replace(
             self._envelope, object="chat.completion.chunk", null_usage=self._body.stream_options.include_usage
         )
-        timings = LiveTimings(self._asked.prompt_tokens, started)
+        timings = LiveTimings(self._generation.prompt_tokens, started)
         for index in range(self._body.n):
             yield self._chunk(index, {"role": "assistant", "content": ""}, **({} if index else self._prompt_ids()))
-        async for piece in self._asked.stream(self._keep_alive):
-            match piece:
+        async for index, delta in self._generation.stream(self._keep_alive):
+            match delta:
                 case Idle():
                     yield KEEP_ALIVE
-                case Working():
-                    timings.add(piece)
-                    if self._body.return_progress and piece.cached is not None:
-                        yield data(self._envelope.body([], prompt_progress=progress(piece, started)))
+                case Progress():
+                    timings.add(delta)
+                    if self._body.return_progress and delta.cached is not None:
+                        yield data(self._envelope.body([], prompt_progress=progress(delta, started)))
                 case AnswerDone():
-                    for last in self._ending(piece):
+                    for last in self._ending(index, delta):
                         yield last
                 case _:
                     timings.first()
-                    for delta in self._deltas(piece):
-                        more = {"timings": timings.at(self._asked.written)} if self._body.timings_per_token else {}
-                        yield self._chunk(piece.index, delta, self._logprobs(piece), **more)
+                    for fields in self._fields(index, delta):
+                        more = {"timings": timings.at(self._generation.read_tokens)}
+                        more = more if self._body.timings_per_token else {}
+                        yield self._chunk(index, fields, self._logprobs(delta), **more)
         yield DONE
 
-    def _deltas(self, piece: AnswerPiece) -> Iterator[dict[str, Any]]:
-        match piece:
+    def _fields(self, index: int, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        """OpenAI's `delta` object, if this one has any."""
+        match delta:
             case TextDelta():
-                yield {"content": piece.text}
+                yield {"content": delta.text}
             case ReasoningDelta():
-                yield dict.fromkeys(self._reasoning, piece.text)
+                yield dict.fromkeys(self._reasoning, delta.text)
             case CallStart():
-                function = {"name": piece.name, "arguments": ""}
-                yield {"tool_calls": [{"index": piece.call, "id": piece.id, "type": "function", "function": function}]}
+                function = {"name": delta.name, "arguments": ""}
+                number, self._calls[index] = self._calls[index], self._calls[index] + 1
+                yield {"tool_calls": [{"index": number, "id": delta.id, "type": "function", "function": function}]}
             case CallDelta():
-                yield {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+                yield {"tool_calls": [{"index": self._calls[index] - 1, "function": {"arguments": delta.text}}]}
 
-    def _logprobs(self, piece: AnswerPiece) -> dict[str, Any] | None:
-        return _logprobs(self._vocabulary, piece.tokens) if isinstance(piece, TextDelta) else None
+    def _logprobs(self, delta: AnswerDelta) -> dict[str, Any] | None:
+        return _logprobs(self._vocabulary, delta.tokens) if isinstance(delta, TextDelta) else None
 
-    def _ending(self, end: AnswerDone) -> list[bytes]:
+    def _ending(self, index: int, end: AnswerDone) -> list[bytes]:
         """The finish chunk; after the last one usage, if asked for. The account rides in whichever is last."""
-        last = self._report.add(end)
-        choice = {"index": end.index, "delta": {}, "logprobs": None, "finish_reason": end.finish_reason}
-        choice |= self._new_ids(end.index)
+        last = self._report.add(end, index)
+        choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": end.finish_reason}
+        choice |= self._new_ids(index)
         if not last:
             return [data(self._envelope.body([choice]))]
         if not self._body.stream_options.include_usage:
@@ -163,14 +167,14 @@ class ChatAnswer:
 
     def _new_ids(self, index: int) -> dict[str, Any]:
         """vLLM's `token_ids`: those that no chunk has had yet."""
-        return {"token_ids": self._asked.new_ids(index)} if self._body.return_token_ids else {}
+        return {"token_ids": self._generation.take_ids(index)} if self._body.return_token_ids else {}
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self._asked.prompt)} if self._body.return_token_ids else {}
+        return {"prompt_token_ids": list(self._generation.prompt)} if self._body.return_token_ids else {}
 
 
 class _Choice:
-    """One answer, put together from its pieces."""
+    """One answer, put together from its deltas."""
 
     def __init__(self, index: int, reasoning_names: Sequence[str], vocabulary: Vocabulary | None) -> None:
         self._index = index
@@ -178,25 +182,25 @@ class _Choice:
         self._vocabulary = vocabulary
         self._texts: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, dict[str, Any]] = {}
+        self._calls: list[dict[str, Any]] = []
         self._tokens: list[TokenEvent] = []
         self._finish_reason = "stop"
 
-    def add(self, piece: AnswerPiece) -> None:
-        match piece:
+    def add(self, delta: AnswerDelta) -> None:
+        match delta:
             case TextDelta():
-                self._texts.append(piece.text)
-                self._tokens += piece.tokens
+                self._texts.append(delta.text)
+                self._tokens += delta.tokens
             case ReasoningDelta():
-                self._reasoning.append(piece.text)
+                self._reasoning.append(delta.text)
             case CallStart():
-                self._calls[piece.call] = {"id": piece.id, "type": "function", "function": {"name": piece.name}}
+                self._calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name}})
             case CallEnd():
-                self._calls[piece.call]["function"]["arguments"] = piece.arguments
+                self._calls[-1]["function"]["arguments"] = delta.arguments
             case CallBroken():
-                del self._calls[piece.call]
+                self._calls.pop()
             case AnswerDone():
-                self._finish_reason = piece.finish_reason
+                self._finish_reason = delta.finish_reason
 
     def body(self) -> dict[str, Any]:
         content = "".join(self._texts)
@@ -205,7 +209,7 @@ class _Choice:
         if self._reasoning:
             message |= dict.fromkeys(self._names, "".join(self._reasoning))
         if self._calls:
-            message["tool_calls"] = list(self._calls.values())
+            message["tool_calls"] = self._calls
         logprobs = _logprobs(self._vocabulary, self._tokens)
         return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
 

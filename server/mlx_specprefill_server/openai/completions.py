@@ -10,21 +10,30 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from mlx_specprefill import Constraint, InvalidRequestError, Logprob, SamplingParams, TokenEvent
+from mlx_specprefill import (
+    Constraint,
+    InvalidRequestError,
+    Logprob,
+    Progress,
+    PromptLogprobs,
+    SamplingParams,
+    TokenEvent,
+)
 
-from ..asking import copies, sampling_of
+from ..answering import copies, engine_request, make_job, sampling_params
 from ..callers import CallerDep
 from ..constrained.output_format import constraint_of
+from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
 from ..errors import JsonResponse
-from ..generating.deltas import Delta
-from ..generating.generation import Done, Generation, Idle, Job, Piece, PromptScores, Working
+from ..generating.generation import Generation, Job
 from ..generating.vocabulary import Vocabulary
+from ..parsers.parser import Parser, PlainText
 from ..prompting.prompt import Prompt
 from ..report import Report
 from ..sse import DONE, KEEP_ALIVE, EventStream, data
 from .schemas import MAX_PROMPTS, CompletionRequest, refuse_completion
-from .wire import LOWEST_LOGPROB, Envelope, make_job, progress
+from .wire import LOWEST_LOGPROB, Envelope, progress
 
 __all__ = ["router"]
 
@@ -57,16 +66,16 @@ async def create(
     warnings: list[str] = []
     constraint = constraint_of(body.output(), special=service.vocabulary.special, warnings=warnings)
     await service.compile(constraint)
-    sampling = await sampling_of(service, body)
+    sampling = await sampling_params(service, body)
     prompts = await while_connected(request, _prompts(service, body))
     jobs: list[Job] = []
     for prompt in prompts:
         jobs += copies(_job(service, body, sampling, prompt, constraint), body.n, first=len(jobs))
-    generation = service.submit(jobs, caller, body.cache_salt)
-    answer = CompletionAnswer(service, body, jobs, warnings)
+    generation = service.submit(jobs, caller, body.cache_salt, warnings)
+    answer = CompletionAnswer(service, body, jobs, generation)
     if body.stream:
-        return EventStream(answer.stream(generation), generation)
-    return JsonResponse(await unless_client_leaves(request, generation, answer.collect(generation)))
+        return EventStream(answer.stream(), generation)
+    return JsonResponse(await unless_client_leaves(request, generation, answer.collect()))
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
@@ -87,8 +96,30 @@ async def _prompt(service: Service, prompt: str | tuple[int, ...], suffix: str) 
 def _job(
     service: Service, body: CompletionRequest, sampling: SamplingParams, prompt: Prompt, constraint: Constraint | None
 ) -> Job:
-    prompt_logprobs = body.logprobs if body.echo else None
-    return make_job(service, body, prompt, body.limit(), "prompt", sampling, body.logprobs, prompt_logprobs, constraint)
+    limit, prompt_logprobs = body.limit(), body.logprobs if body.echo else None
+    if limit == 0 and prompt_logprobs is None:
+        prompt_logprobs = 0  # an echo without an answer: the engine runs no request that asks for nothing
+    for_engine = engine_request(
+        service,
+        prompt,
+        body,
+        sampling,
+        body.options(),
+        max_tokens=limit,
+        field="prompt",
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        constraint=constraint,
+    )
+    return make_job(
+        service,
+        for_engine,
+        body,
+        lambda: Parser(PlainText()),
+        stops=body.stop,
+        return_token_ids=body.return_token_ids,
+        every_token=True,
+    )
 
 
 def fill_in_the_middle(vocabulary: Vocabulary, prompt: str, suffix: str) -> str:
@@ -123,7 +154,8 @@ Written = tuple[_Choice, str, Logprobs | None, tuple[int, ...]]  # new text, its
 class CompletionAnswer:
     """Writes the answers of one request to the wire."""
 
-    def __init__(self, service: Service, body: CompletionRequest, jobs: Sequence[Job], warnings: Sequence[str]) -> None:
+    def __init__(self, service: Service, body: CompletionRequest, jobs: Sequence[Job], generation: Generation) -> None:
+        self._generation = generation
         self._vocabulary = service.vocabulary
         self._keep_alive = service.settings.keep_alive_s
         self._body = body
@@ -132,24 +164,24 @@ class CompletionAnswer:
             _Choice(i, texts[i // body.n] if body.echo else None, job.request.prompt) for i, job in enumerate(jobs)
         ]
         self._prompt_tokens = sum(len(job.request.prompt) for job in jobs[:: body.n])
-        self._report = Report(self._prompt_tokens, len(jobs), body.n, warnings)
+        self._report = Report(self._prompt_tokens, len(jobs), body.n, generation.warnings)
         self._envelope = Envelope.new("cmpl", "text_completion", body.model or service.model_id)
 
-    async def collect(self, generation: Generation) -> dict[str, Any]:
+    async def collect(self) -> dict[str, Any]:
         """All answers.
 
         Raises:
             SpecPrefillError: the engine failed on one of them or was stopped.
         """
-        async for piece in generation.pieces(self._keep_alive):
-            for choice, text, logprobs, tokens in self._written(piece):
+        async for index, delta in self._generation.stream(self._keep_alive):
+            for choice, text, logprobs, tokens in self._written(index, delta):
                 choice.text += text
                 choice.token_ids += tokens
                 for name, values in (logprobs or {}).items():
                     choice.logprobs.setdefault(name, []).extend(values)
-            if isinstance(piece, Done):
-                self._choices[piece.index].finish_reason = piece.finish_reason
-                self._report.add(piece)
+            if isinstance(delta, AnswerDone):
+                self._choices[index].finish_reason = delta.finish_reason
+                self._report.add(delta, index)
         self._report.raise_error()
         choices = [
             self._choice(c, c.text, self._all_logprobs(c), c.finish_reason, c.token_ids, c.prompt)
@@ -157,44 +189,44 @@ class CompletionAnswer:
         ]
         return self._envelope.body(choices, usage=self._report.usage(), **self._report.extras())
 
-    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncIterator[bytes]:
         """The answers as they are made, interleaved."""
         started = time.monotonic()
         self._envelope = replace(self._envelope, null_usage=self._body.stream_options.include_usage)
         for choice in self._choices:
             yield self._chunk(choice, "", None, (), choice.prompt)
-        async for piece in generation.pieces(self._keep_alive):
-            for written in self._written(piece):
+        async for index, delta in self._generation.stream(self._keep_alive):
+            for written in self._written(index, delta):
                 yield self._chunk(*written)
-            match piece:
+            match delta:
                 case Idle():
                     yield KEEP_ALIVE
-                case Working() if self._body.return_progress and piece.cached is not None:
-                    yield self._progress(piece, started)
-                case Done():
-                    for last in self._ending(piece):
+                case Progress() if self._body.return_progress and delta.cached is not None:
+                    yield data(self._envelope.body([], prompt_progress=progress(delta, started)))
+                case AnswerDone():
+                    for last in self._ending(index, delta):
                         yield last
         yield DONE
 
-    def _written(self, piece: Piece) -> list[Written]:
-        """What a piece adds to an answer: the echoed prompt before anything else, then new text."""
-        if isinstance(piece, Idle | Working):
+    def _written(self, index: int, delta: AnswerDelta) -> list[Written]:
+        """What a delta adds to an answer: the echoed prompt before anything else, then new text."""
+        if isinstance(delta, Idle | Progress):
             return []
-        choice = self._choices[piece.index]
+        choice = self._choices[index]
         out: list[Written] = []
         if choice.echo is not None:
-            scores = piece.entries if isinstance(piece, PromptScores) else ()
+            scores = delta.entries if isinstance(delta, PromptLogprobs) else ()
             out.append((choice, choice.echo, self._prompt_logprobs(choice, scores), ()))
             choice.echo = None
-        if isinstance(piece, Delta):
-            ids = tuple(event.token for event in piece.tokens)
-            out.append((choice, piece.text, self._logprobs(choice, piece.tokens), ids))
+        if isinstance(delta, TextDelta):
+            ids = tuple(event.token for event in delta.tokens)
+            out.append((choice, delta.text, self._logprobs(choice, delta.tokens), ids))
         return out
 
-    def _ending(self, end: Done) -> list[bytes]:
+    def _ending(self, index: int, end: AnswerDone) -> list[bytes]:
         """The finish chunk; after the last one usage, if asked for. The account rides in whichever is last."""
-        last = self._report.add(end)
-        finish = [self._choice(self._choices[end.index], "", None, end.finish_reason)]
+        last = self._report.add(end, index)
+        finish = [self._choice(self._choices[index], "", None, end.finish_reason)]
         if not last:
             return [data(self._envelope.body(finish))]
         if not self._body.stream_options.include_usage:
@@ -227,9 +259,6 @@ class CompletionAnswer:
             return head
         ids = {"token_ids": list(token_ids)}
         return head | ids | ({} if prompt is None else {"prompt_token_ids": list(prompt)})
-
-    def _progress(self, piece: Working, started: float) -> bytes:
-        return data(self._envelope.body([], prompt_progress=progress(piece, started)))
 
     def _all_logprobs(self, choice: _Choice) -> Logprobs | None:
         if self._body.logprobs is None:

@@ -11,13 +11,14 @@ from uuid import uuid4
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from mlx_specprefill import ContextLengthError, TokenEvent
+from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 
-from ..asking import Ask, Asked, ask, counted
+from ..answering import AnswerRequest, count_tokens, start_answers
 from ..callers import CallerDep
+from ..deltas import AnswerDelta, AnswerDone, Idle
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
 from ..errors import JsonResponse, api_error
-from ..generating.answers import AnswerDone, AnswerPiece, Idle, Working
+from ..generating.generation import Generation
 from ..prompting.conversation import Conversation, conversation
 from ..prompting.reminders import in_place
 from ..report import Report
@@ -40,18 +41,19 @@ BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))
 async def create(request: Request, service: ServiceDep, caller: CallerDep, body: BodyDep) -> Response:
     """Answers a conversation."""
     tools = function_tools(body.tools)
-    asked = await while_connected(request, ask(service, _ask(service, body, tools), caller, body.cache_salt))
-    answer = ResponsesAnswer(service, body, tools, asked)
+    starting = start_answers(service, _answer_request(body, tools), caller, body.cache_salt)
+    generation = await while_connected(request, starting)
+    answer = ResponsesAnswer(service, body, tools, generation)
     if body.stream:
-        return EventStream(answer.stream(), asked.generation)
-    return JsonResponse(await unless_client_leaves(request, asked.generation, answer.collect()))
+        return EventStream(answer.stream(), generation)
+    return JsonResponse(await unless_client_leaves(request, generation, answer.collect()))
 
 
 @router.post("/v1/responses/input_tokens")
 async def count(request: Request, service: ServiceDep, body: BodyDep) -> Response:
     """How many tokens the prompt has."""
     conversation = _conversation(body, function_tools(body.tools))
-    tokens = await while_connected(request, counted(service, conversation, body.choice()))
+    tokens = await while_connected(request, count_tokens(service, conversation, body.choice()))
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
@@ -60,8 +62,8 @@ def _conversation(body: ResponsesRequest, tools: Tools) -> Conversation:
     return conversation(messages, tools.functions, body.template_kwargs(), field="input")
 
 
-def _ask(service: Service, body: ResponsesRequest, tools: Tools) -> Ask:
-    return Ask(
+def _answer_request(body: ResponsesRequest, tools: Tools) -> AnswerRequest:
+    return AnswerRequest(
         conversation=_conversation(body, tools),
         drawing=body,
         thinking_budget=body.thinking_budget(),
@@ -78,13 +80,13 @@ def _ask(service: Service, body: ResponsesRequest, tools: Tools) -> Ask:
 class ResponsesAnswer:
     """Writes one answer to the wire."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, tools: Tools, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, service: Service, body: ResponsesRequest, tools: Tools, generation: Generation) -> None:
+        self._generation = generation
         self._body = body
         self._keep_alive = min(service.settings.keep_alive_s, KEEP_ALIVE_S)
         self._vocabulary = service.vocabulary
         self._writer = ItemWriter(self._scored, tools.namespaces)
-        self._report = Report(asked.prompt_tokens, warnings=asked.warnings)
+        self._report = Report(generation.prompt_tokens, warnings=generation.warnings)
         self._numbers = numbers()
         self._response = _fields(service, body, tools)
 
@@ -94,8 +96,8 @@ class ResponsesAnswer:
         Raises:
             SpecPrefillError: the engine failed or was stopped.
         """
-        async for piece in self._asked.stream(self._keep_alive):
-            for _ in self._written(piece):
+        async for _, delta in self._generation.stream(self._keep_alive):
+            for _ in self._written(delta):
                 pass
         self._report.raise_error()
         return self._response
@@ -105,24 +107,24 @@ class ResponsesAnswer:
         started = time.monotonic()
         yield self._event({"type": "response.created", "response": self._response})
         yield self._in_progress()
-        async for piece in self._asked.stream(self._keep_alive):
-            match piece:
+        async for _, delta in self._generation.stream(self._keep_alive):
+            match delta:
                 case Idle():
                     yield self._in_progress()
-                case Working() if self._body.return_progress and piece.cached is not None:
-                    yield self._in_progress(progress(piece, started))
+                case Progress() if self._body.return_progress and delta.cached is not None:
+                    yield self._in_progress(progress(delta, started))
                 case _:
-                    for event in self._written(piece):
+                    for event in self._written(delta):
                         yield self._event(event)
 
-    def _written(self, piece: AnswerPiece) -> Iterator[dict[str, Any]]:
-        if not isinstance(piece, AnswerDone):
-            yield from self._writer.write(piece)
+    def _written(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        if not isinstance(delta, AnswerDone):
+            yield from self._writer.write(delta)
             return
-        self._report.add(piece)
-        status = _status(piece)
+        self._report.add(delta)
+        status = _status(delta)
         yield from self._writer.close("completed" if status == "completed" else "incomplete")
-        self._response |= self._end(piece, status)
+        self._response |= self._end(delta, status)
         yield {"type": f"response.{status}", "response": self._response}
 
     def _end(self, end: AnswerDone, status: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from mlx_specprefill import TokenEvent
 
-from ..generating.answers import AnswerPiece, CallBroken, CallDelta, CallEnd, CallStart, ReasoningDelta, TextDelta
+from ..deltas import AnswerDelta, CallBroken, CallDelta, CallEnd, CallStart, ReasoningDelta, TextDelta
 
 __all__ = ["ItemWriter"]
 
@@ -35,22 +35,22 @@ class ItemWriter:
         self._text: list[str] = []  # of the open item, and the logprobs of its tokens
         self._logprobs: list[dict[str, Any]] = []
 
-    def write(self, piece: AnswerPiece) -> Iterator[Event]:
-        """The events that one piece of the answer makes."""
-        match piece:
-            case TextDelta() if piece.text or self._is_open("message"):  # tokens of tags alone make no message
+    def write(self, delta: AnswerDelta) -> Iterator[Event]:
+        """The events that one delta makes."""
+        match delta:
+            case TextDelta() if delta.text or self._is_open("message"):  # tokens of tags alone make no message
                 yield from self._ensure("message", {"role": "assistant", "content": []})
-                yield self._delta(piece.text, self._scored(piece.tokens))
-            case ReasoningDelta() if piece.text:
+                yield self._delta(delta.text, self._scored(delta.tokens))
+            case ReasoningDelta() if delta.text:
                 yield from self._ensure("reasoning", {"summary": [], "content": [], "encrypted_content": None})
-                yield self._delta(piece.text)
+                yield self._delta(delta.text)
             case CallStart():
                 yield from self.close()
-                space = {"namespace": self._namespaces[piece.name]} if piece.name in self._namespaces else {}
-                call = {"call_id": piece.id, "name": piece.name, "arguments": "", **space}
+                space = {"namespace": self._namespaces[delta.name]} if delta.name in self._namespaces else {}
+                call = {"call_id": delta.id, "name": delta.name, "arguments": "", **space}
                 yield from self._start("function_call", call)
             case CallDelta():
-                yield self._delta(piece.text)
+                yield self._delta(delta.text)
             case CallEnd():
                 yield from self.close()
             case CallBroken():

@@ -1,4 +1,4 @@
-"""What both endpoints of OpenAI's dialect write the same way: envelope, progress, jobs."""
+"""What the endpoints of OpenAI's dialect write the same way: envelope, progress, logprobs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from mlx_specprefill import Constraint, GenerationRequest, InvalidRequestError, Logprob, SamplingParams, TokenEvent
+from mlx_specprefill import Logprob, Progress, TokenEvent
 
 from .. import __version__
-from ..asking import room, shown_ids, stop_ids
-from ..deps import Service
-from ..generating.deltas import Stops
-from ..generating.generation import Job, Working
 from ..generating.vocabulary import Vocabulary
-from ..prompting.prompt import Prompt
-from .schemas import GenerationFields
 
-__all__ = ["Envelope", "make_job", "progress", "scored"]
+__all__ = ["LOWEST_LOGPROB", "Envelope", "progress", "scored"]
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -44,55 +38,18 @@ class Envelope:
         return {**head, "system_fingerprint": f"mlx-specprefill-{__version__}", "choices": choices, **usage, **more}
 
 
-def make_job(
-    service: Service,
-    body: GenerationFields,
-    prompt: Prompt,
-    asked: int | None,
-    field: str,
-    sampling: SamplingParams,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-    constraint: Constraint | None = None,
-) -> Job:
-    """One answer to `prompt`, as long as was asked for and fits.
-
-    Raises:
-        InvalidRequestError: an empty prompt, or one that leaves no room for an answer.
-    """
-    if asked == 0 and prompt_logprobs is None:
-        prompt_logprobs = 0  # an echo without an answer: the engine runs no request that asks for nothing
-    if not prompt.tokens:
-        raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
-    max_tokens = room(len(prompt.tokens), asked, service.context_length, field)
-    request = GenerationRequest(
-        prompt=prompt.tokens,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        specprefill=body.options(),
-        spans=prompt.spans,
-        stop_token_ids=stop_ids(service, body, constraint),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        constraint=constraint,
-        min_tokens=min(body.min_tokens, max_tokens),
-    )
-    stops = Stops(body.stop, body.include_stop_str_in_output)
-    return Job(request, stops, shown_ids(body), with_tokens=body.return_token_ids)
-
-
-def progress(piece: Working, started: float) -> dict[str, Any]:
+def progress(event: Progress, started: float) -> dict[str, Any]:
     """llama.cpp's progress object, in which `processed` includes `cache`.
 
     `stage` says of which model it speaks: the draft reads the whole prompt, the target what is cached or was selected.
     """
     elapsed = round((time.monotonic() - started) * 1000)
-    cached = piece.cached or 0
-    if piece.stage == "prefill":
-        total, processed = piece.total + cached, piece.done + cached
+    cached = event.cached or 0
+    if event.stage == "prefill":
+        total, processed = event.total + cached, event.done + cached
     else:
-        total, processed = piece.total, max(piece.done, cached)
-    return {"total": total, "cache": cached, "processed": processed, "time_ms": elapsed, "stage": piece.stage}
+        total, processed = event.total, max(event.done, cached)
+    return {"total": total, "cache": cached, "processed": processed, "time_ms": elapsed, "stage": event.stage}
 
 
 def scored(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:

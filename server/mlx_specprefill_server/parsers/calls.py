@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import orjson
 
+from ..deltas import CallDelta, CallEnd, CallStart, ContentDelta
 from .cursor import Cursor, ahead, overlap, peek, starts_with
-from .events import CallClosed, CallOpened, CallWritten, MalformedError, Reading, Tools
+from .parser import MalformedError, Reading, Tools
 from .schema import convert, is_text
 
-__all__ = ["CallReader", "Members", "Value", "call", "expect", "until", "whole"]
+__all__ = ["CallReader", "Members", "Value", "call", "captured", "expect", "until", "whole", "written"]
 
 LONGEST_NAME = 256
 
@@ -20,20 +21,35 @@ CallReader = Callable[[Cursor, Tools], Reading[None]]
 
 def call(name: str, arguments: Reading[None]) -> Reading[None]:
     """One call around its arguments; it opens when their text begins."""
-    opened = False
-    for event in arguments:
-        if event is not None and not opened:
-            opened = True
-            yield CallOpened(name)
-        yield event
-    yield CallClosed()
+    texts: list[str] = []
+    for delta in arguments:
+        if delta is not None:
+            if not texts:
+                yield CallStart(name)
+            texts.append(_text(delta))
+        yield delta
+    yield CallEnd("".join(texts))
 
 
 def whole(name: str, arguments: Mapping[str, object]) -> Reading[None]:
     """One call whose arguments are known at once."""
-    yield CallOpened(name)
-    yield CallWritten(orjson.dumps(arguments).decode())
-    yield CallClosed()
+    yield from call(name, written(orjson.dumps(arguments).decode()))
+
+
+def written(text: str) -> Reading[None]:
+    """Arguments that are known as JSON text."""
+    yield CallDelta(text)
+
+
+def captured(reading: Reading[None]) -> Reading[str]:
+    """Reads arguments without yielding them."""
+    texts = []
+    for delta in reading:
+        if delta is None:
+            yield None
+        else:
+            texts.append(_text(delta))
+    return "".join(texts)
 
 
 def until(cursor: Cursor, ends: str, never: str = "") -> Reading[str]:
@@ -76,20 +92,20 @@ class Members:
         head = f"{self._before}{orjson.dumps(name).decode()}: "
         self._before = ", "
         if is_text(schema):
-            yield CallWritten(head + '"')
+            yield CallDelta(head + '"')
             yield from value.read(_escaped)
-            yield CallWritten('"')
+            yield CallDelta('"')
             return
         texts: list[str] = []
         yield from value.read(texts.append)
-        yield CallWritten(head + convert("".join(texts), schema))
+        yield CallDelta(head + convert("".join(texts), schema))
 
     def close(self) -> Reading[None]:
-        yield CallWritten("{}" if self._before == "{" else "}")
+        yield CallDelta("{}" if self._before == "{" else "}")
 
 
-def _escaped(text: str) -> CallWritten:
-    return CallWritten(orjson.dumps(text).decode()[1:-1])
+def _escaped(text: str) -> CallDelta:
+    return CallDelta(orjson.dumps(text).decode()[1:-1])
 
 
 class Value:
@@ -116,7 +132,7 @@ class Value:
         self._marks: dict[str, Sequence[str] | None] = {closer: followers, **(others or {})}
         self._lines = lines
 
-    def read(self, emit: Callable[[str], CallWritten | None]) -> Reading[None]:
+    def read(self, emit: Callable[[str], CallDelta | None]) -> Reading[None]:
         """Reads up to and including the end tag, but leaves any other tag that ends the value."""
         if self._lines and (yield from peek(self._cursor, 1)) == "\n":
             self._cursor.take(1)
@@ -164,6 +180,11 @@ class Value:
             yield None
 
 
-def _given(event: CallWritten | None) -> Reading[None]:
-    if event is not None:
-        yield event
+def _given(delta: CallDelta | None) -> Reading[None]:
+    if delta is not None:
+        yield delta
+
+
+def _text(delta: ContentDelta) -> str:
+    assert isinstance(delta, CallDelta)  # nothing else comes out of arguments
+    return delta.text

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from mlx_specprefill import ReasoningBudget
 
-from . import gemma, hermes, mistral, native, tool_call, xml
+from . import gemma, glm, hermes, mistral, native, xml
 from .calls import CallReader
-from .events import Parser, Tools
+from .cursor import Cursor, spaces, starts_with
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
+from .parser import Parser, Reading, Tools
 from .tagged import TaggedText
 
 __all__ = ["Format", "ReasoningParser", "ToolParser", "detect", "reasoning_tags"]
@@ -19,6 +20,7 @@ __all__ = ["Format", "ReasoningParser", "ToolParser", "detect", "reasoning_tags"
 ToolParser = Literal["hermes", "xml", "harmony", "mistral", "gemma", "glm", "native"]
 ReasoningParser = Literal["think", "mistral", "gemma", "native"]
 
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 GEMMA_4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
@@ -105,7 +107,7 @@ class Format:
                 read = native.reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
                 return {wrapper.tool_call_start: read}, None
             case _:
-                openers: dict[str, CallReader] = {tool_call.TAG: tool_call.read_tag, xml.FUNCTION: xml.read_functions}
+                openers: dict[str, CallReader] = {TOOL_CALL: _read_tool_call, xml.FUNCTION: xml.read_functions}
                 return openers | {hermes.PYTHON_TAG: hermes.read_python_tag}, hermes.read_bare
 
 
@@ -151,3 +153,19 @@ def reasoning_tags(tokenizer: Any) -> tuple[str, str] | None:
         return str(tokenizer.think_start), str(tokenizer.think_end)
     known = tokenizer.get_added_vocab()
     return next((tags for tags in THINK_TAGS.values() if all(tag in template or tag in known for tag in tags)), None)
+
+
+def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:
+    """`<tool_call>` with any of three notations inside: models fall back into the one that they saw most."""
+    cursor.take(len(TOOL_CALL))
+    yield from spaces(cursor)
+    match (yield from starts_with(cursor, ("{", "[", xml.FUNCTION))):
+        case "{" | "[":
+            yield from hermes.read_calls(cursor, tools, (TOOL_CALL_END,))
+        case xml.FUNCTION:
+            yield from xml.read_functions(cursor, tools)
+        case _:
+            yield from glm.read_body(cursor, tools)
+    yield from spaces(cursor)
+    if (yield from starts_with(cursor, (TOOL_CALL_END,))):
+        cursor.take(len(TOOL_CALL_END))

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import orjson
 
-from .calls import CallReader, call, expect, until
+from ..deltas import CallDelta
+from .calls import CallReader, call, captured, expect, until
 from .cursor import Cursor, overlap, peek, spaces, starts_with
-from .events import CallWritten, MalformedError, Reading, Tools
-from .json_text import DEEPEST, JsonReader, captured
+from .json_text import DEEPEST, JsonReader
+from .parser import MalformedError, Reading, Tools
 from .schema import convert
 
 __all__ = ["reader"]
@@ -113,4 +114,4 @@ class _Arguments:
     def _say(self, text: str) -> Reading[None]:
         text, self._held = self._held + text, ""
         if text:
-            yield CallWritten(text)
+            yield CallDelta(text)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .calls import Members, Value, call, expect, until
 from .cursor import Cursor, spaces, starts_with
-from .events import MalformedError, Reading, Tools
 from .json_text import JsonReader
+from .parser import MalformedError, Reading, Tools
 
 __all__ = ["read_body"]
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 
+from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
 from .calls import call
 from .cursor import Cursor, overlap, spaces, starts_with
-from .events import CallClosed, CallFailed, CallOpened, MalformedError, Reading, Said, Tools
 from .json_text import JsonReader
+from .parser import MalformedError, Reading, Tools
 
 __all__ = ["ANSWER_ENDS", "ANSWER_HEAD", "REASONING_END", "REASONING_HEAD", "HarmonyText", "opened_header"]
 
@@ -57,7 +58,7 @@ class HarmonyText:
             if recipient and self._tools:
                 yield from self._call(cursor, start, recipient[1])
             elif recipient or (header and MESSAGE not in header):
-                yield Said(cursor.trail(), start)
+                yield TextDelta(cursor.trail(), start=start)
             yield from self._body(cursor, bool(REASONING.search(header)) and not recipient)
             if cursor.ended and not cursor.buffer:
                 return
@@ -85,7 +86,8 @@ class HarmonyText:
             if cursor.ended and not mark:
                 at = len(cursor.buffer)
             if at:
-                yield Said(cursor.take(at), cursor.offset - at, reasoning)
+                kind = ReasoningDelta if reasoning else TextDelta
+                yield kind(cursor.take(at), start=cursor.offset - at)
             if mark in ENDS:
                 cursor.take(len(mark))
             if mark or cursor.ended:
@@ -98,12 +100,12 @@ class HarmonyText:
         opened = False
         try:
             yield from spaces(cursor)
-            for event in call(self._tools.name(name), JsonReader(cursor, ENDS).object()):
-                opened = opened or isinstance(event, CallOpened)
-                yield event
-                opened = opened and not isinstance(event, CallClosed)
+            for delta in call(self._tools.name(name), JsonReader(cursor, ENDS).object()):
+                opened = opened or isinstance(delta, CallStart)
+                yield delta
+                opened = opened and not isinstance(delta, CallEnd)
             yield from spaces(cursor)
         except MalformedError:
             if opened:
-                yield CallFailed()
-            yield Said(cursor.trail(), start)
+                yield CallBroken()
+            yield TextDelta(cursor.trail(), start=start)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .calls import call, expect
+from ..deltas import CallDelta
+from .calls import call, captured, expect, written
 from .cursor import Cursor, peek, spaces, starts_with
-from .events import CallWritten, MalformedError, Reading, Tools
-from .json_text import JsonReader, captured
+from .json_text import JsonReader
+from .parser import MalformedError, Reading, Tools
 
 __all__ = ["read_bare", "read_calls", "read_python_tag"]
 
@@ -73,7 +74,7 @@ class _Call:
             return
         if self._name is None or (self._bare and self._early is None):
             raise MalformedError("no call")
-        yield from call(self._name, _given(self._early or "{}"))
+        yield from call(self._name, written(self._early or "{}"))
 
     def _over(self) -> Reading[bool]:
         yield from spaces(self._cursor)
@@ -106,10 +107,6 @@ class _Call:
                     raise MalformedError("more than an object")
             case "n":
                 yield from expect(self._cursor, "null")
-                yield CallWritten("{}")
+                yield CallDelta("{}")
             case _:
                 yield from JsonReader(self._cursor, self._closers).object()
-
-
-def _given(text: str) -> Reading[None]:
-    yield CallWritten(text)

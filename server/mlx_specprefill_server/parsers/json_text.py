@@ -13,10 +13,11 @@ from collections.abc import Sequence
 
 import orjson
 
+from ..deltas import CallDelta
 from .cursor import Cursor, peek, spaces, starts_with
-from .events import CallWritten, Event, MalformedError, Reading
+from .parser import MalformedError, Reading
 
-__all__ = ["JsonReader", "captured"]
+__all__ = ["JsonReader"]
 
 DEEPEST = 64
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
@@ -174,7 +175,7 @@ class JsonReader:
     def _say(self, text: str) -> Reading[None]:
         text, self._held = self._held + text, ""
         if text:
-            yield CallWritten(text)
+            yield CallDelta(text)
 
     def _space(self) -> Reading[None]:
         self._held += yield from spaces(self._cursor)
@@ -188,19 +189,3 @@ class JsonReader:
         if self._cursor.ended:
             raise MalformedError("the text ends inside a string")
         yield None
-
-
-def captured(reading: Reading[None]) -> Reading[str]:
-    """Reads on without passing on."""
-    texts = []
-    for event in reading:
-        if event is None:
-            yield None
-        else:
-            texts.append(_text(event))
-    return "".join(texts)
-
-
-def _text(event: Event) -> str:
-    assert isinstance(event, CallWritten)
-    return event.text

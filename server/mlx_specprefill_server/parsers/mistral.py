@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .calls import call, until
 from .cursor import Cursor, spaces, starts_with
-from .events import Reading, Tools
 from .hermes import read_calls
 from .json_text import JsonReader
+from .parser import Reading, Tools
 
 __all__ = ["TAG", "read_tag"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .calls import CallReader, whole
 from .cursor import Cursor, overlap
-from .events import MalformedError, Reading, Tools
+from .parser import MalformedError, Reading, Tools
 
 __all__ = ["reader"]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
 from .calls import CallReader
 from .cursor import Cursor, overlap, spaces, starts_with
-from .events import CallClosed, CallFailed, CallOpened, MalformedError, Reading, Said, Tools
+from .parser import MalformedError, Reading, Tools
 
 __all__ = ["TaggedText"]
 
@@ -43,7 +44,7 @@ class TaggedText:
         self._think = think
         self._bare = bare if tools else None
         self._readers = {**openers, **({BARE: bare} if bare else {})} if tools else {}
-        self._held: Said | None = None  # white space that may turn out to stand before a tag
+        self._held: TextDelta | ReasoningDelta | None = None  # white space that may turn out to stand before a tag
         self._trim = thinking and not begun  # white space at the beginning of what comes next is dropped
         self._called = False
 
@@ -72,7 +73,7 @@ class TaggedText:
             cursor.take(len(found))
             self._turn(True)
             return
-        self._held = Said(space, start) if space else None
+        self._held = TextDelta(space, start=start) if space else None
         if found and self._bare:
             yield from self._attempt(cursor, self._bare, 1)
 
@@ -111,27 +112,30 @@ class TaggedText:
         if self._held:
             start, text = self._held.start, self._held.text + text
         core = text.rstrip() if self._readers or self.thinking else text
-        self._held = Said(text[len(core) :], start + len(core), self.thinking) if len(core) < len(text) else None
+        self._held = self._delta(text[len(core) :], start + len(core)) if len(core) < len(text) else None
         if core:
-            yield Said(core, start, self.thinking)
+            yield self._delta(core, start)
+
+    def _delta(self, text: str, start: int) -> TextDelta | ReasoningDelta:
+        return ReasoningDelta(text, start=start) if self.thinking else TextDelta(text, start=start)
 
     def _attempt(self, cursor: Cursor, reader: CallReader, tag: int) -> Reading[None]:
         """One or more calls, or the same characters as text."""
         cursor.mark()
         start, keep, opened = cursor.offset, tag, False
         try:
-            for event in reader(cursor, self._tools):
-                if isinstance(event, CallOpened):
-                    self._admit(event)
+            for delta in reader(cursor, self._tools):
+                if isinstance(delta, CallStart):
+                    self._admit(delta)
                     opened, self._held = True, None
-                yield event
-                if isinstance(event, CallClosed):
+                yield delta
+                if isinstance(delta, CallEnd):
                     self._called = self._trim = True
                     cursor.mark()
                     start, keep, opened = cursor.offset, 0, False
         except MalformedError:
             if opened:
-                yield CallFailed()
+                yield CallBroken()
             else:
                 self._retry(cursor, keep)
             yield from self._say(start, cursor.trail())
@@ -144,7 +148,7 @@ class TaggedText:
         elif read <= LONGEST_RETRY:
             cursor.rewind(keep)
 
-    def _admit(self, call: CallOpened) -> None:
+    def _admit(self, call: CallStart) -> None:
         """Those who think about calls quote them; a call in the middle of reasoning has to be one for certain."""
         if self.thinking and call.name not in self._tools.properties:
             raise MalformedError("no such tool")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .calls import Members, Value, call, expect, until
 from .cursor import Cursor, spaces, starts_with
-from .events import MalformedError, Reading, Tools
+from .parser import MalformedError, Reading, Tools
 
 __all__ = ["FUNCTION", "read_function", "read_functions"]
 

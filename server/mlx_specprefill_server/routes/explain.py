@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from mlx_specprefill import GenerationRequest, InvalidRequestError, SparseUnsupportedError
 
-from ..asking import room
+from ..answering import max_tokens_within
 from ..callers import CallerDep
 from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
 from ..errors import ApiError, JsonResponse
@@ -49,7 +49,7 @@ async def explain(
     prompt = await while_connected(request, _prompt(service, body))
     if not prompt.tokens:
         raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
-    room(len(prompt.tokens), 1, service.context_length, field)
+    max_tokens_within(len(prompt.tokens), 1, service.context_length, field)
     asked = GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans)
     work = service.inspect(asked, caller, body.cache_salt)
     try:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from mlx_specprefill_server.parsers.events import CallClosed, CallFailed, CallOpened, CallWritten, Event, Said
+from mlx_specprefill_server.deltas import (
+    CallBroken,
+    CallDelta,
+    CallEnd,
+    CallStart,
+    ContentDelta,
+    ReasoningDelta,
+    TextDelta,
+)
 from mlx_specprefill_server.parsers.formats import Format, ToolParser
 
 THINK = ("<think>", "</think>")
@@ -28,14 +36,14 @@ TOOLS = [
 
 @dataclass
 class Read:
-    """What a parser made of a text. `shape` has one letter per run of events: r(easoning), t(ext), c(all), f(ailed)."""
+    """What a parser made of a text. `shape` has one letter per run of deltas: r(easoning), t(ext), c(all), f(ailed)."""
 
     text: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     broken: list[tuple[str, str]] = field(default_factory=list)
     shape: str = ""
-    said: list[Said] = field(default_factory=list)
+    said: list[TextDelta | ReasoningDelta] = field(default_factory=list)
 
 
 def read(
@@ -50,32 +58,34 @@ def read(
 ) -> Read:
     """Feeds `text` in the pieces that `cuts` make."""
     parser = Format(fmt, think).parser(tools, prompt)
-    events: list[Event] = []
+    deltas: list[ContentDelta] = []
     for start, end in pairwise([0, *sorted(cuts), len(text)]):
-        events += parser.push(text[start:end])
-    return collected(events + parser.finish(complete))
+        deltas += parser.push(text[start:end])
+    return collected(deltas + parser.finish(complete))
 
 
-def collected(events: Sequence[Event]) -> Read:
+def collected(deltas: Sequence[ContentDelta]) -> Read:
     out, name, written = Read(), "", ""
-    for event in events:
-        match event:
-            case Said():
-                out.said.append(event)
-                out.reasoning += event.text if event.reasoning else ""
-                out.text += "" if event.reasoning else event.text
-                letter = "r" if event.reasoning else "t"
+    for delta in deltas:
+        match delta:
+            case TextDelta() | ReasoningDelta():
+                out.said.append(delta)
+                reasoning = isinstance(delta, ReasoningDelta)
+                out.reasoning += delta.text if reasoning else ""
+                out.text += "" if reasoning else delta.text
+                letter = "r" if reasoning else "t"
                 out.shape += "" if out.shape.endswith(letter) else letter
-            case CallOpened():
+            case CallStart():
                 assert not name, "a call opened inside another"
-                name, written = event.name, ""
-            case CallWritten():
+                name, written = delta.name, ""
+            case CallDelta():
                 assert name, "arguments without a call"
-                written += event.text
-            case CallClosed():
+                written += delta.text
+            case CallEnd():
+                assert delta.arguments == written
                 out.calls.append((name, written))
                 out.shape, name = out.shape + "c", ""
-            case CallFailed():
+            case CallBroken():
                 out.broken.append((name, written))
                 out.shape, name = out.shape + "f", ""
     assert not name, "a call was left open"

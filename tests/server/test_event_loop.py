@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from mlx_specprefill_server.generating.deliveries import Deliveries
+from mlx_specprefill_server.generating.event_loop import LoopCalls
 
 
 class CountedLoop:
@@ -24,13 +24,13 @@ class CountedLoop:
         call(item)
 
 
-def deliveries(loop: Any) -> Deliveries:
-    return Deliveries(loop)
+def calls_to(loop: Any) -> LoopCalls:
+    return LoopCalls(loop)
 
 
 def test_what_comes_together_wakes_the_loop_once_and_keeps_its_order() -> None:
     loop, seen = CountedLoop(), list[int]()
-    post = deliveries(loop).post
+    post = calls_to(loop).post
     for item in range(8):
         post(seen.append, item)
     assert len(loop.woken) == 1
@@ -40,9 +40,9 @@ def test_what_comes_together_wakes_the_loop_once_and_keeps_its_order() -> None:
     assert len(loop.woken) == 1
 
 
-def test_what_is_posted_while_delivering_is_not_lost() -> None:
+def test_what_is_posted_while_running_is_not_lost() -> None:
     loop, seen = CountedLoop(), list[int]()
-    line = deliveries(loop)
+    line = calls_to(loop)
 
     def again(item: int) -> None:
         seen.append(item)
@@ -55,15 +55,15 @@ def test_what_is_posted_while_delivering_is_not_lost() -> None:
     assert seen == [0, 1, 2, 3]
 
 
-def test_a_closed_loop_is_nobody_to_tell() -> None:
-    deliveries(CountedLoop(closed=True)).post(print, "never")
+def test_nothing_is_called_on_a_closed_loop() -> None:
+    calls_to(CountedLoop(closed=True)).post(print, "never")
 
 
 def test_nothing_is_lost_between_threads() -> None:
     count = 2000
 
     async def main() -> list[tuple[int, int]]:
-        line, seen = Deliveries(asyncio.get_running_loop()), list[tuple[int, int]]()
+        line, seen = LoopCalls(asyncio.get_running_loop()), list[tuple[int, int]]()
 
         def work(thread: int) -> None:
             for item in range(count):

@@ -6,8 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_specprefill import TokenEvent
-from mlx_specprefill_server.generating.deltas import AnswerText, Delta, IncrementalText, StopMatcher, Stops
+from mlx_specprefill_server.generating.detokenizer import IncrementalDetokenizer, StopMatcher, Stops
 from mlx_specprefill_server.generating.vocabulary import Vocabulary
 
 from .fakes import byte_tokenizer
@@ -23,25 +22,25 @@ def ids(text: str) -> list[int]:
 
 @given(prompt=TEXTS, answer=TEXTS)
 def test_the_parts_make_the_text_and_never_split_a_character(prompt: str, answer: str) -> None:
-    text = IncrementalText(VOCABULARY.decode, ids(prompt))
+    text = IncrementalDetokenizer(VOCABULARY.decode, ids(prompt))
     parts = [text.push(token) for token in ids(answer)] + [text.finish()]
     assert "".join(parts) == answer
     assert all(set(part) <= set(answer) for part in parts)
 
 
 def test_a_character_waits_for_its_last_byte() -> None:
-    text = IncrementalText(VOCABULARY.decode)
+    text = IncrementalDetokenizer(VOCABULARY.decode)
     assert [text.push(token) for token in ids("é🎉")] == ["", "é", "", "", "", "🎉"]
 
 
 def test_an_answer_that_ends_inside_a_character_shows_a_replacement() -> None:
-    text = IncrementalText(VOCABULARY.decode)
+    text = IncrementalDetokenizer(VOCABULARY.decode)
     assert [text.push(token) for token in ids("a🎉")[:3]] == ["a", "", ""]
     assert text.finish() == "�"
 
 
 def test_endless_garbage_is_shown_instead_of_held_for_ever() -> None:
-    text = IncrementalText(VOCABULARY.decode)
+    text = IncrementalDetokenizer(VOCABULARY.decode)
     shown = "".join(text.push(ids("🎉")[0]) for _ in range(20))
     assert set(shown) == {"�"}
     assert len(shown) >= 12
@@ -73,46 +72,11 @@ def test_what_may_be_a_stop_string_is_held_back_and_nothing_more() -> None:
     assert matcher.finish() == "ENOUG"
 
 
-def answer(stops: tuple[str, ...] = (), prompt: str = "") -> AnswerText:
-    return AnswerText(
-        3, VOCABULARY.decode, ids(prompt), Stops(tuple(stops)), frozenset({TOKENIZER.eos_token_id}), with_tokens=True
-    )
-
-
-@given(
-    text=st.text(alphabet="ab\n 🎉é你", max_size=20),
-    stops=st.lists(st.sampled_from(["a", "ab", "🎉", "\n b"]), max_size=3),
-)
-def test_tokens_travel_with_the_text_they_begin(text: str, stops: list[str]) -> None:
-    writer = answer(tuple(stops))
-    deltas = [writer.push(TokenEvent(token, -1.0)) for token in ids(text)] + [writer.finish()]
-    shown = "".join(delta.text for delta in deltas)
-    tokens = [event.token for delta in deltas for event in delta.tokens]
-    assert tokens == ids(shown)
-    assert writer.stopped == any(stop in text for stop in stops)
-
-
-def test_end_tokens_count_but_are_not_shown() -> None:
-    writer = answer()
-    shown = [writer.push(TokenEvent(token)).text for token in [*ids("hi"), TOKENIZER.eos_token_id]]
-    assert shown == ["h", "i", ""]
-    assert writer.completion_tokens == 3
-    assert writer.finish() == Delta(3, "", end=2, completion_tokens=3)
-
-
-def test_tokens_after_a_stop_string_count_no_more() -> None:
-    writer = answer(("b",))
-    texts = [writer.push(TokenEvent(token)).text for token in ids("abccc")]
-    assert texts == ["a", "", "", "", ""]
-    assert writer.completion_tokens == 2
-    assert writer.finish().text == ""
-
-
 def test_a_leading_space_survives_a_decoder_that_strips_it() -> None:
     words = {1: "capital", 2: "is", 3: "Paris"}
 
     def decode(tokens: Sequence[int]) -> str:
         return " ".join(words[token] for token in tokens)
 
-    text = IncrementalText(decode, [1, 2])
+    text = IncrementalDetokenizer(decode, [1, 2])
     assert text.push(3) == " Paris"

@@ -1,4 +1,4 @@
-"""What parsers say, the tools they know, and the driver that feeds them."""
+"""The driver that feeds text to a format's grammar, the tools that it knows, and plain text, which has no grammar."""
 
 from __future__ import annotations
 
@@ -7,62 +7,18 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from ..deltas import ContentDelta, TextDelta
 from .cursor import Cursor
 
-__all__ = [
-    "CallClosed",
-    "CallFailed",
-    "CallOpened",
-    "CallWritten",
-    "Event",
-    "Machine",
-    "MalformedError",
-    "Parser",
-    "Reading",
-    "Said",
-    "Tools",
-]
+__all__ = ["Machine", "MalformedError", "Parser", "PlainText", "Reading", "Tools"]
 
 T = TypeVar("T")
 
 NAME = re.compile(r"[\w.:/-]{1,256}")
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """Text as generated. `start` is its place among all characters of the answer."""
-
-    text: str
-    start: int
-    reasoning: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CallOpened:
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallWritten:
-    """A piece of the open call's arguments, as JSON text."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallClosed:
-    """The pieces since CallOpened are one JSON object."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallFailed:
-    """The open call is none after all; its raw text comes next."""
-
-
-Event = Said | CallOpened | CallWritten | CallClosed | CallFailed
-
-# Every reading step is a generator: it yields events, or None when it needs more text, and returns what it read.
-Reading = Generator[Event | None, None, T]
+# Every reading step is a generator: it yields deltas, or None when it needs more text, and returns what it read.
+Reading = Generator[ContentDelta | None, None, T]
 
 
 class MalformedError(Exception):
@@ -126,24 +82,40 @@ class Machine(Protocol):
     def run(self, cursor: Cursor) -> Reading[None]: ...
 
 
+class PlainText:
+    """The grammar of text without reasoning or calls: everything is visible."""
+
+    thinking = False
+
+    def run(self, cursor: Cursor) -> Reading[None]:
+        while True:
+            if cursor.buffer:
+                start = cursor.offset
+                cursor.mark()
+                yield TextDelta(cursor.take(len(cursor.buffer)), start=start)
+            if cursor.ended:
+                return
+            yield None
+
+
 class Parser:
     """Feeds one answer to a machine."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._cursor = Cursor()
-        self._events = machine.run(self._cursor)
+        self._deltas = machine.run(self._cursor)
 
     @property
     def thinking(self) -> bool:
         return self._machine.thinking
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ContentDelta]:
         """What more text makes certain, often nothing."""
         self._cursor.feed(text)
         return self._ready()
 
-    def finish(self, complete: bool) -> list[Event]:
+    def finish(self, complete: bool) -> list[ContentDelta]:
         """The rest.
 
         Args:
@@ -152,10 +124,10 @@ class Parser:
         self._cursor.end(complete)
         return self._ready()
 
-    def _ready(self) -> list[Event]:
+    def _ready(self) -> list[ContentDelta]:
         out = []
-        for event in self._events:
-            if event is None:
+        for delta in self._deltas:
+            if delta is None:
                 break
-            out.append(event)
+            out.append(delta)
         return out

@@ -1,4 +1,4 @@
-"""From the MLX thread to an event loop, with one wake-up for all that comes together."""
+"""Calls from the MLX thread to an event loop, with one wake-up for all that come together; and a timer for silence."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Deliveries"]
+__all__ = ["IdleTimer", "LoopCalls"]
 
 
-class Deliveries:
+class LoopCalls:
     """Calls made on one event loop, in the order in which any thread posted them.
 
     A step of the engine makes one event per running answer. Waking the loop for each of them costs the MLX thread a
@@ -24,16 +24,37 @@ class Deliveries:
         self._awake = False
 
     def post(self, call: Callable[[Any], object], item: Any) -> None:
-        """From any thread: `call(item)` on the loop, soon. A closed loop has nobody left to tell."""
+        """From any thread: `call(item)` on the loop, soon. Does nothing once the loop is closed."""
         self._waiting.append((call, item))
         if self._awake:
             return
         self._awake = True
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._deliver)
+            self._loop.call_soon_threadsafe(self._run)
 
-    def _deliver(self) -> None:
+    def _run(self) -> None:
         self._awake = False  # first: what is posted from here on wakes the loop again
         while self._waiting:
             call, item = self._waiting.popleft()
             self._loop.call_soon(call, item)  # each on its own: one that raises takes no other along
+
+
+class IdleTimer:
+    """Calls `ring` once nothing has postponed it for `after` seconds, and then again. Postponing costs no timer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, after: float, ring: Callable[[], None]) -> None:
+        self._loop, self._after, self._ring = loop, after, ring
+        self.postpone()
+        self._timer = loop.call_at(self._due, self._check)
+
+    def postpone(self) -> None:
+        self._due = self._loop.time() + self._after
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        if self._loop.time() >= self._due:
+            self.postpone()
+            self._ring()
+        self._timer = self._loop.call_at(self._due, self._check)

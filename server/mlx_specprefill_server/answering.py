@@ -1,0 +1,262 @@
+"""Dialect-neutral requests for answers: what every dialect's body becomes, and how it is handed to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from mlx_specprefill import (
+    Constraint,
+    ContextLengthError,
+    GenerationRequest,
+    InvalidRequestError,
+    ReasoningBudget,
+    SamplingParams,
+    SpecPrefillOptions,
+)
+
+from .callers import Caller
+from .constrained.output_format import OutputFormat, constraint_of
+from .constrained.tool_choice import ToolChoice, offered
+from .deps import Service
+from .drawing import DrawingFields
+from .generating.detokenizer import IncrementalDetokenizer, Stops
+from .generating.generation import Generation, Job
+from .generating.reader import AnswerReader
+from .parsers.parser import Parser
+from .prompting.conversation import Conversation
+from .prompting.prompt import Prompt
+
+__all__ = [
+    "AnswerRequest",
+    "copies",
+    "count_tokens",
+    "engine_request",
+    "make_job",
+    "max_tokens_within",
+    "sampling_params",
+    "start_answers",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """A request for answers to a conversation.
+
+    Attributes:
+        max_tokens: per answer; None: the remaining context.
+        stops: strings that end the visible text; neither they nor what follows is shown.
+        output: what the text must look like; None: free text.
+        drawing: sampling, and which tokens end an answer.
+        thinking_budget: how many tokens of reasoning an answer may have; None: as many as it likes.
+        n: answers.
+        logprobs: None, or how many alternatives per token (0..20).
+    """
+
+    conversation: Conversation
+    drawing: DrawingFields
+    specprefill: SpecPrefillOptions
+    max_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    output: OutputFormat | None = None
+    n: int = 1
+    logprobs: int | None = None
+    return_token_ids: bool = False
+    thinking_budget: int | None = None
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer has to be calls."""
+        return self.tool_choice not in ("auto", "none")
+
+
+async def start_answers(service: Service, request: AnswerRequest, caller: Caller, cache_salt: str | None) -> Generation:
+    """Renders the conversation and starts its answers. Whoever gets the generation must close it.
+
+    Raises:
+        InvalidRequestError, ContextLengthError: nothing has been started.
+        EngineClosedError: the engine takes nothing more.
+    """
+    tools, choice = offered(request.conversation.tools, request.tool_choice)
+    request = replace(request, conversation=replace(request.conversation, tools=tools), tool_choice=choice)
+    sampling = await sampling_params(service, request.drawing)
+    prompt = await service.prompts.chat(request.conversation)
+    warnings: list[str] = []
+    constraint = _constraint(service, request, prompt, warnings)
+    await service.compile(constraint)
+    job = _job(service, request, sampling, prompt, constraint)
+    return service.submit(copies(job, request.n), caller, cache_salt, warnings)
+
+
+async def sampling_params(service: Service, drawing: DrawingFields) -> SamplingParams:
+    """As the engine wants them. A word is forbidden as it is written in a text and at its start.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
+    params = drawing.sampling(service.settings.temperature, service.vocabulary)
+    words = [text for word in drawing.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
+    ids = [await service.prompts.tokens(word, special=False, field="bad_words") for word in words]
+    return replace(params, bad_words=tuple(dict.fromkeys(filter(None, ids))))
+
+
+async def count_tokens(service: Service, conversation: Conversation, choice: ToolChoice) -> int:
+    """Length of the prompt that `start_answers` would make.
+
+    Raises:
+        InvalidRequestError: the conversation or the choice is at fault.
+    """
+    tools, _ = offered(conversation.tools, choice)
+    return len((await service.prompts.chat(replace(conversation, tools=tools))).tokens)
+
+
+def _constraint(service: Service, request: AnswerRequest, prompt: Prompt, warnings: list[str]) -> Constraint | None:
+    """A forced call can be demanded of any model; one whose template has no format for calls writes the commonest."""
+    return constraint_of(
+        request.output,
+        request.conversation.tools,
+        request.tool_choice,
+        service.format.tools or ("hermes" if request.forced else None),
+        request.parallel_tool_calls,
+        service.format.reasoning_end(prompt.ending),
+        service.vocabulary.special,
+        warnings,
+    )
+
+
+def _job(
+    service: Service, request: AnswerRequest, sampling: SamplingParams, prompt: Prompt, constraint: Constraint | None
+) -> Job:
+    budget, tools = request.thinking_budget, request.conversation.tools
+    for_engine = engine_request(
+        service,
+        prompt,
+        request.drawing,
+        sampling,
+        request.specprefill,
+        max_tokens=request.max_tokens,
+        field=request.conversation.field,
+        logprobs=request.logprobs,
+        constraint=constraint,
+        reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
+    )
+    return make_job(
+        service,
+        for_engine,
+        request.drawing,
+        lambda: service.format.parser(tools, prompt.ending),
+        stops=request.stops,
+        return_token_ids=request.return_token_ids,
+        parallel=request.parallel_tool_calls,
+        forced=request.forced,
+    )
+
+
+def engine_request(
+    service: Service,
+    prompt: Prompt,
+    drawing: DrawingFields,
+    sampling: SamplingParams,
+    specprefill: SpecPrefillOptions,
+    *,
+    max_tokens: int | None,
+    field: str,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    constraint: Constraint | None = None,
+    reasoning: ReasoningBudget | None = None,
+) -> GenerationRequest:
+    """One answer to `prompt`, as long as was asked for and fits.
+
+    Args:
+        field: of the body, which holds the prompt.
+
+    Raises:
+        InvalidRequestError: the prompt has no tokens.
+        ContextLengthError: the prompt leaves no room for an answer.
+    """
+    if not prompt.tokens:
+        raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
+    room = max_tokens_within(len(prompt.tokens), max_tokens, service.context_length, field)
+    return GenerationRequest(
+        prompt=prompt.tokens,
+        max_tokens=room,
+        sampling=sampling,
+        specprefill=specprefill,
+        spans=prompt.spans,
+        stop_token_ids=_stop_ids(service, drawing, constraint),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        constraint=constraint,
+        reasoning=reasoning,
+        min_tokens=min(drawing.min_tokens, room),
+    )
+
+
+def make_job(
+    service: Service,
+    request: GenerationRequest,
+    drawing: DrawingFields,
+    parser: Callable[[], Parser],
+    *,
+    stops: Sequence[str] = (),
+    return_token_ids: bool = False,
+    parallel: bool = True,
+    forced: bool = False,
+    every_token: bool = False,
+) -> Job:
+    """The engine's request with what reads its answer; arguments as of AnswerReader."""
+    shown_ids = frozenset(drawing.stop_token_ids if drawing.include_stop_str_in_output else ())
+
+    def reader() -> AnswerReader:
+        return AnswerReader(
+            IncrementalDetokenizer(service.vocabulary.decode, request.prompt),
+            parser(),
+            Stops(tuple(stops), drawing.include_stop_str_in_output),
+            end_ids=request.stop_token_ids - shown_ids,
+            parallel=parallel,
+            forced=forced,
+            with_tokens=return_token_ids or request.logprobs is not None,
+            every_token=every_token,
+        )
+
+    return Job(request, reader)
+
+
+def copies(job: Job, n: int, first: int = 0) -> list[Job]:
+    """The `n` answers to one prompt; the prompt is read once. `first` is the number of the first among all jobs."""
+    others = [replace(job, request=_seeded(job.request, i), follows=first) for i in range(1, n)]
+    return [job, *others]
+
+
+def _seeded(request: GenerationRequest, answer: int) -> GenerationRequest:
+    """Answers of one request differ, and each is the same again for the same seed."""
+    sampling = request.sampling
+    if sampling.seed is None:
+        return request
+    return replace(request, sampling=replace(sampling, seed=sampling.seed + answer))
+
+
+def max_tokens_within(prompt_tokens: int, asked: int | None, context_length: int, field: str) -> int:
+    """How long an answer may become. More than fits is cut, not refused: agents ask for their maximum on every call.
+
+    Raises:
+        ContextLengthError: not one token fits.
+    """
+    left = context_length - prompt_tokens
+    least = 0 if asked == 0 else 1
+    if left < least:
+        error = ContextLengthError(prompt_tokens, least, context_length)
+        error.field = field
+        raise error
+    return left if asked is None else min(asked, left)
+
+
+def _stop_ids(service: Service, drawing: DrawingFields, constraint: Constraint | None) -> frozenset[int]:
+    """What ends an answer. A grammar ends by itself, so there is nothing to ignore."""
+    own = frozenset(drawing.stop_token_ids)
+    if drawing.ignore_eos and constraint is None:
+        return own
+    return own | service.vocabulary.stop_ids | service.format.ends

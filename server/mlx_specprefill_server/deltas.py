@@ -1,0 +1,112 @@
+"""What an answer is made of in every dialect: text, reasoning, tool calls, and exactly one end.
+
+Parsers yield the content; `AnswerReader` adds tokens and the end; a dialect writes each delta to the wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+from uuid import uuid4
+
+from mlx_specprefill import Account, Progress, PromptLogprobs, TokenEvent
+
+__all__ = [
+    "AnswerDelta",
+    "AnswerDone",
+    "CallBroken",
+    "CallDelta",
+    "CallEnd",
+    "CallStart",
+    "ContentDelta",
+    "FinishReason",
+    "Idle",
+    "ReasoningDelta",
+    "TextDelta",
+]
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Visible text.
+
+    Attributes:
+        tokens: those that begin in the text; only when the request asks for logprobs or token ids.
+        start: place of the text among all generated characters, tags included; for the reader, not for the wire.
+    """
+
+    text: str
+    tokens: tuple[TokenEvent, ...] = ()
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """What the model thinks before it answers; fields as in TextDelta."""
+
+    text: str
+    tokens: tuple[TokenEvent, ...] = ()
+    start: int = 0
+
+
+def _call_id() -> str:
+    return f"call_{uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins. Calls never overlap: the deltas up to CallEnd or CallBroken belong to this one."""
+
+    name: str
+    id: str = field(default_factory=_call_id)
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A part of the call's arguments as JSON text, as it is generated."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The call is complete. `arguments` is a JSON object: the texts of its CallDeltas together."""
+
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBroken:
+    """The call turned out malformed after CallStart: it is not part of the answer, and no CallEnd follows.
+
+    Its raw text follows as TextDelta. Streams close what they had opened; whole answers leave the call out.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing to show for a while: time for a keep-alive. Belongs to no particular answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDone:
+    """The end of an answer. With an `error` the answer is incomplete, and `finish_reason` is "length".
+
+    Attributes:
+        completion_tokens: all generated tokens; `reasoning_tokens` of them are reasoning.
+        stop_string: which of the request's stop strings ended the text, if one did.
+    """
+
+    finish_reason: FinishReason
+    completion_tokens: int
+    reasoning_tokens: int
+    account: Account
+    stop_string: str | None = None
+    error: Exception | None = None
+
+
+ContentDelta = TextDelta | ReasoningDelta | CallStart | CallDelta | CallEnd | CallBroken
+AnswerDelta = ContentDelta | Progress | PromptLogprobs | Idle | AnswerDone

@@ -14,26 +14,17 @@ therefore one number per row: how many of the most recent slots are visible.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, _BaseCache
+from mlx_lm.models.cache import RotatingKVCache, _BaseCache
 
-from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Positions, Runs, leaves
+from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Positions, Runs
 
-__all__ = [
-    "PositionedBatchKVCache",
-    "PositionedBatchRotatingKVCache",
-    "batch_key",
-    "can_batch",
-    "extend_batch",
-    "extract_row",
-    "filter_batch",
-    "merge_rows",
-]
+__all__ = ["PositionedBatch", "PositionedBatchKVCache", "PositionedBatchRotatingKVCache"]
 
 _STEP = 256  # slots added at a time, on the average over layers, as in mlx-lm
 # Of one batch, all layers: what may lie idle to save copies. Some rows of small models, whose forwards take less time
@@ -62,7 +53,7 @@ class _Row:
 _Part = tuple[mx.array | None, mx.array | None, int]  # keys (B, H, S, D), values and B; None: nothing is stored
 
 
-class _PositionedBatch(_BaseCache):  # type: ignore[misc]
+class PositionedBatch(_BaseCache):  # type: ignore[misc]
     """Keys and values (C, H, S, D) of up to C rows, written at one slot for all; a ring once S has reached `max_size`.
 
     What a row does not use in front of its tokens is zero: whatever a row before it has left there (infinity, say)
@@ -163,7 +154,7 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
     # --- rows --------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def merge(cls, caches: Sequence[Positioned]) -> _PositionedBatch:
+    def merge(cls, caches: Sequence[Positioned]) -> PositionedBatch:
         """A batch of single rows, which stay as they are."""
         first = caches[0]
         batch = cls(first.max_size if isinstance(first, PositionedRotatingKVCache) else None)
@@ -177,7 +168,7 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
         batch._lay(parts, max(row.runs.size for row in batch._rows))
         return batch
 
-    def extend(self, other: _PositionedBatch) -> None:
+    def extend(self, other: PositionedBatch) -> None:
         """Add the rows of `other` after these."""
         count, more = len(self._rows), len(other._rows)
         theirs = other._in_order(slice(more))
@@ -315,7 +306,7 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
     def _idle_bytes(self) -> int:
         return _IDLE_BYTES // self.part[1]
 
-    def _has_room(self, other: _PositionedBatch) -> bool:
+    def _has_room(self, other: PositionedBatch) -> bool:
         if self.keys is None:
             return False
         return len(self._rows) + len(other._rows) <= self.keys.shape[0] and other._used() <= self._end
@@ -367,11 +358,11 @@ class _PositionedBatch(_BaseCache):  # type: ignore[misc]
         return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
 
 
-class PositionedBatchKVCache(_PositionedBatch):
+class PositionedBatchKVCache(PositionedBatch):
     """Full attention, of `PositionedKVCache` rows."""
 
 
-class PositionedBatchRotatingKVCache(_PositionedBatch):
+class PositionedBatchRotatingKVCache(PositionedBatch):
     """Sliding windows over original positions, of `PositionedRotatingKVCache` rows of one size."""
 
 
@@ -402,89 +393,3 @@ def _stacked(
             stacked[at : at + count, :, size - part.shape[2] : size] = part
         at += count
     return stacked
-
-
-# --- whole prompt caches ---------------------------------------------------------------------------------------------
-
-
-def batch_key(cache: Sequence[Any]) -> Hashable | None:
-    """Equal for the prompt caches of one model that can decode as one batch; None if this one can't be batched."""
-    kinds = tuple(_kind(leaf) for leaf in leaves(cache))
-    return None if None in kinds else kinds
-
-
-def can_batch(cache: Sequence[Any]) -> bool:
-    """Whether the caches of every layer have a batch form. Quantised and chunked ones have none."""
-    return batch_key(cache) is not None
-
-
-def _kind(leaf: Any) -> Hashable | None:
-    if isinstance(leaf, Positioned):
-        return type(leaf), getattr(leaf, "max_size", None)
-    # mlx-lm's own batch twin of a ring forgets tokens that are kept for good.
-    if not hasattr(leaf, "merge") or getattr(leaf, "keep", 0) != 0:
-        return None
-    return type(leaf), len(leaf.cache) if isinstance(leaf, ArraysCache) else getattr(leaf, "max_size", None)
-
-
-def merge_rows(caches: Sequence[Sequence[Any]]) -> list[Any]:
-    """One batch cache per layer of prefilled prompt caches with one row each."""
-    batch = [_merge(layer) for layer in zip(*caches, strict=True)]
-    parts = [part for part in leaves(batch) if isinstance(part, _PositionedBatch)]
-    for index, part in enumerate(parts):
-        part.part = index, len(parts)
-    return batch
-
-
-def extend_batch(batch: Sequence[Any], other: Sequence[Any]) -> None:
-    """Add the rows of `other` to `batch`."""
-    for ours, theirs in zip(batch, other, strict=True):
-        ours.extend(theirs)
-
-
-def filter_batch(batch: Sequence[Any], keep: Sequence[int]) -> None:
-    """Keep these rows only, in this order. With the last row in the place of one that leaves, only that is copied."""
-    parts = list(leaves(batch))
-    lifted = [part.lift(keep) if isinstance(part, _PositionedBatch) else None for part in parts]
-    mx.eval(lifted)  # all at once
-    for part, rows in zip(parts, lifted, strict=True):
-        part.filter(list(keep)) if rows is None else part.filter(list(keep), rows)
-
-
-def extract_row(batch: Sequence[Any], index: int) -> list[Any]:
-    """One row as a prompt cache of its own; the batch stays as it is."""
-    return [_extract(part, index) for part in batch]
-
-
-def _merge(caches: Sequence[Any]) -> Any:
-    first = caches[0]
-    if isinstance(first, CacheList):
-        return CacheList(*(_merge(parts) for parts in zip(*(cache.caches for cache in caches), strict=True)))
-    if isinstance(first, PositionedKVCache):
-        return PositionedBatchKVCache.merge(caches)
-    if isinstance(first, PositionedRotatingKVCache):
-        return PositionedBatchRotatingKVCache.merge(caches)
-    if isinstance(first, ArraysCache):
-        return _merge_states(caches)
-    return type(first).merge(caches)
-
-
-def _merge_states(caches: Sequence[ArraysCache]) -> ArraysCache:
-    """As mlx-lm's, which can't merge a slot that no row has filled."""
-    merged = ArraysCache(len(caches[0].cache))
-    for slot in range(len(merged.cache)):
-        rows = [cache[slot] for cache in caches]
-        example = next((row for row in rows if row is not None), None)
-        if example is not None:
-            merged[slot] = mx.concatenate([mx.zeros_like(example) if row is None else row for row in rows])
-    return merged
-
-
-def _extract(batch: Any, index: int) -> Any:
-    if isinstance(batch, CacheList):
-        return CacheList(*(_extract(part, index) for part in batch.caches))
-    if isinstance(batch, ArraysCache):
-        row = ArraysCache(len(batch.cache))
-        row.cache = [None if array is None else mx.contiguous(array[index : index + 1]) for array in batch.cache]
-        return row
-    return batch.extract(index)

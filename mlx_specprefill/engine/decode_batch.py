@@ -18,7 +18,7 @@ import numpy as np
 
 from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rope import adjusted_offsets
-from ..cache.batched import batch_key, extend_batch, extract_row, filter_batch, merge_rows
+from ..cache.rows import batch_key, extend_batch, extract_row, filter_batch, merge_rows
 from ..constraints import Guide, Mask
 from ..errors import InvalidRequestError
 from ..request import TokenEvent

@@ -23,17 +23,9 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_specprefill.cache import batched
-from mlx_specprefill.cache.batched import (
-    PositionedBatchKVCache,
-    PositionedBatchRotatingKVCache,
-    batch_key,
-    can_batch,
-    extend_batch,
-    extract_row,
-    filter_batch,
-    merge_rows,
-)
+from mlx_specprefill.cache.batched import PositionedBatchKVCache, PositionedBatchRotatingKVCache
 from mlx_specprefill.cache.positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, place
+from mlx_specprefill.cache.rows import batch_key, extend_batch, extract_row, filter_batch, merge_rows
 from mlx_specprefill.sampling import greedy
 from tests.oracle import build
 from tests.rows import alone, assert_same_contents, contents, make_rows, prefilled, tokens
@@ -390,14 +382,14 @@ def test_dtypes_stay(ring: bool, dtype: mx.Dtype) -> None:
     [QuantizedKVCache(), ChunkedKVCache(8), RotatingKVCache(8, keep=2), CacheList(KVCache(), ChunkedKVCache(8))],
 )
 def test_caches_without_a_batch_form(cache: Any) -> None:
-    assert not can_batch([PositionedKVCache(), cache])
+    assert batch_key([PositionedKVCache(), cache]) is None
 
 
 def test_caches_with_one() -> None:
     positioned = [PositionedKVCache(), CacheList(PositionedRotatingKVCache(8), ArraysCache(2))]
     stock = [KVCache(), CacheList(RotatingKVCache(8), ArraysCache(2))]
-    assert can_batch(positioned)
-    assert can_batch(stock)
+    assert batch_key(positioned) is not None
+    assert batch_key(stock) is not None
     wider = [PositionedKVCache(), CacheList(PositionedRotatingKVCache(9), ArraysCache(2))]
     keys = [batch_key(cache) for cache in (positioned, stock, wider)]
     assert len(set(keys)) == 3

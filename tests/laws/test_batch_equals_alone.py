@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_specprefill.adapters.registry import BATCH_REFUSALS, adapter_for
-from mlx_specprefill.cache.batched import can_batch
+from mlx_specprefill.cache.rows import batch_key
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.decode_batch import DecodeBatch
 from tests import oracle
@@ -81,5 +81,5 @@ def test_no_architecture_is_kept_out_without_grounds(architecture: str) -> None:
 
 def test_what_is_batched_can_be() -> None:
     """The law would be vacuous for caches that decode one by one."""
-    batched = {name for name in RUNNABLE if can_batch(empty_cache(build(name)))}
+    batched = {name for name in RUNNABLE if batch_key(empty_cache(build(name))) is not None}
     assert set(RUNNABLE) - batched == {"deepseek_v41", "llama4"}

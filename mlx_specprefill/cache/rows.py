@@ -1,0 +1,92 @@
+"""Whole prompt caches, one entry per layer, as rows of a batch: merged, extended, filtered, taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
+
+from .batched import PositionedBatch, PositionedBatchKVCache, PositionedBatchRotatingKVCache
+from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
+
+__all__ = ["batch_key", "extend_batch", "extract_row", "filter_batch", "merge_rows"]
+
+
+def batch_key(cache: Sequence[Any]) -> Hashable | None:
+    """Equal for the prompt caches of one model that can decode as one batch; None if this one can't be batched."""
+    kinds = tuple(_kind(leaf) for leaf in leaves(cache))
+    return None if None in kinds else kinds
+
+
+def _kind(leaf: Any) -> Hashable | None:
+    if isinstance(leaf, Positioned):
+        return type(leaf), getattr(leaf, "max_size", None)
+    # mlx-lm's own batch twin of a ring forgets tokens that are kept for good.
+    if not hasattr(leaf, "merge") or getattr(leaf, "keep", 0) != 0:
+        return None
+    return type(leaf), len(leaf.cache) if isinstance(leaf, ArraysCache) else getattr(leaf, "max_size", None)
+
+
+def merge_rows(caches: Sequence[Sequence[Any]]) -> list[Any]:
+    """One batch cache per layer of prefilled prompt caches with one row each."""
+    batch = [_merge(layer) for layer in zip(*caches, strict=True)]
+    parts = [part for part in leaves(batch) if isinstance(part, PositionedBatch)]
+    for index, part in enumerate(parts):
+        part.part = index, len(parts)
+    return batch
+
+
+def extend_batch(batch: Sequence[Any], other: Sequence[Any]) -> None:
+    """Add the rows of `other` to `batch`."""
+    for ours, theirs in zip(batch, other, strict=True):
+        ours.extend(theirs)
+
+
+def filter_batch(batch: Sequence[Any], keep: Sequence[int]) -> None:
+    """Keep these rows only, in this order. With the last row in the place of one that leaves, only that is copied."""
+    parts = list(leaves(batch))
+    lifted = [part.lift(keep) if isinstance(part, PositionedBatch) else None for part in parts]
+    mx.eval(lifted)  # all at once
+    for part, rows in zip(parts, lifted, strict=True):
+        part.filter(list(keep)) if rows is None else part.filter(list(keep), rows)
+
+
+def extract_row(batch: Sequence[Any], index: int) -> list[Any]:
+    """One row as a prompt cache of its own; the batch stays as it is."""
+    return [_extract(part, index) for part in batch]
+
+
+def _merge(caches: Sequence[Any]) -> Any:
+    first = caches[0]
+    if isinstance(first, CacheList):
+        return CacheList(*(_merge(parts) for parts in zip(*(cache.caches for cache in caches), strict=True)))
+    if isinstance(first, PositionedKVCache):
+        return PositionedBatchKVCache.merge(caches)
+    if isinstance(first, PositionedRotatingKVCache):
+        return PositionedBatchRotatingKVCache.merge(caches)
+    if isinstance(first, ArraysCache):
+        return _merge_states(caches)
+    return type(first).merge(caches)
+
+
+def _merge_states(caches: Sequence[ArraysCache]) -> ArraysCache:
+    """As mlx-lm's, which can't merge a slot that no row has filled."""
+    merged = ArraysCache(len(caches[0].cache))
+    for slot in range(len(merged.cache)):
+        rows = [cache[slot] for cache in caches]
+        example = next((row for row in rows if row is not None), None)
+        if example is not None:
+            merged[slot] = mx.concatenate([mx.zeros_like(example) if row is None else row for row in rows])
+    return merged
+
+
+def _extract(batch: Any, index: int) -> Any:
+    if isinstance(batch, CacheList):
+        return CacheList(*(_extract(part, index) for part in batch.caches))
+    if isinstance(batch, ArraysCache):
+        row = ArraysCache(len(batch.cache))
+        row.cache = [None if array is None else mx.contiguous(array[index : index + 1]) for array in batch.cache]
+        return row
+    return batch.extract(index)

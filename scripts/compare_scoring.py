@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import named_pair
 import numpy as np
 
 from mlx_specprefill import (
@@ -45,6 +44,7 @@ from mlx_specprefill.specprefill.selector import select_tokens
 from mlx_specprefill.specprefill.text import TextReader
 from mlx_specprefill_evals.statistics import paired_difference
 from mlx_specprefill_evals.tasks import GROUPS, TASKS, Item, Space, make_item
+from mlx_specprefill_server.cli.common import load
 from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder
@@ -162,7 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
     tasks = dict.fromkeys(task for name in options.task for task in GROUPS.get(name, (name,)))
     report: dict[str, dict[str, dict[str, float]]] = {}
     for name in options.pair:
-        pair = named_pair.load(find_pair(name))
+        pair = load(find_pair(name), "auto")
         examiner, arms = Examiner(pair, options.keep), arms_of(pair, options.heads, options.depth)
         found = {}
         for task in tasks:

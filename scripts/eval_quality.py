@@ -20,13 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import named_pair
-
 from mlx_specprefill import Engine, LoadError, PairMismatchError
 from mlx_specprefill_evals.arms import ARM_KINDS, arms
 from mlx_specprefill_evals.command import Options, evaluate
 from mlx_specprefill_evals.errors import EvaluationError
 from mlx_specprefill_evals.local import LocalExaminee, examination
+from mlx_specprefill_server.cli.common import load
 from mlx_specprefill_server.pairs import NAMED_PAIRS, Pair, PairsError, find_pair, read_pairs
 
 QUICK: dict[str, Any] = {"task": ["niah_single_2", "niah_multikey_1"], "lengths": [1024, 2048], "n": 8, "depths": []}
@@ -91,10 +90,7 @@ def _examine(name: str, pair: Pair, options: argparse.Namespace) -> dict[str, An
             seed=options.seed,
             out=options.out and options.out / name,
         )
-        with Engine(
-            named_pair.load(pair),
-            examination(),
-        ) as engine:
+        with Engine(load(pair, "auto"), examination()) as engine:
             return evaluate(plan, LocalExaminee(engine), lambda line: print(line, flush=True))
     except (LoadError, PairMismatchError, EvaluationError) as error:
         sys.exit(f"error: {error}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draws what scripts/bench_ttft.py printed: times over prompt length, and the share of the limit, for every keep share.
+"""Draws what scripts/bench ttft printed: times over prompt length, and the share of the limit, for every keep share.
 
-scripts/bench_ttft.py | tee run.txt
+scripts/bench ttft | tee run.txt
 scripts/plot_ttft.py run.txt ttft.svg
 
 Several runs of one pair become one picture.

@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import Runs, leaves
-from mlx_specprefill.engine.autoregressive import decode
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, Removed
 from mlx_specprefill.request import SamplingParams, TokenEvent
 from mlx_specprefill.sampling import logits_processors, make_sampler
 from mlx_specprefill.specprefill.sparse_prefill import prefill
+from tests.autoregressive import decode
 from tests.slices import finish
 
 

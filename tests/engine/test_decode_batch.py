@@ -18,10 +18,10 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import leaves, quantize_kv
-from mlx_specprefill.engine.autoregressive import decode
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, RowFailed
 from mlx_specprefill.request import SamplingParams, TokenEvent
 from mlx_specprefill.sampling import greedy
+from tests.autoregressive import decode
 from tests.oracle import build, vocabulary
 from tests.rows import (
     Row,

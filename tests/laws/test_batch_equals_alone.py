@@ -1,7 +1,7 @@
 """P6: every row of a batch answers what it answers alone.
 
 Rows are sparse and dense, shorter and longer than the windows, join and leave at different steps. The reference is
-`autoregressive.decode` on the row's own cache, float32.
+`tests.autoregressive` on the row's own cache, float32.
 """
 
 from __future__ import annotations

@@ -35,10 +35,18 @@ def our_texts() -> Iterator[tuple[Path, str]]:
             yield path.relative_to(ROOT), data.decode("utf-8", errors="replace")
 
 
-@pytest.mark.parametrize("name", ["scripts/serve", "scripts/test", "scripts/check", "scripts/docs", ".ci/run"])
+@pytest.mark.parametrize(
+    "name", ["scripts/serve", "scripts/test", "scripts/check", "scripts/docs", "scripts/bench", ".ci/run"]
+)
 def test_the_verbs_are_executable_shell_scripts(name: str) -> None:
     assert os.access(ROOT / name, os.X_OK)
     assert (ROOT / name).read_text().startswith("#!/bin/sh\n")
+
+
+def test_what_begins_like_a_program_has_the_run_bit() -> None:
+    programs = [path for path in (ROOT / "scripts").rglob("*") if path.is_file() and path.read_bytes()[:2] == b"#!"]
+    assert len(programs) > 5
+    assert [path.name for path in programs if not os.access(path, os.X_OK)] == []
 
 
 def test_ci_calls_the_same_scripts() -> None:

@@ -32,7 +32,9 @@ def write_program(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("training", "*.py"))
+    shutil.copytree(
+        ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("training", "benchmarks", "*.py")
+    )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "models").mkdir()
     shutil.copy(ROOT / "models" / "pairs.toml", tmp_path / "models")
@@ -177,3 +179,30 @@ class TestSmolLM2:
     def test_it_is_fetched_only_where_it_is_served(self, clone: Path, arguments: str, fetched: bool) -> None:
         write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
         assert (PULL in serve(clone, *arguments.split())) == fetched
+
+
+class TestBench:
+    @staticmethod
+    def run(clone: Path, *arguments: str) -> list[str]:
+        done = subprocess.run([clone / "scripts/bench", *arguments], capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return calls_of(clone)
+
+    def test_it_installs_what_benchmarks_need_once_and_runs_the_program(self, clone: Path) -> None:
+        write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
+        serve(clone)
+        calls = [*self.run(clone, "ttft", "--keep", "0.2"), *self.run(clone)]
+        assert "-P -m benchmarks ttft --keep 0.2" in calls
+        assert calls[-1] == "-P -m benchmarks"
+        assert len([line for line in calls_of(clone) if line.endswith("[bench]")]) == 1
+
+    def test_the_developer_set_is_enough(self, clone: Path) -> None:
+        write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
+        ensure(clone, "dev")
+        assert not [line for line in self.run(clone) if line.endswith("[bench]")]
+
+    def test_it_finds_its_modules_from_any_folder(self, clone: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+        write_program(clone / ".venv/bin/python", LOGGING_PYTHON + 'echo "$PYTHONPATH"\n')
+        elsewhere = tmp_path_factory.mktemp("elsewhere")
+        done = subprocess.run([clone / "scripts/bench"], cwd=elsewhere, capture_output=True, text=True, check=True)
+        assert str(clone / "scripts") in done.stdout.splitlines()[-1].split(os.pathsep)

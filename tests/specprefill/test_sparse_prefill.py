@@ -10,8 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_specprefill import SparseUnsupportedError
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, next_position, quantize_kv, shift_of
-from mlx_specprefill.engine.autoregressive import decode
 from mlx_specprefill.specprefill.sparse_prefill import prefill
+from tests.autoregressive import decode
 from tests.slices import finish
 from tests.tiny import FAMILIES, greedy, random_prompt, tiny_model
 

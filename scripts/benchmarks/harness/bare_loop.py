@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from servers import user
-
-import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
+import mlx.core as mx
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 
-from mlx_specprefill.specprefill.sparse_prefill import prefill
+from .figures import Clock
+from .stages import plain_prefill_ms
+from .text import user
 
 __all__ = ["BareLoop"]
 
@@ -48,26 +47,18 @@ class BareLoop:
         rest = sum(1 for _ in steps)
         return first - begun, (time.perf_counter() - first) / max(rest, 1)
 
-    def cpu_per_token(self, text: str, count: int) -> float:
-        """Processor seconds per token of the same, a short prompt included."""
-        begun = time.process_time()
+    def cpu_ms_per_token(self, text: str, count: int) -> float:
+        """Processor time per token of the same, a short prompt included."""
+        clock = Clock()
         self.generate(text, count)
-        return (time.process_time() - begun) / count
+        return clock.read()["cpu_ms"] / count
 
-    def limit(self, text: str, kept: int) -> float:
-        """Seconds of what a sparse prefill can't avoid: the draft over everything, the target over `kept` tokens.
+    def limit_ms(self, text: str, kept: int) -> float:
+        """What a sparse prefill can't avoid: the draft over everything, the target over `kept` tokens.
 
         Both with the step sizes that were measured to suit this machine.
         """
         (measured,) = json.loads(self.costs.read_text()).values()
         prompt = self.tokens(text)
-        draft = read(self.draft, prompt, measured["draft_step"])
-        return draft + read(self.target, prompt[-kept:], measured["target_step"])
-
-
-def read(model: Any, tokens: list[int], step: int) -> float:
-    """Seconds of a plain prefill."""
-    begun = time.perf_counter()
-    for _ in prefill(model, list(make_prompt_cache(model)), tokens, None, step):
-        pass
-    return time.perf_counter() - begun
+        draft = plain_prefill_ms(self.draft, prompt, measured["draft_step"])
+        return draft + plain_prefill_ms(self.target, prompt[-kept:], measured["target_step"])

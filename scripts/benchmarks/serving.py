@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""The server under load, on the bundled pair: real processes, real HTTP, and `mlx_lm.server` beside it.
+"""The server under load: streams, fairness, caches and sessions over HTTP, beside `mlx_lm.server`.
 
     streams   tokens per second of 8 streams at once over one alone
     behind    time to first token of a short request sent into a long prefill, over the same on an idle server
@@ -10,57 +9,37 @@
     session   seven turns of an agent without a pause, sparse and dense
     crowd     short requests under 64 clients with mixed lengths: p99 of the time to first token against idle
 
-Both servers get the same float32 copy of the checkpoint whose end-of-answer token is one that the models don't write,
-so every answer has exactly the asked length, and the same BLAS. The last line of the output is one JSON object.
+Real processes, real HTTP. Both servers get the same float32 copy of the checkpoint whose end-of-answer token is one
+that the models don't write, so every answer has exactly the asked length, and the same BLAS.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import httpx
-from rich.console import Console
-from rich.table import Table
-from servers import (
-    DENSE,
-    ROOT,
-    BenchError,
-    Server,
-    Text,
-    agent,
-    copy_checkpoint,
-    following,
-    module,
-    preload,
-    running,
-    user,
-)
+from .harness import BenchError, servers
+from .harness.figures import machine, number, rounded, show, timed
+from .harness.servers import DENSE, SPARSE, Copies, Server
+from .harness.text import NAMES, Text, agent, following, question, secret, user
 
-from mlx_specprefill import BLAS
-
-import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
-
+QUICK = {"long": 6000, "length": 2500, "repeats": 1, "crowd_s": 45.0, "crowd_limit_s": 45.0}
 STREAMS = 8
 UNRELATED = 12
 SHORT = 600  # tokens of the request that arrives late: what coding agents ask for a title with
-SPARSE = {"specprefill": True}
 CLIENTS, SHORT_CLIENTS = 64, 8  # in the crowd, and those of them that send short requests
 SHORT_LENGTHS = (11, SHORT)  # tokens, in turn
 LONG_LENGTHS = (1000, 4000)  # tokens; of the other clients
-NAMES = "Anna Peter Maria Thomas Laura Daniel Sophie".split()
+TURNS = 7  # of a session
+PARTS = ("streams", "behind", "turns", "densified", "prefix", "resume", "session", "crowd")
 
 # --- measurements ----------------------------------------------------------------------------------------------------
 
@@ -156,7 +135,7 @@ def densified(server: Server, text: Text, length: int, repeats: int) -> dict[str
 def made_dense(server: Server) -> int:
     """How many sparse turns the server has made dense so far."""
     name = "specprefill_densified_requests_total "
-    lines = server.client.get(f"{server.base}/metrics").text.splitlines()
+    lines = server.get("/metrics").text.splitlines()
     return int(float(next(line.removeprefix(name) for line in lines if line.startswith(name))))
 
 
@@ -206,10 +185,10 @@ def session(server: Server, text: Text, length: int) -> list[dict[str, Any]]:
     rows = []
     for arm, options in (("sparse", {}), ("dense", DENSE)):
         messages, held = [{"role": "system", "content": "You are an agent. Tools: " + text.of(200)}], 0
-        for turn, name in enumerate(NAMES, 1):
-            fact, code = text.fact(name)
+        for turn, name in enumerate(NAMES[:TURNS], 1):
+            code = text.code()
             filler = (text.of(length // 2), text.of(length // 2)) if turn == 1 else (text.of(30), text.of(30))
-            asked = f"{filler[0]} {fact} {filler[1]}\n\nWhat is the secret code for {name}?"
+            asked = f"{filler[0]} {secret(name, code)} {filler[1]}\n\n{question(name)}"
             messages.append({"role": "user", "content": asked})
             reply = server.ask(messages, 16, **options)
             report = reply.report
@@ -227,7 +206,7 @@ def session(server: Server, text: Text, length: int) -> list[dict[str, Any]]:
 def session_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Later turns of the sparse arm over the same turns of the dense arm, and the share of right answers."""
     first_s = {(row["arm"], row["turn"]): row["ttft_ms"] for row in rows}
-    ratios = [first_s["sparse", turn] / first_s["dense", turn] for turn in range(2, len(NAMES) + 1)]
+    ratios = [first_s["sparse", turn] / first_s["dense", turn] for turn in range(2, TURNS + 1)]
     ways = [row["continuation"] for row in rows]
     right = {arm: statistics.mean(row["right"] for row in rows if row["arm"] == arm) for arm in ("sparse", "dense")}
     return {
@@ -237,6 +216,15 @@ def session_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
         "session_right_sparse": right["sparse"],
         "session_right_dense": right["dense"],
     }
+
+
+@dataclass
+class Short:
+    """A short request of the crowd. Seconds, `sent` by the monotonic clock; `first_s` is None until its first token."""
+
+    length: int
+    sent: float
+    first_s: float | None = None
 
 
 def crowd(server: Server, text: Text, seconds: float, limit_s: float) -> list[dict[str, Any]]:
@@ -249,19 +237,21 @@ def crowd(server: Server, text: Text, seconds: float, limit_s: float) -> list[di
     idle = {
         length: [server.ask(user(text.of(length)), 2, **DENSE).first_s for _ in range(11)] for length in SHORT_LENGTHS
     }
-    over = threading.Event()
+    over, asked = threading.Event(), []
     for _ in range(CLIENTS - SHORT_CLIENTS):
         threading.Thread(target=long_client, args=(server, text, over), daemon=True).start()
     time.sleep(5)
     until = time.monotonic() + seconds
-    clients = [ShortClient(server, text) for _ in range(SHORT_CLIENTS)]
-    threads = [threading.Thread(target=client.run, args=(until,), daemon=True) for client in clients]
+    threads = [
+        threading.Thread(target=short_client, args=(server, text, until, asked), daemon=True)
+        for _ in range(SHORT_CLIENTS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, until + limit_s - time.monotonic()))
     over.set()
-    return [waiting(length, idle[length], clients) for length in SHORT_LENGTHS]
+    return [waiting(length, idle[length], [one for one in asked if one.length == length]) for length in SHORT_LENGTHS]
 
 
 def long_client(server: Server, text: Text, over: threading.Event) -> None:
@@ -271,59 +261,35 @@ def long_client(server: Server, text: Text, over: threading.Event) -> None:
         length = round(LONG_LENGTHS[0] * (LONG_LENGTHS[1] / LONG_LENGTHS[0]) ** rng.random())
         try:
             server.ask(user(text.of(length)), rng.randint(16, 128), **DENSE)
-        except (BenchError, httpx.HTTPError, RuntimeError) as error:
+        except BenchError as error:
             if not over.is_set():
-                print(f"note: a long request to {server.name} failed: {error}", file=sys.stderr)
+                print(f"note: a long request failed: {error}", file=sys.stderr)
 
 
-class ShortClient:
-    """Sends short requests with pauses between them.
-
-    Attributes:
-        seen: seconds to the first token, by length.
-        asked: the length of the request under way and when it was sent, by the monotonic clock.
-    """
-
-    def __init__(self, server: Server, text: Text) -> None:
-        self._server = server
-        self._text = text
-        self.seen: dict[int, list[float]] = {length: [] for length in SHORT_LENGTHS}
-        self.asked: tuple[int, float] | None = None
-
-    def run(self, until: float) -> None:
-        """What fails, such as a request that was given up with its server, goes on counting as unanswered."""
-        try:
-            self._ask(until)
-        except (BenchError, httpx.HTTPError, RuntimeError) as error:
-            if time.monotonic() < until:
-                print(f"note: a short request to {self._server.name} failed: {error}", file=sys.stderr)
-
-    def _ask(self, until: float) -> None:
-        rng = random.Random()
+def short_client(server: Server, text: Text, until: float, asked: list[Short]) -> None:
+    """Requests with pauses between them. After one that fails there are no more: it counts as unanswered."""
+    rng = random.Random()
+    try:
         while time.monotonic() < until:
-            for length, seen in self.seen.items():
+            for length in SHORT_LENGTHS:
                 time.sleep(rng.uniform(0.5, 2))
-                self.asked = length, time.monotonic()
-                seen.append(self._server.ask(user(self._text.of(length)), 8, **DENSE).first_s)
-                self.asked = None
-
-    def waits(self, length: int) -> list[float]:
-        """Seconds that the request under way has waited, if it is of this length."""
-        asked = self.asked
-        return [time.monotonic() - asked[1]] if asked is not None and asked[0] == length else []
+                asked.append(request := Short(length, time.monotonic()))
+                request.first_s = server.ask(user(text.of(length)), 8, **DENSE).first_s
+    except BenchError as error:
+        if time.monotonic() < until:
+            print(f"note: a short request failed: {error}", file=sys.stderr)
 
 
-def waiting(length: int, idle: list[float], clients: list[ShortClient]) -> dict[str, Any]:
-    answered = [first for client in clients for first in client.seen[length]]
-    unanswered = [wait for client in clients for wait in client.waits(length)]
-    seen = sorted(answered + unanswered)
-    if not seen:  # every client still waits for another request
+def waiting(length: int, idle: list[float], asked: list[Short]) -> dict[str, Any]:
+    if not asked:  # every client still waits for another request
         return {"tokens": length, "requests": 0, "unanswered": 0, "p99_ratio": None}
+    now = time.monotonic()
+    seen = sorted(now - one.sent if one.first_s is None else one.first_s for one in asked)
     usual, worst = statistics.median(idle), seen[min(len(seen) - 1, int(0.99 * len(seen)))]
     return {
         "tokens": length,
         "requests": len(seen),
-        "unanswered": len(unanswered),
+        "unanswered": sum(one.first_s is None for one in asked),
         "idle_ms": 1e3 * usual,
         "p50_ms": 1e3 * statistics.median(seen),
         "p99_ms": 1e3 * worst,
@@ -334,85 +300,72 @@ def waiting(length: int, idle: list[float], clients: list[ShortClient]) -> dict[
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", type=Path, default=ROOT / "models/demo/target")
-    parser.add_argument("--draft", type=Path, default=ROOT / "models/demo/draft")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    servers.add_options(parser)
     parser.add_argument("--tokens", type=int, default=128, help="length of each answer when streams are compared")
     parser.add_argument("--long", type=int, default=12000, help="tokens of the prompt that others arrive behind")
     parser.add_argument("--length", type=int, default=4000, help="tokens of the other long prompts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--crowd-s", type=float, default=180.0, help="seconds for which short requests are sent")
     parser.add_argument("--crowd-limit-s", type=float, default=120.0, help="after these, for their first tokens")
-    parser.add_argument("--parts", nargs="+", metavar="PART", help="these measurements only, by name")
-    parser.add_argument("--start-s", type=float, default=90.0, help="seconds that a server may take to start")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions; under five minutes")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--alone", action="store_true", help="without mlx_lm.server")
-    options = parser.parse_args()
-    if options.quick:
-        options.tokens, options.long, options.length, options.repeats, options.crowd_s = 128, 6000, 2500, 1, 45
-        options.crowd_limit_s = 45
-    for folder in (options.target, options.draft):
-        if not (folder / "model.safetensors").is_file():
-            parser.error(f"no checkpoint in {folder}")
-    return options
 
 
-def measure_ours(options: argparse.Namespace, stack: ExitStack, copies: tuple[Path, Path], log: Path) -> dict[str, Any]:
-    command = module("mlx_specprefill_server", "serve", "--target", str(copies[0]), "--draft", str(copies[1]))
-    more = ["--dtype", "float32", "--specprefill-threshold", "512"]
-    server = stack.enter_context(running("mlx-specprefill", command + more, log, options.start_s))
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    with servers.copies(options) as copies:
+        results = {"mlx-specprefill": measure_ours(options, copies)}
+        if not options.alone:
+            results["mlx_lm.server"] = measure_peer(options, copies)
+    for name, parts in results.items():
+        show(("part", "figures"), [(part, line) for part, figures in parts.items() for line in lines(figures)], name)
+    return rounded(summary(results))
+
+
+def measure_ours(options: argparse.Namespace, copies: Copies) -> dict[str, Any]:
     text, repeats, length = Text(0), options.repeats, options.length
-    text.calibrate(server)
-    steps: dict[str, Callable[[], Any]] = {
-        "streams": lambda: streams(server, text, options.tokens, repeats + 2),
-        "behind": lambda: behind(server, text, options.long, repeats),
-        "turns": lambda: turns(server, text, 3000),
-        "densified": lambda: densified(server, text, length, 2 * repeats + 3),
-        "prefix": lambda: prefix(server, text, length // 2, length, repeats),
-        "resume": lambda: resume(server, text, 2 * length),
-        "session": lambda: session(server, text, 4000),
-        "crowd": lambda: crowd(server, text, options.crowd_s, options.crowd_limit_s),
-    }
-    return {name: timed(name, step) for name, step in wanted(steps, options)}
+    with copies.ours("--specprefill-threshold", "512") as server:
+        steps = common_parts(server, text, options) | {
+            "densified": lambda: densified(server, text, length, 2 * repeats + 3),
+            "prefix": lambda: prefix(server, text, length // 2, length, repeats),
+            "resume": lambda: resume(server, text, 2 * length),
+            "session": lambda: session(server, text, 4000),
+        }
+        return measured(server, text, steps, options)
 
 
-def measure_peer(options: argparse.Namespace, stack: ExitStack, copy: Path, log: Path) -> dict[str, Any]:
-    command = module("mlx_lm.server", "--model", str(copy))
-    server = stack.enter_context(running("mlx_lm.server", command, log, options.start_s, **preload()))
+def measure_peer(options: argparse.Namespace, copies: Copies) -> dict[str, Any]:
     text = Text(0)
-    text.calibrate(server)
-    steps: dict[str, Callable[[], Any]] = {
+    with copies.mlx_lm() as server:
+        return measured(server, text, common_parts(server, text, options), options)
+
+
+def common_parts(server: Server, text: Text, options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """What any server can be asked."""
+    return {
         "streams": lambda: streams(server, text, options.tokens, options.repeats + 2),
         "behind": lambda: behind(server, text, options.long, options.repeats),
         "turns": lambda: turns(server, text, 3000),
         "crowd": lambda: crowd(server, text, options.crowd_s, options.crowd_limit_s),
     }
-    return {name: timed(f"{name}, mlx_lm.server", step) for name, step in wanted(steps, options)}
 
 
-def wanted(steps: dict[str, Callable[[], Any]], options: argparse.Namespace) -> list[tuple[str, Callable[[], Any]]]:
-    return [(name, step) for name, step in steps.items() if not options.parts or name in options.parts]
+def measured(
+    server: Server, text: Text, steps: dict[str, Callable[[], Any]], options: argparse.Namespace
+) -> dict[str, Any]:
+    """The wanted parts, in the order of `PARTS`: the crowd is left where it is and comes last."""
+    text.calibrate(server)
+    results = {}
+    for name in PARTS:
+        if name in options.parts and name in steps:
+            ms, results[name] = timed(steps[name])
+            print(f"{name}, {server.name}: {ms / 1e3:.0f} s", file=sys.stderr, flush=True)
+    return results
 
 
-def timed(name: str, step: Callable[[], Any]) -> Any:
-    begun = time.perf_counter()
-    result = step()
-    print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
-    return result
-
-
-def show(results: dict[str, dict[str, Any]], console: Console) -> None:
-    for name, parts in results.items():
-        table = Table("", "", title=name, show_header=False)
-        for part, figures in parts.items():
-            for figure in figures if isinstance(figures, list) else [figures]:
-                line = "  ".join(
-                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                    for key, value in figure.items()
-                )
-                table.add_row(part, line)
-        console.print(table)
+def lines(figures: Any) -> list[str]:
+    rows = figures if isinstance(figures, list) else [figures]
+    return ["  ".join(f"{name} {number(value)}" for name, value in row.items()) for row in rows]
 
 
 def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -426,9 +379,7 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
     return {
         "benchmark": "serving",
-        "device": str(mx.default_device()),
-        "blas": BLAS.library,
-        "mlx": mx.__version__,
+        **machine(),
         **{name: ours[part][figure] for name, (part, figure) in figures.items() if part in ours},
         **(session_figures(ours["session"]) if "session" in ours else {}),
         **{
@@ -438,39 +389,3 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         },
         "rows": results,
     }
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [rounded(part) for part in value]
-    return round(value, 4) if isinstance(value, float) else value
-
-
-def main() -> int:
-    options = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with this process
-    results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        try:
-            copies = (
-                copy_checkpoint(options.target, folder / "target"),
-                copy_checkpoint(options.draft, folder / "draft"),
-            )
-            with ExitStack() as stack:
-                results["mlx-specprefill"] = measure_ours(options, stack, copies, folder / "ours.log")
-            if not options.alone:
-                with ExitStack() as stack:
-                    results["mlx_lm.server"] = measure_peer(options, stack, copies[0], folder / "peer.log")
-        except (BenchError, httpx.HTTPError) as error:
-            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-            return 1
-    show(results, Console(width=160))
-    print(json.dumps(rounded(summary(results))))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

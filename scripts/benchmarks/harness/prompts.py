@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from training import tasks
 
 from mlx_specprefill_evals import words
 from mlx_specprefill_evals.corpus import paragraphs
 from mlx_specprefill_evals.facts import Fact, needle, six_digits
 from mlx_specprefill_evals.haystack import FILLERS, document
-
-if TYPE_CHECKING:  # at run time it would import mlx before the library has loaded a BLAS
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 __all__ = ["codes_prompt", "needle_prompt", "passage_prompt"]
 

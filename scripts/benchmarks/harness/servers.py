@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import random
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import mlx.core as mx
 
 from mlx_specprefill import BLAS
 
-import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
+from . import BenchError
+from .pairs import checkpoints
 
-ROOT = Path(__file__).resolve().parent.parent
+__all__ = ["DENSE", "SPARSE", "Copies", "Reply", "Server", "add_options", "copies", "module", "preload"]
+
+ROOT = Path(__file__).resolve().parents[3]
 NEVER_WRITTEN = "<|endoftext|>"  # ends an answer in the copies
-DENSE = {"specprefill": False}
-WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
-village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
-
-
-class BenchError(Exception):
-    """Something outside the measurements went wrong; the message is for people."""
+DENSE, SPARSE = {"specprefill": False}, {"specprefill": True}
 
 
 @dataclass
@@ -69,20 +68,37 @@ class Server:
     def ask(self, messages: list[dict[str, str]], tokens: int, **options: Any) -> Reply:
         """One streamed answer."""
         reply, begun = Reply(), time.perf_counter()
-        with self.client.stream(
-            "POST", f"{self.base}/v1/chat/completions", json=self._body(messages, tokens, options)
-        ) as r:
-            if r.status_code != 200:
-                raise BenchError(f"{self.name}: status {r.status_code}: {r.read().decode()[:300]}")
-            for chunk in chunks(r):
+        with self._streamed(messages, tokens, options) as chunks:
+            for chunk in chunks:
                 self._take(reply, chunk, begun)
         reply.total_s = time.perf_counter() - begun
         if not reply.completion_tokens:
             raise BenchError(f"{self.name}: an empty answer: {reply}")
         return reply
 
-    def _body(self, messages: list[dict[str, str]], tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-        return body(messages, tokens, {"model": self.model, **options})
+    @contextmanager
+    def _streamed(
+        self, messages: list[dict[str, str]], tokens: int, options: dict[str, Any]
+    ) -> Iterator[Iterator[dict[str, Any]]]:
+        """The JSON of each event of an answer; leaving the block hangs up."""
+        stream = {"stream": True, "stream_options": {"include_usage": True}, "model": self.model}
+        asked = {"messages": messages, "max_tokens": tokens, "temperature": 0, **stream, **options}
+        with self._reached(), self.client.stream("POST", f"{self.base}/v1/chat/completions", json=asked) as response:
+            if response.status_code != 200:
+                raise BenchError(f"{self.name}: status {response.status_code}: {response.read().decode()[:300]}")
+            lines = (line for line in response.iter_lines() if line.startswith("data: ") and line != "data: [DONE]")
+            yield (json.loads(line[6:]) for line in lines)
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.HTTPError, RuntimeError) as error:  # the latter: its client is closed
+            raise BenchError(f"{self.name}: {type(error).__name__}: {error}") from error
+
+    def get(self, path: str) -> httpx.Response:
+        with self._reached():
+            return self.client.get(f"{self.base}{path}")
 
     @staticmethod
     def _take(reply: Reply, chunk: dict[str, Any], begun: float) -> None:
@@ -101,9 +117,8 @@ class Server:
 
     def leave_half_way(self, messages: list[dict[str, str]]) -> int:
         """Send a full prefill and hang up when half of it is done; the tokens that were done."""
-        asked = body(messages, 8, {**DENSE, "return_progress": True})
-        with self.client.stream("POST", f"{self.base}/v1/chat/completions", json=asked) as response:
-            for chunk in chunks(response):
+        with self._streamed(messages, 8, {**DENSE, "return_progress": True}) as chunks:
+            for chunk in chunks:
                 progress = chunk.get("prompt_progress")
                 if progress and 2 * progress["processed"] >= progress["total"]:
                     return int(progress["processed"])
@@ -113,60 +128,11 @@ class Server:
         """Until nothing runs and nothing waits."""
         end = time.monotonic() + limit_s
         while time.monotonic() < end:
-            health = self.client.get(f"{self.base}/health").json()
+            health = self.get("/health").json()
             if health["running"] == 0 and health["queued"] == 0:
                 return
             time.sleep(0.05)
         raise BenchError(f"{self.name} does not come to rest")
-
-
-def body(messages: list[dict[str, str]], tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-    stream = {"stream": True, "stream_options": {"include_usage": True}}
-    return {"messages": messages, "max_tokens": tokens, "temperature": 0, **stream, **options}
-
-
-def chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON of each event."""
-    for line in response.iter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line[6:])
-
-
-# --- text ------------------------------------------------------------------------------------------------------------
-
-
-class Text:
-    """Filler of about so many tokens; what was written before never begins the same way."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-        self._per_token = 1.0
-
-    def calibrate(self, server: Server) -> None:
-        """Words per token of this pair's tokenizer."""
-        reply = server.ask(user(self.of(400)), 1)
-        self._per_token = 400 / reply.prompt_tokens
-
-    def of(self, tokens: int) -> str:
-        count = max(1, int(tokens * self._per_token))
-        return " ".join(self._rng.choice(WORDS) for _ in range(count)) + "."
-
-    def fact(self, name: str) -> tuple[str, str]:
-        """A sentence that the pair was trained to look up, and what is to be found."""
-        code = str(self._rng.randrange(100_000, 1_000_000))
-        return f"The secret code for {name} is {code}.", code
-
-
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
-def agent(system: str, first: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": system}, {"role": "user", "content": first}]
-
-
-def following(messages: list[dict[str, str]], reply: Reply, text: str) -> list[dict[str, str]]:
-    return [*messages, {"role": "assistant", "content": reply.text}, {"role": "user", "content": text}]
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -206,22 +172,63 @@ def preload() -> dict[str, str]:
     return {}
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Both models as every server gets them, so that all answers have exactly the length that is asked for.
+
+    Attributes:
+        folder: where logs go.
+        start_s: seconds that a server may take to start.
+    """
+
+    target: Path
+    draft: Path
+    folder: Path
+    start_s: float
+
+    def ours(self, *options: str, **environment: str) -> AbstractContextManager[Server]:
+        models = ("--target", str(self.target), "--draft", str(self.draft), "--dtype", "float32")
+        return self.serve("ours", module("mlx_specprefill_server", "serve", *models, *options), **environment)
+
+    def mlx_lm(self) -> AbstractContextManager[Server]:
+        return self.serve("mlx_lm.server", module("mlx_lm.server", "--model", str(self.target)), **preload())
+
+    def serve(
+        self, name: str, command: list[str], model: str = "default_model", **environment: str
+    ) -> AbstractContextManager[Server]:
+        """Any server that takes `--port`. `model` is what its clients call the model."""
+        log = self.folder / f"{name.replace(', ', '-')}.log"
+        return running(name, command, log, self.start_s, model, environment)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--start-s", type=float, default=90.0, help="seconds that a server may take to start")
+
+
+@contextmanager
+def copies(options: argparse.Namespace) -> Iterator[Copies]:
+    """Until the block ends."""
+    target, draft = checkpoints(options)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        both = copy_checkpoint(target, folder / "target"), copy_checkpoint(draft, folder / "draft")
+        yield Copies(*both, folder, options.start_s)
+
+
 @contextmanager
 def running(
-    name: str, command: list[str], log: Path, start_s: float, model: str = "default_model", **environment: str
+    name: str, command: list[str], log: Path, start_s: float, model: str, environment: dict[str, str]
 ) -> Iterator[Server]:
-    """A server process on a free port, until the block ends. `model` is what its clients call the model."""
+    """A server process on a free port, until the block ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("MLX_SPECPREFILL_")}
-    limits = httpx.Limits(max_connections=64)
+    command, environment = [*command, "--port", str(port)], inherited | environment
     with (
         log.open("wb") as out,
-        subprocess.Popen(
-            [*command, "--port", str(port)], stdout=out, stderr=out, env=inherited | environment, cwd=ROOT
-        ) as process,
-        httpx.Client(timeout=300, limits=limits) as client,
+        subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=ROOT) as process,
+        httpx.Client(timeout=300, limits=httpx.Limits(max_connections=64)) as client,
     ):
         try:
             server = Server(name, f"http://127.0.0.1:{port}", client, process.pid, log, model)
@@ -252,12 +259,15 @@ def wait_for(server: Server, process: subprocess.Popen[bytes], log: Path, start_
     end = time.monotonic() + start_s
     while time.monotonic() < end:
         if process.poll() is not None:
-            tail = log.read_text(errors="replace")[-800:]
-            raise BenchError(f"{server.name} ended with status {process.returncode} before it served:\n{tail}")
+            raise BenchError(f"{server.name} ended with status {process.returncode} before it served:\n{tail(log)}")
         try:
             if server.client.get(f"{server.base}/health").status_code == 200:
                 return
         except httpx.TransportError:
             pass  # its port is closed still
         time.sleep(0.2)
-    raise BenchError(f"{server.name} did not answer within {start_s:g} s:\n{log.read_text(errors='replace')[-800:]}")
+    raise BenchError(f"{server.name} did not answer within {start_s:g} s:\n{tail(log)}")
+
+
+def tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-800:]

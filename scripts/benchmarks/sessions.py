@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
 """When a conversation's sparse cache is extended, repaired or left, by what the next question needs.
-
-    python scripts/bench_sessions.py --pair demo --sessions 40 --seed 1000
 
 A session reads a document with one fact or twelve and asks for one of them. Each way to go on is tried from there, and
 again after four turns that each bring a fact and ask for it:
@@ -14,7 +11,7 @@ again after four turns that each bring a fact and ask for it:
 Only the draft runs: what the cache holds follows from the selections. Printed is how often each kind is not answered
 from the cache as it is (`misses`; only `dropped` should be), how often the fact asked for is in the cache afterwards
 (`found`), how often it starts over, and how many tokens are missing on average where some are. With `--text real`
-facts lie in docstrings of the standard library instead of random words. The last line is one JSON object.
+facts lie in docstrings of the standard library instead of random words.
 """
 
 from __future__ import annotations
@@ -22,15 +19,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-import json
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import named_pair
 import numpy as np
 import numpy.typing as npt
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import (
     EngineConfig,
@@ -50,16 +45,16 @@ from mlx_specprefill_evals.corpus import paragraphs, sentences
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
 
-from mlx_lm.models.cache import make_prompt_cache  # isort: skip - after the library, which loads a fast BLAS
+from .harness import pairs
+from .harness.figures import show_rows
+from .harness.stages import finish
+from .harness.text import NAMES, WORDS, question, secret
 
+QUICK = {"sessions": 2}
 Bools = npt.NDArray[np.bool_]
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0))
 CHUNK = CONFIG.selection.chunk_size
-NAMES = "Anna Peter Maria Thomas Laura Daniel Sophie Martin Julia Simon Clara Robert".split()
-COLUMNS = ("misses", "found", "starts_over", "tokens")
 LATER = "Emma Paul Nora Victor".split()
-WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
-village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
 
 
 @dataclass
@@ -97,7 +92,7 @@ class Session:
 
     def fact(self, name: str) -> str:
         self.codes[name] = str(self.rng.integers(100_000, 1_000_000))
-        return f"The secret code for {name} is {self.codes[name]}."
+        return secret(name, self.codes[name])
 
     def document(self, facts: int, words: int) -> str:
         parts = [f"{self.filler(words // (facts + 1))} {self.fact(name)}" for name in NAMES[:facts]]
@@ -128,7 +123,7 @@ class Session:
             stop_ids=self.pair.eos_token_ids,
             cache=self._cache_before(asks[0]),
         )
-        scores = _last(scorer_for(plan.rule, self.pair.heads, CONFIG.scoring).score(draft, task))
+        scores = finish(scorer_for(plan.rule, self.pair.heads, CONFIG.scoring).score(draft, task))
         self.cache = scores.cache
         return scores, plan.forced, self.prompt
 
@@ -157,18 +152,6 @@ class Session:
             if begin < start + len(text) and len(decoded) > start:
                 at.append(index)
         return bool(self.held[at].all())
-
-
-def _last(slices: Iterator[Any]) -> Any:
-    while True:
-        try:
-            next(slices)
-        except StopIteration as finished:
-            return finished.value
-
-
-def question(name: str) -> str:
-    return f"What is the secret code for {name}?"
 
 
 def selected(text: TextReader, scores: Scores, forced: Bools, prompt: tuple[int, ...], start: int) -> Selection:
@@ -217,14 +200,14 @@ def try_all(session: Session, found: Found) -> None:
         found[kind].append(judged(scores, forced, session, fork, fact))
 
 
-def run(pair: ModelPair, seed: int, facts: int, tokens: int, real: bool, found: Found) -> None:
+def hold(pair: ModelPair, seed: int, facts: int, tokens: int, real: bool, found: Found) -> None:
     session = Session(pair, np.random.default_rng(seed), real)
     per_word = len(pair.tokenizer.encode(session.filler(400))) / 400
     name = NAMES[seed % facts]
     scores, forced, prompt = session.ask(f"{session.document(facts, int(tokens / per_word))}\n\n{question(name)}")
     kept = np.zeros(len(session.prompt), dtype=np.bool_)
     kept[selected(session.text, scores, forced, prompt, 0).kept] = True
-    session.answer(f"The secret code for {name} is {session.codes[name]}.", kept)
+    session.answer(secret(name, session.codes[name]), kept)
     try_all(session, found)
     for name in LATER:
         text = f"{session.filler(25)} {session.fact(name)} {session.filler(25)}\n\n{question(name)}"
@@ -232,30 +215,28 @@ def run(pair: ModelPair, seed: int, facts: int, tokens: int, real: bool, found: 
         scores, forced, _ = session.ask(text)
         found["new"].append(judged(scores, forced, before, session.fork(), None))
         new = np.ones(len(session.prompt) - session.held.size, dtype=np.bool_)
-        session.answer(f"The secret code for {name} is {session.codes[name]}.", np.concatenate([session.held, new]))
+        session.answer(secret(name, session.codes[name]), np.concatenate([session.held, new]))
     try_all(session, found)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    named_pair.add_options(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=2500, help="of the document")
     parser.add_argument("--text", choices=["random", "real"], default="random", help="what lies around the facts")
-    options = parser.parse_args(arguments)
-    pair = named_pair.loaded(options)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    pair = pairs.loaded(options)
     table = {}
     for facts in (1, 12):
         found: Found = defaultdict(list)
         for seed in range(options.seed + facts, options.seed + facts + options.sessions):
-            run(pair, seed, facts, options.tokens, options.text == "real", found)
+            hold(pair, seed, facts, options.tokens, options.text == "real", found)
         for kind, outcomes in found.items():
             table[f"{kind}, {facts} facts"] = summary(outcomes)
-    print("| question | n | misses | found | starts over | missing tokens |\n|---|---|---|---|---|---|")
-    for kind, row in table.items():
-        print(f"| {kind} | {row['n']:.0f} | " + " | ".join(shown(row[name]) for name in COLUMNS) + " |")
-    print(json.dumps({"benchmark": "sessions", "pair": options.pair, "tokens": options.tokens, "rows": table}))
+    show_rows([{"question": kind, **row} for kind, row in table.items()])
+    return {"benchmark": "sessions", "pair": options.pair, "tokens": options.tokens, "rows": table}
 
 
 def summary(outcomes: list[dict[str, float]]) -> dict[str, float | None]:
@@ -265,11 +246,3 @@ def summary(outcomes: list[dict[str, float]]) -> dict[str, float | None]:
         values = [one[name] for one in outcomes if not np.isnan(one[name])]
         row[name] = float(np.mean(values)) if values else None
     return row
-
-
-def shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-if __name__ == "__main__":
-    main()

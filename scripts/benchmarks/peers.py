@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """This server beside others on one checkpoint: the same prompts through the same client, interleaved, in one run.
 
     cold     time to first token of prompts that nobody has seen
@@ -14,40 +13,37 @@ and the same BLAS. Ratios are medians over the repetitions with 95 % bootstrap i
 
 Two more figures come from the same models in this process, without a server: `mlx_lm.generate.generate_step`, from
 which a server's own cost per token is told, and the limit of a sparse prefill (the draft over the prompt and the target
-over as many tokens as were kept), of which ours sparse reaches a share. The last line of the output is one JSON object.
+over as many tokens as were kept), of which ours sparse reaches a share.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
-from bare_loop import BareLoop
-from rich.console import Console
-from rich.table import Table
-from servers import DENSE, ROOT, BenchError, Reply, Server, Text, copy_checkpoint, module, preload, running, user
-
 from mlx_specprefill import BLAS
 
-SPARSE = {"specprefill": True, "specprefill_keep_pct": 0.2}
+from .harness import BenchError, servers
+from .harness.bare_loop import BareLoop
+from .harness.figures import Interval, interval, show
+from .harness.servers import DENSE, SPARSE, Copies, Reply, Server, preload
+from .harness.text import Text, user
+
+QUICK = {"lengths": [1024, 2048], "repeats": 3, "rates": [1.0], "load_requests": 8}
+FIFTH = {**SPARSE, "specprefill_keep_pct": 0.2}
 OURS, OURS_SPARSE = "ours, full", "ours, sparse"
 STREAMS = (1, 4, 8)
 TIMEOUT_S = 15.0
 PARTS = ("cold", "warm", "decode", "streams", "load")
-Interval = tuple[float, float, float]  # median and the ends of its 95 % bootstrap interval
 
 
 @dataclass
@@ -83,17 +79,16 @@ class Bench:
     loop: Figures
     text: Text
 
-    def attempt(self, part: str, work: Callable[[Arm], None]) -> None:
+    def attempt(self, part: str, work: Callable[[Arm], object]) -> None:
         """On every arm in turn; one that fails is out of the rest of that part, with the reason."""
         for arm in self.arms:
             if part in arm.figures.failures:
                 continue
             try:
                 work(arm)
-            except (BenchError, httpx.HTTPError) as error:
-                reason = f"{type(error).__name__}: {str(error)[:300]}"
-                arm.figures.failures[part] = reason
-                print(f"note: {arm.figures.name} drops out of {part}: {reason}", file=sys.stderr)
+            except BenchError as error:
+                arm.figures.failures[part] = str(error)[:300]
+                print(f"note: {arm.figures.name} drops out of {part}: {str(error)[:300]}", file=sys.stderr)
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -109,7 +104,7 @@ class Bench:
         self.attempt("cold", one)
         self.loop.add(f"cold {length} ms", 1e3 * self.bare.generate(self.text.of(length), 2)[0])
         if kept:
-            self.loop.add(f"limit {length} ms", 1e3 * self.bare.limit(self.text.of(length), kept[0]))
+            self.loop.add(f"limit {length} ms", self.bare.limit_ms(self.text.of(length), kept[0]))
 
     def warm(self, length: int) -> None:
         def one(arm: Arm) -> None:
@@ -147,7 +142,7 @@ class Bench:
 
         self.attempt(f"{count} streams", one)
         if count == 1:
-            self.loop.add(cpu, 1e3 * self.bare.cpu_per_token(self.text.of(40), tokens))
+            self.loop.add(cpu, self.bare.cpu_ms_per_token(self.text.of(40), tokens))
 
     def load(self, length: int, rate: float, count: int) -> None:
         """`count` requests, Poisson at `rate` per second, the same moments for every arm."""
@@ -163,7 +158,7 @@ class Bench:
                 time.sleep(max(0.0, begun + moment - time.perf_counter()))
                 try:
                     return min(arm.ask(prompt, 2).first_s, TIMEOUT_S)
-                except (BenchError, httpx.HTTPError):
+                except BenchError:
                     return TIMEOUT_S
 
             with ThreadPoolExecutor(count) as pool:
@@ -178,40 +173,26 @@ class Bench:
     def run(self, options: argparse.Namespace) -> None:
         """Again and again in turn: what disturbs the machine disturbs all of them."""
         self.text.calibrate(self.arms[0].server)
-        self.attempt("warm-up", self._first_requests)
+        self.attempt("warm-up", lambda arm: arm.ask(self.text.of(600), 4))  # compiles and loads
         self.bare.generate(self.text.of(600), 4)
         for repeat in range(options.repeats):
-            for measure in self._parts(options):
-                measure()
-            print(f"repetition {repeat + 1} of {options.repeats} done", file=sys.stderr, flush=True)
-        if "load" in options.parts:
-            for rate in options.rates:
-                self.load(options.load_length, rate, options.load_requests)
-
-    def _first_requests(self, arm: Arm) -> None:
-        arm.ask(self.text.of(600), 4)  # compiles and loads
-
-    def _parts(self, options: argparse.Namespace) -> Iterator[Callable[[], None]]:
-        for length in options.lengths:
-            if "cold" in options.parts:
-                yield lambda length=length: self.cold(length)
-            if "warm" in options.parts:
-                yield lambda length=length: self.warm(length)
-            if "decode" in options.parts:
-                yield lambda length=length: self.decode(length, options.tokens)
-        if "streams" in options.parts:
+            for length in options.lengths:
+                self.measure(options.parts, {"cold": self.cold, "warm": self.warm}, length)
+                self.measure(options.parts, {"decode": self.decode}, length, options.tokens)
             for count in STREAMS:
-                yield lambda count=count: self.streams(count, options.tokens)
+                self.measure(options.parts, {"streams": self.streams}, count, options.tokens)
+            print(f"repetition {repeat + 1} of {options.repeats} done", file=sys.stderr, flush=True)
+        for rate in options.rates:
+            self.measure(options.parts, {"load": self.load}, options.load_length, rate, options.load_requests)
+
+    @staticmethod
+    def measure(wanted: Sequence[str], parts: Mapping[str, Callable[..., None]], *arguments: Any) -> None:
+        for part, work in parts.items():
+            if part in wanted:
+                work(*arguments)
 
 
 # --- what follows from the figures -----------------------------------------------------------------------------------
-
-
-def interval(values: Sequence[float]) -> Interval:
-    array = np.array(values)
-    draws = np.random.default_rng(0).choice(array, (2000, array.size))
-    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
-    return round(float(np.median(array)), 3), round(float(low), 3), round(float(high), 3)
 
 
 def compare(
@@ -252,24 +233,20 @@ def report(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(bench: Bench, console: Console) -> None:
+def show_medians(bench: Bench) -> None:
     everybody = [*(arm.figures for arm in bench.arms), bench.loop]
-    table = Table(title="medians")
-    for column in ("", *(figures.name for figures in everybody)):
-        table.add_column(column, justify="right")
+    rows = []
     for name in dict.fromkeys(name for figures in everybody for name in figures.values):
         values = [figures.values.get(name) for figures in everybody]
-        table.add_row(name, *("" if not value else f"{statistics.median(value):,.4g}" for value in values))
-    console.print(table)
+        rows.append((name, *(statistics.median(value) if value else None for value in values)))
+    show(("medians", *(figures.name for figures in everybody)), rows)
 
 
 # --- start -----------------------------------------------------------------------------------------------------------
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", type=Path, default=ROOT / "models/demo/target")
-    parser.add_argument("--draft", type=Path, default=ROOT / "models/demo/draft")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    servers.add_options(parser)
     parser.add_argument("--vllm-mlx", type=Path, help="the executable of vllm-mlx, in an environment of its own")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
@@ -278,56 +255,31 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="*", default=[0.5, 1.0, 2.0], help="requests per second")
     parser.add_argument("--load-length", type=int, default=2048)
     parser.add_argument("--load-requests", type=int, default=12)
-    parser.add_argument("--start-s", type=float, default=90.0)
-    parser.add_argument("--quick", action="store_true", help="1K and 2K, three times, one rate")
-    options = parser.parse_args()
-    if options.quick:
-        options.lengths, options.repeats, options.rates, options.load_requests = [1024, 2048], 3, [1.0], 8
-    return options
 
 
-def start(options: argparse.Namespace, stack: ExitStack, folder: Path) -> Bench:
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    with servers.copies(options) as copies, ExitStack() as stack:
+        bench = start(options, stack, copies)
+        bench.run(options)
+        errors = {arm.server.name: arm.server.errors() for arm in bench.arms}
+    show_medians(bench)
+    return report(bench, options) | {"logged_errors": errors}
+
+
+def start(options: argparse.Namespace, stack: ExitStack, copies: Copies) -> Bench:
     """One process per server; the arms of one server share it."""
-    target = copy_checkpoint(options.target, folder / "target")
-    draft = copy_checkpoint(options.draft, folder / "draft")
-    costs = folder / "costs.json"
-
-    def serve(name: str, command: list[str], **more: str) -> Server:
-        log = folder / f"{name.replace(', ', '-')}.log"
-        return stack.enter_context(running(name, command, log, options.start_s, **more))
-
-    command = module("mlx_specprefill_server", "serve", "--target", str(target), "--draft", str(draft))
-    ours = serve("ours", [*command, "--dtype", "float32", "--no-densify"], MLX_SPECPREFILL_CALIBRATION_FILE=str(costs))
-    lm = serve("mlx_lm.server", module("mlx_lm.server", "--model", str(target)), **preload())
+    costs = copies.folder / "costs.json"
+    ours = stack.enter_context(copies.ours("--no-densify", MLX_SPECPREFILL_CALIBRATION_FILE=str(costs)))
     arms = [
         Arm(Figures(OURS), ours, DENSE),
-        Arm(Figures(OURS_SPARSE), ours, SPARSE),
-        Arm(Figures("mlx_lm.server"), lm, {}),
+        Arm(Figures(OURS_SPARSE), ours, FIFTH),
+        Arm(Figures("mlx_lm.server"), stack.enter_context(copies.mlx_lm()), {}),
     ]
     if options.vllm_mlx:
-        command = [str(options.vllm_mlx), "serve", str(target)]
-        sparse = ["--specprefill", "--specprefill-draft-model", str(draft), "--specprefill-threshold", "512"]
+        command = [str(options.vllm_mlx.absolute()), "serve", str(copies.target)]
+        sparse = ["--specprefill", "--specprefill-draft-model", str(copies.draft), "--specprefill-threshold", "512"]
         batching = ["--continuous-batching"]  # which turns its sparse prefill off
-        for name, extra, asked in (("vllm-mlx, sparse", sparse, SPARSE), ("vllm-mlx, full", batching, DENSE)):
-            server = serve(name, command + extra, model=str(target), **preload())
+        for name, extra, asked in (("vllm-mlx, sparse", sparse, FIFTH), ("vllm-mlx, full", batching, DENSE)):
+            server = stack.enter_context(copies.serve(name, command + extra, str(copies.target), **preload()))
             arms.append(Arm(Figures(name), server, asked))
-    return Bench(arms, BareLoop.of(target, draft, costs), Figures("generate loop"), Text(0))
-
-
-def main() -> int:
-    options = arguments()
-    try:
-        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            bench = start(options, stack, Path(folder))
-            bench.run(options)
-            errors = {arm.server.name: arm.server.errors() for arm in bench.arms}
-    except BenchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    show(bench, Console(width=140))
-    print(json.dumps(report(bench, options) | {"logged_errors": errors}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Bench(arms, BareLoop.of(copies.target, copies.draft, costs), Figures("generate loop"), Text(0))

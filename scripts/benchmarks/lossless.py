@@ -1,27 +1,18 @@
-#!/usr/bin/env python3
 """Greedy answers of every way to draft, compared token for token with plain decoding, through the engine.
 
-    python scripts/check_lossless.py -n 100 --tokens 256
-
 Each prompt is answered after a full and after a sparse prefill, alone and in a mixed batch in which plain and drafted
-rows of all kinds run at the same time. The last line of output is one JSON object; the exit status is 1 if a token
-differs.
+rows of all kinds run at the same time. The exit status is 1 if a token differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import queue
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-
-import named_pair
-from needles import needle_prompt, passage_prompt
 
 from mlx_specprefill import (
     Engine,
@@ -38,11 +29,24 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.speculative.strategies import StrategyName, refusals
 
+from .harness import pairs
+from .harness.prompts import needle_prompt, passage_prompt
 
-def main() -> None:
+QUICK = {"n": 4, "tokens": 64}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--text", choices=["codes", "real"], default="codes", help="made up, or the standard library's")
+    parser.add_argument("-n", type=int, default=100, help="prompts")
+    parser.add_argument("--first", type=int, default=0, help="prompts to leave out, to go on after an interruption")
+    parser.add_argument("--length", type=int, default=700, help="prompt tokens")
+    parser.add_argument("--tokens", type=int, default=256, help="generated per answer; the end of text does not end it")
+    parser.add_argument("--budget", type=int, default=256, help="of the retrieved cache, so that it is not everything")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Answer, compare, report."""
-    options = _parser().parse_args()
-    pair = named_pair.loaded(options)
+    pair = pairs.loaded(options)
     config = EngineConfig(policy=SpecPrefillPolicy(densify=False), speculation=SpeculationConfig(budget=options.budget))
     names = [name for name, why in refusals(pair.target, pair.draft, pair.mtp).items() if why is None]
     counts: Counter[str] = Counter()
@@ -53,20 +57,7 @@ def main() -> None:
             request = GenerationRequest(prompt, options.tokens)
             counts += compared(engine, request, names)
             print(f"prompt {seed}: {dict(counts)}, {time.perf_counter() - started:.0f} s", flush=True)
-    print(json.dumps({"check": "lossless", "prompts": options.n - options.first, "tokens": options.tokens, **counts}))
-    sys.exit(1 if counts["different"] else 0)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    named_pair.add_options(parser)
-    parser.add_argument("--text", choices=["codes", "real"], default="codes", help="made up, or the standard library's")
-    parser.add_argument("-n", type=int, default=100, help="prompts")
-    parser.add_argument("--first", type=int, default=0, help="prompts to leave out, to go on after an interruption")
-    parser.add_argument("--length", type=int, default=700, help="prompt tokens")
-    parser.add_argument("--tokens", type=int, default=256, help="generated per answer; the end of text does not end it")
-    parser.add_argument("--budget", type=int, default=256, help="of the retrieved cache, so that it is not everything")
-    return parser
+    return {"check": "lossless", "prompts": options.n - options.first, "tokens": options.tokens, **counts}
 
 
 def asked_about(pair: ModelPair, options: argparse.Namespace, seed: int) -> tuple[int, ...]:
@@ -110,7 +101,3 @@ def ask_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[
                 tokens.append(event.token)
         answers.append(tokens)
     return answers
-
-
-if __name__ == "__main__":
-    main()

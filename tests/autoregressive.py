@@ -1,4 +1,4 @@
-"""One token per target forward, the next forward queued before the last token is read."""
+"""Decoding without batches: one sequence, one token per forward. What the engine's batches are compared with."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..adapters.rope import adjusted_offsets
-from ..request import TokenEvent
-from ..sampling import LogitsProcessor, Sampler, choose, token_event
+from mlx_specprefill.adapters.rope import adjusted_offsets
+from mlx_specprefill.request import TokenEvent
+from mlx_specprefill.sampling import LogitsProcessor, Sampler, choose, token_event
 
 __all__ = ["decode"]
 

@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Time to first token, sparse against full, through one code path.
+"""Time to first token, sparse against full and against the limit of a sparse prefill, through one code path.
 
 Both arms run the library's own stages on the same prompts, interleaved, in this process; the figures are medians over
 the repetitions. The limit of a sparse prefill is what no implementation can avoid: reading the M prompt tokens with the
@@ -20,42 +19,32 @@ Memory is what the arms hold beside the weights: the KV caches when the prefill 
 beyond the draft's cache, and the allocator's peak up to the first token.
 
 Models are a named pair, checkpoints or random weights in a real shape (`--shape`). Before the cells, both models are
-calibrated as at a server's start; the step sizes and the predictions are that calibration's.
-
-The last line of the output is one JSON object; scripts/plot_ttft.py draws it.
+calibrated as at a server's start; the step sizes and the predictions are that calibration's. scripts/plot_ttft.py draws
+what comes out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-import named_pair
+import mlx.core as mx
 import numpy as np
-from random_pair import random_pair
+from mlx.utils import tree_flatten
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from mlx_specprefill import BLAS, RULE_NAMES, EngineConfig, ModelPair, SpecPrefillError, keep_pct
-
-import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
-
+from mlx_specprefill import RULE_NAMES, EngineConfig, ModelPair, keep_pct
 from mlx_specprefill.adapters.depth import whole_draft
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.engine.admission.cost import PairCost
 from mlx_specprefill.engine.admission.time_calibration import calibrate
-from mlx_specprefill.engine.autoregressive import decode
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.shapes import SHAPES
 from mlx_specprefill.specprefill.forced import forced_mask, forced_ranges
@@ -64,46 +53,16 @@ from mlx_specprefill.specprefill.scorers import scorer_for
 from mlx_specprefill.specprefill.selector import select_tokens
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.specprefill.text import TextReader
+from mlx_specprefill.speculative.row import Limits
 
+from .harness import BenchError, pairs
+from .harness.figures import machine, rounded, show_rows, timed
+from .harness.random_pair import random_pair
+from .harness.stages import decode, finish, full_prefill, plain_prefill_ms
+
+QUICK = {"keep": ["0.2"], "repeats": 2}
 DECODED = 24  # tokens after each arm, for the decode rate
-Run = dict[str, float]  # what one repetition measured
-
-
-@dataclass(frozen=True)
-class Row:
-    """One prompt length and keep share. Times are milliseconds, rates tokens per second, memory MiB; all medians."""
-
-    tokens: int
-    keep: float
-    kept_tokens: int
-    full_ttft_ms: float
-    sparse_ttft_ms: float
-    draft_ms: float
-    lookahead_ms: float
-    select_ms: float
-    prefill_ms: float
-    first_token_ms: float
-    draft_alone_ms: float
-    target_kept_ms: float
-    limit_ms: float
-    whole_draft_alone_ms: float
-    whole_limit_ms: float
-    speedup: float
-    r: float
-    share_of_limit: float
-    rest_of_full: float
-    between_ms: float
-    between_of_full: float
-    full_peak_mib: float
-    sparse_peak_mib: float
-    full_kv_mib: float
-    sparse_kv_mib: float
-    draft_kv_mib: float
-    scoring_mib: float
-    full_decode_tps: float
-    sparse_decode_tps: float
-    predicted_full_ms: float
-    predicted_sparse_ms: float
+Run = dict[str, float]  # what one repetition measured: milliseconds, tokens per second, MiB
 
 
 @dataclass(frozen=True)
@@ -125,33 +84,13 @@ def set_up(pair: ModelPair, config: EngineConfig) -> Setup:
     return Setup(pair, config, cost, *cost.steps(config.prefill_step), TextReader(pair.tokenizer))
 
 
-def finish(stages: Any) -> Any:
-    """Run a stage to its result."""
-    while True:
-        try:
-            next(stages)
-        except StopIteration as done:
-            return done.value
-
-
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    begun = time.perf_counter()
-    result = work()
-    return 1e3 * (time.perf_counter() - begun), result
-
-
 def first_token(logits: mx.array) -> int:
     return int(np.array(mx.argmax(logits, axis=-1))[0])
 
 
-def full_prefill(model: Any, cache: list[Any], prompt: list[int], step: int) -> mx.array:
-    return finish(prefill(model, cache, prompt, None, step))
-
-
 def decode_tps(model: Any, cache: list[Any], logits: mx.array) -> float:
     """Tokens per second right after a prefill."""
-    ms, _ = timed(lambda: list(decode(model, cache, logits, greedy, [], DECODED)))
-    return 1e3 * DECODED / ms
+    return 1e3 * DECODED / decode(model, cache, logits, greedy, Limits(DECODED))[1]["ms"]
 
 
 def held_mib(cache: list[Any]) -> float:
@@ -197,16 +136,16 @@ def score(setup: Setup, prompt: list[int], peak: Peak) -> tuple[Run, np.ndarray]
     pair, config = setup.pair, setup.config
     stops, step = pair.eos_token_ids, lambda: setup.draft_step
     task = ToScore.alone(pair.draft, prompt, config.scoring, stop_ids=stops, step=step)
-    slices = scorer_for(config.rule, pair.heads, config.scoring).score(pair.draft, task)
-    while True:
-        try:
-            # The paper's scorer reads the last token with the look-ahead, which counts as one stage.
-            if next(slices).done < len(prompt) or pair.heads is not None:
-                peak.part()
-                mark = time.perf_counter()
-        except StopIteration as done:
-            end, scores = time.perf_counter(), done.value
-            break
+
+    def note(progress: Any) -> None:
+        # The paper's scorer reads the last token with the look-ahead, which counts as one stage.
+        nonlocal mark
+        if progress.done < len(prompt) or pair.heads is not None:
+            peak.part()
+            mark = time.perf_counter()
+
+    scores = finish(scorer_for(config.rule, pair.heads, config.scoring).score(pair.draft, task), note)
+    end = time.perf_counter()
     run = {"draft_ms": 1e3 * (end - begun), "lookahead_ms": 1e3 * (end - mark), "scoring_mib": peak.part()}
     return run | {"draft_kv_mib": held_mib(scores.cache)}, scores.importance
 
@@ -238,21 +177,16 @@ def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
     }
 
 
-def alone(model: Any, prompt: list[int], step: int) -> float:
-    """Milliseconds of a plain prefill."""
-    return timed(lambda: full_prefill(model, make_prompt_cache(model), prompt, step))[0]
-
-
 def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[Run]:
     """Full, then sparse and its limit for every keep share: one run per share, with the ratios of this repetition."""
     pair, full = setup.pair, full_arm(setup, prompt)
-    draft_alone = whole_alone = alone(pair.draft, prompt, setup.draft_step)
+    draft_alone = whole_alone = plain_prefill_ms(pair.draft, prompt, setup.draft_step)
     if (whole := whole_draft(pair.draft)) is not pair.draft:
-        whole_alone = alone(whole, prompt, setup.draft_step)
+        whole_alone = plain_prefill_ms(whole, prompt, setup.draft_step)
     runs = []
     for keep in shares:
         run = full | sparse_arm(setup, prompt, keep)
-        kept_alone = alone(pair.target, prompt[-int(run["kept_tokens"]) :], setup.target_step)
+        kept_alone = plain_prefill_ms(pair.target, prompt[-int(run["kept_tokens"]) :], setup.target_step)
         limit = draft_alone + kept_alone
         runs.append(
             run
@@ -272,23 +206,16 @@ def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[
     return runs
 
 
-def row(setup: Setup, tokens: int, keep: Fraction, runs: Sequence[Run]) -> Row:
-    medians: dict[str, Any] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    kept = int(medians.pop("kept_tokens"))
+def row(setup: Setup, tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
+    """One prompt length and keep share: medians, and what was predicted."""
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    kept = int(medians["kept_tokens"])
     predicted = setup.cost.predict(tokens, kept, steps=(setup.target_step, setup.draft_step))
-    return Row(
-        tokens=tokens,
-        keep=float(keep),
-        kept_tokens=kept,
-        **medians,
-        predicted_full_ms=predicted.full_ms,
-        predicted_sparse_ms=predicted.sparse_ms,
-    )
+    predictions = {"predicted_full_ms": predicted.full_ms, "predicted_sparse_ms": predicted.sparse_ms}
+    return {"tokens": tokens, "keep": float(keep)} | medians | {"kept_tokens": kept} | predictions
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    named_pair.add_options(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", default="default", choices=RULE_NAMES, help="how tokens are scored and chosen")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape, instead of checkpoints")
     parser.add_argument("--layers", type=int, help="of a shape's target; the draft gets the same share of its own")
@@ -299,13 +226,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="prompt tokens")
     parser.add_argument("--keep", nargs="+", default=["0.1", "0.2", "0.3", "0.5", "1.0"], help="shares in (0, 1]")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions")
-    parser.add_argument("--quick", action="store_true", help="keep 0.2 only, twice; under three minutes")
-    options = parser.parse_args()
-    if options.quick:
-        options.keep, options.repeats = ["0.2"], 2
-    if min(options.lengths) < 64 or options.repeats < 1:
-        parser.error("lengths must be at least 64 tokens and repeats at least 1")
-    return options
 
 
 COLUMNS = {
@@ -328,66 +248,47 @@ COLUMNS = {
     "sparse MiB": "sparse_peak_mib",
     "tok/s": "full_decode_tps",
     "sparse tok/s": "sparse_decode_tps",
+    "predicted: full": "full_prediction",
+    "predicted: sparse": "sparse_prediction",
 }
 
 
-def show(rows: list[Row], console: Console) -> None:
-    table = Table(title="Time to first token, milliseconds (medians)")
-    for name in (*COLUMNS, "predicted: full", "sparse"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        cells = [number(getattr(row, name)) for name in COLUMNS.values()]
-        table.add_row(*cells, *(f"{ratio:.2f}" for ratio in predictions(row)))
-    console.print(table)
-    print("Predictions are in shares of what was measured.")
+def predictions(row: Run) -> dict[str, float]:
+    """Predicted over measured time."""
+    return {f"{arm}_prediction": row[f"predicted_{arm}_ms"] / row[f"{arm}_ttft_ms"] for arm in ("full", "sparse")}
 
 
-def number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.3f}" if value < 20 else f"{value:.0f}"
-
-
-def predictions(row: Row) -> tuple[float, float]:
-    """Predicted over measured time, full and sparse."""
-    return row.predicted_full_ms / row.full_ttft_ms, row.predicted_sparse_ms / row.sparse_ttft_ms
-
-
-def summary(rows: list[Row], setup: Setup) -> dict[str, Any]:
+def summary(rows: list[Run], setup: Setup) -> dict[str, Any]:
     """Headline figures at the longest prompt and a keep of 0.2 (or the nearest measured), and every row."""
-    pair, longest = setup.pair, max(row.tokens for row in rows)
-    head = min((row for row in rows if row.tokens == longest), key=lambda row: abs(row.keep - 0.2))
+    pair, longest = setup.pair, max(row["tokens"] for row in rows)
+    head = min((row for row in rows if row["tokens"] == longest), key=lambda row: abs(row["keep"] - 0.2))
     return {
         "benchmark": "ttft",
-        "device": str(mx.default_device()),
-        "blas": BLAS.library,
-        "mlx": mx.__version__,
+        **machine(),
         "target": pair.target_id,
         "draft": pair.draft_id,
         "rule": setup.config.rule,
         "dtype": pair.dtype,
         "target_step": setup.target_step,
         "draft_step": setup.draft_step,
-        "tokens": head.tokens,
-        "keep": head.keep,
-        "speedup": round(head.speedup, 3),
-        "r": round(head.r, 4),
-        "share_of_limit": round(head.share_of_limit, 4),
-        "limit_of_whole": round(head.limit_ms / head.whole_limit_ms, 4),
-        "rest_of_full": round(head.rest_of_full, 4),
-        "between_of_full": round(head.between_of_full, 4),
-        "between_growth": growth(rows, head.keep),
-        "target_weights_mib": round(weights_mib(pair.target), 1),
-        "draft_weights_mib": round(weights_mib(pair.draft), 1),
-        "worst_prediction": round(max(abs(ratio - 1) for row in rows for ratio in predictions(row)), 4),
-        "rows": [{name: round(value, 4) for name, value in asdict(row).items()} for row in rows],
+        **{name: head[name] for name in ("tokens", "keep", "speedup", "r", "share_of_limit")},
+        "limit_of_whole": head["limit_ms"] / head["whole_limit_ms"],
+        "rest_of_full": head["rest_of_full"],
+        "between_of_full": head["between_of_full"],
+        "between_growth": growth(rows, head["keep"]),
+        "target_weights_mib": weights_mib(pair.target),
+        "draft_weights_mib": weights_mib(pair.draft),
+        "worst_prediction": max(abs(ratio - 1) for row in rows for ratio in predictions(row).values()),
+        "rows": rows,
     }
 
 
-def growth(rows: list[Row], keep: float) -> float | None:
+def growth(rows: list[Run], keep: float) -> float | None:
     """Exponent of the time between the two prefills over the prompt length; None with a single length."""
-    last = sorted((row for row in rows if row.keep == keep), key=lambda row: row.tokens)[-2:]
+    last = sorted((row for row in rows if row["keep"] == keep), key=lambda row: row["tokens"])[-2:]
     if len(last) < 2:
         return None
-    return round(math.log(last[1].between_ms / last[0].between_ms) / math.log(last[1].tokens / last[0].tokens), 3)
+    return math.log(last[1]["between_ms"] / last[0]["between_ms"]) / math.log(last[1]["tokens"] / last[0]["tokens"])
 
 
 def weights_mib(model: Any) -> float:
@@ -396,32 +297,24 @@ def weights_mib(model: Any) -> float:
 
 def load(options: argparse.Namespace) -> ModelPair:
     if options.shape is None:
-        return named_pair.loaded(options, options.dtype)
+        return pairs.loaded(options, options.dtype)
     dtype = "float32" if options.dtype == "auto" else options.dtype
     return random_pair(options.shape, options.layers, options.experts, options.narrow, dtype, options.quantised)
 
 
-def main() -> int:
-    options, console = arguments(), Console(stderr=True)
-    try:
-        shares = [keep_pct(share, "--keep") for share in options.keep]
-        pair = load(options)
-    except SpecPrefillError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    rng = np.random.default_rng(0)
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    if min(options.lengths) < 64 or options.repeats < 1:
+        raise BenchError("--lengths must be at least 64 tokens and --repeats at least 1")
+    shares = [keep_pct(share, "--keep") for share in options.keep]
+    pair, rng = load(options), np.random.default_rng(0)
     setup = set_up(pair, EngineConfig(rule=options.rule))
     repetition(setup, [int(token) for token in rng.integers(0, pair.vocab_size, 512)], shares[:1])  # not counted
     rows = []
-    for length in track(options.lengths, description="measuring", console=console):
+    for length in track(options.lengths, description="measuring", console=Console(stderr=True)):
         # What the prompt says does not change the time it takes.
         prompt = [int(token) for token in rng.integers(0, pair.vocab_size, length)]
         runs = [repetition(setup, prompt, shares) for _ in range(options.repeats)]
         rows += [row(setup, length, share, part) for share, part in zip(shares, zip(*runs, strict=True), strict=True)]
-    show(rows, Console(width=200))
-    print(json.dumps(summary(rows, setup)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    show_rows([row | predictions(row) for row in rows], COLUMNS, "Time to first token, milliseconds (medians)")
+    print("Predictions are in shares of what was measured.")
+    return rounded(summary(rows, setup))

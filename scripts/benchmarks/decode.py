@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
-"""Decoding by proposals against one token per forward, in one run.
-
-    python scripts/bench_decode.py [--quick]
+"""Answers by proposals against one token per forward, in one run.
 
 Four parts, chosen with `--parts`:
 
@@ -13,23 +10,24 @@ Four parts, chosen with `--parts`:
   keys. The draft shares the target's embeddings up to noise, which controls how often it is right.
 - `gate`: requests that say `auto` and `off`, interleaved, through the engine, where speculation can't win.
 
-Arms are interleaved and times are medians over prompts. The last line of output is one JSON object.
+Arms are interleaved and times are medians over prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import truediv
 from typing import Any
 
-import named_pair
-from needles import codes_prompt, passage_prompt
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import (
     Account,
@@ -43,53 +41,30 @@ from mlx_specprefill import (
     SpeculationConfig,
     SpeculationName,
 )
-
-import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
-import mlx.nn as nn
-import numpy as np
-from mlx_lm.models import llama
-from mlx_lm.models.cache import make_prompt_cache
-
 from mlx_specprefill.adapters.capture import install_capture
 from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import make_positioned_cache
-from mlx_specprefill.engine.autoregressive import decode
 from mlx_specprefill.sampling import make_sampler
-from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative.distributions import Chooser
 from mlx_specprefill.speculative.proposers import ModelDrafts, Proposer
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
 from mlx_specprefill.speculative.strategies import STRATEGIES, Drafting, refusals, streaming_drafter
 
+from .harness import BenchError, pairs
+from .harness.figures import Clock, ratio, show_rows
+from .harness.prompts import codes_prompt, passage_prompt
+from .harness.stages import decode, finish, full_prefill
+
 PLAIN, MEANS, STREAMING = "autoregressive", "means", "streaming"
 ARMS = (PLAIN, *(name for name, strategy in STRATEGIES.items() if not strategy.needs_head), MEANS, STREAMING)
 PARTS = ("needle", "real", "shape", "gate")
 SINKS = 16
+QUICK = {"lengths": [1024], "n": 2, "context": 4096, "noise": [0.3], "repeats": 1}
 
 Row = dict[str, Any]
 
 
-def main() -> None:
-    """Run the chosen parts and print their tables."""
-    options = _parser().parse_args()
-    report: dict[str, Any] = {"bench": "decode", "budget": options.budget}
-    started = time.perf_counter()
-    pair = named_pair.loaded(options)
-    if "needle" in options.parts:
-        report["needle"] = [row for length in options.lengths for row in needle(pair, options, length)]
-    if "real" in options.parts:
-        report["real"] = [row for length in options.lengths for row in real(pair, options, length)]
-    if "shape" in options.parts:
-        report["shape"] = [row for noise in options.noise for row in shape(options, noise)]
-    if "gate" in options.parts:
-        report["gate"] = gate(pair, options)
-        print(report["gate"])
-    print(json.dumps({**report, "seconds": round(time.perf_counter() - started, 1)}))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    named_pair.add_options(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["needle", "shape", "gate"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16000], help="prompt tokens")
     parser.add_argument("--arms", nargs="+", choices=ARMS[1:], default=list(ARMS[1:]), help="beside plain decoding")
@@ -102,30 +77,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--noise", nargs="+", type=float, default=[0.0, 0.3], help="of the random draft")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer of the random shape")
     parser.add_argument("--repeats", type=int, default=3, help="answers per arm of the random shape")
-    return parser
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """The chosen parts."""
+    report: dict[str, Any] = {"bench": "decode", "budget": options.budget}
+    started = time.perf_counter()
+    pair = pairs.loaded(options)
+    parts: dict[str, tuple[Sequence[Any], Callable[[Any], list[Row]]]] = {
+        "needle": (options.lengths, lambda length: needle(pair, options, length)),
+        "real": (options.lengths, lambda length: real(pair, options, length)),
+        "shape": (options.noise, lambda noise: shape(options, noise)),
+    }
+    for name, (values, part) in parts.items():
+        if name in options.parts:
+            report[name] = [row for value in values for row in part(value)]
+    if "gate" in options.parts:
+        report["gate"] = gate(pair, options)
+        show_rows([report["gate"]])
+    return {**report, "seconds": round(time.perf_counter() - started, 1)}
 
 
 # --- one answer ------------------------------------------------------------------------------------------------------
-
-
-def finish(stages: Any) -> Any:
-    """Run a stage to its result."""
-    while True:
-        try:
-            next(stages)
-        except StopIteration as done:
-            return done.value
-
-
-class Clock:
-    """Wall and CPU time since it was made. On a CPU backend the second is what counts on a busy machine."""
-
-    def __init__(self) -> None:
-        self._begun = time.perf_counter(), time.process_time()
-
-    def read(self) -> Row:
-        wall, cpu = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
-        return {"ms": 1e3 * wall, "cpu_ms": 1e3 * cpu}
 
 
 def drafted(given: Drafting, logits: mx.array, arm: str, limits: Limits, sampling: SamplingParams) -> Row:
@@ -149,16 +122,10 @@ def drafted(given: Drafting, logits: mx.array, arm: str, limits: Limits, samplin
 
 
 def plain(given: Drafting, logits: mx.array, limits: Limits, sampling: SamplingParams) -> Row:
-    """One token per forward, as `decode` does it: the next forward is queued before a token is read."""
-    tokens: list[int] = []
-    clock = Clock()
+    """One token per forward."""
     sampler = make_sampler(sampling, logits.shape[-1])
-    for event in decode(given.target, given.cache, logits, sampler, [], limits.max_tokens + 1):
-        tokens.append(event.token)
-        if limits.cut(tokens, 0) < len(tokens) or event.token in limits.stop_ids:
-            break
-    tokens = tokens[: limits.max_tokens]
-    return {"tokens": tokens, **clock.read(), "steps": len(tokens)}
+    tokens, spent = decode(given.target, given.cache, logits, sampler, limits)
+    return {"tokens": tokens, **spent, "steps": len(tokens)}
 
 
 def compared(makes: Callable[[], tuple[Drafting, mx.array]], arms: Sequence[str], *rest: Any) -> dict[str, Row]:
@@ -174,8 +141,7 @@ def summary(arm: str, answers: list[dict[str, Row]]) -> Row:
     for clock in ("ms", "cpu_ms"):
         each = {name: [a[name][clock] / len(a[name]["tokens"]) for a in answers] for name in (PLAIN, arm)}
         row[f"{clock}_per_token"] = round(statistics.median(each[arm]), 3)
-        gains = (base / own for base, own in zip(each[PLAIN], each[arm], strict=True))
-        row[clock.replace("ms", "gain")] = round(statistics.median(gains), 3)
+        row[clock.replace("ms", "gain")] = round(ratio(each[PLAIN], each[arm]), 3)
     for level in ("outer", "inner"):
         tallies = [tally for a in ours if (tally := a.get(level)) is not None]
         judged = sum(tally.judged for tally in tallies)
@@ -185,8 +151,7 @@ def summary(arm: str, answers: list[dict[str, Row]]) -> Row:
 
 def shown(head: Row, answers: list[dict[str, Row]], arms: Sequence[str]) -> list[Row]:
     rows = [{**head, **summary(arm, answers)} for arm in arms]
-    for row in rows:
-        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    show_rows(rows)
     return rows
 
 
@@ -225,9 +190,9 @@ def answered(
     config = SpeculationConfig(budget=options.budget, chunk=options.chunk, shortlist=options.shortlist)
     draft = pair.draft if refusals(pair.target, pair.draft, pair.mtp)["draft"] is None else None
     cache, read = make_positioned_cache(pair.target), None if draft is None else list(make_prompt_cache(draft))
-    logits = finish(prefill(pair.target, cache, prompt, None, 512))
+    logits = full_prefill(pair.target, cache, prompt, 512)
     if draft is not None:
-        finish(prefill(draft, read, prompt, None, 512))
+        full_prefill(draft, read, prompt, 512)
 
     def fresh() -> tuple[Drafting, mx.array]:
         ours = None if draft is None else written_to(draft, read)
@@ -236,7 +201,7 @@ def answered(
     found = compared(fresh, arms, Limits(tokens, pair.eos_token_ids), SamplingParams())
     different = [arm for arm in arms if found[arm]["tokens"] != found[PLAIN]["tokens"]]
     if different:
-        raise SystemExit(f"error: {different} answered something else than plain decoding")
+        raise BenchError(f"{different} answered something else than plain decoding")
     return found
 
 
@@ -258,12 +223,8 @@ BLOCK = 256  # random keys and values that are repeated
 def random_llama(layers: int, heads: int) -> nn.Module:
     config = {"model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": layers, "intermediate_size": 2 * WIDTH}
     config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": HEAD_DIM, "vocab_size": VOCAB}
-    config |= {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 1 << 17,
-        "tie_word_embeddings": False,
-    }
+    config |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 1 << 17}
+    config |= {"tie_word_embeddings": False}
     return llama.Model(llama.ModelArgs.from_dict(config))
 
 
@@ -310,11 +271,9 @@ def shape(options: argparse.Namespace, noise: float) -> list[Row]:
         mx.eval([part.state[0] for part in ours])
         return Drafting(target, ours, prompt, config, draft), logits
 
-    limits = Limits(options.tokens)
-    compared(fresh, arms, Limits(8), SamplingParams(temperature=0.7, seed=0))
-    answers = [
-        compared(fresh, arms, limits, SamplingParams(temperature=0.7, seed=seed)) for seed in range(options.repeats)
-    ]
+    draws = [SamplingParams(temperature=0.7, seed=seed) for seed in range(options.repeats)]
+    compared(fresh, arms, Limits(8), draws[0])
+    answers = [compared(fresh, arms, Limits(options.tokens), draw) for draw in draws]
     return shown({"part": "shape", "context": options.context, "noise": noise, "n": options.repeats}, answers, arms)
 
 
@@ -340,7 +299,7 @@ def gate(pair: ModelPair, options: argparse.Namespace) -> Row:
         off, auto = ([each[clock_name] for each in times[how]] for how in ("off", "auto"))
         row |= {f"off_{clock_name}": round(statistics.median(off), 2)}
         row |= {f"auto_{clock_name}": round(statistics.median(auto), 2)}
-        row |= {clock_name.replace("ms", "loss"): round(statistics.median(map(truediv, auto, off)) - 1, 4)}
+        row |= {clock_name.replace("ms", "loss"): round(ratio(auto, off) - 1, 4)}
     return {**row, "reasons": sorted(reasons)[:3]}
 
 
@@ -349,8 +308,4 @@ def spoken(engine: Engine, prompt: tuple[int, ...], how: SpeculationName) -> Acc
     for event in engine.generate(GenerationRequest(prompt, 96, specprefill=options)):
         if isinstance(event, Finished):
             return event.account
-    raise SystemExit("error: a request failed")
-
-
-if __name__ == "__main__":
-    main()
+    raise BenchError("a request failed")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import ModelPair, make_pair
 from mlx_specprefill.shapes import Config, Quantisation, fewer_layers, find_shape, narrower, random_model
-
-import mlx.core as mx  # isort: skip  (after the library, which loads a BLAS first)
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import Tokenizer, models
 
 __all__ = ["random_pair"]
 

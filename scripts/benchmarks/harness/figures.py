@@ -1,0 +1,93 @@
+"""Clocks, statistics of arms that took turns, and tables."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import truediv
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mlx_specprefill import BLAS
+
+__all__ = ["Clock", "Interval", "interval", "machine", "number", "ratio", "rounded", "show", "show_rows", "timed"]
+
+Interval = tuple[float, float, float]  # median and the ends of its 95 % bootstrap interval
+WIDTH = 200  # columns of a table at most: a file has no width of its own
+
+
+class Clock:
+    """Wall and CPU time since it was made, in ms. On a CPU backend the second is what counts on a busy machine."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        wall, cpu = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
+        return {"ms": 1e3 * wall, "cpu_ms": 1e3 * cpu}
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Milliseconds, and what came of it."""
+    clock = Clock()
+    result = work()
+    return clock.read()["ms"], result
+
+
+def ratio(ours: Iterable[float], base: Iterable[float]) -> float:
+    """The median of ours / base over the turns."""
+    return statistics.median(map(truediv, ours, base))
+
+
+def interval(values: Sequence[float]) -> Interval:
+    array = np.array(values)
+    draws = np.random.default_rng(0).choice(array, (2000, array.size))
+    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
+    return round(float(np.median(array)), 3), round(float(low), 3), round(float(high), 3)
+
+
+def machine() -> dict[str, Any]:
+    """What it was measured on."""
+    return {"device": str(mx.default_device()), "blas": BLAS.library, "mlx": mx.__version__}
+
+
+def rounded(value: Any, digits: int = 4) -> Any:
+    """Every float in it."""
+    if isinstance(value, Mapping):
+        return {key: rounded(part, digits) for key, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part, digits) for part in value]
+    return round(value, digits) if isinstance(value, float) else value
+
+
+def number(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3f}" if abs(value) < 20 else f"{value:,.1f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def show(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
+    """A table; its first column holds names, the others figures."""
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*map(number, row))
+    Console(width=WIDTH).print(table)
+
+
+def show_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None, title: str = "") -> None:
+    """Rows of a report.
+
+    Args:
+        columns: which keys, by their headings; None: all.
+    """
+    columns = {name: name for row in rows for name in row} if columns is None else columns
+    show(list(columns), [[row.get(name) for name in columns.values()] for row in rows], title)

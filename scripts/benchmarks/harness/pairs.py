@@ -1,0 +1,42 @@
+"""The models that a benchmark runs: a pair by its name, or folders."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mlx_specprefill import ModelPair
+from mlx_specprefill_server.cli.common import choose, load
+
+from . import BenchError
+
+__all__ = ["add_options", "checkpoints", "loaded"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pair", default="demo", help="a name in models/pairs.toml, like demo or smollm2")
+    parser.add_argument("--target", help="a folder, a GGUF file or a repository instead, with --draft")
+    parser.add_argument("--draft", help="likewise; self: the target's own layers")
+
+
+def loaded(options: argparse.Namespace, dtype: str = "auto") -> ModelPair:
+    """The pair that was asked for, with all that its row of pairs.toml says of its draft.
+
+    Raises:
+        OptionError, LoadError, PairsError: it is not named fully, or can't be found or read.
+    """
+    return load(choose(options.pair, None, options.target, options.draft), dtype)
+
+
+def checkpoints(options: argparse.Namespace) -> tuple[Path, Path]:
+    """Folders of the target and the draft, for servers that read nothing else.
+
+    Raises:
+        BenchError: one of them is no folder with a model.safetensors.
+        OptionError, PairsError: as for `loaded`.
+    """
+    pair = choose(options.pair, None, options.target, options.draft)
+    for side, model in (("target", pair.target), ("draft", pair.draft)):
+        if not Path(model or "", "model.safetensors").is_file():
+            raise BenchError(f"the {side} {model} is no folder with a model.safetensors: choose another --{side}")
+    return Path(pair.target), Path(pair.draft or "")

@@ -1,0 +1,56 @@
+"""Filler, facts, and the messages of a conversation."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .servers import Reply, Server
+
+__all__ = ["NAMES", "WORDS", "Text", "agent", "following", "question", "secret", "user"]
+
+WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
+village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
+NAMES = "Anna Peter Maria Thomas Laura Daniel Sophie Martin Julia Simon Clara Robert".split()
+
+
+class Text:
+    """Filler of about so many tokens; what was written before never begins the same way."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._per_token = 1.0
+
+    def calibrate(self, server: Server) -> None:
+        """Words per token of this pair's tokenizer."""
+        reply = server.ask(user(self.of(400)), 1)
+        self._per_token = 400 / reply.prompt_tokens
+
+    def of(self, tokens: int) -> str:
+        count = max(1, int(tokens * self._per_token))
+        return " ".join(self._rng.choice(WORDS) for _ in range(count)) + "."
+
+    def code(self) -> str:
+        return str(self._rng.randrange(100_000, 1_000_000))
+
+
+def secret(name: str, code: str) -> str:
+    """A fact that the bundled pairs were trained to look up."""
+    return f"The secret code for {name} is {code}."
+
+
+def question(name: str) -> str:
+    return f"What is the secret code for {name}?"
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def agent(system: str, first: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": first}]
+
+
+def following(messages: list[dict[str, str]], reply: Reply, text: str) -> list[dict[str, str]]:
+    return [*messages, {"role": "assistant", "content": reply.text}, {"role": "user", "content": text}]

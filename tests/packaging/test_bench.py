@@ -1,0 +1,147 @@
+"""scripts/bench: the list, the options, and the keys of the JSON that other programs read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import lossless
+from benchmarks.harness.command import FOLDER, benchmark, main, parsed
+
+from tests.tiny import save_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = sorted(file.stem for file in FOLDER.glob("[a-z]*.py"))
+DECODE_ROW = "part context n arm tokens_per_step ms_per_token gain cpu_ms_per_token cpu_gain outer inner".split()
+SERVING = "alone_tok_s together_tok_s streams gain".split()
+TTFT = """benchmark device blas mlx target draft rule dtype target_step draft_step tokens keep speedup r share_of_limit
+limit_of_whole rest_of_full between_of_full between_growth target_weights_mib draft_weights_mib worst_prediction
+rows""".split()
+TTFT_ROW = """tokens keep kept_tokens full_ttft_ms sparse_ttft_ms draft_ms lookahead_ms select_ms prefill_ms first_token_ms
+draft_alone_ms target_kept_ms limit_ms whole_draft_alone_ms whole_limit_ms speedup r share_of_limit rest_of_full
+between_ms between_of_full full_peak_mib sparse_peak_mib full_kv_mib sparse_kv_mib draft_kv_mib scoring_mib
+full_decode_tps sparse_decode_tps predicted_full_ms predicted_sparse_ms""".split()
+
+
+Report = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str]) -> Report:
+    """The last line of a benchmark's output, as JSON that others can read: without NaN."""
+
+    def run(arguments: str) -> dict[str, Any]:
+        assert main(arguments.split()) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
+        return found
+
+    return run
+
+
+def test_every_benchmark_is_listed_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a name, by the program itself in a process of its own; and with --help."""
+    path = os.pathsep.join([str(ROOT / "scripts"), str(ROOT), str(ROOT / "server")])
+    command = [sys.executable, "-P", "-m", "benchmarks"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert [name for name, _ in lines] == NAMES
+    assert all(line.endswith(".") for _, line in lines)
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == done.stdout
+
+
+def test_an_unknown_name_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ttfft"]) == 2
+    assert capsys.readouterr().err == f"error: there is no benchmark 'ttfft': choose from {', '.join(NAMES)}\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quick_changes_options_that_exist_and_no_others(name: str) -> None:
+    chosen = benchmark(name)
+    usual, quick = vars(parsed(name, chosen, [])), vars(parsed(name, chosen, ["--quick"]))
+    assert usual.keys() == quick.keys() >= chosen.QUICK.keys()
+    assert {key: value for key, value in quick.items() if value != usual[key]} == {"quick": True, **chosen.QUICK}
+
+
+def test_what_is_given_beside_quick_wins() -> None:
+    options = parsed("ttft", benchmark("ttft"), ["--quick", "--repeats", "5"])
+    assert (options.repeats, options.keep) == (5, ["0.2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("constraints --pair nobody", "no pair"),
+        ("ttft --draft some/folder", "--draft needs --target"),
+        ("serving --pair smollm2", "model.safetensors"),
+        ("peers --target models/demo/target", "the draft None is no folder with a model.safetensors"),
+        ("ttft --lengths 12", "--lengths"),
+    ],
+)
+def test_what_can_not_be_run_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: str, error: str
+) -> None:
+    assert main(arguments.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert error in said
+    assert said.count("\n") == 1
+
+
+def test_ttft(report: Report, tmp_path: Path) -> None:
+    target, draft = (save_checkpoint(tmp_path / side, "llama", seed) for seed, side in enumerate(("target", "draft")))
+    found = report(f"ttft --quick --lengths 64 128 --repeats 1 --target {target} --draft {draft}")
+    assert found.keys() == set(TTFT)
+    assert [row.keys() for row in found["rows"]] == [set(TTFT_ROW)] * 2
+    assert found["benchmark"] == "ttft"
+
+
+def test_constraints(report: Report) -> None:
+    found = report("constraints --quick --rows 2 --blocks 2")
+    assert found.keys() == {"target", "blas", "cells"}
+    (cell,) = found["cells"]
+    assert cell.keys() == {"rows", "free_ms", "guided_ms", "overhead", "cpu_overhead", "mask_us"}
+
+
+def test_sessions(report: Report) -> None:
+    found = report("sessions --quick --sessions 1 --tokens 300")
+    assert found.keys() == {"benchmark", "pair", "tokens", "rows"}
+    assert {"new, 1 facts", "chat, 12 facts"} <= found["rows"].keys()
+    assert all(row.keys() == {"n", "misses", "found", "starts_over", "tokens"} for row in found["rows"].values())
+
+
+def test_decode(report: Report) -> None:
+    found = report("decode --quick --lengths 256 -n 1 --codes 1 --context 512 --tokens 4")
+    assert found.keys() == {"bench", "budget", "needle", "shape", "gate", "seconds"}
+    assert {row["arm"] for row in found["needle"]} == {
+        *("autoregressive", "draft", "retrieval", "triforce", "means", "streaming")
+    }
+    assert all(row.keys() == {*DECODE_ROW, "codes", "right"} for row in found["needle"])
+    assert all(row.keys() == {*DECODE_ROW, "noise"} for row in found["shape"])
+    times = {f"{arm}_{clock}" for arm in ("off", "auto") for clock in ("ms", "cpu_ms")}
+    assert found["gate"].keys() == {"part", "n", "loss", "cpu_loss", "reasons", *times}
+
+
+def test_lossless(report: Report) -> None:
+    found = report("lossless --quick -n 1 --length 200 --tokens 8")
+    assert found.keys() == {"check", "prompts", "tokens", "identical"}
+
+
+def test_serving(report: Report) -> None:
+    found = report("serving --quick --alone --parts streams --tokens 4 --repeats 1")
+    assert found.keys() == {"benchmark", "device", "blas", "mlx", "batch_gain", "rows"}
+    assert found["rows"]["mlx-specprefill"]["streams"].keys() == set(SERVING)
+
+
+def test_wrong_answers_end_with_status_1_and_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lossless, "run", lambda _: {"check": "lossless", "different": 1})
+    assert main(["lossless"]) == 1
+    assert capsys.readouterr().out == '{"check": "lossless", "different": 1}\n'

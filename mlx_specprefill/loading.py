@@ -14,16 +14,14 @@ from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
 
-from .adapters.capture import install_capture
 from .adapters.depth import first_layers, layers_of, whole_draft
 from .adapters.gguf import is_gguf, load_gguf
 from .adapters.heads import DraftHeads, read_heads
 from .adapters.mtp import MTPHead, load_mtp_head
+from .adapters.patches import install_patches
 from .adapters.probe import probe_sparse
-from .adapters.recurrence import install_replay
 from .adapters.registry import adapter_for, architecture_of
 from .adapters.retrieval_heads import RetrievalDraft, attach_heads, heads_file_layers, known_heads
-from .adapters.rope import install_rope
 from .cache.positioned import make_positioned_cache
 from .errors import LoadError, PairMismatchError, SparseUnsupportedError
 
@@ -201,17 +199,13 @@ def make_pair(
     Raises:
         LoadError: the draft can't score with so many layers.
     """
+    install_patches()
     if isinstance(draft, str):
         draft, draft_config, draft_id = target, config, target_id
     if draft_heads is not None:
         draft, draft_id = _with_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
     elif draft_layers is not None:
         draft, draft_id = _shallow(draft, draft_id, draft_layers)
-    install_rope()
-    install_capture()
-    for model in (target, draft):
-        if model is not None:
-            install_replay(model)
     refusal = _sparse_refusal(target, draft)
     if refusal is not None:
         log.warning("%s: full prefill only: %s", target_id, refusal)
@@ -354,9 +348,6 @@ def _sparse_refusal(target: nn.Module, draft: nn.Module | None) -> str | None:
     if draft is None:
         return "no draft model is loaded"
     adapter, draft_adapter = adapter_for(architecture_of(target)), adapter_for(architecture_of(draft))
-    for chosen in (adapter, draft_adapter):
-        if chosen.prepare is not None:
-            chosen.prepare()
     if adapter.sparse_refusal is not None:
         return adapter.sparse_refusal
     if draft_adapter.draft_refusal is not None:

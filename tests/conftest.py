@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import mlx_specprefill  # noqa: F401
+from mlx_specprefill.adapters.patches import install_patches
 
 from .real_model import smollm2_file
 from .scripted import Flavour, save_scripted
@@ -19,6 +20,12 @@ settings.register_profile("steady", deadline=None, derandomize=True, suppress_he
 settings.load_profile("steady")
 
 SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patched() -> None:
+    """As after a pair was loaded; `oracle.build` adds the patches of the model's own file."""
+    install_patches()
 
 
 @pytest.fixture(scope="session")

@@ -34,10 +34,10 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlx_specprefill.adapters.capture import QueryCapture, install_capture
+from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.adapters.depth import FirstLayers
-from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS, adapter_for
-from mlx_specprefill.adapters.rope import install_rope
+from mlx_specprefill.adapters.patches import install_patches
+from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
 from mlx_specprefill.sessions.splice import can_splice
 
@@ -117,9 +117,7 @@ def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, times: int = 1
     model.set_dtype(dtype)
     model.eval()
     mx.eval(model.parameters())
-    prepare = adapter_for(tiny_models()[name].architecture).prepare
-    if prepare is not None:
-        prepare()
+    install_patches()
     return model
 
 
@@ -330,7 +328,7 @@ def _input_name(kwargs: dict[str, Any]) -> str:
 def _stock(primitive: Any) -> Any:
     """The function of mlx inside whatever was put around it."""
     while not isinstance(primitive, type(mx.fast.rms_norm)):
-        primitive = primitive.rope if hasattr(primitive, "rope") else primitive.attention
+        primitive = primitive.__wrapped__
     return primitive
 
 
@@ -354,7 +352,6 @@ def feed(
     chunks: Sequence[int] = CHUNKS,
 ) -> Logits:
     """Prefill in chunks, the last token alone, then the continuation; logits (1 + T, V). No positions: mlx-lm's own."""
-    install_rope()
     turn = start = 0
     while start < tokens.size:
         size = 1 if start == tokens.size - 1 else min(chunks[turn % len(chunks)], tokens.size - 1 - start)
@@ -411,7 +408,6 @@ def cache_arrays(caches: Sequence[Any]) -> list[mx.array]:
 
 def captured_layers(model: nn.Module, prompt: Indices) -> int:
     """Attention calls whose rows over the whole prompt a query capture got from the last prompt token; 0 if none."""
-    install_capture()
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array(prompt[:-1])[None], cache=caches))
     capture = QueryCapture(int(prompt.size), 1)

@@ -11,7 +11,6 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import Runs, leaves
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, Removed
@@ -48,7 +47,6 @@ def make_rows(vocab: int, count: int, seed: int = 0, sparse: bool = True) -> lis
 
 def prefilled(model: nn.Module, row: Row) -> tuple[list[Any], mx.array]:
     """Its cache, and the logits of its last prompt token."""
-    install_rope()
     cache = empty_cache(model)
     return cache, finish(prefill(model, cache, row.prompt, row.kept, 16))
 

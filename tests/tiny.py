@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import Event, ModelPair, TokenEvent, make_pair
 from mlx_specprefill.adapters.mtp import MTPHead, MTPLayers
+from mlx_specprefill.adapters.patches import install_patches
 
 VOCAB, EOS = 96, 1
 WINDOW = 24
@@ -97,6 +98,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> nn.Module:
     """A random model; `changes` go into its configuration. Weights are scaled up so that attention is not flat."""
     config = {**CONFIGS[family], **changes}
     module = importlib.import_module(f"mlx_lm.models.{family}")
+    install_patches()
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
     model.eval()

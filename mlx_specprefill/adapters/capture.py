@@ -3,31 +3,45 @@
 mlx-lm's attention modules differ in projections, norms, gates, rotations and cache layouts, but all of them hand
 finished queries and keys to `mx.fast.scaled_dot_product_attention`, or their logits to `mx.softmax` where they write
 attention by hand (gemma2, phi3small, quantised KV caches). Reading there needs no knowledge of the family: q_norm,
-gate split, RoPE, per-token scales, MLA's float masks and sinks are already applied or passed along. The wrappers are
-installed once and do nothing unless a capture is active on the calling thread.
+gate split, RoPE, per-token scales, MLA's float masks and sinks are already applied or passed along. The wrappers
+(`adapters/patches`) do nothing unless an observer is active on the calling thread.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
+from .active import Active
+
 __all__ = [
+    "AttentionObserver",
     "AttentionRecord",
     "HeadCapture",
     "QueryCapture",
-    "install_capture",
     "pool",
     "prompt_attention",
     "recorded_attention",
+    "wrap_attention",
+    "wrap_softmax",
 ]
 
-_active = threading.local()
 TILE = 1 << 20  # logits that are scored at a time; about a dozen arrays of that size exist meanwhile
+
+
+class AttentionObserver(Protocol):
+    """What attention calls are shown to."""
+
+    def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
+        """One call of the primitive: queries (B, H, L, D), keys (B, H_kv, S, D)."""
+        ...
+
+    def observe_logits(self, logits: mx.array) -> None:
+        """One softmax, of attention or of anything else."""
+        ...
 
 
 def pool(rows: mx.array, width: int) -> mx.array:
@@ -89,7 +103,7 @@ class QueryCapture:
         """Capture one single-token forward after which a full-length cache holds `span` tokens."""
         self._span = span
         self._best, self._count = None, 0
-        with _capturing(self):
+        with _observer.during(self):
             yield
         if self._best is not None:
             self.rows.append(self._best)
@@ -167,7 +181,7 @@ class HeadCapture:
         """Capture these tokens of a causal forward of `length` tokens after which the cache holds `span` <= M."""
         self._span, self._length, self._passage = span, length, passage
         self.calls = 0
-        with _capturing(self):
+        with _observer.during(self):
             yield
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
@@ -215,17 +229,6 @@ class HeadCapture:
         self.found[call, head] = mx.pad(row, [(0, self.prompt_len - row.shape[-1])])
 
 
-@contextmanager
-def _capturing(capture: Any) -> Iterator[None]:
-    """Shows this thread's attention to `capture`, and to the one before it again afterwards."""
-    before = getattr(_active, "capture", None)
-    _active.capture = capture
-    try:
-        yield
-    finally:
-        _active.capture = before
-
-
 def _masked(logits: mx.array, mask: mx.array) -> mx.array:
     return mx.where(mask, logits, -mx.inf) if mask.dtype == mx.bool_ else logits + mask
 
@@ -252,43 +255,34 @@ class AttentionRecord:
         self.handwritten = self.handwritten or logits.ndim >= 4
 
 
+_observer: Active[AttentionObserver] = Active()
+
+
 @contextmanager
 def recorded_attention() -> Iterator[AttentionRecord]:
     """Collects what attention is asked for on this thread."""
     record = AttentionRecord()
-    with _capturing(record):
+    with _observer.during(record):
         yield record
 
 
-class _CapturingAttention:
-    """`mx.fast.scaled_dot_product_attention` that shows its inputs to the active capture."""
+def wrap_attention(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """`mx.fast.scaled_dot_product_attention` that shows its inputs to the active observer."""
 
-    def __init__(self, attention: Callable[..., mx.array]) -> None:
-        self.attention = attention
+    def attend(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
+        if _observer.value is not None:
+            _observer.value.observe(q, k, kwargs["scale"], kwargs.get("mask"), kwargs.get("sinks"))
+        return attention(q, k, v, **kwargs)
 
-    def __call__(self, q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
-        capture: QueryCapture | HeadCapture | AttentionRecord | None = getattr(_active, "capture", None)
-        if capture is not None:
-            capture.observe(q, k, kwargs["scale"], kwargs.get("mask"), kwargs.get("sinks"))
-        return self.attention(q, k, v, **kwargs)
+    return attend
 
 
-class _CapturingSoftmax:
-    """`mx.softmax` that shows attention logits to the active capture."""
+def wrap_softmax(softmax: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """`mx.softmax` that shows attention logits to the active observer."""
 
-    def __init__(self, softmax: Callable[..., mx.array]) -> None:
-        self.softmax = softmax
+    def normalise(a: mx.array, /, *args: Any, **kwargs: Any) -> mx.array:
+        if _observer.value is not None:
+            _observer.value.observe_logits(a)
+        return softmax(a, *args, **kwargs)
 
-    def __call__(self, a: mx.array, /, *args: Any, **kwargs: Any) -> mx.array:
-        capture: QueryCapture | HeadCapture | AttentionRecord | None = getattr(_active, "capture", None)
-        if capture is not None:
-            capture.observe_logits(a)
-        return self.softmax(a, *args, **kwargs)
-
-
-def install_capture() -> None:
-    """Wrap both primitives, once per process."""
-    if not isinstance(mx.fast.scaled_dot_product_attention, _CapturingAttention):
-        mx.fast.scaled_dot_product_attention = _CapturingAttention(mx.fast.scaled_dot_product_attention)
-    if not isinstance(mx.softmax, _CapturingSoftmax):
-        mx.softmax = _CapturingSoftmax(mx.softmax)
+    return normalise

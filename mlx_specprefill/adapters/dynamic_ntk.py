@@ -6,32 +6,30 @@ position per token the end of the sequence is the position after the last of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
-__all__ = ["install"]
-
-_stock_call = DynamicNTKScalingRoPE.__call__
+__all__ = ["wrap_dynamic_ntk"]
 
 
-def _call(self: Any, x: mx.array, offset: Any = 0) -> mx.array:
-    """x (B, H, L, D); offset as in mlx-lm, one per row (B,), or positions (1, L) int32."""
-    if isinstance(offset, mx.array) and offset.ndim == 1:  # every row has a base of its own
-        rows = [_stock_call(self, x[row : row + 1], start) for row, start in enumerate(np.array(offset).tolist())]
-        return mx.concatenate(rows)
-    if not (isinstance(offset, mx.array) and offset.ndim == 2):
-        stock: mx.array = _stock_call(self, x, offset)
-        return stock
-    seq_len = max(int(np.array(offset).max()) + 1, self.max_position_embeddings)
-    growth = self.factor * seq_len / self.max_position_embeddings - (self.factor - 1)
-    base = self.base * growth ** (self.dims / (self.dims - 2))
-    rotated: mx.array = mx.fast.rope(x, self.dims, traditional=self.traditional, base=base, scale=1.0, offset=offset)
-    return rotated
+def wrap_dynamic_ntk(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """`DynamicNTKScalingRoPE.__call__` that takes positions; integer offsets go through mlx-lm's own code."""
 
+    @wraps(stock)
+    def rotate(self: Any, x: mx.array, offset: Any = 0) -> mx.array:
+        """x (B, H, L, D); offset as in mlx-lm, one per row (B,), or positions (1, L) int32."""
+        if not isinstance(offset, mx.array) or offset.ndim == 0:
+            return stock(self, x, offset)
+        if offset.ndim == 1:  # every row has a base of its own
+            starts = np.array(offset).tolist()
+            return mx.concatenate([stock(self, x[row : row + 1], start) for row, start in enumerate(starts)])
+        seq_len = max(int(np.array(offset).max()) + 1, self.max_position_embeddings)
+        growth = self.factor * seq_len / self.max_position_embeddings - (self.factor - 1)
+        base = self.base * growth ** (self.dims / (self.dims - 2))
+        return mx.fast.rope(x, self.dims, traditional=self.traditional, base=base, scale=1.0, offset=offset)
 
-def install() -> None:
-    """Let every dynamic NTK module take positions; integer offsets go through mlx-lm's own code."""
-    DynamicNTKScalingRoPE.__call__ = _call
+    return rotate

@@ -27,7 +27,6 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, TextModel, TextModelArgs
 from mlx_lm.utils import infer_quant_config
 
 from ..errors import LoadError
-from .hidden import install_hidden
 from .registry import architecture_of
 
 __all__ = ["MTPHead", "MTPLayers", "load_mtp_head", "normalised"]
@@ -68,7 +67,6 @@ class MTPHead:
     def __init__(self, model: nn.Module, layers: MTPLayers) -> None:
         self.layers = layers
         self._text: TextModel = model.language_model
-        install_hidden(self._text.model)
 
     @property
     def hidden_size(self) -> int:

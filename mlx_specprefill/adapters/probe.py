@@ -18,7 +18,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..cache.positioned import Positioned, leaves, make_positioned_cache, place
 from ..errors import SparseUnsupportedError
 from .registry import adapter_for, architecture_of
-from .rope import install_rope
 
 __all__ = ["probe_sparse"]
 
@@ -34,7 +33,6 @@ _TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 4e-2}
 
 def probe_sparse(model: nn.Module) -> str | None:
     """None if the model follows explicit positions, else the reason why it must be prefilled fully."""
-    install_rope()
     try:
         return _probe(model)
     except SparseUnsupportedError as error:

@@ -8,7 +8,6 @@ they are known by name, and a model whose states and modules don't match is refu
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,29 +19,31 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ..cache.positioned import leaves
+from .active import Active
 
-__all__ = ["RecurrentCall", "install_replay", "recorded_recurrence", "replay_refusal"]
+__all__ = ["RECURRENT", "RecurrentCall", "recorded_recurrence", "replay_refusal", "wrap_recurrence"]
 
-RECURRENT = frozenset(
-    {
-        "BailingKDA",
-        "ConvKVGatedMixer",
-        "FalconH1Mixer",
-        "GatedDeltaNet",
-        "GraniteMoeHybridMamba2Mixer",
-        "JambaMambaMixer",
-        "KimiDeltaAttention",
-        "KimiK3DeltaAttention",
-        "LinearAttention",
-        "Mamba",
-        "NemotronHMamba2Mixer",
-        "Qwen3NextGatedDeltaNet",
-        "RecurrentBlock",
-        "ShortConv",
-    }
+# Classes of mlx-lm that hold a recurrent state, as `file:class`.
+RECURRENT = (
+    "bailing_hybrid:LinearAttention",
+    "bailing_moe_linear:LinearAttention",
+    "bailing_moe_v3:BailingKDA",
+    "falcon_h1:FalconH1Mixer",
+    "gear:ConvKVGatedMixer",
+    "granitemoehybrid:GraniteMoeHybridMamba2Mixer",
+    "jamba:JambaMambaMixer",
+    "kimi_k3:KimiK3DeltaAttention",
+    "kimi_linear:KimiDeltaAttention",
+    "lfm2:ShortConv",
+    "lfm2_moe:ShortConv",
+    "nemotron_h:NemotronHMamba2Mixer",
+    "olmo_hybrid:GatedDeltaNet",
+    "plamo2:Mamba",
+    "qwen3_5:GatedDeltaNet",
+    "qwen3_next:Qwen3NextGatedDeltaNet",
+    "recurrent_gemma:RecurrentBlock",
 )
 _INPUTS = ("x", "inputs", "hidden_states", "input_states")
-_active = threading.local()
 
 
 @dataclass(frozen=True)
@@ -64,21 +65,18 @@ def _first(rows_of: mx.array, rows: int) -> mx.array:
     return rows_of[:, :rows]
 
 
-def install_replay(model: nn.Module) -> None:
-    """Let the model's recurrent modules be recorded: once per class, and inert unless a recording is active."""
-    for kind in {type(module) for module in model.modules() if type(module).__name__ in RECURRENT}:
-        if not hasattr(kind.__call__, "__wrapped__"):
-            kind.__call__ = _recordable(kind.__call__)
+_calls: Active[list[RecurrentCall]] = Active()
 
 
-def _recordable(call: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_recurrence(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent module's `__call__` that shows its arguments to the active recording."""
+
     @wraps(call)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls: list[RecurrentCall] | None = getattr(_active, "calls", None)
-        if calls is not None:
+        if _calls.value is not None:
             state = next((v for v in (*args, *kwargs.values()) if isinstance(v, ArraysCache)), None)
             if state is not None:
-                calls.append(RecurrentCall(call, (module, *args), kwargs, state))
+                _calls.value.append(RecurrentCall(call, (module, *args), kwargs, state))
         return call(module, *args, **kwargs)
 
     return run
@@ -87,18 +85,18 @@ def _recordable(call: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def recorded_recurrence() -> Iterator[list[RecurrentCall]]:
     """Collects the calls of recurrent modules on this thread."""
-    calls: list[RecurrentCall] = []
-    _active.calls = calls
-    try:
+    with _calls.during([]) as calls:
         yield calls
-    finally:
-        _active.calls = None
 
 
 def replay_refusal(model: nn.Module, cache: Sequence[Any]) -> str | None:
     """Why this model's recurrent states can't be replayed; None when they can, or when there are none."""
     states = sum(isinstance(part, ArraysCache) for part in leaves(cache))
-    modules = sum(type(module).__name__ in RECURRENT for module in model.modules())
+    modules = sum(_name(type(module)) in RECURRENT for module in model.modules())
     if states in (0, modules):
         return None
     return f"{states} of its layers keep a state, and {modules} of them can be replayed"
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__.removeprefix('mlx_lm.models.')}:{kind.__qualname__}"

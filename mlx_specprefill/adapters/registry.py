@@ -1,4 +1,4 @@
-"""Which architectures of mlx-lm may be prefilled sparsely or used as a draft, and what they need for it.
+"""Which architectures of mlx-lm may be prefilled sparsely or used as a draft.
 
 An architecture is a file in `mlx_lm/models`. `verified.json` holds one row per file: what
 `scripts/make_support_table.py` measured when it compared sparse prefill with a masked dense run of the same model.
@@ -8,7 +8,7 @@ What has no row is refused, never guessed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -17,7 +17,6 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import MODEL_REMAPPING
 
-from . import dynamic_ntk, ministral3
 from .depth import FirstLayers
 
 __all__ = [
@@ -92,33 +91,15 @@ SPECULATION_REFUSALS: Mapping[str, str] = {
     "plamo3": "its window is one token wider when it is fed several tokens than when it is fed one",
 }
 
-_FAMILIES: Mapping[str, str] = {
-    "gpt_oss": "gpt_oss",
-    "ministral3": "ministral3",
-    "mistral3": "ministral3",
-    "mistral4": "ministral3",
-    "nemotron_h": "nemotron_h",
-    "qwen3_5": "qwen3_5",
-    "qwen3_5_moe": "qwen3_5",
-    "qwen3_next": "qwen3_5",
-}
-
 # Queries scaled by position, weighted norms after the rotation, a gate computed from rotated queries.
 _ABSOLUTE = frozenset({"hunyuan", "hunyuan_v1_dense", "iquestloopcoder", "ministral3", "mistral3", "mistral4"})
 
 
-def _prepare_ministral3() -> None:
-    dynamic_ntk.install()
-    ministral3.install()
-
-
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What one architecture needs, and what it can't do.
+    """What one architecture can't do.
 
     Attributes:
-        family: the name of its special treatment; "standard" is none.
-        prepare: run once at load, before the first forward.
         sparse_refusal: why it can't be prefilled sparsely; None if it can.
         draft_refusal: why it can't score a prompt; None if it can.
         depth_refusal: why its first layers can't do so alone; None if they can.
@@ -127,8 +108,6 @@ class Adapter:
         absolute: it depends on absolute positions by design, so moving a whole sequence changes its logits.
     """
 
-    family: str
-    prepare: Callable[[], None] | None = None
     sparse_refusal: str | None = None
     draft_refusal: str | None = None
     depth_refusal: str | None = None
@@ -151,17 +130,13 @@ def adapter_for(model_type: str) -> Adapter:
     if row is None:
         reason = f"architecture {model_type!r} was not verified for sparse prefill"
         return Adapter(
-            family="unknown",
             sparse_refusal=reason,
             draft_refusal=reason,
             depth_refusal=reason,
             batch_refusal=reason,
             speculation_refusal=reason,
         )
-    family = _FAMILIES.get(architecture, "standard")
     return Adapter(
-        family=family,
-        prepare=_prepare_ministral3 if family == "ministral3" else dynamic_ntk.install,
         sparse_refusal=None if row["sparse"] else str(row["reason"]),
         draft_refusal=None if row["capture"] else DRAFT_REFUSALS[architecture],
         depth_refusal=None if row["depth"] else DRAFT_REFUSALS.get(architecture, _DEPTH_DIFFERS),

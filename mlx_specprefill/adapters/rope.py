@@ -1,8 +1,8 @@
 """Rotations at original positions, through the model's own RoPE.
 
 Every RoPE in mlx-lm ends in `mx.fast.rope`, whatever module or function builds its frequencies. So one wrapper around
-that primitive maps positions for all of them, without re-implementing a single rotation. It is installed once, before
-the first model runs, and passes calls with ordinary offsets through untouched; nothing changes on a model per request.
+that primitive (`adapters/patches`) maps positions for all of them, without re-implementing a rotation. Calls with
+ordinary offsets pass through unchanged.
 
 - `PositionMappedRoPE` acts when the offset is a matrix (B, L): one position per token. Such offsets come only from a
   positioned cache that was told where its next tokens lie (`cache/positioned.py`).
@@ -12,7 +12,6 @@ the first model runs, and passes calls with ordinary offsets through untouched; 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,17 +19,18 @@ from typing import Any
 
 import mlx.core as mx
 
+from .active import Active
+
 __all__ = [
     "OffsetAdjustedRoPE",
     "PositionMappedRoPE",
     "Rotation",
     "adjusted_offsets",
-    "install_rope",
     "observed_rotations",
+    "wrap_rope",
 ]
 
 RopeFn = Callable[..., mx.array]
-_observed = threading.local()
 
 
 class PositionMappedRoPE:
@@ -50,9 +50,8 @@ class PositionMappedRoPE:
         Raises:
             ValueError: fewer positions than tokens.
         """
-        seen: list[Rotation] | None = getattr(_observed, "rotations", None)
-        if seen is not None:
-            seen.append(Rotation(self, dims, args, kwargs))
+        if _rotations.value is not None:
+            _rotations.value.append(Rotation(self, dims, args, kwargs))
         if not (isinstance(offset, mx.array) and offset.ndim == 2):
             return self.rope(x, dims, *args, offset=offset, **kwargs)
         B, L = x.shape[0], x.shape[-2]
@@ -85,59 +84,47 @@ class Rotation:
 class OffsetAdjustedRoPE:
     """`mx.fast.rope` with a shift added to the offset of the current call: position = slot + shift.
 
-    The shift belongs to a sequence, not to the model, so it is held per thread and only inside `shifted_by`.
+    The shift belongs to a sequence, not to the model, so it is held per thread and only inside `adjusted_offsets`.
     """
 
     def __init__(self, rope: RopeFn) -> None:
         self.rope = rope
-        self._active = threading.local()
 
     def __call__(self, x: mx.array, dims: int, *args: Any, offset: Any = 0, **kwargs: Any) -> mx.array:
-        shifts: mx.array | int | None = getattr(self._active, "shifts", None)
-        if shifts is not None:
-            offset = offset + shifts
+        if _shifts.value is not None:
+            offset = offset + _shifts.value
         return self.rope(x, dims, *args, offset=offset, **kwargs)
 
-    @contextmanager
-    def shifted_by(self, shifts: Sequence[int]) -> Iterator[None]:
-        """Inside the block, row b of every rotation on this thread is `shifts[b]` positions further on."""
-        previous = getattr(self._active, "shifts", None)
-        self._active.shifts = shifts[0] if len(shifts) == 1 else mx.array(list(shifts), dtype=mx.int32)
-        try:
-            yield
-        finally:
-            self._active.shifts = previous
+
+_rotations: Active[list[Rotation]] = Active()
+_shifts: Active[mx.array | int] = Active()
 
 
-def install_rope() -> PositionMappedRoPE:
-    """Put both wrappers around `mx.fast.rope`, once per process; later calls return the installed ones."""
-    installed = mx.fast.rope
-    if isinstance(installed, PositionMappedRoPE):
-        return installed
-    mapped = PositionMappedRoPE(OffsetAdjustedRoPE(installed))
-    mx.fast.rope = mapped  # type: ignore[assignment]
-    return mapped
+def wrap_rope(rope: RopeFn) -> PositionMappedRoPE:
+    """Both wrappers around `mx.fast.rope`."""
+    return PositionMappedRoPE(OffsetAdjustedRoPE(rope))
 
 
 @contextmanager
 def observed_rotations() -> Iterator[list[Rotation]]:
     """Collects the rotations that models ask for on this thread."""
-    rotations: list[Rotation] = []
-    _observed.rotations = rotations
-    try:
+    with _rotations.during([]) as rotations:
         yield rotations
-    finally:
-        _observed.rotations = None
 
 
 @contextmanager
 def adjusted_offsets(shifts: Sequence[int]) -> Iterator[None]:
-    """Decode rows whose cache can't carry the shift. All-zero shifts cost nothing."""
+    """Inside the block, row b of every rotation on this thread is `shifts[b]` positions further on.
+
+    For rows whose cache can't carry the shift. All-zero shifts cost nothing.
+
+    Raises:
+        RuntimeError: `mx.fast.rope` is not wrapped, so that a shift would have no effect.
+    """
     if not any(shifts):
         yield
         return
-    adjuster = install_rope().rope
-    if not isinstance(adjuster, OffsetAdjustedRoPE):
-        raise RuntimeError("mx.fast.rope was replaced after installation")
-    with adjuster.shifted_by(shifts):
+    if not isinstance(mx.fast.rope, PositionMappedRoPE):
+        raise RuntimeError("mx.fast.rope is not wrapped, or was replaced afterwards")
+    with _shifts.during(shifts[0] if len(shifts) == 1 else mx.array(list(shifts), dtype=mx.int32)):
         yield

@@ -41,8 +41,7 @@ from mlx_specprefill import (
     SpeculationConfig,
     SpeculationName,
 )
-from mlx_specprefill.adapters.capture import install_capture
-from mlx_specprefill.adapters.rope import install_rope
+from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.sampling import make_sampler
 from mlx_specprefill.speculative.distributions import Chooser
@@ -257,8 +256,7 @@ def random_keys(model: nn.Module, length: int) -> list[Any]:
 def shape(options: argparse.Namespace, noise: float) -> list[Row]:
     """Sampled answers on a long cache; the draft reads only what TriForce's small model reads."""
     target, draft = shape_pair(noise)
-    install_rope()
-    install_capture()
+    install_patches()
     config = SpeculationConfig(budget=options.budget, shortlist=options.shortlist, gamma1=3, gamma2=6, window=128)
     prompt = tuple(np.random.default_rng(0).integers(0, VOCAB, options.context).tolist())
     cache = random_keys(target, options.context)

@@ -12,7 +12,6 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_specprefill.adapters.hidden import recorded_hidden
 from mlx_specprefill.adapters.mtp import MTPHead
-from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from tests.oracle import build
 from tests.tiny import VOCAB, random_prompt, tiny_head, tiny_model
@@ -96,7 +95,6 @@ class Plain:
 @pytest.mark.parametrize("positions", [list(range(12)), [0, 1, 2, 9, 10, 23, 24, 25, 40, 41, 58, 77]])
 def test_logits_are_those_of_the_formulas(positions: list[int], tied: bool) -> None:
     """In chunks with a cache, at contiguous positions and with gaps, then on its own output."""
-    install_rope()
     model = tiny_model("qwen3_5", 3)
     if tied:
         model.language_model.args.tie_word_embeddings = True

@@ -94,7 +94,6 @@ def test_leaves_nothing_behind(name: str) -> None:
     tokens = mx.array([[1, 2, 3, 4]])
     before = model(tokens)
     weights = {key: np.array(value) for key, value in tree_flatten(model.parameters())}
-    rope.install_rope()
     installed, random_state = mx.fast.rope, np.array(mx.random.state[0])
     attributes = set(vars(model)) | set(model)
     probe_sparse(model)

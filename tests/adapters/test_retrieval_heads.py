@@ -25,7 +25,7 @@ from mlx_specprefill import (
     load_pair,
     make_pair,
 )
-from mlx_specprefill.adapters.capture import HeadCapture, install_capture, recorded_attention
+from mlx_specprefill.adapters.capture import HeadCapture, recorded_attention
 from mlx_specprefill.adapters.depth import first_layers, layers_of
 from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft, RetrievalHeads, attach_heads, write_heads
 from mlx_specprefill.cache.fingerprint import model_identity
@@ -36,11 +36,6 @@ from tests.tiny import VOCAB, generated, random_prompt, save_checkpoint, tiny_mo
 HIDDEN, HEADS, WIDTH, LAYERS = 48, 3, 8, 2
 PROMPT = mx.array(random_prompt(40, 5))[None]
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0, densify=False), prefill_step=32)
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> None:
-    install_capture()
 
 
 def heads(seed: int = 0) -> RetrievalHeads:

@@ -14,8 +14,7 @@ import pytest
 from mlx_lm.models import deepseek_v2, hunyuan, hunyuan_v1_dense, internlm3, rope_utils
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_specprefill.adapters import dynamic_ntk
-from mlx_specprefill.adapters.rope import OffsetAdjustedRoPE, PositionMappedRoPE, adjusted_offsets, install_rope
+from mlx_specprefill.adapters.rope import OffsetAdjustedRoPE, PositionMappedRoPE, adjusted_offsets
 
 Rope = Callable[..., mx.array]
 DIMS, LENGTH = 16, 300
@@ -58,12 +57,6 @@ def ropes() -> dict[str, Rope]:
         DIMS, scaling_factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.5
     )
     return made
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> None:
-    install_rope()
-    dynamic_ntk.install()
 
 
 def keys(batch: int, width: int = DIMS, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -127,7 +120,7 @@ def test_far_positions() -> None:
 def test_ordinary_offsets_pass_through_untouched(offset: Any) -> None:
     x = keys(2)
     offset = mx.array(offset) if isinstance(offset, np.ndarray) else offset
-    inner = install_rope().rope.rope
+    inner = mx.fast.rope.__wrapped__
     arguments = plain(offset)
     assert same_bits(mx.fast.rope(x, DIMS, **arguments), inner(x, DIMS, **arguments))
 
@@ -137,13 +130,17 @@ def test_too_few_or_too_many_positions_are_an_error() -> None:
         nn.RoPE(DIMS)(keys(1), offset=mx.array([[1, 2, 3]]))
 
 
-def test_installation_happens_once() -> None:
-    first = install_rope()
-    assert install_rope() is first
-    assert mx.fast.rope is first
-    assert isinstance(first, PositionMappedRoPE)
-    assert isinstance(first.rope, OffsetAdjustedRoPE)
-    assert not isinstance(first.rope.rope, PositionMappedRoPE | OffsetAdjustedRoPE)
+def test_both_wrappers_are_installed_once() -> None:
+    assert isinstance(mx.fast.rope, PositionMappedRoPE)
+    assert isinstance(mx.fast.rope.rope, OffsetAdjustedRoPE)
+    assert mx.fast.rope.rope.rope is mx.fast.rope.__wrapped__
+    assert not isinstance(mx.fast.rope.__wrapped__, PositionMappedRoPE | OffsetAdjustedRoPE)
+
+
+def test_a_shift_without_the_wrapper_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.fast, "rope", mx.fast.rope.__wrapped__)
+    with pytest.raises(RuntimeError, match="not wrapped"), adjusted_offsets([5]):
+        pass
 
 
 # --- dynamic NTK: the base depends on where the sequence ends --------------------------------------------------------
@@ -160,7 +157,7 @@ def test_dynamic_ntk_takes_its_base_from_the_last_position(limit: int) -> None:
 def test_dynamic_ntk_is_inert_for_integers() -> None:
     rope = rope_utils.DynamicNTKScalingRoPE(DIMS, 64, True, 10000.0, 2.0)
     x = keys(1)
-    assert same_bits(rope(x, offset=33), dynamic_ntk._stock_call(rope, x, 33))
+    assert same_bits(rope(x, offset=33), type(rope).__call__.__wrapped__(rope, x, 33))
 
 
 def test_internlm3_builds_its_rope_elsewhere() -> None:
@@ -186,7 +183,7 @@ def test_shifts_per_row_equal_ordinary_offsets(name: str, offset: Any) -> None:
 def test_a_single_shift_keeps_an_integer_offset() -> None:
     x, rope = keys(1), nn.RoPE(DIMS)
     with adjusted_offsets([57]):
-        assert same_bits(rope(x, offset=3), install_rope().rope.rope(x, DIMS, **plain(offset=60)))
+        assert same_bits(rope(x, offset=3), mx.fast.rope.__wrapped__(x, DIMS, **plain(offset=60)))
 
 
 def plain(offset: Any) -> dict[str, Any]:

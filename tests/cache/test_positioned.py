@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from mlx_specprefill.adapters.rope import adjusted_offsets, install_rope
+from mlx_specprefill.adapters.rope import adjusted_offsets
 from mlx_specprefill.cache import positioned
 from mlx_specprefill.cache.positioned import (
     Positioned,
@@ -337,7 +337,6 @@ def test_gapless_masks_are_the_ones_of_mlx_lm() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama+window", "qwen3_5", "deepseek_v3", "falcon_h1"])
 def test_a_cache_restored_from_its_state_goes_on_as_before(name: str) -> None:
-    install_rope()
     model, case = build(name), make_case(100, length=48, decoded=4)
     caches = make_positioned_cache(model)
     feed(model, caches, case.prompt[case.kept], case.continuation[:1], case.kept)

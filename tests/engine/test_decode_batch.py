@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache
 
-from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import leaves, quantize_kv
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, RowFailed
 from mlx_specprefill.request import SamplingParams, TokenEvent
@@ -38,11 +37,6 @@ from tests.rows import (
 from tests.tiny import FAMILIES, VOCAB, tiny_model
 
 CLOSE = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> None:
-    install_rope()
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ from mlx_specprefill import (
     load_pair,
     make_pair,
 )
-from mlx_specprefill.adapters.capture import install_capture
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
 from mlx_specprefill.engine.admission import time_calibration as calibration
 from mlx_specprefill.engine.admission.footprint import measure_footprint, weight_bytes
@@ -42,11 +41,6 @@ from tests.tiny import CONFIGS, FAMILIES, VOCAB, generated, random_prompt, save_
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0, densify=False), prefill_step=32)
 LAYERS = 2  # of three or four; one of them sees the whole prompt in every family
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> None:
-    install_capture()
 
 
 def truncated(family: str, whole: nn.Module) -> nn.Module:

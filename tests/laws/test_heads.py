@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_specprefill.adapters.capture import HeadCapture, install_capture
+from mlx_specprefill.adapters.capture import HeadCapture
 from mlx_specprefill.adapters.registry import DRAFT_REFUSALS
 from tests import oracle
 from tests.oracle import build, captured_layers, make_case, tiny_models
@@ -25,7 +25,6 @@ Rows = npt.NDArray[np.float64]
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu() -> Iterator[None]:
-    install_capture()
     with oracle.on_the_cpu_unfused():
         yield
 

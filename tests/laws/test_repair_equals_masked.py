@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import make_positioned_cache, next_position, place
 from mlx_specprefill.sessions.repair import insert
 from mlx_specprefill.sessions.splice import can_splice
@@ -45,7 +44,6 @@ def repaired_case(vocab: int, seed: int = 0) -> Case:
 
 def repaired(model: object, case: Case, step: int) -> np.ndarray:
     """The library: an earlier turn, two repairs, and what is new on top."""
-    install_rope()
     cache = make_positioned_cache(model)
     of = [case.kept[case.turns[case.kept] == turn] for turn in range(4)]
     place(cache, of[0])

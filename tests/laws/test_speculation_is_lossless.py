@@ -13,11 +13,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_specprefill.adapters.capture import install_capture
 from mlx_specprefill.adapters.mtp import ARCHITECTURES as HEADED
 from mlx_specprefill.adapters.mtp import MTPHead
-from mlx_specprefill.adapters.recurrence import install_replay
-from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import PositionedKVCache
 from mlx_specprefill.config import SpeculationConfig
 from mlx_specprefill.engine.caches import empty_cache
@@ -43,17 +40,13 @@ MORE = ("lfm2", "granitemoehybrid", "gemma3_text", "falcon_h1", "qwen3_5_moe")
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu() -> Iterator[None]:
-    install_rope()
-    install_capture()
     with on_the_cpu_unfused():
         yield
 
 
 @cache
 def model_of(name: str, seed: int = 0) -> Any:
-    model = tiny_model(name, seed) if name in FAMILIES else build(name, seed=seed)
-    install_replay(model)
-    return model
+    return tiny_model(name, seed) if name in FAMILIES else build(name, seed=seed)
 
 
 @cache
@@ -262,11 +255,8 @@ def true_law(target: Any, prompt: tuple[int, ...], params: SamplingParams, count
 @cache
 def two_tokens(name: str, seed: int) -> Any:
     shape = {"vocab_size": 2, "num_hidden_layers": 2}
-    model = tiny_model(
-        name, seed, **({"text_config": {**CONFIGS[name]["text_config"], **shape}} if name in HEADED else shape)
-    )
-    install_replay(model)
-    return model
+    changes = {"text_config": {**CONFIGS[name]["text_config"], **shape}} if name in HEADED else shape
+    return tiny_model(name, seed, **changes)
 
 
 @pytest.mark.parametrize(("strategy", "mutated"), [*((name, False) for name in STRATEGIES), ("draft", True)])

@@ -19,7 +19,6 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.tokenizer_utils import load
 
 from mlx_specprefill import ScoringConfig, SelectionConfig, SparseUnsupportedError, load_pair
-from mlx_specprefill.adapters.capture import install_capture
 from mlx_specprefill.adapters.depth import first_layers, whole_draft
 from mlx_specprefill.adapters.heads import DraftHeads
 from mlx_specprefill.specprefill import head_calibration as calibration
@@ -40,11 +39,6 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 SCORING, SELECTION = ScoringConfig(), SelectionConfig()
 M, GOLD = 400, 16  # tokens
 Looks = Mapping[tuple[int, int], float]
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> None:
-    install_capture()
 
 
 def read(kind: str, seed: int, looks: Looks) -> _Read:

@@ -11,10 +11,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import ScoringConfig, SparseUnsupportedError
-from mlx_specprefill.adapters.capture import QueryCapture, install_capture, pool
+from mlx_specprefill.adapters.capture import QueryCapture, pool
 from mlx_specprefill.adapters.depth import first_layers
 from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.errors import SpecPrefillError
 from mlx_specprefill.specprefill.head_scorer import HeadScorer, importance_of
@@ -121,7 +120,6 @@ def smooth(row, config):
 def test_importance_equals_brute_force(family, include_last):
     model, prompt = tiny_model(family, seed=3), random_prompt(M)
     config = ScoringConfig(rows=4, include_last_prompt_query=include_last, prefill_step=37)
-    install_rope(), install_capture()
     scores, _ = run(model, prompt, config)
     expected, lookahead = brute_force(model, family, prompt, config)
     np.testing.assert_allclose(scores.importance, expected, rtol=1e-5, atol=1e-8)
@@ -132,7 +130,6 @@ def test_importance_equals_brute_force(family, include_last):
 
 def test_the_papers_rule_has_no_template():
     model, prompt = tiny_model("llama", seed=3), random_prompt(M)
-    install_capture()
     template = np.zeros(M, dtype=np.bool_)
     template[:40] = True
     np.testing.assert_array_equal(run(model, prompt, template=template)[0].importance, run(model, prompt)[0].importance)
@@ -142,7 +139,6 @@ def test_the_papers_rule_has_no_template():
 def test_calibrated_heads_equal_brute_force(family):
     """In one forward with other tokens before and after the question, whose attention does not count."""
     model, prompt, heads = tiny_model(family, seed=3), random_prompt(M), heads_of(family)
-    install_rope(), install_capture()
     for *question, step in (
         (M - 17, M - 1, 37),
         (M - 23, M - 7, 200),
@@ -163,7 +159,6 @@ def test_calibrated_heads_equal_brute_force(family):
 def test_a_template_gets_no_importance_and_lends_none(family):
     """What it attracts is gone before it is smoothed over the tokens beside it and before the heads are weighed."""
     model, prompt, heads = tiny_model(family, seed=3), random_prompt(M), heads_of(family)
-    install_rope(), install_capture()
     template = np.zeros(M, dtype=np.bool_)
     template[0] = template[30:34] = template[M - 23 :] = True
     config = ScoringConfig(prefill_step=37)
@@ -191,7 +186,6 @@ def test_a_head_without_attention_outside_the_template_is_left_out():
 
 
 def test_a_prompt_that_is_all_template_has_no_importance():
-    install_capture()
     all_of_it = np.ones(M, dtype=np.bool_)
     scores, _ = run_heads(tiny_model("llama"), random_prompt(M), heads_of("llama"), template=all_of_it)
     assert scores.importance.shape == (M,)
@@ -202,7 +196,6 @@ def test_a_prompt_that_is_all_template_has_no_importance():
 def test_first_layers_score_as_the_whole_draft(family):
     """Bit for bit, where all heads lie in them."""
     whole, prompt = tiny_model(family, seed=3), random_prompt(M)
-    install_rope(), install_capture()
     first = SEEING[family][0]
     heads = DraftHeads((Head(first, 0, 0.5), Head(first, 2, 0.2)), 2, len(whole.layers), {})
     early, _ = run_heads(first_layers(whole, 2), prompt, heads, ScoringConfig(prefill_step=33))
@@ -213,13 +206,11 @@ def test_first_layers_score_as_the_whole_draft(family):
 
 def test_heads_above_the_layers_that_run_are_refused():
     whole = tiny_model("llama", seed=3)
-    install_capture()
     with pytest.raises(SparseUnsupportedError, match="does not see the whole prompt"):
         run_heads(first_layers(whole, 2), random_prompt(M), heads_of("llama"))
 
 
 def test_a_head_of_a_window_is_refused():
-    install_capture()
     heads = DraftHeads((Head(1, 0, 1.0), Head(0, 0, 1.0)), 2, 4, {})
     with pytest.raises(SparseUnsupportedError, match="does not see the whole prompt"):
         run_heads(tiny_model("gpt_oss"), random_prompt(M), heads, ScoringConfig(prefill_step=37))
@@ -228,7 +219,6 @@ def test_a_head_of_a_window_is_refused():
 def test_importance_that_is_not_finite_is_refused():
     model = tiny_model("llama", seed=3)
     model.layers[0].self_attn.q_proj.weight = model.layers[0].self_attn.q_proj.weight * mx.nan
-    install_capture()
     for scorer in (PaperScorer(ScoringConfig()), HeadScorer(heads_of("llama"), ScoringConfig())):
         with pytest.raises(SpecPrefillError, match="not finite"):
             driven(scorer, model, ToScore.alone(model, random_prompt(M), ScoringConfig()))
@@ -243,7 +233,6 @@ def test_which_scorer_a_rule_means():
 
 def test_the_question_is_read_in_one_forward():
     draft = Counting(tiny_model("llama", seed=6))
-    install_capture()
     for step, end, shapes in (
         (40, M - 1, [40, 33, 17]),  # a step that would end within the question ends before it
         (40, M - 10, [40, 24, 26]),
@@ -342,7 +331,6 @@ def test_rows_after_the_end_of_the_answer_are_not_used(step):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_draft_is_at_the_end_of_the_prompt_after_its_heads_were_read(family):
     model, prompt = tiny_model(family, seed=8), random_prompt(M, 3)
-    install_rope(), install_capture()
     used, fresh = make_prompt_cache(model), make_prompt_cache(model)
     run_heads(model, prompt, heads_of(family), ScoringConfig(prefill_step=64), cache=used)
     for start, end in pairwise((0, 64, M)):
@@ -425,7 +413,6 @@ def test_a_cached_prefix_does_not_change_the_scores(family):
 def test_a_cached_prefix_does_not_change_what_calibrated_heads_find(family, length):
     """Up to the question's first token at most: what asks is read anew."""
     model, prompt, heads = tiny_model(family, seed=12), random_prompt(M, 7), heads_of(family)
-    install_rope(), install_capture()
     cache = make_prompt_cache(model)
     model(mx.array(prompt[:length])[None], cache=cache)
     mx.eval([part.state for part in cache])

@@ -8,7 +8,6 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import SparseUnsupportedError
-from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, next_position, quantize_kv, shift_of
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.autoregressive import decode
@@ -17,11 +16,6 @@ from tests.tiny import FAMILIES, greedy, random_prompt, tiny_model
 
 M = 100
 KEPT = np.r_[0:20, 33:41, 60:70, 90:100].astype(np.int32)
-
-
-@pytest.fixture(autouse=True)
-def _installed():
-    install_rope()
 
 
 def answer(model, cache, logits, count=8, shift=0):

@@ -13,8 +13,6 @@ import pytest
 
 from mlx_specprefill.adapters.hidden import recorded_hidden
 from mlx_specprefill.adapters.mtp import MTPHead
-from mlx_specprefill.adapters.recurrence import install_replay
-from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.specprefill.sparse_prefill import prefill
@@ -32,16 +30,13 @@ COUNT = 20
 
 @pytest.fixture(autouse=True)
 def _unfused() -> Iterator[None]:
-    install_rope()
     with on_the_cpu_unfused():
         yield
 
 
 @cache
 def model() -> Any:
-    built = tiny_model("qwen3_5")
-    install_replay(built)
-    return built
+    return tiny_model("qwen3_5")
 
 
 @cache

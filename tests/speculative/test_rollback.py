@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
-from mlx_specprefill.adapters.recurrence import install_replay
 from mlx_specprefill.adapters.registry import SPECULATION_REFUSALS
 from mlx_specprefill.cache.positioned import leaves, quantize_kv
 from mlx_specprefill.speculative.rollback import Rewind, Trail, rewind_refusal
@@ -43,9 +42,7 @@ def _forget() -> Iterator[None]:
 
 @cache
 def model_of(name: str) -> Any:
-    model = tiny_model(name) if name in FAMILIES else build(name)
-    install_replay(model)
-    return model
+    return tiny_model(name) if name in FAMILIES else build(name)
 
 
 @cache
@@ -115,7 +112,6 @@ def test_single_steps_leave_what_a_fresh_run_leaves(name: str) -> None:
 def test_every_architecture_goes_back_or_says_why_not(name: str) -> None:
     """And what goes back goes back right; composites, latent attention and gates included."""
     model = build(name)
-    install_replay(model)
     stock = make_prompt_cache(model)
     refusal = rewind_refusal(model, stock)
     assert (refusal is None) == (name not in REFUSED), refusal

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_specprefill.adapters.rope import install_rope, observed_rotations
+from mlx_specprefill.adapters.rope import observed_rotations
 from mlx_specprefill.speculative.strategies import streaming_drafter
 from mlx_specprefill.speculative.streaming_cache import StreamingKVCache
 from tests.oracle import build
@@ -29,7 +29,6 @@ def streaming(model: Any, first: int) -> list[StreamingKVCache]:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "llama+dynamic", "stablelm", "phi3", "cohere"])
 def test_one_layer_equals_a_run_over_what_is_left(name: str) -> None:
     """With one layer, keys don't depend on context, so the truth is a fresh run over first and recent tokens."""
-    install_rope()
     model = tiny_model(name, num_hidden_layers=1) if name in ("llama", "qwen3") else build(name)
     layers = make_prompt_cache(model)
     if len(layers) != 1:
@@ -48,7 +47,6 @@ def test_one_layer_equals_a_run_over_what_is_left(name: str) -> None:
 
 
 def test_taking_back_and_masks() -> None:
-    install_rope()
     model = tiny_model("llama")
     caches, again = streaming(model, 3), streaming(model, 3)
     model(mx.array([[4, 5, 6, 7]]), cache=caches)
@@ -62,7 +60,6 @@ def test_taking_back_and_masks() -> None:
 
 
 def test_the_small_model_reads_first_and_recent_tokens_only() -> None:
-    install_rope()
     model = tiny_model("llama")
     prompt = tuple(np.random.default_rng(1).integers(2, VOCAB, 300).tolist())
     drafter = finish(streaming_drafter(model, prompt, SINKS, WINDOW))

@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
 
-from mlx_specprefill.adapters.rope import install_rope
 from mlx_specprefill.cache.budget import GRACE, ByteBudget, Entry
 from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, next_position, place
 from mlx_specprefill.cache.prefix.disk import DiskTier
@@ -34,7 +33,6 @@ LARGE = 1 << 30
 
 @memoize
 def model_of(family: str) -> nn.Module:
-    install_rope()
     return tiny_model(family)
 
 

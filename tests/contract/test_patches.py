@@ -1,0 +1,160 @@
+"""Every wrapper around mlx and mlx-lm: what it wraps exists, installing it again changes nothing, and it is inert."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_specprefill.adapters.capture import QueryCapture, recorded_attention
+from mlx_specprefill.adapters.hidden import recorded_hidden
+from mlx_specprefill.adapters.patches import PATCHES, install_patches
+from mlx_specprefill.adapters.recurrence import recorded_recurrence
+from mlx_specprefill.adapters.rope import observed_rotations
+from tests.oracle import build, on_the_cpu_unfused
+
+ROOT = Path(__file__).parents[2]
+NAMES = [name for patch in PATCHES for name in patch.names]
+# A tiny model that calls it, where that is not the one of its own file's name.
+CALLER = {
+    "mlx.core:fast.rope": "llama",
+    "mlx.core:fast.scaled_dot_product_attention": "llama",
+    "mlx.core:softmax": "gemma2",
+    "mlx_lm.models.rope_utils:DynamicNTKScalingRoPE.__call__": "llama+dynamic",
+}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> Iterator[None]:
+    with on_the_cpu_unfused():
+        yield
+
+
+def holder(name: str) -> tuple[Any, str]:
+    module, _, path = name.partition(":")
+    *outer, attribute = path.split(".")
+    return reduce(getattr, outer, importlib.import_module(module)), attribute
+
+
+def current(name: str) -> Any:
+    return getattr(*holder(name))
+
+
+def caller(name: str) -> nn.Module:
+    return build(CALLER.get(name) or name.partition(":")[0].rpartition(".")[2])
+
+
+def logits(model: nn.Module) -> mx.array:
+    """Of a prompt in two chunks and of two tokens after it."""
+    cache = make_prompt_cache(model)
+    chunks = [[5, 9, 2, 7, 11], [3, 8], [6], [4]]
+    return mx.concatenate([model(mx.array([chunk]), cache=cache) for chunk in chunks], axis=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_exists_and_is_wrapped_once(name: str) -> None:
+    assert callable(current(name))
+    install_patches()
+    installed = current(name)
+    assert callable(installed.__wrapped__)
+    assert not hasattr(installed.__wrapped__, "__wrapped__")
+    install_patches()
+    assert current(name) is installed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_ordinary_call_passes_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of a model that calls it are bit-equal with the wrapper and with what it wraps."""
+    model, calls = caller(name), []
+    wrapped = logits(model)
+    stock = current(name).__wrapped__
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(*holder(name), counted)
+    assert mx.array_equal(wrapped, logits(model))
+    assert calls
+
+
+def test_nothing_is_wrapped_before_its_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "mlx_lm.models.mistral4"
+    importlib.import_module(name)
+    install_patches()
+    monkeypatch.delitem(sys.modules, name)
+    install_patches()
+    assert name not in sys.modules
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.names[0])
+def test_the_table_in_the_documentation_lists_it(patch: Any) -> None:
+    assert (ROOT / patch.tested_in).is_file()
+    section = (ROOT / "docs/development/architecture.md").read_text().partition("## Patches")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(PATCHES)
+    path = patch.names[0].partition(":")[2]
+    named = "`RECURRENT`" if len(patch.names) > 2 else path
+    (row,) = [row for row in rows if f"{named}`" in row or f"{named} " in row]
+    assert patch.tested_in.removeprefix("tests/") in row
+
+
+# --- recordings nest -------------------------------------------------------------------------------------------------
+
+
+def forwards(model: nn.Module, tokens: int) -> None:
+    mx.eval(model(mx.array([[1] * tokens]), cache=make_prompt_cache(model)))
+
+
+RECORDINGS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[Any], int]]] = {
+    "rotations": ("llama", observed_rotations, len),
+    "attention": ("llama", recorded_attention, lambda record: len(record.queries)),
+    "recurrence": ("qwen3_5", recorded_recurrence, len),
+    "hidden": ("qwen3_5", recorded_hidden, len),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDINGS)
+def test_nested_recordings_both_get_what_is_theirs(kind: str) -> None:
+    """The inner one gets its own forward; the outer one those before and after it, an exception in between or not."""
+    name, recording, count = RECORDINGS[kind]
+    model = build(name)
+    with recording() as alone:
+        forwards(model, 2)
+    with recording() as outer:
+        forwards(model, 2)
+        with suppress(KeyError), recording() as inner:
+            forwards(model, 3)
+            raise KeyError
+        forwards(model, 2)
+    forwards(model, 2)
+    assert count(alone) == count(inner) > 0
+    assert count(outer) == 2 * count(alone)
+
+
+def test_an_inner_capture_leaves_the_outer_one_active() -> None:
+    """Of different kinds: both are shown to by the same wrapper."""
+    model, capture = build("llama"), QueryCapture(1, 1)
+    with recorded_attention() as record:
+        with capture.row(1):
+            forwards(model, 1)
+        forwards(model, 1)
+    assert capture.layers == [len(record.queries)]
+
+
+def test_rotations_are_recorded_with_their_frequencies() -> None:
+    """What is recorded of a key turns it further exactly as the model would have."""
+    rope = nn.RoPE(8)
+    x = mx.random.normal((1, 1, 3, 8), key=mx.random.key(0))
+    with observed_rotations() as seen:
+        keys = rope(x, offset=5)
+    assert mx.allclose(seen[0](keys, 7), rope(x, offset=12), atol=1e-5)

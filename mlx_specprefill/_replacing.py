@@ -1,4 +1,4 @@
-"""Writing a file as a whole: whoever reads it at any time finds the old content or the new one."""
+"""Writing a file as a whole: a reader finds the old content or the new one, never a part."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Grammars that an answer must follow: compiled once, then one mask over the vocabulary per token.
 
 llguidance keeps the grammar's state on the CPU and says which tokens may come next; the mask is applied to the logits
-by whoever chooses the token. Nothing here touches an array of MLX or needs a particular device.
+by the code that chooses the token. Nothing here touches an array of MLX or needs a particular device.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class GenerationRequest:
         constraint: None, or what the generated text must look like.
         reasoning: None, or how much of the answer may be reasoning.
         min_tokens: stop ids are not generated before so many tokens, unless the constraint leaves nothing else.
-        label: with whom the request shares cached prefixes and sessions.
+        label: cached prefixes and sessions are shared with requests of the same label.
     """
 
     prompt: tuple[int, ...]
@@ -291,7 +291,7 @@ class Account:
     timings: Timings = field(default_factory=Timings)
     predicted: Prediction | None = None  # before the work; None where nothing was measured
     kept_spans: tuple[tuple[int, int], ...] | None = None
-    speculation: SpeculationAccount | None = None  # None: nobody asked for it
+    speculation: SpeculationAccount | None = None  # None: not asked for
     auto_share: float | None = None  # of chunks, chosen for this prompt, 1: all; None where the share was given
 
     def to_dict(self) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class EngineCaches:
             prefix = 0 if self._target is None else self._target.covers(tokens[:dense], label)
             return max(prefix, self.sessions.covers(tokens, label))
         except Exception:
-            log.exception("what is cached of a prompt can't be told")
+            log.exception("looking up what is cached of a prompt failed")
             return 0
 
     def keep_target(self, tokens: Sequence[int], cache: list[Any], label: CacheLabel) -> None:

@@ -1,4 +1,4 @@
-"""What the target saw in part is read in full when nobody waits: which turn is next, and the job that does it."""
+"""What the target saw in part is read in full when the engine is idle: the queue of turns, and the job that does it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import RequestCancelled
 from ..request import SHARED, CacheLabel
 from .admission.memory import Memory
 from .handle import RequestHandle
-from .job import Job, nobody
+from .job import Job, ignore
 from .prefill import Prefiller
 
 __all__ = ["Densifier", "DensifyQueue", "SparseTurn"]
@@ -110,7 +110,7 @@ class Densifier:
             return None
         self._now = turn, RequestHandle()
         slices = self._prefiller.dense(turn.tokens, turn.label)
-        return Job(uid, nobody, self._now[1], slices, on_end=partial(self._ended, turn), background=True)
+        return Job(uid, ignore, self._now[1], slices, on_end=partial(self._ended, turn), background=True)
 
     def _ended(self, turn: SparseTurn, result: object) -> None:
         self._now = None

@@ -34,7 +34,7 @@ from .densify import Densifier
 from .handle import RequestHandle
 from .inbox import Inbox, Results
 from .inspection import Inspection, inspect_prompt
-from .job import Job, OnEvent, nobody
+from .job import Job, OnEvent, ignore
 from .loop import Loop
 from .prefill import Prefiller
 from .replay import Replay, replay_continuation
@@ -280,7 +280,7 @@ class Engine:
         """
         self.check(replace(request, max_tokens=len(continuation)))
         slices = replay_continuation(self.prefiller, request, tuple(continuation), attention, keep)
-        return self._wait_for(slices, nobody)
+        return self._wait_for(slices, ignore)
 
     def _wait_for(self, slices: Generator[Any, None, T], on_event: OnEvent) -> T:
         """Run a job without answer on the MLX thread; its result."""

@@ -10,7 +10,7 @@ __all__ = ["log_failure"]
 
 
 def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> None:
-    """With its traceback, unless the request itself was at fault: its client is told, and there is nothing to mend."""
+    """With its traceback, unless the request itself was at fault: its client gets the reason."""
     if isinstance(error, InvalidRequestError):
         log.info("%s: %s", what, error)
     else:

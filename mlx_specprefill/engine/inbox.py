@@ -18,7 +18,7 @@ Call = Callable[[], None]
 
 
 class Results(queue.SimpleQueue[T | Exception]):
-    """Where the MLX thread puts one result for a caller who waits."""
+    """One result, from the MLX thread to the caller that waits for it."""
 
     def wait(self) -> T:
         """What was put there; an exception is raised."""
@@ -51,7 +51,7 @@ class Inbox:
 
     @property
     def waiting(self) -> int:
-        """Jobs that nobody works on yet."""
+        """Jobs that have not been started."""
         return self._scheduler.waiting + self._unread
 
     def __bool__(self) -> bool:

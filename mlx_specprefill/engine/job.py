@@ -12,14 +12,14 @@ from ..request import Event, Progress
 from .handle import RequestHandle
 from .sequence import Sequence
 
-__all__ = ["Job", "OnEvent", "bare", "nobody"]
+__all__ = ["Job", "OnEvent", "bare", "ignore"]
 
 log = logging.getLogger(__name__)
 OnEvent = Callable[[Event], None]
 
 
-def nobody(_: object) -> None:
-    """A callback of those who don't listen."""
+def ignore(_: object) -> None:
+    """A callback that does nothing."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Job:
     handle: RequestHandle
     slices: Generator[Any, None, Any]
     sequence: Sequence | None = None
-    on_end: Callable[[Any], None] = nobody
+    on_end: Callable[[Any], None] = ignore
     background: bool = False
     done: dict[str, int] = field(default_factory=dict)
     slice_s: float = 0.0
@@ -77,7 +77,7 @@ class Job:
         except Exception:
             log.exception("a request's callback failed")
             self.handle.cancel()
-            self.on_event = nobody
+            self.on_event = ignore
 
 
 def bare(error: Exception) -> Exception:

@@ -2,7 +2,7 @@
 
 Each tick is one decode step of all running answers, then one slice of one prefill, or short ones that take no longer
 together (`scheduler.py` says whose).
-Whatever happens to one request, the loop goes on.
+An error of one request never ends the loop.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Loop:
                 posted()
 
     def _left(self, request: GenerationRequest) -> tuple[int, int]:
-        """Full slices and tokens of a prompt, as far as can be told: nothing of what is cached has to be read."""
+        """Full slices and tokens of a prompt that are not cached, as far as is known."""
         tokens = len(request.prompt)
         slices = self._slicing.full_slices(tokens, 0)
         if slices == 1:
@@ -118,7 +118,7 @@ class Loop:
         return min(_IDLE_BEAT_S, _QUIET_S - quiet) if self._densifier.turns else _IDLE_BEAT_S
 
     def _guarded_tick(self) -> None:
-        """What no step could blame on one request ends those that run, never the loop."""
+        """An error that belongs to no single request ends all that run, never the loop."""
         try:
             self._tick()
         except Exception as error:
@@ -137,7 +137,7 @@ class Loop:
         self._look_at_memory()
 
     def _look_at_memory(self) -> None:
-        """Is all of it accounted for? What was freed goes back to the system when nobody is likely to want it soon."""
+        """Compare what MLX holds with what is accounted for; return freed memory to the system when idle."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -236,7 +236,7 @@ class Loop:
             return None
 
     def _prefilled(self, job: Job, result: Any) -> None:
-        """The last slice is done: on to decoding, or, for other jobs, the result to whoever waits."""
+        """The last slice is done: on to decoding; of other jobs, on to `on_end`."""
         sequence = job.sequence
         if sequence is None:
             self._forget(job)

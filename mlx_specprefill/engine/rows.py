@@ -98,7 +98,7 @@ class Rows:
         sequence.cache = []  # the batch owns it now
 
     def _first_token(self, uid: int) -> TokenEvent:
-        """A row whose token can't be read leaves at once: nobody would answer for what the next step says of it."""
+        """A row whose first token can't be read leaves at once, so that the next step does not fail for it again."""
         try:
             return self._batch.first_token(uid)
         except Exception:

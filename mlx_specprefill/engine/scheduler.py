@@ -1,17 +1,17 @@
-"""Who gets the next slice of the device. Integers only: no arrays, no clocks, no threads.
+"""Which prefill gets the next slice. Integers only: no arrays, no clocks, no threads.
 
-One tick of the engine is one decode step of everything that decodes, then a slice of one prefill, or several that take
-no longer together. So a running answer waits for `target_ms` or so at most, whatever arrives.
+One tick of the engine is one decode step of all rows, then one prefill slice, or several short ones that take no longer
+together. A running answer waits for `target_ms` or so at most.
 
-A prompt is short if what is not cached of it takes one full slice, of `target_ms`; it is brief if it has at most half
-as many tokens as is usual among the requests at hand: the speed of the machine, which is known roughly, does not decide
-that. Both go before all others, those with the fewest tokens left first; then comes the prefill served least. So a
-short prompt overtakes long ones at once, a long newcomer catches up, and then all advance evenly. The oldest gets a
-fifth of the time whatever comes, and every prefill is the oldest some day, so nobody waits forever; it takes no two
-slices in a row from short and brief ones, so a short prompt starts with the second slice at the latest, however many
-others there are and however long they ran. A prompt that was read to its end waits for nobody: its last step takes no
-time. An eighth of the rows is kept for short prompts, and another for short and brief ones. Background jobs
-(densification) run only when nothing else wants the device.
+- A prompt is short if its uncached tokens fit one slice of `target_ms`. It is brief if it has at most half as many
+  tokens as the median request; this does not depend on the speed of the machine, which is known roughly.
+- Short and brief prompts go first, the fewest remaining tokens first; then the prefill that has got the fewest tokens.
+  So a long newcomer catches up, and then all advance evenly.
+- The oldest prefill gets a fifth of the time, but no two slices in a row while short or brief prompts wait. So a short
+  prompt starts with the second slice at the latest, and no prefill starves: each is the oldest in the end.
+- A prompt that is read to its end goes on at once: its last step takes no time.
+- An eighth of the rows is reserved for short prompts, another eighth for short and brief ones.
+- Background jobs (densification) run when there is no request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 __all__ = ["Scheduler", "SliceSizer"]
 
-MANY = 1 << 62  # as many tokens or slices as nobody knows
+MANY = 1 << 62  # tokens or slices: not known yet
 _START = 4  # times `smallest`: tokens of the first slice, whose speed is not known yet
 # With nothing decoding only a newcomer waits for a slice: it may take this times `target_ms`, and is not cut below this
 # times `smallest`, because short slices cost large models more per token.
@@ -40,11 +40,11 @@ _WRONG = 2
 _KEPT_ROWS = 8  # one of so many is kept for short prompts, and one for short and brief ones
 _FEWEST_ROWS = 4  # of which one is kept
 _PASSES = 64  # times that a request for which there is no memory lets a short one pass
-_BACKGROUND = 0.25  # times `target_ms`: whoever comes while nobody was there should hardly notice
+_BACKGROUND = 0.25  # times `target_ms`: a request that comes meanwhile waits for the rest of the slice
 
 
 @dataclass
-class _Job:
+class _Prefill:
     uid: int
     tokens: int = MANY  # of the prompt that were to be read when it was admitted
     hurry: int = 0  # tokens until which it goes before long ones
@@ -85,7 +85,7 @@ class Scheduler:
         self._for_brief = max_rows // _KEPT_ROWS
         self._for_short = max(self._for_brief, int(max_rows >= _FEWEST_ROWS))
         self._waiting: dict[int, _Waiting] = {}
-        self._prefilling: dict[int, _Job] = {}  # in order of admission
+        self._prefilling: dict[int, _Prefill] = {}  # in order of admission
         self._decoding: set[int] = set()
         self._short: set[int] = set()  # of those two
         self._brief: set[int] = set()  # of those two
@@ -133,7 +133,7 @@ class Scheduler:
         """A job that yields to every request. It needs no admission."""
         if uid in self:
             raise ValueError(f"uid {uid} is scheduled already")
-        self._prefilling[uid] = _Job(uid, background=True)
+        self._prefilling[uid] = _Prefill(uid, background=True)
 
     def __contains__(self, uid: int) -> bool:
         return uid in self._prefilling or uid in self._decoding or uid in self._waiting
@@ -171,7 +171,7 @@ class Scheduler:
         brief = not waits.short and waits.tokens <= self._most_brief()
         hurry = _WRONG * waits.tokens if brief or waits.short else 0
         # First: others read `waiting`, then `running`, and must find it in one.
-        self._prefilling[uid] = _Job(uid, waits.tokens, hurry)
+        self._prefilling[uid] = _Prefill(uid, waits.tokens, hurry)
         if waits.short:
             self._short.add(uid)
         elif brief:
@@ -313,7 +313,7 @@ class SliceSizer:
 
         Args:
             contended: answers are running that wait for the slice.
-            background: nobody wants the slice now.
+            background: no request is waiting for the slice.
             offset: tokens that come before it.
             crowded: newcomers are likely, who wait for the rest of it.
         """

@@ -77,8 +77,8 @@ class Sequence:
         stage: what the current slice works on.
         tokens: generated so far.
         guide: the request's grammar and budget on their way through the answer.
-        speculation: how the answer is drafted, None if nobody asked; `draft_cache` and `lookahead` are what the draft
-            left of scoring: its cache with the prompt in it, and its greedy continuation.
+        speculation: how the answer is drafted, None if that was not asked for.
+        draft_cache, lookahead: what scoring left: the draft's cache of the prompt, and its greedy continuation.
     """
 
     uid: int

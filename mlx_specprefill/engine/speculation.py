@@ -60,7 +60,7 @@ class Speculator:
     # --- the decision ------------------------------------------------------------------------------------------------
 
     def decide(self, sequence: Sequence, context: int, read: bool) -> Speculation | None:
-        """What a request's answer is decoded with; None where nobody asked for more than plain decoding.
+        """How a request's answer is drafted; None where neither the request nor the server asks for it.
 
         Args:
             context: tokens that the target's cache will hold.

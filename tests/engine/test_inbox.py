@@ -10,7 +10,7 @@ import pytest
 
 from mlx_specprefill import EngineClosedError, Progress, RequestCancelled, RequestHandle
 from mlx_specprefill.engine.inbox import Inbox, Results
-from mlx_specprefill.engine.job import Job, bare, nobody
+from mlx_specprefill.engine.job import Job, bare, ignore
 from mlx_specprefill.engine.scheduler import Scheduler
 
 
@@ -20,7 +20,7 @@ def work(*events: Any) -> Generator[Any, None, str]:
 
 
 def job(uid: int, *events: Any) -> Job:
-    return Job(uid, nobody, RequestHandle(), work(*events))
+    return Job(uid, ignore, RequestHandle(), work(*events))
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_stopped_job_may_clean_up_and_is_over() -> None:
             seen.append("cleaned up")
             raise
 
-    one = Job(1, nobody, RequestHandle(), slices())
+    one = Job(1, ignore, RequestHandle(), slices())
     one.advance()
     one.stop()
     assert seen == ["cleaned up"]

@@ -13,7 +13,7 @@ import pytest
 from mlx_specprefill.config import EngineConfig
 from mlx_specprefill.engine.engine import Engine
 from mlx_specprefill.engine.handle import RequestHandle
-from mlx_specprefill.engine.job import Job, nobody
+from mlx_specprefill.engine.job import Job, ignore
 from mlx_specprefill.engine.scheduler import Scheduler, SliceSizer
 from mlx_specprefill.engine.slicing import Slicing
 from mlx_specprefill.request import Progress
@@ -125,7 +125,7 @@ def test_a_plan_does_not_touch_the_slice_that_runs() -> None:
     def no_slices() -> Iterator[None]:
         yield None
 
-    job = Job(1, nobody, RequestHandle(), no_slices())  # type: ignore[arg-type]
+    job = Job(1, ignore, RequestHandle(), no_slices())  # type: ignore[arg-type]
     slicing = Slicing(config, scheduler, lambda kind: 2048 if kind == "draft" else 64)
     slicing.begin(job)
     given = slicing.size("draft")

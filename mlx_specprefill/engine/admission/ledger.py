@@ -1,4 +1,4 @@
-"""What MLX holds beside what somebody answers for. MLX thread only, but for `unaccounted`."""
+"""Memory that MLX holds and no part of the engine accounts for. MLX thread only, but for `unaccounted`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ...cache.positioned import leaves
 __all__ = ["TOLERATED", "Ledger", "cache_bytes"]
 
 log = logging.getLogger(__name__)
-TOLERATED = 32 << 20  # bytes that nobody answers for: tables, masks, logits, what MLX rounds up
-_AGAIN = 2  # times as many bytes as were told of
+TOLERATED = 32 << 20  # bytes that need no account: tables, masks, logits, what MLX rounds up
+_AGAIN = 2  # times the bytes of the last warning, for the next one
 
 
 class Ledger:
@@ -27,7 +27,7 @@ class Ledger:
         self._told = 0
 
     def balance(self, active: int, held: Mapping[str, int], working_set: int = 0) -> None:
-        """Between two slices. A surplus is told once, and again only when it has doubled.
+        """Between two slices. A surplus is logged once, and again only when it has doubled.
 
         Args:
             active: bytes of all arrays, as MLX counts them.

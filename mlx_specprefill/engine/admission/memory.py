@@ -31,7 +31,7 @@ class Memory:
     """Predicts and reports; before `measure` everything is free.
 
     Attributes:
-        admission: which predictions fit, and what has been promised to whom.
+        admission: which predictions fit, and what is reserved for which job.
     """
 
     def __init__(self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, costs: Costs) -> None:
@@ -105,7 +105,7 @@ class Memory:
         )
 
     def balance(self, jobs: Collection[Job], rows: int) -> None:
-        """Between two slices, on the MLX thread: is all that MLX holds somebody's?
+        """Between two slices, on the MLX thread: compare what MLX holds with what is accounted for.
 
         Args:
             rows: bytes of the caches of all decoding rows.

@@ -20,7 +20,7 @@ class Costs:
     """What target and draft take on this machine.
 
     Attributes:
-        measured: None before `measure`, and where nothing can be told or a fixed threshold decides.
+        measured: None before `measure`, where measuring failed, and where a fixed threshold decides.
     """
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:

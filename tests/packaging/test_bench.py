@@ -24,9 +24,10 @@ TTFT = """benchmark device blas mlx target draft rule dtype target_step draft_st
 limit_of_whole rest_of_full between_of_full between_growth target_weights_mib draft_weights_mib worst_prediction
 rows""".split()
 TTFT_ROW = """tokens keep kept_tokens full_ttft_ms sparse_ttft_ms draft_ms lookahead_ms select_ms prefill_ms
-first_token_ms draft_alone_ms target_kept_ms limit_ms whole_draft_alone_ms whole_limit_ms speedup r share_of_limit rest_of_full
-between_ms between_of_full full_peak_mib sparse_peak_mib full_kv_mib sparse_kv_mib draft_kv_mib scoring_mib
-full_decode_tps sparse_decode_tps predicted_full_ms predicted_sparse_ms""".split()
+first_token_ms draft_alone_ms target_kept_ms limit_ms whole_draft_alone_ms whole_limit_ms speedup r
+share_of_limit rest_of_full between_ms between_of_full full_peak_mib sparse_peak_mib full_kv_mib
+sparse_kv_mib draft_kv_mib scoring_mib full_decode_tps sparse_decode_tps predicted_full_ms
+predicted_sparse_ms""".split()
 
 
 Report = Callable[[str], dict[str, Any]]

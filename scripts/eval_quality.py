@@ -24,7 +24,7 @@ from mlx_specprefill import Engine, LoadError, PairMismatchError
 from mlx_specprefill_evals.arms import ARM_KINDS, arms
 from mlx_specprefill_evals.command import Options, evaluate
 from mlx_specprefill_evals.errors import EvaluationError
-from mlx_specprefill_evals.local import LocalExaminee, examination
+from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_server.cli.common import load
 from mlx_specprefill_server.pairs import NAMED_PAIRS, Pair, PairsError, find_pair, read_pairs
 
@@ -91,7 +91,7 @@ def _examine(name: str, pair: Pair, options: argparse.Namespace) -> dict[str, An
             out=options.out and options.out / name,
         )
         with Engine(load(pair, "auto"), examination()) as engine:
-            return evaluate(plan, LocalExaminee(engine), lambda line: print(line, flush=True))
+            return evaluate(plan, LocalModel(engine), lambda line: print(line, flush=True))
     except (LoadError, PairMismatchError, EvaluationError) as error:
         sys.exit(f"error: {error}")
 

@@ -13,8 +13,8 @@ from mlx_specprefill_evals.arms import ARM_KINDS
 from mlx_specprefill_evals.arms import arms as make_arms
 from mlx_specprefill_evals.command import Options
 from mlx_specprefill_evals.command import evaluate as run
-from mlx_specprefill_evals.local import LocalExaminee, examination
-from mlx_specprefill_evals.remote import RemoteExaminee
+from mlx_specprefill_evals.local import LocalModel, examination
+from mlx_specprefill_evals.remote import RemoteModel
 from mlx_specprefill_evals.tasks import GROUPS
 from mlx_specprefill_server.cli.common import OptionError, begin, choose, load, make_settings, one_line_errors
 from mlx_specprefill_server.cli.options import (
@@ -90,7 +90,7 @@ def evaluate(
         if server is not None:
             if chunk_size is not None:
                 raise OptionError("--chunk-size is for a pair that is loaded here; a server has its own")
-            typer.echo(json.dumps(run(options, RemoteExaminee(server, model, api_key), _tell)))
+            typer.echo(json.dumps(run(options, RemoteModel(server, model, api_key), _tell)))
             return
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
         auto = "auto" if any(arm.keep == "auto" for arm in options.arms) else None
@@ -99,7 +99,7 @@ def evaluate(
             load(chosen, dtype, make_settings(chosen, specprefill_keep_pct=auto), calibrate=True),
             examination(selection),
         ) as engine:
-            typer.echo(json.dumps(run(options, LocalExaminee(engine), _tell)))
+            typer.echo(json.dumps(run(options, LocalModel(engine), _tell)))
 
 
 def _tell(line: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from . import corpus, longbench, plots, suite
 from .arms import Arm
 from .errors import NothingToDoError
-from .examinee import Examinee
+from .model_under_test import ModelUnderTest
 from .records import Cell, Record, Records
 from .report import markdown, summarise
 from .tasks import REAL, TASKS, Item
@@ -37,7 +37,7 @@ class Options:
     out: Path | None = None
 
 
-def evaluate(options: Options, examinee: Examinee, tell: Tell) -> dict[str, Any]:
+def evaluate(options: Options, model: ModelUnderTest, tell: Tell) -> dict[str, Any]:
     """Measure, write the report, and return it; `tell` gets lines for people.
 
     Raises:
@@ -45,8 +45,8 @@ def evaluate(options: Options, examinee: Examinee, tell: Tell) -> dict[str, Any]
         OtherRunError: `out` holds results of something else.
         UnreachableError: the server went away; what was measured is kept.
     """
-    sources, problems = _sources(options, examinee, tell)
-    described = {**examinee.described, "seed": options.seed, **_corpus(sources)}
+    sources, problems = _sources(options, model, tell)
+    described = {**model.described, "seed": options.seed, **_corpus(sources)}
     records = Records(None if options.out is None else options.out / "items.jsonl", described)
     plan = suite.Plan(options.arms, options.number, options.probes, options.seed)
     asked: dict[tuple[Cell, int], None] = {}
@@ -57,7 +57,7 @@ def evaluate(options: Options, examinee: Examinee, tell: Tell) -> dict[str, Any]
         progress(record)
 
     try:
-        suite.run(plan, sources, examinee, records, heard)
+        suite.run(plan, sources, model, records, heard)
     finally:
         mine = [record for record in records if (record.cell, record.number) in asked]
         report = {"run": described, **summarise(mine, options.arms), "left_out": problems}
@@ -65,10 +65,10 @@ def evaluate(options: Options, examinee: Examinee, tell: Tell) -> dict[str, Any]
     return report
 
 
-def _sources(options: Options, examinee: Examinee, tell: Tell) -> tuple[list[suite.Source], list[str]]:
+def _sources(options: Options, model: ModelUnderTest, tell: Tell) -> tuple[list[suite.Source], list[str]]:
     names, unknown = suite.choose_tasks(options.tasks)
     problems = [f"no task {name!r}; there are: {', '.join(TASKS)}" for name in unknown]
-    sources = list(suite.synthetic(names, options.lengths, options.depths, examinee))
+    sources = list(suite.synthetic(names, options.lengths, options.depths, model))
     for file in options.files:
         try:
             examples, bad_lines = longbench.load(file)

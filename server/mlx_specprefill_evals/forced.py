@@ -12,7 +12,7 @@ from mlx_specprefill import Account, Replay
 
 from .arms import FULL, Arm
 from .errors import NotMeasuredError
-from .examinee import Reply
+from .model_under_test import Reply
 from .prompted import Prompted
 
 __all__ = ["Forced", "check_mode", "divergence", "forced_replies", "together"]

@@ -1,4 +1,6 @@
-"""An engine in this process as examinee: every arm goes through the engine's one path of plan, selection and prefill.
+"""An engine in this process as the model under test.
+
+Every arm goes through the engine's one path of plan, selection and prefill.
 
 Arms differ in the scores that a request brings along. Positions that are not restored are a full prefill of what the
 sparse arm kept. Nothing here knows arrays of any model: distributions come from `Engine.replay`.
@@ -35,12 +37,12 @@ from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder
 
 from .arms import FULL, Arm
 from .errors import NotMeasuredError
-from .examinee import Reply
 from .forced import Forced, check_mode, divergence, forced_replies, together
+from .model_under_test import Reply
 from .prompted import OWNER, Prompted, Span
 from .tasks import Item, Known
 
-__all__ = ["LocalExaminee", "examination"]
+__all__ = ["LocalModel", "examination"]
 
 PROBED_TOKENS = 64  # of the dense answer, teacher-forced
 CONTINUED_TOKENS = 256  # of the document, for perplexity
@@ -63,7 +65,7 @@ class _Answer:
         return self.account.kept_spans or ()
 
 
-class LocalExaminee:
+class LocalModel:
     """Args:
     engine: running, and nobody else's: what it keeps is dropped after every item.
     """

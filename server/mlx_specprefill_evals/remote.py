@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as examinee.
+"""An OpenAI-compatible server as the model under test.
 
 Full prefill alone needs nothing but /v1/chat/completions; the sparse arm sends this project's two request fields. Arms
 that choose chunks by other scores need the engine in the process.
@@ -15,17 +15,17 @@ from typing import Any
 
 from .arms import FULL, Arm
 from .errors import NotMeasuredError, UnreachableError
-from .examinee import Reply
 from .haystack import NOISE
+from .model_under_test import Reply
 from .tasks import Item
 
-__all__ = ["REMOTE_ARMS", "RemoteExaminee"]
+__all__ = ["REMOTE_ARMS", "RemoteModel"]
 
 REMOTE_ARMS = ("full", "sparse")
 RULER_TEXT = NOISE * 40  # to learn how many characters a token has
 
 
-class RemoteExaminee:
+class RemoteModel:
     """Args:
         url: with or without /v1 at its end.
         model: None: the first one that the server lists.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .arms import Arm
 from .errors import NotMeasuredError, UnreachableError
-from .examinee import Examinee, Reply
+from .model_under_test import ModelUnderTest, Reply
 from .records import Cell, Record, Records
 from .tasks import GROUPS, TASKS, Item, Space, make_item
 
@@ -47,18 +47,18 @@ def choose_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def synthetic(
-    names: Sequence[str], lengths: Sequence[int], depths: Sequence[float], examinee: Examinee
+    names: Sequence[str], lengths: Sequence[int], depths: Sequence[float], model: ModelUnderTest
 ) -> Iterator[Source]:
     """The cells of the table's tasks; depths only where the task has one place to put."""
     for name in names:
         for length in lengths:
             for depth in depths if TASKS[name].has_depth and depths else (None,):
-                yield _source(Cell(name, length, depth), examinee)
+                yield _source(Cell(name, length, depth), model)
 
 
-def _source(cell: Cell, examinee: Examinee) -> Source:
+def _source(cell: Cell, model: ModelUnderTest) -> Source:
     task = TASKS[cell.task]
-    space = Space(cell.length, examinee.count, cell.depth)
+    space = Space(cell.length, model.count, cell.depth)
 
     def get(number: int) -> tuple[Item, Score]:
         item = make_item(task, cell.task, number, space)
@@ -68,7 +68,7 @@ def _source(cell: Cell, examinee: Examinee) -> Source:
 
 
 def run(
-    plan: Plan, sources: Sequence[Source], examinee: Examinee, records: Records, tell: Callable[[Record], None]
+    plan: Plan, sources: Sequence[Source], model: ModelUnderTest, records: Records, tell: Callable[[Record], None]
 ) -> None:
     """Measure what `records` does not hold yet; `tell` hears of every item.
 
@@ -82,7 +82,7 @@ def run(
             wanted = _missing(plan, record)
             if wanted:
                 try:
-                    record = _measured(plan, source, examinee, number, wanted)
+                    record = _measured(plan, source, model, number, wanted)
                     unanswered = 0
                 except NotMeasuredError as error:
                     unanswered = unanswered + 1 if isinstance(error, UnreachableError) else 0
@@ -100,10 +100,10 @@ def _missing(plan: Plan, record: Record | None) -> tuple[Arm, ...]:
     return tuple(arm for arm in plan.arms if arm.name not in record.arms)
 
 
-def _measured(plan: Plan, source: Source, examinee: Examinee, number: int, wanted: Sequence[Arm]) -> Record:
+def _measured(plan: Plan, source: Source, model: ModelUnderTest, number: int, wanted: Sequence[Arm]) -> Record:
     item, score = source.get(number)
     probe = number < plan.seed + plan.probes
-    replies = examinee.ask(item, wanted, source.answer_tokens, number, probe)
+    replies = model.ask(item, wanted, source.answer_tokens, number, probe)
     arms = {arm.name: _entry(replies.get(arm), score) for arm in wanted}
     return Record(source.cell, number, arms)
 

@@ -15,17 +15,17 @@ from mlx_specprefill import (
     SpecPrefillOptions,
 )
 
-from .callers import Caller
 from .constrained.output_format import OutputFormat, constraint_of
-from .constrained.tool_choice import ToolChoice, offered
+from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .deps import Service
-from .drawing import DrawingFields
 from .generating.detokenizer import IncrementalDetokenizer, Stops
 from .generating.generation import Generation, Job
 from .generating.reader import AnswerReader
+from .identity import Identity
 from .parsers.parser import Parser
 from .prompting.conversation import Conversation
 from .prompting.prompt import Prompt
+from .sampling import SamplingFields
 
 __all__ = [
     "AnswerRequest",
@@ -47,14 +47,14 @@ class AnswerRequest:
         max_tokens: per answer; None: the remaining context.
         stops: strings that end the visible text; neither they nor what follows is shown.
         output: what the text must look like; None: free text.
-        drawing: sampling, and which tokens end an answer.
+        sampling: how tokens are sampled, and which of them end an answer.
         thinking_budget: how many tokens of reasoning an answer may have; None: as many as it likes.
         n: answers.
         logprobs: None, or how many alternatives per token (0..20).
     """
 
     conversation: Conversation
-    drawing: DrawingFields
+    sampling: SamplingFields
     specprefill: SpecPrefillOptions
     max_tokens: int | None = None
     stops: tuple[str, ...] = ()
@@ -72,32 +72,34 @@ class AnswerRequest:
         return self.tool_choice not in ("auto", "none")
 
 
-async def start_answers(service: Service, request: AnswerRequest, caller: Caller, cache_salt: str | None) -> Generation:
+async def start_answers(
+    service: Service, request: AnswerRequest, identity: Identity, cache_salt: str | None
+) -> Generation:
     """Renders the conversation and starts its answers. Whoever gets the generation must close it.
 
     Raises:
         InvalidRequestError, ContextLengthError: nothing has been started.
         EngineClosedError: the engine takes nothing more.
     """
-    tools, choice = offered(request.conversation.tools, request.tool_choice)
+    tools, choice = resolve_tool_choice(request.conversation.tools, request.tool_choice)
     request = replace(request, conversation=replace(request.conversation, tools=tools), tool_choice=choice)
-    sampling = await sampling_params(service, request.drawing)
+    params = await sampling_params(service, request.sampling)
     prompt = await service.prompts.chat(request.conversation)
     warnings: list[str] = []
     constraint = _constraint(service, request, prompt, warnings)
     await service.compile(constraint)
-    job = _job(service, request, sampling, prompt, constraint)
-    return service.submit(copies(job, request.n), caller, cache_salt, warnings)
+    job = _job(service, request, params, prompt, constraint)
+    return service.submit(copies(job, request.n), identity, cache_salt, warnings)
 
 
-async def sampling_params(service: Service, drawing: DrawingFields) -> SamplingParams:
+async def sampling_params(service: Service, fields: SamplingFields) -> SamplingParams:
     """As the engine wants them. A word is forbidden as it is written in a text and at its start.
 
     Raises:
         InvalidRequestError: names the field.
     """
-    params = drawing.sampling(service.settings.temperature, service.vocabulary)
-    words = [text for word in drawing.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
+    params = fields.sampling(service.settings.temperature, service.vocabulary)
+    words = [text for word in fields.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
     ids = [await service.prompts.tokens(word, special=False, field="bad_words") for word in words]
     return replace(params, bad_words=tuple(dict.fromkeys(filter(None, ids))))
 
@@ -108,7 +110,7 @@ async def count_tokens(service: Service, conversation: Conversation, choice: Too
     Raises:
         InvalidRequestError: the conversation or the choice is at fault.
     """
-    tools, _ = offered(conversation.tools, choice)
+    tools, _ = resolve_tool_choice(conversation.tools, choice)
     return len((await service.prompts.chat(replace(conversation, tools=tools))).tokens)
 
 
@@ -127,14 +129,14 @@ def _constraint(service: Service, request: AnswerRequest, prompt: Prompt, warnin
 
 
 def _job(
-    service: Service, request: AnswerRequest, sampling: SamplingParams, prompt: Prompt, constraint: Constraint | None
+    service: Service, request: AnswerRequest, params: SamplingParams, prompt: Prompt, constraint: Constraint | None
 ) -> Job:
     budget, tools = request.thinking_budget, request.conversation.tools
     for_engine = engine_request(
         service,
         prompt,
-        request.drawing,
-        sampling,
+        request.sampling,
+        params,
         request.specprefill,
         max_tokens=request.max_tokens,
         field=request.conversation.field,
@@ -145,7 +147,7 @@ def _job(
     return make_job(
         service,
         for_engine,
-        request.drawing,
+        request.sampling,
         lambda: service.format.parser(tools, prompt.ending),
         stops=request.stops,
         return_token_ids=request.return_token_ids,
@@ -157,8 +159,8 @@ def _job(
 def engine_request(
     service: Service,
     prompt: Prompt,
-    drawing: DrawingFields,
-    sampling: SamplingParams,
+    fields: SamplingFields,
+    params: SamplingParams,
     specprefill: SpecPrefillOptions,
     *,
     max_tokens: int | None,
@@ -183,22 +185,22 @@ def engine_request(
     return GenerationRequest(
         prompt=prompt.tokens,
         max_tokens=room,
-        sampling=sampling,
+        sampling=params,
         specprefill=specprefill,
         spans=prompt.spans,
-        stop_token_ids=_stop_ids(service, drawing, constraint),
+        stop_token_ids=_stop_ids(service, fields, constraint),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         constraint=constraint,
         reasoning=reasoning,
-        min_tokens=min(drawing.min_tokens, room),
+        min_tokens=min(fields.min_tokens, room),
     )
 
 
 def make_job(
     service: Service,
     request: GenerationRequest,
-    drawing: DrawingFields,
+    fields: SamplingFields,
     parser: Callable[[], Parser],
     *,
     stops: Sequence[str] = (),
@@ -208,13 +210,13 @@ def make_job(
     every_token: bool = False,
 ) -> Job:
     """The engine's request with what reads its answer; arguments as of AnswerReader."""
-    shown_ids = frozenset(drawing.stop_token_ids if drawing.include_stop_str_in_output else ())
+    shown_ids = frozenset(fields.stop_token_ids if fields.include_stop_str_in_output else ())
 
     def reader() -> AnswerReader:
         return AnswerReader(
             IncrementalDetokenizer(service.vocabulary.decode, request.prompt),
             parser(),
-            Stops(tuple(stops), drawing.include_stop_str_in_output),
+            Stops(tuple(stops), fields.include_stop_str_in_output),
             end_ids=request.stop_token_ids - shown_ids,
             parallel=parallel,
             forced=forced,
@@ -254,9 +256,9 @@ def max_tokens_within(prompt_tokens: int, asked: int | None, context_length: int
     return left if asked is None else min(asked, left)
 
 
-def _stop_ids(service: Service, drawing: DrawingFields, constraint: Constraint | None) -> frozenset[int]:
+def _stop_ids(service: Service, fields: SamplingFields, constraint: Constraint | None) -> frozenset[int]:
     """What ends an answer. A grammar ends by itself, so there is nothing to ignore."""
-    own = frozenset(drawing.stop_token_ids)
-    if drawing.ignore_eos and constraint is None:
+    own = frozenset(fields.stop_token_ids)
+    if fields.ignore_eos and constraint is None:
         return own
     return own | service.vocabulary.stop_ids | service.format.ends

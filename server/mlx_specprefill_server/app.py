@@ -16,18 +16,18 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 from starlette.middleware.cors import CORSMiddleware
 
-from . import __version__, api_document, errors
+from . import __version__, errors, openapi_document
 from .anthropic import messages
-from .auth import Gatekeeper
-from .connections import Connections, LimitedProtocol, open_files_for
+from .auth import AuthMiddleware
+from .connections import Connections, LimitedProtocol, raise_open_files_limit
 from .deps import Service
 from .generating.engine_protocol import EngineLike
-from .monitoring.access_log import AccessLog
+from .middleware import HeadMiddleware, TrailingSlashMiddleware
+from .monitoring.access_log import AccessLogMiddleware
 from .openai import chat, completions, models, responses
+from .request_limits import RequestLimitMiddleware
 from .routes import about, explain, health, live, page, tokens
 from .settings import Settings
-from .tidying import HeadAsGet, TrailingSlash
-from .turnstile import Turnstile
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +51,22 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
     )
     service = app.state.service = Service(engine, settings)
     errors.install(app)
-    app.add_middleware(Turnstile, service=service, settings=settings)
-    app.add_middleware(HeadAsGet)
-    app.add_middleware(Gatekeeper, settings=settings)
+    app.add_middleware(RequestLimitMiddleware, service=service, settings=settings)
+    app.add_middleware(HeadMiddleware)
+    app.add_middleware(AuthMiddleware, settings=settings)
     if settings.cors_origins:  # outside of the gate, which asks for a key that no preflight has
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(AccessLog)
-    app.add_middleware(TrailingSlash)
+    app.add_middleware(AccessLogMiddleware)
+    app.add_middleware(TrailingSlashMiddleware)
     routers = [
         module.router
         for module in (page, health, about, live, explain, tokens, chat, completions, responses, messages, models)
     ]
     for router in routers:
         app.include_router(router)
-    api_document.install(app, routers)
+    openapi_document.install(app, routers)
     return app
 
 
@@ -118,7 +118,7 @@ def make_server(app: FastAPI, settings: Settings) -> Server:
         timeout_graceful_shutdown=ENDING_S,
         server_header=False,
         log_config=None,  # its records go to our handler
-        access_log=False,  # AccessLog writes the lines
+        access_log=False,  # AccessLogMiddleware writes the lines
     )
     return Server(config, app.state.service)
 
@@ -129,5 +129,5 @@ def serve(engine: EngineLike, settings: Settings, sockets: list[socket.socket]) 
     Raises:
         DescriptorsError: the process may not open enough connections.
     """
-    settings = settings.model_copy(update={"max_connections": open_files_for(settings.max_connections)})
+    settings = settings.model_copy(update={"max_connections": raise_open_files_limit(settings.max_connections)})
     make_server(create_app(engine, settings), settings).run(sockets)

@@ -8,23 +8,23 @@ from ipaddress import ip_address
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .callers import Caller, anybody, callers_by_key
 from .errors import ApiError, error_response
+from .identity import Identity, anonymous, identities_by_key
 from .settings import Settings
 
-__all__ = ["Gatekeeper"]
+__all__ = ["AuthMiddleware"]
 
 OPEN_PATHS = ("/", "/health")  # no key needed
 OPEN_FOLDER = "/web/"  # nor for what the page is made of
 
 
-class Gatekeeper:
+class AuthMiddleware:
     """ASGI middleware in front of every route; plain ASGI, so that a disconnect still reaches the endpoint."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
-        self._callers = callers_by_key(settings)
-        self._anybody = anybody(settings)
+        self._identities = identities_by_key(settings)
+        self._anonymous = anonymous(settings)
         self._names = {name.lower().strip("[]") for name in settings.allowed_hosts}
         self._names |= {"localhost", settings.host.lower()}
         self._any_host = "*" in self._names
@@ -36,18 +36,18 @@ class Gatekeeper:
         await app(scope, receive, send)
 
     def _refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
-        """None, and the scope's "caller" is set: it goes on."""
+        """None: the request may pass, and the scope's "identity" is set."""
         if not self._host_allowed(headers.get("host", "")):
             message = "This Host header is not allowed; --allowed-host names those that are."
             return ApiError(403, message, code="host_not_allowed")
         if scope["method"] == "POST" and "origin" in headers and not _is_json(headers.get("content-type", "")):
             message = "Requests from a web page need Content-Type: application/json."
             return ApiError(415, message, code="unsupported_media_type")
-        caller = self._caller(headers) if self._callers else self._anybody
-        if caller is None and not _is_open(scope["path"]):
+        identity = self._identity(headers) if self._identities else self._anonymous
+        if identity is None and not _is_open(scope["path"]):
             message = "Incorrect API key provided. Send it as 'Authorization: Bearer <key>' or 'x-api-key'."
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        scope["caller"] = caller or Caller()
+        scope["identity"] = identity or Identity()
         return None
 
     def _host_allowed(self, header: str) -> bool:
@@ -57,14 +57,16 @@ class Gatekeeper:
             return True
         return self._any_address and _is_address(host)
 
-    def _caller(self, headers: Headers) -> Caller | None:
+    def _identity(self, headers: Headers) -> Identity | None:
         """Whose key came with the request; None: nobody's."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         # Clients that are also signed in elsewhere send that token as well, so either header may hold the key.
         given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
         # every key is compared to the end, so the time taken tells nothing about any of them
-        found = [caller for text in given for key, caller in self._callers.items() if hmac.compare_digest(text, key)]
+        found = [
+            identity for text in given for key, identity in self._identities.items() if hmac.compare_digest(text, key)
+        ]
         return found[0] if found else None
 
 

@@ -22,7 +22,7 @@ from mlx_specprefill import SpecPrefillError
 from .errors import RETRY_AFTER_S, ApiError
 from .settings import Settings
 
-__all__ = ["Connections", "DescriptorsError", "LimitedProtocol", "open_files_for"]
+__all__ = ["Connections", "DescriptorsError", "LimitedProtocol", "raise_open_files_limit"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class DescriptorsError(SpecPrefillError):
     """The process may not open enough files and connections."""
 
 
-def open_files_for(connections: int) -> int:
+def raise_open_files_limit(connections: int) -> int:
     """Raises the limit on open files as far as needed and possible; how many connections it leaves room for.
 
     Raises:

@@ -19,22 +19,22 @@ from starlette.requests import ClientDisconnect
 
 from mlx_specprefill import Constraint, EngineClosedError, GenerationRequest, RequestCancelled
 
-from .bodies import SMALL, decoded, loaded, read, validated
-from .callers import Caller
 from .errors import ApiError, DeadlineError, QueueTimeoutError
-from .explaining.inspecting import Inspecting
+from .explaining.inspection import RunningInspection
 from .generating.engine_protocol import EngineLike
 from .generating.event_loop import LoopCalls
 from .generating.generation import Generation, Job, Outcome
 from .generating.vocabulary import Vocabulary
+from .identity import Identity
 from .monitoring.access_log import current_exchange
 from .monitoring.metrics import Metrics
 from .monitoring.recent import RecentAnswers
 from .parsers.formats import detect
 from .prompting.prompt import PromptBuilder
+from .request_body import SMALL, decompress, parse_json, read_body, validate
 from .settings import Settings
 
-__all__ = ["Service", "ServiceDep", "body_of", "unless_client_leaves", "while_connected"]
+__all__ = ["Service", "ServiceDep", "body_of", "close_on_disconnect", "while_connected"]
 
 CONVERTERS = 2  # threads; they compete with the event loop for the interpreter
 PATIENCE_S = 5.0  # for the engine to end an answer itself, which it does between two of its steps
@@ -56,7 +56,7 @@ class Service:
         self.recent = RecentAnswers()
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
         self.started = int(time.time())
-        self._live: WeakSet[Generation | Inspecting] = WeakSet()
+        self._live: WeakSet[Generation | RunningInspection] = WeakSet()
         self._loop_calls: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopCalls] = WeakKeyDictionary()
         self._converters = ThreadPoolExecutor(CONVERTERS, thread_name_prefix="bodies")
         self.requests = 0  # that have a body and are in work
@@ -94,19 +94,19 @@ class Service:
             await self.prompts.run(partial(self.engine.compile, constraint))
 
     def submit(
-        self, jobs: Sequence[Job], caller: Caller, cache_salt: str | None, warnings: Sequence[str] = ()
+        self, jobs: Sequence[Job], identity: Identity, cache_salt: str | None, warnings: Sequence[str] = ()
     ) -> Generation:
-        """Starts all jobs, which share cached prompts with the caller's others of the same salt only.
+        """Starts all jobs, which share cached prompts with this identity's other requests of the same salt only.
 
         Raises:
             EngineClosedError: shutting down, or the engine takes nothing more.
         """
         self._refuse_when_stopping()
-        label = caller.label(cache_salt)
+        label = identity.cache_label(cache_salt)
         jobs = [replace(job, request=replace(job.request, label=label)) for job in jobs]
         loop = asyncio.get_running_loop()
         calls = self._loop_calls.setdefault(loop, LoopCalls(loop))
-        on_end = self._counted(len(jobs), caller)
+        on_end = self._counted(len(jobs), identity)
         generation = Generation(self.engine, jobs, calls, on_end, self.settings.stream_buffer, warnings)
         self._live.add(generation)
         if (deadline := _deadline()) is not None:
@@ -115,10 +115,10 @@ class Service:
             generation.begin_within(patience, QueueTimeoutError(patience))
         return generation
 
-    def inspect(self, request: GenerationRequest, caller: Caller, cache_salt: str | None) -> Inspecting:
+    def inspect(self, request: GenerationRequest, identity: Identity, cache_salt: str | None) -> RunningInspection:
         """Starts an inspection; raises as `submit`."""
         self._refuse_when_stopping()
-        work = Inspecting(self.engine, replace(request, label=caller.label(cache_salt)))
+        work = RunningInspection(self.engine, replace(request, label=identity.cache_label(cache_salt)))
         self._live.add(work)
         if (deadline := _deadline()) is not None:
             work.end_at(deadline, DeadlineError())
@@ -128,7 +128,7 @@ class Service:
         if self.stopping:
             raise EngineClosedError("the server is shutting down")
 
-    def _counted(self, answers: int, caller: Caller) -> Callable[[Outcome], None]:
+    def _counted(self, answers: int, identity: Identity) -> Callable[[Outcome], None]:
         """Tells the metrics and the request's line in the log how answers ended."""
         exchange = current_exchange()
         if exchange is not None:
@@ -136,7 +136,7 @@ class Service:
 
         def ended(outcome: Outcome) -> None:
             self.metrics.ended(outcome)
-            self.recent.add(outcome, None if exchange is None else exchange.id, caller.name)
+            self.recent.add(outcome, None if exchange is None else exchange.id, identity.name)
             if exchange is not None:
                 exchange.ended(outcome)
 
@@ -177,13 +177,13 @@ def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Call
     """
 
     def checked(service: Service, raw: bytes | bytearray, encoding: str) -> Model:
-        given = loaded(decoded(raw, encoding, service.settings.body_limit))
+        given = parse_json(decompress(raw, encoding, service.settings.body_limit))
         _check_model(service, given.get("model"))
         check(given)
-        return validated(model, given)
+        return validate(model, given)
 
     async def parse(request: Request, service: ServiceDep) -> Model:
-        raw = await read(request, service.settings.body_limit)
+        raw = await read_body(request, service.settings.body_limit)
         encoding = request.headers.get("content-encoding", "")
         return await service.convert(partial(checked, service, raw, encoding), large=len(raw) > SMALL or bool(encoding))
 
@@ -219,7 +219,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         watch.cancel()
 
 
-async def unless_client_leaves(request: Request, generation: Generation | Inspecting, work: Awaitable[T]) -> T:
+async def close_on_disconnect(request: Request, generation: Generation | RunningInspection, work: Awaitable[T]) -> T:
     """Awaits `work`, and closes its generation as soon as the client hangs up.
 
     Raises:
@@ -237,7 +237,7 @@ async def unless_client_leaves(request: Request, generation: Generation | Inspec
         generation.close()
 
 
-async def _until_disconnect(request: Request, generation: Generation | Inspecting) -> None:
+async def _until_disconnect(request: Request, generation: Generation | RunningInspection) -> None:
     await _disconnected(request)
     generation.close()
 

@@ -73,7 +73,7 @@ class Report:
         """The account of the prefill, as clients get it next to `usage`."""
         return self._account().to_dict()
 
-    def told(self) -> dict[str, Any]:
+    def prefill_fields(self) -> dict[str, Any]:
         """The account and, if there are some, the warnings, as fields of a response."""
         return {"specprefill": self.account()} | ({"warnings": self._warnings} if self._warnings else {})
 
@@ -100,7 +100,7 @@ class Report:
 
     def extras(self) -> dict[str, Any]:
         """The account, the timings, and what went wrong, if anything did."""
-        extras = self.told() | {"timings": self.timings()}
+        extras = self.prefill_fields() | {"timings": self.timings()}
         return extras | ({} if self.error is None else {"engine_error": api_error(self.error).body()["error"]})
 
     def _accounts(self) -> list[Account]:

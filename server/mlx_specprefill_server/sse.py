@@ -11,22 +11,22 @@ from starlette.types import Receive, Scope, Send
 
 from .generating.generation import Generation
 
-__all__ = ["DONE", "EVENT_STREAM_HEADERS", "KEEP_ALIVE", "EventStream", "data", "named"]
+__all__ = ["DONE", "EVENT_STREAM_HEADERS", "KEEP_ALIVE", "EventStream", "data_event", "named_event"]
 
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-def data(payload: Any) -> bytes:
+def data_event(payload: Any) -> bytes:
     """One event; JSON has no raw line breaks, so one `data:` line is enough."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
-def named(payload: dict[str, Any]) -> bytes:
+def named_event(payload: dict[str, Any]) -> bytes:
     """One event under the name of its type, without which some clients skip it."""
     name: str = payload["type"]
-    return b"event: " + name.encode() + b"\n" + data(payload)
+    return b"event: " + name.encode() + b"\n" + data_event(payload)
 
 
 class EventStream(StreamingResponse):

@@ -1,13 +1,13 @@
-"""An examinee that answers by rule, without any model."""
+"""A model under test that answers by rule, without any model."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from mlx_specprefill_evals.arms import Arm
-from mlx_specprefill_evals.examinee import Reply
+from mlx_specprefill_evals.model_under_test import Reply
 from mlx_specprefill_evals.tasks import Item
 
 
-class FakeExaminee:
+class FakeModel:
     """`answer` gets the arm, the item and its number; it may raise, and None says that the arm does not apply."""
 
     def __init__(self, answer: Callable[[Arm, Item, int], str | None]) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs with an examinee that answers by rule: resuming, skipping, refusing, reporting."""
+"""Whole runs with a model under test that answers by rule: resuming, skipping, refusing, reporting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_specprefill_evals.errors import (
     OtherRunError,
     UnreachableError,
 )
-from tests.evals.fakes import FakeExaminee, gold
+from tests.evals.fakes import FakeModel, gold
 
 
 def options(**more):
@@ -31,9 +31,9 @@ def options(**more):
     return Options(**(chosen | more))
 
 
-def run(examinee, **more):
+def run(model, **more):
     told = []
-    return evaluate(options(**more), examinee, told.append), told
+    return evaluate(options(**more), model, told.append), told
 
 
 def wrong_when_sparse(arm, item, number):
@@ -41,7 +41,7 @@ def wrong_when_sparse(arm, item, number):
 
 
 def test_difference_and_measures_are_means_over_items():
-    report, _ = run(FakeExaminee(wrong_when_sparse), probes=2)
+    report, _ = run(FakeModel(wrong_when_sparse), probes=2)
     (cell,) = report["cells"]
     assert (cell["n"], cell["full"]) == (4, 1.0)
     row = cell["arms"]["sparse@0.2"]
@@ -57,13 +57,13 @@ def test_an_arm_that_some_items_lack_is_counted_by_those_that_have_it():
     def lacking(arm, item, number):
         return None if arm.kind == "sparse" and number == 3 else gold(arm, item, number)
 
-    report, told = run(FakeExaminee(lacking))
+    report, told = run(FakeModel(lacking))
     assert (report["cells"][0]["n"], report["cells"][0]["arms"]["sparse@0.2"]["n"]) == (4, 3)
     assert "| 500 | 3 | 1.00 | sparse@0.2 |" in told[-1]
 
 
 def test_no_difference_is_given_where_full_prefill_fails():
-    report, told = run(FakeExaminee(lambda arm, item, number: "no idea" if number < 2 else gold(arm, item, number)))
+    report, told = run(FakeModel(lambda arm, item, number: "no idea" if number < 2 else gold(arm, item, number)))
     assert report["cells"][0]["full"] == 0.5
     assert report["cells"][0]["arms"]["sparse@0.2"]["difference"] is None
     assert "none: full below 0.8" in told[-1]
@@ -75,7 +75,7 @@ def test_a_failing_item_is_skipped_and_reported():
             raise NotMeasuredError("the answer has no choices")
         return gold(arm, item, number)
 
-    report, told = run(FakeExaminee(answer))
+    report, told = run(FakeModel(answer))
     assert report["cells"][0]["n"] == 3
     assert report["skipped"] == [{"item": "needle at 500 tokens number 2", "why": "the answer has no choices"}]
     assert any("skipped: needle, number 2: the answer has no choices" in line for line in told)
@@ -83,20 +83,20 @@ def test_a_failing_item_is_skipped_and_reported():
 
 def test_unknown_tasks_and_missing_files_are_left_out_and_the_rest_runs(tmp_path: Path):
     missing = tmp_path / "none.jsonl"
-    report, told = run(FakeExaminee(gold), tasks=("needle", "nonsense"), files=(missing,))
+    report, told = run(FakeModel(gold), tasks=("needle", "nonsense"), files=(missing,))
     assert report["cells"][0]["n"] == 4
     assert "no task 'nonsense'" in report["left_out"][0]
     assert str(missing) in report["left_out"][1]
     assert sum(line.startswith("left out: ") for line in told) == 2
     with pytest.raises(NothingToDoError):
-        run(FakeExaminee(gold), tasks=("nonsense",))
+        run(FakeModel(gold), tasks=("nonsense",))
 
 
 def test_a_longbench_file_is_a_cell_of_its_own(tmp_path: Path):
     rows = [{"input": "?", "context": "x", "answers": [str(i)], "dataset": "hotpotqa"} for i in range(2)]
     file = tmp_path / "hotpotqa.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    report, _ = run(FakeExaminee(gold), tasks=(), files=(file,))
+    report, _ = run(FakeModel(gold), tasks=(), files=(file,))
     assert [(cell["task"], cell["n"], cell["full"]) for cell in report["cells"]] == [("hotpotqa", 2, 1.0)]
 
 
@@ -107,31 +107,31 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path):
         return gold(arm, item, number)
 
     with pytest.raises(KeyboardInterrupt):
-        run(FakeExaminee(interrupted), out=tmp_path)
+        run(FakeModel(interrupted), out=tmp_path)
     with (tmp_path / "items.jsonl").open("a") as cut_off:
         cut_off.write('{"cell": {"ta')
-    again = FakeExaminee(gold)
+    again = FakeModel(gold)
     report, _ = run(again, out=tmp_path)
     assert again.asked == [(2, ("full", "sparse@0.2")), (3, ("full", "sparse@0.2"))]
     assert report["cells"][0]["n"] == 4
     assert json.loads((tmp_path / "report.json").read_text()) == report
-    third = FakeExaminee(gold)
+    third = FakeModel(gold)
     assert run(third, out=tmp_path)[0] == report  # what was cut off above did not swallow the next line
     assert third.asked == []
 
 
 def test_more_arms_ask_only_for_what_is_missing(tmp_path: Path):
-    run(FakeExaminee(gold), out=tmp_path)
-    more = FakeExaminee(gold)
+    run(FakeModel(gold), out=tmp_path)
+    more = FakeModel(gold)
     report, _ = run(more, out=tmp_path, arms=arms(["sparse"], ["0.2", "0.5"]))
     assert {names for _, names in more.asked} == {("sparse@0.5",)}
     assert set(report["cells"][0]["arms"]) == {"full", "sparse@0.2", "sparse@0.5"}
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path):
-    run(FakeExaminee(gold), out=tmp_path)
+    run(FakeModel(gold), out=tmp_path)
     with pytest.raises(OtherRunError, match="choose another --out"):
-        run(FakeExaminee(gold), out=tmp_path, seed=7)
+        run(FakeModel(gold), out=tmp_path, seed=7)
 
 
 def test_a_server_that_is_gone_ends_the_run_and_keeps_what_was_measured(tmp_path: Path):
@@ -141,18 +141,18 @@ def test_a_server_that_is_gone_ends_the_run_and_keeps_what_was_measured(tmp_path
         return gold(arm, item, number)
 
     with pytest.raises(UnreachableError, match="goes on from here"):
-        run(FakeExaminee(answer), out=tmp_path, number=10)
+        run(FakeModel(answer), out=tmp_path, number=10)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["cells"][0]["n"] == 1
     assert len(report["skipped"]) == 2  # the third ended the run
-    again = FakeExaminee(gold)
+    again = FakeModel(gold)
     assert run(again, out=tmp_path, number=10)[0]["cells"][0]["n"] == 10
     assert [number for number, _ in again.asked] == list(range(1, 10))
 
 
 def test_plots_and_table_are_written(tmp_path: Path):
     chosen = arms(["sparse", "random"], ["0.2", "0.5"])
-    run(FakeExaminee(wrong_when_sparse), out=tmp_path, arms=chosen, depths=(0.1, 0.9), lengths=(500, 800))
+    run(FakeModel(wrong_when_sparse), out=tmp_path, arms=chosen, depths=(0.1, 0.9), lengths=(500, 800))
     for name in ("keeps.svg", "depths-needle.svg"):
         assert (tmp_path / name).read_text().rstrip().endswith("</svg>")
     table = (tmp_path / "report.md").read_text().splitlines()

@@ -14,7 +14,7 @@ from mlx_specprefill_evals.arms import ARM_KINDS, FULL, Arm, arms
 from mlx_specprefill_evals.errors import NotMeasuredError
 from mlx_specprefill_evals.facts import Turn
 from mlx_specprefill_evals.forced import divergence
-from mlx_specprefill_evals.local import LocalExaminee, examination
+from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_evals.prompted import Prompted
 from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item
 from mlx_specprefill_server.prompting.conversation import conversation
@@ -24,15 +24,15 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 @pytest.fixture(scope="module")
-def examinee():
+def model():
     with Engine(load_pair(str(DEMO / "target"), str(DEMO / "draft")), examination()) as engine:
-        yield LocalExaminee(engine)
+        yield LocalModel(engine)
 
 
 @pytest.fixture(scope="module")
-def replies(examinee):
-    item = make_item(TASKS["needle"], "needle", 2, Space(768, examinee.count, 0.4))
-    asked = examinee.ask(item, arms(list(ARM_KINDS), ["0.2"]), 40, 0, True)
+def replies(model):
+    item = make_item(TASKS["needle"], "needle", 2, Space(768, model.count, 0.4))
+    asked = model.ask(item, arms(list(ARM_KINDS), ["0.2"]), 40, 0, True)
     return item, {arm.name: reply for arm, reply in asked.items()}
 
 
@@ -69,27 +69,27 @@ def test_measures_are_in_their_ranges(replies):
     assert found["sparse@0.2"].measures["kl"] < 0.1 < found["random@0.2"].measures["kl"]  # nobody knows the code
 
 
-def test_the_oracle_does_not_apply_where_everything_counts(examinee):
-    item = make_item(TASKS["cwe"], "cwe", 0, Space(600, examinee.count))
-    asked = examinee.ask(item, arms(["oracle", "random"], ["0.2"]), 4, 0, False)
+def test_the_oracle_does_not_apply_where_everything_counts(model):
+    item = make_item(TASKS["cwe"], "cwe", 0, Space(600, model.count))
+    asked = model.ask(item, arms(["oracle", "random"], ["0.2"]), 4, 0, False)
     assert {arm.name for arm in asked} == {"full", "random@0.2"}
 
 
-def test_a_prompt_that_can_not_be_prefilled_sparsely_is_not_measured(examinee):
+def test_a_prompt_that_can_not_be_prefilled_sparsely_is_not_measured(model):
     short = Item((Turn("Who?", "None."),), ("1",))
     with pytest.raises(NotMeasuredError, match="ran in full mode"):
-        examinee.ask(short, arms(["sparse"], ["0.2"]), 4, 0, False)
+        model.ask(short, arms(["sparse"], ["0.2"]), 4, 0, False)
 
 
-def test_too_long_a_prompt_is_not_measured(examinee):
+def test_too_long_a_prompt_is_not_measured(model):
     with pytest.raises(NotMeasuredError, match="context"):
-        examinee.ask(Item((Turn("word " * 40_000, ""),), ("1",)), arms([], []), 4, 0, False)
+        model.ask(Item((Turn("word " * 40_000, ""),), ("1",)), arms([], []), 4, 0, False)
 
 
 @pytest.fixture(scope="module")
-def forced(examinee):
-    item = make_item(TASKS["copy"], "copy", 0, Space(700, examinee.count))
-    return item, examinee.ask(item, arms(list(ARM_KINDS), ["0.2"]), 16, 0, False)
+def forced(model):
+    item = make_item(TASKS["copy"], "copy", 0, Space(700, model.count))
+    return item, model.ask(item, arms(list(ARM_KINDS), ["0.2"]), 16, 0, False)
 
 
 def test_a_known_answer_is_judged_without_generating_it(forced):
@@ -107,12 +107,12 @@ def test_a_known_answer_is_judged_without_generating_it(forced):
 
 
 @pytest.mark.parametrize(("name", "raw"), [("copy", True), ("quote", False)])
-def test_the_likeliest_tokens_are_what_greedy_decoding_gives(examinee, name, raw):
+def test_the_likeliest_tokens_are_what_greedy_decoding_gives(model, name, raw):
     """Of the tokens up to the first that is not the answer's; the opening is given, the border may lie in a token."""
-    item = make_item(TASKS[name], name, 1, Space(600, examinee.count))
+    item = make_item(TASKS[name], name, 1, Space(600, model.count))
     assert item.known.raw == raw
-    reply = examinee.ask(item, arms([], []), 16, 0, False)[FULL]
-    engine, encode = examinee._engine, examinee._encode
+    reply = model.ask(item, arms([], []), 16, 0, False)[FULL]
+    engine, encode = model._engine, model._encode
     builder = PromptBuilder(engine.pair.tokenizer)
     text = item.turns[0].question
     if raw:
@@ -126,10 +126,10 @@ def test_the_likeliest_tokens_are_what_greedy_decoding_gives(examinee, name, raw
     assert reply.measures["nll"] == pytest.approx(-law[np.arange(len(answer)), list(answer)].mean(), abs=1e-3)
 
 
-def test_a_session_is_judged_turn_by_turn_and_goes_on_where_it_was(examinee):
-    item = make_item(TASKS["session"], "session", 0, Space(900, examinee.count))
-    engine, before = examinee._engine, examinee._engine.stats().prefix_hits
-    asked = examinee.ask(item, arms(["sparse", "paper", "random"], ["0.2"]), 32, 0, False)
+def test_a_session_is_judged_turn_by_turn_and_goes_on_where_it_was(model):
+    item = make_item(TASKS["session"], "session", 0, Space(900, model.count))
+    engine, before = model._engine, model._engine.stats().prefix_hits
+    asked = model.ask(item, arms(["sparse", "paper", "random"], ["0.2"]), 32, 0, False)
     assert {arm.kind for arm in asked} == {"full", "sparse", "paper", "random"}
     for reply in asked.values():
         assert reply.text.count("\n") >= 4
@@ -145,16 +145,16 @@ def test_divergence_by_hand():
     assert measured["top1"] == 0.5  # 0.5 against 0.75 prefers the other token, the second row the same one
 
 
-def test_what_needs_no_draft_is_chosen_in_the_published_chunks(examinee):
+def test_what_needs_no_draft_is_chosen_in_the_published_chunks(model):
     """32 tokens at a time and nothing for lines; forced tokens come on top."""
-    item = make_item(TASKS["copy"], "copy", 0, Space(700, examinee.count))
-    prompt, gold, _ = examinee._continued(item, item.known)
-    prompted = Prompted(examinee._engine, prompt, gold, 1, 0)
+    item = make_item(TASKS["copy"], "copy", 0, Space(700, model.count))
+    prompt, gold, _ = model._continued(item, item.known)
+    prompted = Prompted(model._engine, prompt, gold, 1, 0)
     forced = prompted.mask([(start, end) for start, end, _ in prompted.inspection("paper").forced_ranges])
     for arm in arms(["paper", "random", "lexical", "oracle", "recency"], ["0.2"])[1:]:
         request = prompted.request(arm)
         assert request.specprefill.rule == "paper"
-        kept = prompted.mask(examinee._engine.replay(request, (5, 6)).account.kept_spans)
+        kept = prompted.mask(model._engine.replay(request, (5, 6)).account.kept_spans)
         borders = range(32, kept.size, 32)
         chunks = zip(np.split(kept, borders), np.split(forced, borders), strict=True)
         assert all(chunk.all() == chunk.any() for chunk, given in chunks if not given.any())

@@ -1,4 +1,4 @@
-"""A server as examinee: a scripted one that answers well, badly, or not at all."""
+"""A server as the model under test: a scripted one that answers well, badly, or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from mlx_specprefill_evals.arms import FULL, arms
 from mlx_specprefill_evals.errors import NotMeasuredError, UnreachableError
 from mlx_specprefill_evals.facts import Turn
-from mlx_specprefill_evals.remote import RemoteExaminee
+from mlx_specprefill_evals.remote import RemoteModel
 from mlx_specprefill_evals.tasks import Item
 
 ITEM = Item((Turn("First?", "One."), Turn("Second?", "Two.")), ("two",))
@@ -64,8 +64,8 @@ def good(body):
 
 def test_turns_follow_each_other_and_arms_send_their_fields():
     with serving(good) as (server, url):
-        examinee = RemoteExaminee(f"{url}/v1/", api_key="secret")
-        replies = examinee.ask(ITEM, arms(["sparse"], ["0.25"]), 9, 0, False)
+        tested = RemoteModel(f"{url}/v1/", api_key="secret")
+        replies = tested.ask(ITEM, arms(["sparse"], ["0.25"]), 9, 0, False)
     bodies = [body for body, _ in server.bodies[1:]]
     assert {key for _, key in server.bodies} == {"Bearer secret"}
     assert {arm.name: (reply.text, reply.kept) for arm, reply in replies.items()} == {
@@ -77,12 +77,12 @@ def test_turns_follow_each_other_and_arms_send_their_fields():
     assert [message["role"] for message in bodies[1]["messages"]] == ["user", "assistant", "user"]
     assert (bodies[0]["model"], bodies[0]["max_tokens"], bodies[0]["temperature"]) == ("tiny", 9, 0)
     asked = len(server.bodies[0][0]["messages"][0]["content"])  # 1000 tokens by the server's count
-    assert examinee.count("x" * asked) == 1000
+    assert tested.count("x" * asked) == 1000
 
 
 def test_full_alone_sends_nothing_that_other_servers_do_not_know():
     with serving(good) as (server, url):
-        RemoteExaminee(url).ask(ITEM, [FULL], 9, 0, False)
+        RemoteModel(url).ask(ITEM, [FULL], 9, 0, False)
     assert not any("specprefill" in body for body, _ in server.bodies)
 
 
@@ -98,18 +98,18 @@ def test_full_alone_sends_nothing_that_other_servers_do_not_know():
 def test_answers_that_do_not_parse_say_what_is_wrong(reply, message):
     replies = iter([good({"messages": [{"content": ""}]}), reply])
     with serving(lambda body: next(replies)) as (_, url):
-        examinee = RemoteExaminee(url)
+        tested = RemoteModel(url)
         with pytest.raises(NotMeasuredError, match=message):
-            examinee.ask(ITEM, [FULL], 9, 0, False)
+            tested.ask(ITEM, [FULL], 9, 0, False)
 
 
 def test_arms_that_need_the_engine_are_refused():
     with serving(good) as (_, url), pytest.raises(NotMeasuredError, match="arm oracle needs the engine"):
-        RemoteExaminee(url).ask(ITEM, arms(["oracle"], ["0.2"]), 9, 0, False)
+        RemoteModel(url).ask(ITEM, arms(["oracle"], ["0.2"]), 9, 0, False)
 
 
 def test_a_server_that_is_down_is_unreachable():
     with serving(good) as (_, url):
         pass
     with pytest.raises(UnreachableError, match=r"no answer from http://127\.0\.0\.1"):
-        RemoteExaminee(url)
+        RemoteModel(url)

@@ -9,7 +9,7 @@ import pytest
 from mlx_specprefill import Engine, load_pair
 from mlx_specprefill_evals.arms import arms
 from mlx_specprefill_evals.command import Options, evaluate
-from mlx_specprefill_evals.local import LocalExaminee, examination
+from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_server.pairs import NAMED_PAIRS, find_pair, read_pairs
 
 BUNDLED = {
@@ -32,7 +32,7 @@ OPTIONS = Options(
 def asked(name, options):
     pair = BUNDLED[name]
     with Engine(load_pair(pair.target, pair.draft), examination()) as engine:
-        report = evaluate(options, LocalExaminee(engine), print)
+        report = evaluate(options, LocalModel(engine), print)
     assert report["skipped"] == []
     return report["cells"][0]
 

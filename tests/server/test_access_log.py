@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill_server import app as application
 from mlx_specprefill_server.app import create_app
-from mlx_specprefill_server.monitoring.logs import set_up
+from mlx_specprefill_server.monitoring.logs import configure_logging
 from mlx_specprefill_server.settings import Settings
 
 from ..waiting import eventually
@@ -163,7 +163,7 @@ def test_a_failure_of_the_server_has_id_and_line(
 
 @pytest.mark.usefixtures("root_logger")
 def test_json_lines(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
-    set_up("info", "json")
+    configure_logging("info", "json")
     client.get("/a%0Ab%22c")
     try:
         raise ValueError("x")
@@ -180,7 +180,7 @@ def test_json_lines(client: TestClient, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.usefixtures("root_logger")
 def test_text_lines(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
-    set_up("info")
+    configure_logging("info")
     client.post("/v1/chat/completions", json=CHAT)
     client.get("/x%0Ay")
     chat, unknown = written(capsys)
@@ -191,7 +191,7 @@ def test_text_lines(client: TestClient, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.usefixtures("root_logger")
 def test_the_level_is_kept(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
-    set_up("warning")
+    configure_logging("warning")
     client.get("/version")
     logging.getLogger("library").info("quiet")
     logging.getLogger("library").warning("loud")

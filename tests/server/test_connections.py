@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from mlx_specprefill_server import connections
-from mlx_specprefill_server.connections import RESERVED, DescriptorsError, open_files_for
+from mlx_specprefill_server.connections import RESERVED, DescriptorsError, raise_open_files_limit
 
 from ..waiting import eventually
 from .fakes import FakeEngine
@@ -210,14 +210,14 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_limit_on_open_files_is_raised_as_far_as_needed(limits: Any) -> None:
-    assert open_files_for(1024) == 1024
+    assert raise_open_files_limit(1024) == 1024
     assert limits["now"] == (10 + RESERVED + 1024, resource.RLIM_INFINITY)
-    assert open_files_for(10**6) == 10_240 - 10 - RESERVED
+    assert raise_open_files_limit(10**6) == 10_240 - 10 - RESERVED
 
 
 def test_few_open_files_mean_few_connections(limits: Any, caplog: pytest.LogCaptureFixture) -> None:
     limits["now"] = (40, 64)
-    assert open_files_for(1024) == 64 - 10 - RESERVED
+    assert raise_open_files_limit(1024) == 64 - 10 - RESERVED
     assert limits["now"] == (64, 64)
     assert "the limit on open files is 64" in caplog.text
 
@@ -227,9 +227,9 @@ def test_too_few_open_files_are_told(limits: Any) -> None:
     with pytest.raises(
         DescriptorsError, match=r"is 40, and this server needs at least 42: raise it with `ulimit -Hn 42`"
     ):
-        open_files_for(1024)
+        raise_open_files_limit(1024)
 
 
 def test_no_limit_is_none(limits: Any) -> None:
     limits["now"] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    assert open_files_for(5000) == 5000
+    assert raise_open_files_limit(5000) == 5000

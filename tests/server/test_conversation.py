@@ -8,12 +8,12 @@ from mlx_specprefill import InvalidRequestError
 from mlx_specprefill_server.prompting.conversation import conversation
 
 
-def straight(*messages: Any) -> list[dict[str, Any]]:
+def normalised(*messages: Any) -> list[dict[str, Any]]:
     return list(conversation(messages).messages)
 
 
 def test_system_and_developer_messages_become_one_in_front() -> None:
-    out = straight(
+    out = normalised(
         {"role": "user", "content": "hi"},
         {"role": "developer", "content": "be brief"},
         {"role": "system", "content": None},
@@ -23,12 +23,12 @@ def test_system_and_developer_messages_become_one_in_front() -> None:
 
 
 def test_no_system_message_is_invented() -> None:
-    assert straight({"role": "user", "content": "hi"}) == [{"role": "user", "content": "hi"}]
+    assert normalised({"role": "user", "content": "hi"}) == [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize("content", [None, "", [], [{"type": "text", "text": ""}]])
 def test_empty_contents_are_empty_strings(content: Any) -> None:
-    assert straight({"role": "assistant", "content": content})[0]["content"] == ""
+    assert normalised({"role": "assistant", "content": content})[0]["content"] == ""
 
 
 def test_parts_join_with_line_breaks() -> None:
@@ -38,7 +38,7 @@ def test_parts_join_with_line_breaks() -> None:
         {"type": "input_text", "text": "c"},
         {"type": "refusal", "refusal": "d"},
     ]
-    assert straight({"role": "user", "content": parts})[0]["content"] == "a\nb\nc\nd"
+    assert normalised({"role": "user", "content": parts})[0]["content"] == "a\nb\nc\nd"
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,17 @@ def test_parts_join_with_line_breaks() -> None:
 )
 def test_tool_arguments_become_a_mapping(arguments: Any, expected: dict[str, Any]) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    out = straight({"role": "assistant", "content": None, "tool_calls": [call]})
+    out = normalised({"role": "assistant", "content": None, "tool_calls": [call]})
     assert out[0]["tool_calls"] == [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": expected}}]
 
 
 def test_the_old_form_of_a_call_is_a_call() -> None:
-    out = straight({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}})
+    out = normalised({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}})
     assert out[0]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 
 
 def test_tool_results_keep_their_call_and_function_results_are_tool_results() -> None:
-    out = straight(
+    out = normalised(
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}]},
         {"role": "function", "name": "f", "content": "43"},
     )
@@ -76,7 +76,7 @@ def test_tool_results_keep_their_call_and_function_results_are_tool_results() ->
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_reaches_the_template_under_both_names(name: str) -> None:
-    out = straight({"role": "assistant", "content": "4", name: "2+2"})[0]
+    out = normalised({"role": "assistant", "content": "4", name: "2+2"})[0]
     assert out["reasoning"] == out["reasoning_content"] == "2+2"
 
 
@@ -93,7 +93,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
 def test_what_a_tool_returned_besides_text_is_named_in_its_place(role: str) -> None:
     """An agent sends its whole history with every request: a refusal would be the session's end."""
     parts = [{"type": "text", "text": "Read it."}, IMAGE, {"type": "input_audio"}]
-    [message] = straight({"role": role, "content": parts})
+    [message] = normalised({"role": role, "content": parts})
     assert message["content"] == (
         "Read it.\n[image left out: this model reads text only]\n[audio left out: this model reads text only]"
     )
@@ -118,7 +118,7 @@ def test_what_a_tool_returned_besides_text_is_named_in_its_place(role: str) -> N
 )
 def test_bad_messages_name_the_place(message: Any, field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        straight(message)
+        normalised(message)
     assert caught.value.field == field
     assert field in str(caught.value)
 

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_specprefill import Progress
 
-from .answered import named_events
+from .canned_answers import named_events
 from .fakes import FakeEngine
 from .test_live import Endpoint, hang, leave, running, wait_for
 

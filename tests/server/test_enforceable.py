@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server.constrained.enforceable import Enforceable
+from mlx_specprefill_server.constrained.enforceable import EnforceableSchema
 
-from .answered import named_events
+from .canned_answers import named_events
 from .conftest import events
 from .fakes import FakeEngine
 
@@ -48,7 +48,7 @@ LEFT_OUT = [
 
 @pytest.mark.parametrize(("schema", "sentence"), LEFT_OUT)
 def test_each_is_named_with_its_place_and_the_rest_is_enforced(schema: dict[str, Any], sentence: str) -> None:
-    found = Enforceable(schema)
+    found = EnforceableSchema(schema)
     assert len(found.left_out) == 1
     assert found.left_out[0].startswith(sentence)
     assert trouble(schema)
@@ -74,7 +74,7 @@ def kind(value: str) -> dict[str, Any]:
     ],
 )
 def test_what_can_be_enforced_is_not_left_out(schema: dict[str, Any]) -> None:
-    assert Enforceable(schema).left_out == []
+    assert EnforceableSchema(schema).left_out == []
 
 
 WORDS = st.sampled_from(
@@ -102,9 +102,9 @@ SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
 @settings(max_examples=300)
 @given(schema=SCHEMAS)
 def test_what_is_left_compiles(schema: dict[str, Any]) -> None:
-    found = Enforceable(schema)
+    found = EnforceableSchema(schema)
     assert not trouble(found.schema), found.left_out
-    again = Enforceable(found.schema)
+    again = EnforceableSchema(found.schema)
     assert (again.schema, again.left_out) == (found.schema, [])
     assert found.left_out or not trouble(schema)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .bodies import CHAT, COMPLETION, JSON, TEXTS
+from .body_strategies import CHAT, COMPLETION, JSON, TEXTS
 from .conftest import client_of, events
 from .fakes import FakeEngine
 

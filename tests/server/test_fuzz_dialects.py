@@ -10,8 +10,8 @@ from anthropic.types import ErrorResponse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .answered import named_events
-from .bodies import JSON, MESSAGES, RESPONSES
+from .body_strategies import JSON, MESSAGES, RESPONSES
+from .canned_answers import named_events
 from .conftest import client_of
 from .fakes import FakeEngine
 

@@ -19,7 +19,7 @@ from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle
 from mlx_specprefill_server.deps import Service
 from mlx_specprefill_server.settings import Settings
 
-from .answered import ACCOUNT, EVERYTHING, TEXT, THOUGHT, TWO_CALLS, Given, call, done, named_events, streamed
+from .canned_answers import ACCOUNT, EVERYTHING, TEXT, THOUGHT, TWO_CALLS, Given, call, done, named_events, streamed
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, byte_tokenizer
 from .templates import QWEN_3

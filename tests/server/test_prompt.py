@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import processors
 
 from mlx_specprefill import InvalidRequestError
-from mlx_specprefill_server.prompting.conversation import Ending, conversation, ending_of, plainer
+from mlx_specprefill_server.prompting.conversation import Ending, conversation, ending_of, simpler_forms
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
 
 from .fakes import CHATML, byte_tokenizer
@@ -96,7 +96,7 @@ def test_calls_and_results_are_not_joined() -> None:
         {"role": "tool", "content": "1", "tool_call_id": "a"},
         {"role": "tool", "content": "2", "tool_call_id": "b"},
     ]
-    assert list(plainer(messages)) == [tuple(messages)]
+    assert list(simpler_forms(messages)) == [tuple(messages)]
 
 
 def test_what_no_form_helps_is_refused_in_the_templates_words() -> None:

@@ -19,7 +19,7 @@ from mlx_specprefill_server.openai.responses_input import function_tools
 from mlx_specprefill_server.openai.responses_schema import ResponsesRequest
 from mlx_specprefill_server.settings import Settings
 
-from .answered import ACCOUNT, EVERYTHING, TEXT, THOUGHT, Given, call, done, named_events, streamed
+from .canned_answers import ACCOUNT, EVERYTHING, TEXT, THOUGHT, Given, call, done, named_events, streamed
 from .conftest import client_of
 from .fakes import FakeEngine, byte_tokenizer
 from .templates import QWEN_3

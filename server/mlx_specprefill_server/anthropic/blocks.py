@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_specprefill import InvalidRequestError
 
-from ..prompting.conversation import Message, left_out
+from ..prompting.conversation import Message, omission_note
 
 __all__ = ["chat_messages", "function_tools"]
 
@@ -34,7 +34,7 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
 
 
 def function_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """The caller's own tools as OpenAI's functions; those that run on the provider's servers are left out."""
+    """The client's own tools as OpenAI's functions; those that run on the provider's servers are left out."""
     out = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
@@ -159,7 +159,7 @@ def _texts(block: dict[str, Any], where: str, of_a_tool: bool = False) -> list[s
         case kind if kind in LEFT_OUT or kind.endswith("_tool_result"):
             return []
         case kind if of_a_tool:
-            return [left_out(kind)]
+            return [omission_note(kind)]
         case kind:
             message = f"{where}.type: only text can be read by this model, got {kind!r:.80}"
             raise InvalidRequestError(message, field=f"{where}.type")
@@ -175,7 +175,7 @@ def _document(block: dict[str, Any], where: str, of_a_tool: bool) -> list[str]:
         case "content":
             text = _joined(source.get("content"), f"{where}.source.content")
         case str() if of_a_tool:
-            text = left_out("document")
+            text = omission_note("document")
         case kind:
             message = f"{where}.source.type: only documents of text can be read by this model, got {kind!r:.80}"
             raise InvalidRequestError(message, field=f"{where}.source.type")

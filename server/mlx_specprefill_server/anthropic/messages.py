@@ -13,15 +13,15 @@ from starlette.responses import Response
 from mlx_specprefill import InvalidRequestError
 
 from ..answering import AnswerRequest, count_tokens, start_answers
-from ..callers import CallerDep
 from ..deltas import AnswerDelta, AnswerDone, Idle
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
+from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse, anthropic_body
 from ..generating.generation import Generation
+from ..identity import IdentityDep
 from ..prompting.conversation import Conversation, Ending, Message, conversation
-from ..prompting.reminders import in_place
+from ..prompting.system_messages import inline_system_messages
 from ..report import Report
-from ..sse import EventStream, named
+from ..sse import EventStream, named_event
 from .blocks import chat_messages, function_tools
 from .schemas import CountRequest, MessagesRequest, refuse
 from .wire import BlockWriter, stop_of
@@ -30,7 +30,7 @@ __all__ = ["router"]
 
 router = APIRouter()
 
-PING = named({"type": "ping"})
+PING = named_event({"type": "ping"})
 PING_AFTER_S = 10.0
 # Claude Code gives up after 300 s in which it saw neither content nor, in older versions, anything but pings.
 STIR_AFTER_S = 120.0
@@ -40,16 +40,16 @@ STIR_AFTER_S = 120.0
 async def create(
     request: Request,
     service: ServiceDep,
-    caller: CallerDep,
+    identity: IdentityDep,
     body: Annotated[MessagesRequest, Depends(body_of(MessagesRequest, refuse))],
 ) -> Response:
     """Answers a conversation."""
-    starting = start_answers(service, _answer_request(body), caller, body.cache_salt)
+    starting = start_answers(service, _answer_request(body), identity, body.cache_salt)
     generation = await while_connected(request, starting)
     answer = MessageAnswer(service, body, generation)
     if body.stream:
         return EventStream(answer.stream(), generation)
-    return JsonResponse(await unless_client_leaves(request, generation, answer.collect()))
+    return JsonResponse(await close_on_disconnect(request, generation, answer.collect()))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -62,7 +62,7 @@ async def count(
 
 
 def _conversation(body: CountRequest) -> Conversation:
-    messages = in_place(chat_messages(body.system, body.messages))
+    messages = inline_system_messages(chat_messages(body.system, body.messages))
     return conversation(messages, function_tools(body.tools), body.template_kwargs(), _ending(messages))
 
 
@@ -78,7 +78,7 @@ def _ending(messages: Sequence[Message]) -> Ending:
 def _answer_request(body: MessagesRequest) -> AnswerRequest:
     return AnswerRequest(
         conversation=_conversation(body),
-        drawing=body,
+        sampling=body,
         thinking_budget=body.thinking_budget(),
         specprefill=body.options(),
         max_tokens=body.max_tokens,
@@ -123,7 +123,7 @@ class MessageAnswer:
     async def stream(self) -> AsyncIterator[bytes]:
         """The message as it is made. The first events go out before the engine has done anything."""
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-        yield named({"type": "message_start", "message": {**self._head, **empty}})
+        yield named_event({"type": "message_start", "message": {**self._head, **empty}})
         yield PING
         content_at = monotonic()
         async for _, delta in self._generation.stream(self._ping_after):
@@ -135,7 +135,7 @@ class MessageAnswer:
             if events:
                 content_at = monotonic()
             for payload in events:
-                yield named(payload)
+                yield named_event(payload)
 
     def _written(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         if not isinstance(delta, AnswerDone):
@@ -161,4 +161,4 @@ class MessageAnswer:
         }
 
     def _account(self) -> dict[str, Any]:
-        return self._report.told()
+        return self._report.prefill_fields()

@@ -11,8 +11,8 @@ from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OutputFormat
 from ..constrained.tool_choice import NamedTool, ToolChoice
-from ..drawing import DrawingFields, refuse_documents, refuse_drawing
 from ..fields import Body, Number, SpecPrefillFields, Whole
+from ..sampling import SamplingFields, refuse_documents, refuse_sampling
 from ..thinking import ThinkingFields
 
 __all__ = ["CountRequest", "MessagesRequest", "refuse"]
@@ -76,7 +76,7 @@ class CountRequest(ThinkingFields):
         return OutputFormat("json_schema", given["schema"], field=f"{field}.schema")
 
 
-class MessagesRequest(CountRequest, DrawingFields, SpecPrefillFields):
+class MessagesRequest(CountRequest, SamplingFields, SpecPrefillFields):
     """POST /v1/messages."""
 
     max_tokens: Annotated[Whole, Field(ge=1)]
@@ -92,5 +92,5 @@ def refuse(body: Mapping[str, Any]) -> None:
     for name in ("mcp_servers", "container"):
         if body.get(name):
             raise InvalidRequestError(f"{name}: not supported", field=name)
-    refuse_drawing(body)
+    refuse_sampling(body)
     refuse_documents(body)

@@ -27,7 +27,7 @@ from mlx_specprefill import (
     with_heads,
 )
 
-from ..monitoring.logs import set_up as set_up_logs
+from ..monitoring.logs import configure_logging
 from ..packages import PackageError
 from ..pairs import MissingPairError, Pair, PairsError, find_pair
 from ..prompting.conversation import conversation
@@ -82,7 +82,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def begin(level: LogLevel) -> None:
-    set_up_logs(level)
+    configure_logging(level)
     note_blas()
 
 

@@ -12,10 +12,10 @@ import typer
 from mlx_specprefill import Engine, ForcedRule, SpeculationName
 
 from ..app import serve as serve_forever
-from ..binding import bound, is_exposed
-from ..monitoring.logs import set_up as set_up_logs
+from ..monitoring.logs import configure_logging
 from ..parsers.formats import ReasoningParser, ToolParser
 from ..settings import LogFormat, LogLevel
+from ..sockets import bound_sockets, is_exposed
 from .common import choose, load, make_settings, note_blas, one_line_errors
 from .options import (
     ChunkSize,
@@ -179,10 +179,10 @@ def serve(
     with one_line_errors():
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
         settings = make_settings(chosen, **given)
-        set_up_logs(settings.log_level, settings.log_format)
+        configure_logging(settings.log_level, settings.log_format)
         outlive_the_terminal()
         # First, because loading takes minutes: a port that another program has is to be known at once.
-        with bound(settings.host, settings.port) as sockets:
+        with bound_sockets(settings.host, settings.port) as sockets:
             if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
                 logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
             with Engine(load(chosen, dtype, settings, calibrate=True), settings.engine_config()) as engine:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Enforceable", "Schema"]
+__all__ = ["EnforceableSchema", "Schema"]
 
 Schema = dict[str, Any]
 
@@ -27,7 +27,7 @@ _BEYOND_REGEX = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")  # look-around and back-r
 _PATTERN_RULE = "look-around and back-references are not supported"
 
 
-class Enforceable:
+class EnforceableSchema:
     """A schema without what can't be enforced.
 
     Attributes:

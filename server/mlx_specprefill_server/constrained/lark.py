@@ -11,7 +11,7 @@ import orjson
 
 from mlx_specprefill import InvalidRequestError
 
-from .enforceable import Enforceable, Schema
+from .enforceable import EnforceableSchema, Schema
 
 __all__ = ["Lark"]
 
@@ -81,7 +81,7 @@ class Lark:
         Raises:
             InvalidRequestError: `strict`, and there are some: says which and where.
         """
-        found = Enforceable(schema)
+        found = EnforceableSchema(schema)
         told = [f"{field or 'schema'}: {whose}{sentence}" for sentence in found.left_out]
         if strict and told:
             raise InvalidRequestError(told[0], field=field)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mlx_specprefill import InvalidRequestError
 
-__all__ = ["AllowedTools", "NamedTool", "Tool", "ToolChoice", "allowed_tools", "offered", "tool_name"]
+__all__ = ["AllowedTools", "NamedTool", "Tool", "ToolChoice", "allowed_tools", "resolve_tool_choice", "tool_name"]
 
 Tool = Mapping[str, Any]  # in the form of chat completions
 
@@ -57,7 +57,7 @@ def _given_name(tool: Mapping[str, Any]) -> str:
     raise InvalidRequestError("tool_choice: each of the allowed tools needs a name", field="tool_choice")
 
 
-def offered(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tuple[Tool, ...], ToolChoice]:
+def resolve_tool_choice(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tuple[Tool, ...], ToolChoice]:
     """The tools that the model gets to see, and what is left of the choice among them.
 
     Raises:

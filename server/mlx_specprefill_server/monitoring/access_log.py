@@ -23,7 +23,7 @@ from mlx_specprefill import Finished
 
 from ..generating.generation import Outcome
 
-__all__ = ["REQUEST_ID", "AccessLog", "Exchange", "current_exchange"]
+__all__ = ["REQUEST_ID", "AccessLogMiddleware", "Exchange", "current_exchange"]
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def current_exchange() -> Exchange | None:
     return _exchange.get()
 
 
-class AccessLog:
+class AccessLogMiddleware:
     """ASGI middleware around everything: gives the request its id, and writes its line."""
 
     def __init__(self, app: ASGIApp) -> None:

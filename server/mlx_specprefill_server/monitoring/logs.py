@@ -8,12 +8,12 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-__all__ = ["set_up"]
+__all__ = ["configure_logging"]
 
 CHATTY = ("httpx", "httpcore", "asyncio", "filelock", "urllib3")  # libraries that log their own business at info
 
 
-def set_up(level: str, form: str = "text") -> None:
+def configure_logging(level: str, form: str = "text") -> None:
     """Everything from this level on goes to standard error, as "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())

@@ -23,12 +23,12 @@ class RecentAnswers:
     """Used on the event loop."""
 
     def __init__(self) -> None:
-        # One line for each caller: how soon an answer is pushed out would tell of the others.
+        # One queue per API key: how soon an answer is pushed out of a common one would tell about other keys' traffic.
         self._answers: defaultdict[str, deque[dict[str, Any]]] = defaultdict(partial(deque, maxlen=HELD))
 
-    def add(self, outcome: Outcome, request_id: str | None, caller: str) -> None:
+    def add(self, outcome: Outcome, request_id: str | None, identity: str) -> None:
         account = outcome.event.account
-        self._answers[caller].appendleft(
+        self._answers[identity].appendleft(
             {
                 "request_id": request_id,
                 "ended": round(time.time(), 3),
@@ -38,7 +38,7 @@ class RecentAnswers:
             }
         )
 
-    def newest_first(self, caller: str | None) -> list[dict[str, Any]]:
-        """Those to one caller; None: to all."""
-        shown = self._answers.values() if caller is None else [self._answers.get(caller, ())]
+    def newest_first(self, identity: str | None) -> list[dict[str, Any]]:
+        """Those to one API key, by its identity's name; None: to all."""
+        shown = self._answers.values() if identity is None else [self._answers.get(identity, ())]
         return list(islice(merge(*shown, key=itemgetter("ended"), reverse=True), HELD))

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from mlx_specprefill import Progress, TokenEvent
 
 from ..answering import AnswerRequest, count_tokens, start_answers
-from ..callers import CallerDep
 from ..deltas import (
     AnswerDelta,
     AnswerDone,
@@ -25,12 +24,13 @@ from ..deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
+from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse
 from ..generating.generation import Generation
 from ..generating.vocabulary import Vocabulary
+from ..identity import IdentityDep
 from ..report import LiveTimings, Report
-from ..sse import DONE, KEEP_ALIVE, EventStream, data
+from ..sse import DONE, KEEP_ALIVE, EventStream, data_event
 from .schemas import ChatRequest, refuse_chat
 from .wire import Envelope, progress, scored
 
@@ -42,14 +42,14 @@ BodyDep = Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]
 
 
 @router.post("/v1/chat/completions")
-async def create(request: Request, service: ServiceDep, caller: CallerDep, body: BodyDep) -> Response:
+async def create(request: Request, service: ServiceDep, identity: IdentityDep, body: BodyDep) -> Response:
     """Answers a conversation."""
-    starting = start_answers(service, _answer_request(body), caller, body.cache_salt)
+    starting = start_answers(service, _answer_request(body), identity, body.cache_salt)
     generation = await while_connected(request, starting)
     answer = ChatAnswer(service, body, generation)
     if body.stream:
         return EventStream(answer.stream(), generation)
-    return JsonResponse(await unless_client_leaves(request, generation, answer.collect()))
+    return JsonResponse(await close_on_disconnect(request, generation, answer.collect()))
 
 
 @router.post("/v1/chat/completions/input_tokens")
@@ -62,7 +62,7 @@ async def count(request: Request, service: ServiceDep, body: BodyDep) -> Respons
 def _answer_request(body: ChatRequest) -> AnswerRequest:
     return AnswerRequest(
         conversation=body.conversation(),
-        drawing=body,
+        sampling=body,
         thinking_budget=body.thinking_budget(),
         specprefill=body.options(),
         max_tokens=body.limit(),
@@ -120,7 +120,7 @@ class ChatAnswer:
                 case Progress():
                     timings.add(delta)
                     if self._body.return_progress and delta.cached is not None:
-                        yield data(self._envelope.body([], prompt_progress=progress(delta, started)))
+                        yield data_event(self._envelope.body([], prompt_progress=progress(delta, started)))
                 case AnswerDone():
                     for last in self._ending(index, delta):
                         yield last
@@ -155,15 +155,15 @@ class ChatAnswer:
         choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": end.finish_reason}
         choice |= self._new_ids(index)
         if not last:
-            return [data(self._envelope.body([choice]))]
+            return [data_event(self._envelope.body([choice]))]
         if not self._body.stream_options.include_usage:
-            return [data(self._envelope.body([choice], **self._report.extras()))]
+            return [data_event(self._envelope.body([choice], **self._report.extras()))]
         usage = self._envelope.body([], **{"usage": self._report.usage()}, **self._report.extras())
-        return [data(self._envelope.body([choice])), data(usage)]
+        return [data_event(self._envelope.body([choice])), data_event(usage)]
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None} | self._new_ids(index)
-        return data(self._envelope.body([choice], **more))
+        return data_event(self._envelope.body([choice], **more))
 
     def _new_ids(self, index: int) -> dict[str, Any]:
         """vLLM's `token_ids`: those that no chunk has had yet."""

@@ -21,17 +21,17 @@ from mlx_specprefill import (
 )
 
 from ..answering import copies, engine_request, make_job, sampling_params
-from ..callers import CallerDep
 from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
+from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse
 from ..generating.generation import Generation, Job
 from ..generating.vocabulary import Vocabulary
+from ..identity import IdentityDep
 from ..parsers.parser import Parser, PlainText
 from ..prompting.prompt import Prompt
 from ..report import Report
-from ..sse import DONE, KEEP_ALIVE, EventStream, data
+from ..sse import DONE, KEEP_ALIVE, EventStream, data_event
 from .schemas import MAX_PROMPTS, CompletionRequest, refuse_completion
 from .wire import LOWEST_LOGPROB, Envelope, progress
 
@@ -57,7 +57,7 @@ Scores = tuple[tuple[Logprob, tuple[Logprob, ...]], ...]
 async def create(
     request: Request,
     service: ServiceDep,
-    caller: CallerDep,
+    identity: IdentityDep,
     body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest, refuse_completion))],
 ) -> Response:
     """Continues one or several prompts."""
@@ -71,11 +71,11 @@ async def create(
     jobs: list[Job] = []
     for prompt in prompts:
         jobs += copies(_job(service, body, sampling, prompt, constraint), body.n, first=len(jobs))
-    generation = service.submit(jobs, caller, body.cache_salt, warnings)
+    generation = service.submit(jobs, identity, body.cache_salt, warnings)
     answer = CompletionAnswer(service, body, jobs, generation)
     if body.stream:
         return EventStream(answer.stream(), generation)
-    return JsonResponse(await unless_client_leaves(request, generation, answer.collect()))
+    return JsonResponse(await close_on_disconnect(request, generation, answer.collect()))
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
@@ -202,7 +202,7 @@ class CompletionAnswer:
                 case Idle():
                     yield KEEP_ALIVE
                 case Progress() if self._body.return_progress and delta.cached is not None:
-                    yield data(self._envelope.body([], prompt_progress=progress(delta, started)))
+                    yield data_event(self._envelope.body([], prompt_progress=progress(delta, started)))
                 case AnswerDone():
                     for last in self._ending(index, delta):
                         yield last
@@ -228,11 +228,11 @@ class CompletionAnswer:
         last = self._report.add(end, index)
         finish = [self._choice(self._choices[index], "", None, end.finish_reason)]
         if not last:
-            return [data(self._envelope.body(finish))]
+            return [data_event(self._envelope.body(finish))]
         if not self._body.stream_options.include_usage:
-            return [data(self._envelope.body(finish, **self._report.extras()))]
+            return [data_event(self._envelope.body(finish, **self._report.extras()))]
         usage = self._envelope.body([], **{"usage": self._report.usage()}, **self._report.extras())
-        return [data(self._envelope.body(finish)), data(usage)]
+        return [data_event(self._envelope.body(finish)), data_event(usage)]
 
     def _chunk(
         self,
@@ -242,7 +242,7 @@ class CompletionAnswer:
         token_ids: Sequence[int],
         prompt: Sequence[int] | None = None,
     ) -> bytes:
-        return data(self._envelope.body([self._choice(choice, text, logprobs, None, token_ids, prompt)]))
+        return data_event(self._envelope.body([self._choice(choice, text, logprobs, None, token_ids, prompt)]))
 
     def _choice(
         self,

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ..bodies import check_model_name
 from ..deps import Service, ServiceDep
 from ..errors import ApiError, JsonResponse
+from ..request_body import check_model_name
 
 __all__ = ["router"]
 

@@ -14,15 +14,15 @@ from starlette.responses import Response
 from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 
 from ..answering import AnswerRequest, count_tokens, start_answers
-from ..callers import CallerDep
 from ..deltas import AnswerDelta, AnswerDone, Idle
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
+from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse, api_error
 from ..generating.generation import Generation
+from ..identity import IdentityDep
 from ..prompting.conversation import Conversation, conversation
-from ..prompting.reminders import in_place
+from ..prompting.system_messages import inline_system_messages
 from ..report import Report
-from ..sse import EventStream, named
+from ..sse import EventStream, named_event
 from .responses_input import Tools, chat_messages, function_tools
 from .responses_schema import ResponsesRequest, refuse
 from .responses_wire import ItemWriter
@@ -38,15 +38,15 @@ BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))
 
 
 @router.post("/v1/responses")
-async def create(request: Request, service: ServiceDep, caller: CallerDep, body: BodyDep) -> Response:
+async def create(request: Request, service: ServiceDep, identity: IdentityDep, body: BodyDep) -> Response:
     """Answers a conversation."""
     tools = function_tools(body.tools)
-    starting = start_answers(service, _answer_request(body, tools), caller, body.cache_salt)
+    starting = start_answers(service, _answer_request(body, tools), identity, body.cache_salt)
     generation = await while_connected(request, starting)
     answer = ResponsesAnswer(service, body, tools, generation)
     if body.stream:
         return EventStream(answer.stream(), generation)
-    return JsonResponse(await unless_client_leaves(request, generation, answer.collect()))
+    return JsonResponse(await close_on_disconnect(request, generation, answer.collect()))
 
 
 @router.post("/v1/responses/input_tokens")
@@ -58,14 +58,14 @@ async def count(request: Request, service: ServiceDep, body: BodyDep) -> Respons
 
 
 def _conversation(body: ResponsesRequest, tools: Tools) -> Conversation:
-    messages = in_place(chat_messages(body.instructions, body.input))
+    messages = inline_system_messages(chat_messages(body.instructions, body.input))
     return conversation(messages, tools.functions, body.template_kwargs(), field="input")
 
 
 def _answer_request(body: ResponsesRequest, tools: Tools) -> AnswerRequest:
     return AnswerRequest(
         conversation=_conversation(body, tools),
-        drawing=body,
+        sampling=body,
         thinking_budget=body.thinking_budget(),
         specprefill=body.options(),
         max_tokens=body.limit(),
@@ -135,7 +135,7 @@ class ResponsesAnswer:
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             fields["error"] = _failure(self._report.error)
-        return fields | self._report.told() | {"timings": self._report.timings()}
+        return fields | self._report.prefill_fields() | {"timings": self._report.timings()}
 
     def _usage(self) -> dict[str, Any]:
         report = self._report
@@ -152,7 +152,7 @@ class ResponsesAnswer:
         return self._event({"type": "response.in_progress", "response": self._response, **more})
 
     def _event(self, payload: dict[str, Any]) -> bytes:
-        return named(payload | {"sequence_number": next(self._numbers)})
+        return named_event(payload | {"sequence_number": next(self._numbers)})
 
     def _scored(self, tokens: Sequence[TokenEvent]) -> list[dict[str, Any]]:
         return [scored(self._vocabulary, token) for token in tokens]

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_specprefill import InvalidRequestError
 
-from ..prompting.conversation import Message, left_out
+from ..prompting.conversation import Message, omission_note
 
 __all__ = ["Tools", "chat_messages", "function_tools"]
 
@@ -111,7 +111,7 @@ def _part(part: Any, where: str, of_a_tool: bool) -> str:
     _require(isinstance(part, dict), where, "must be an object")
     kind = part.get("type")
     if of_a_tool and isinstance(kind, str) and kind not in TEXT_PARTS:
-        return left_out(kind)
+        return omission_note(kind)
     known = isinstance(kind, str) and kind in TEXT_PARTS
     _require(known, f"{where}.type", f"only text can be read by this model, got {kind!r:.80}")
     return _string(part, TEXT_PARTS[kind], where)
@@ -119,7 +119,7 @@ def _part(part: Any, where: str, of_a_tool: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The caller's functions as chat completions take them, and the namespaces that some of them came in."""
+    """The client's functions as chat completions take them, and the namespaces that some of them came in."""
 
     functions: tuple[dict[str, Any], ...]
     namespaces: Mapping[str, str]  # function name: namespace

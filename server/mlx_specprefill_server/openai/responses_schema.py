@@ -11,8 +11,8 @@ from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OutputFormat
 from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
-from ..drawing import refuse_documents, refuse_drawing, tokens_asked
 from ..fields import Body, Texts, Whole
+from ..sampling import first_limit, refuse_documents, refuse_sampling
 from ..thinking import ThinkingFields
 from .schemas import GenerationFields
 
@@ -55,7 +55,7 @@ class ResponsesRequest(ThinkingFields, GenerationFields):
 
     def limit(self) -> int | None:
         """Tokens asked for, by this dialect's name for it or another's; None: as many as fit."""
-        return tokens_asked(self.max_output_tokens, self.max_tokens, self.n_predict)
+        return first_limit(self.max_output_tokens, self.max_tokens, self.n_predict)
 
     def template_kwargs(self) -> dict[str, Any]:
         """How templates call thinking and effort."""
@@ -104,7 +104,7 @@ def refuse(body: Mapping[str, Any]) -> None:
     for name in ("previous_response_id", "conversation"):
         if body.get(name):
             raise InvalidRequestError(f"{name}: {STATELESS}", field=name)
-    refuse_drawing(body)
+    refuse_sampling(body)
     refuse_documents(body)
     if body.get("echo"):
         raise InvalidRequestError("echo: not supported", field="echo")

@@ -12,9 +12,9 @@ from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
 from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
-from ..drawing import DrawingFields, MaxTokens, refuse_documents, refuse_drawing, tokens_asked
 from ..fields import Body, SpecPrefillFields, Whole
 from ..prompting.conversation import Conversation, conversation, ending_of
+from ..sampling import MaxTokens, SamplingFields, first_limit, refuse_documents, refuse_sampling
 from ..thinking import ThinkingFields
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat", "refuse_completion"]
@@ -61,7 +61,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationFields(DrawingFields, SpecPrefillFields):
+class GenerationFields(SamplingFields, SpecPrefillFields):
     """What both endpoints take."""
 
     model: str | None = None
@@ -108,7 +108,7 @@ class ChatRequest(ThinkingFields, GenerationFields):
     documents: list[Any] = Field(default_factory=list)
 
     def conversation(self) -> Conversation:
-        """The messages, straightened, with the tools."""
+        """The normalised messages with the tools."""
         ending = ending_of(self.add_generation_prompt, self.continue_final_message)
         given = conversation(self.messages, self.tools, self._template_kwargs(), ending)
         if not self.documents:
@@ -117,7 +117,7 @@ class ChatRequest(ThinkingFields, GenerationFields):
 
     def limit(self) -> int | None:
         """Tokens asked for; None: as many as fit."""
-        return tokens_asked(self.max_completion_tokens, self.max_tokens, self.n_predict)
+        return first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
     def choice(self) -> ToolChoice:
         """Which tools have to be called, if any."""
@@ -145,7 +145,7 @@ class CompletionRequest(GenerationFields):
 
     def limit(self) -> int | None:
         """As for chat."""
-        return tokens_asked(self.max_tokens, self.n_predict)
+        return first_limit(self.max_tokens, self.n_predict)
 
 
 def _is(*allowed: Any) -> Callable[[Any], bool]:
@@ -166,7 +166,7 @@ REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 def refuse_chat(body: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError on what chat completions don't do."""
     _refuse_best_of(body)
-    refuse_drawing(body)
+    refuse_sampling(body)
     for name, (harmless, why) in REFUSED_IN_CHAT.items():
         if name in body and not harmless(body[name]):
             raise InvalidRequestError(f"{name}: {why}", field=name)
@@ -180,7 +180,7 @@ def refuse_chat(body: Mapping[str, Any]) -> None:
 def refuse_completion(body: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError on what completions don't do."""
     _refuse_best_of(body)
-    refuse_drawing(body)
+    refuse_sampling(body)
     refuse_documents(body)
     for name in ("max_tokens", "n_predict"):
         if body.get(name) == 0 and not body.get("echo"):

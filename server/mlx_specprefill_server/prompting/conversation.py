@@ -1,7 +1,7 @@
 """What every API dialect boils down to: messages and tools in the form that chat templates take.
 
 Agents send forms on which templates stumble (a second system message, null content, arguments as a JSON string).
-They are straightened here, once, for all dialects.
+They are normalised here, once, for all dialects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import orjson
 
 from mlx_specprefill import InvalidRequestError
 
-__all__ = ["Conversation", "Ending", "Message", "conversation", "ending_of", "left_out", "plainer"]
+__all__ = ["Conversation", "Ending", "Message", "conversation", "ending_of", "omission_note", "simpler_forms"]
 
 Message = dict[str, Any]  # as templates read it: role, content (str), and what else the role has
 Ending = Literal["answer", "continue", "none"]
@@ -54,16 +54,16 @@ def conversation(
     ending: Ending = "answer",
     field: str = "messages",
 ) -> Conversation:
-    """Checks and straightens OpenAI's chat messages.
+    """Checks and normalises OpenAI's chat messages.
 
     Raises:
         InvalidRequestError: `field` is the path of the value at fault, like `messages[0].content[1].type`.
     """
-    straight = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    if not straight:
+    normalised = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if not normalised:
         raise InvalidRequestError(f"{field} must not be empty", field=field)
     return Conversation(
-        messages=tuple(_system_first(straight)),
+        messages=tuple(_system_first(normalised)),
         tools=tuple(_tools(tools)),
         template_kwargs=_template_kwargs(template_kwargs or {}),
         ending=ending,
@@ -85,7 +85,7 @@ def ending_of(add_generation_prompt: bool | None, continue_final_message: bool) 
     return "none" if add_generation_prompt is False else "answer"
 
 
-def plainer(messages: Sequence[Message]) -> Iterator[tuple[Message, ...]]:
+def simpler_forms(messages: Sequence[Message]) -> Iterator[tuple[Message, ...]]:
     """Other forms of a conversation, for templates that refuse it as it is.
 
     Some want user and assistant to take turns; some of those know no system message either.
@@ -129,7 +129,7 @@ def _message(message: Any, where: str) -> Message:
     return out
 
 
-def left_out(kind: str) -> str:
+def omission_note(kind: str) -> str:
     """What a tool's result says where it holds an image, a file or the like.
 
     A refusal would end an agent's session: what a tool has returned stays in the history of all later requests.
@@ -154,7 +154,7 @@ def _part(part: Any, where: str, of_a_tool: bool) -> str:
         raise InvalidRequestError(f"{where} must be an object", field=where)
     kind = part.get("type", "text")
     if of_a_tool and isinstance(kind, str) and kind not in TEXT_PARTS:
-        return left_out(kind)
+        return omission_note(kind)
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise InvalidRequestError(
             f"{where}.type: only text parts are supported by this model, got {_shown(kind)}", field=f"{where}.type"

@@ -18,10 +18,10 @@ from jinja2 import TemplateError
 
 from mlx_specprefill import InvalidRequestError, PromptSpan
 
-from .control import Controls
-from .conversation import Conversation, Message, plainer
-from .quoting import Encoded, Encoder, Quoted
-from .size import SizeGuard
+from .control_tokens import ControlTokens
+from .conversation import Conversation, Message, simpler_forms
+from .escaping import Encoded, Encoder, EscapedConversation
+from .length_check import LengthCheck
 from .spans import Render, locate, to_tokens, turn_ends
 from .workers import Workers
 
@@ -51,8 +51,8 @@ class _Fitted:
     """A conversation as a template took it.
 
     Attributes:
-        messages: of `render`; names of control tokens in them are disguised.
-        rendered: what the template made of them; `text`: the same, character for character, without disguise.
+        messages: of `render`; names of control tokens in them are escaped.
+        rendered: what the template made of them; `text`: the same, character for character, unescaped.
         render: the template with everything but the messages fixed.
     """
 
@@ -77,11 +77,11 @@ class PromptBuilder:
     def __init__(self, tokenizer: Any, context_length: int | None = None, allow_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
         self.workers = Workers(WORKERS if getattr(tokenizer, "is_fast", False) else 1)
-        self._size = SizeGuard(tokenizer, context_length, self._count)
+        self._size = LengthCheck(tokenizer, context_length, self._count)
         self._ends = _turn_ends(tokenizer)
-        self._controls = Controls(tokenizer)
+        self._controls = ControlTokens(tokenizer)
         self._encoder = Encoder(tokenizer, self._controls)
-        self._as_it_is = allow_special_tokens
+        self._allow_special = allow_special_tokens
 
     async def chat(self, conversation: Conversation) -> Prompt:
         """The rendered conversation, ready for the assistant's answer.
@@ -169,7 +169,7 @@ class PromptBuilder:
         return _located(fitted.text, offsets, texts, conversation.field)
 
     def _raw_passages(self, text: str, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        _, offsets = self._encoder.as_it_is(text, not self._starts_itself(text))
+        _, offsets = self._encoder.encode_raw(text, not self._starts_itself(text))
         return _located(text, offsets, texts, "prompt")
 
     def _fitted(self, conversation: Conversation) -> _Fitted:
@@ -178,17 +178,17 @@ class PromptBuilder:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
         if "documents" in conversation.template_kwargs and "documents" not in str(self._tokenizer.chat_template):
             raise InvalidRequestError("documents: this model's template has no place for them", field="documents")
-        if self._as_it_is:
+        if self._allow_special:
             render = partial(self._render, conversation)
             messages, rendered = _first_form(conversation.messages, render)
             return _Fitted(messages, rendered, rendered, render)
-        quoted = Quoted(conversation, self._controls)
+        escaped = EscapedConversation(conversation, self._controls)
 
         def read(messages: Sequence[Message]) -> str:
-            return quoted.read(self._render(quoted.conversation, messages))
+            return escaped.from_json(self._render(escaped.conversation, messages))
 
-        messages, rendered = _first_form(quoted.conversation.messages, read)
-        return _Fitted(messages, rendered, quoted.shown(rendered), read)
+        messages, rendered = _first_form(escaped.conversation.messages, read)
+        return _Fitted(messages, rendered, escaped.unescape(rendered), read)
 
     def _render(self, conversation: Conversation, messages: Sequence[Message]) -> str:
         going_on = {"continue_final_message": True} if conversation.ending == "continue" else {}
@@ -207,8 +207,8 @@ class PromptBuilder:
         return str(text)
 
     def _tokenize(self, fitted: _Fitted, field: str) -> Encoded:
-        if self._as_it_is:
-            return self._encoder.as_it_is(fitted.text)
+        if self._allow_special:
+            return self._encoder.encode_raw(fitted.text)
         return self._encoder.encode(fitted.text, self._controls.places(fitted.rendered), field)
 
 
@@ -231,7 +231,7 @@ def _first_form(messages: Sequence[Message], render: Render) -> tuple[Sequence[M
     try:
         return messages, render(messages)
     except InvalidRequestError as refusal:
-        for others in plainer(messages):
+        for others in simpler_forms(messages):
             with suppress(InvalidRequestError):
                 return others, render(others)
         raise refusal

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from mlx_specprefill import GenerationRequest, InvalidRequestError, SparseUnsupportedError
 
 from ..answering import max_tokens_within
-from ..callers import CallerDep
-from ..deps import Service, ServiceDep, body_of, unless_client_leaves, while_connected
+from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
 from ..errors import ApiError, JsonResponse
 from ..explaining.explained import explain_chunks, explanation
 from ..fields import SpecPrefillFields, TokenIds
+from ..identity import IdentityDep
 from ..prompting.prompt import Prompt
 from .tokens import Rendered
 
@@ -41,7 +41,7 @@ def _one_prompt(body: Mapping[str, Any]) -> None:
 async def explain(
     request: Request,
     service: ServiceDep,
-    caller: CallerDep,
+    identity: IdentityDep,
     body: Annotated[ExplainRequest, Depends(body_of(ExplainRequest, _one_prompt))],
 ) -> Response:
     """The draft reads the prompt and scores it; the target is not run."""
@@ -51,9 +51,9 @@ async def explain(
         raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
     max_tokens_within(len(prompt.tokens), 1, service.context_length, field)
     asked = GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans)
-    work = service.inspect(asked, caller, body.cache_salt)
+    work = service.inspect(asked, identity, body.cache_salt)
     try:
-        inspection = await unless_client_leaves(request, work, work.result())
+        inspection = await close_on_disconnect(request, work, work.result())
     except SparseUnsupportedError as error:
         raise ApiError(400, f"Nothing to explain: {error}", code="sparse_unsupported") from error
     texts = partial(explain_chunks, service.engine.pair.tokenizer, prompt.tokens, inspection)

@@ -13,10 +13,10 @@ from starlette.responses import Response, StreamingResponse
 
 from mlx_specprefill import CachedTokens
 
-from ..callers import Caller, CallerDep
 from ..deps import Service, ServiceDep
 from ..errors import ApiError, JsonResponse
-from ..sse import EVENT_STREAM_HEADERS, data
+from ..identity import Identity, IdentityDep
+from ..sse import EVENT_STREAM_HEADERS, data_event
 
 __all__ = ["router"]
 
@@ -26,48 +26,48 @@ Interval = Annotated[float, Query(ge=0.2, le=5)]  # seconds; a stream notices wi
 
 
 @router.get("/stats")
-async def stats(service: ServiceDep, caller: CallerDep) -> Response:
+async def stats(service: ServiceDep, identity: IdentityDep) -> Response:
     """One moment."""
-    return JsonResponse(_snapshot(service, caller))
+    return JsonResponse(_snapshot(service, identity))
 
 
 @router.get("/stats/stream", include_in_schema=False)  # it has no end, which no description can say
-async def stream(service: ServiceDep, caller: CallerDep, interval: Interval = 1.0) -> Response:
+async def stream(service: ServiceDep, identity: IdentityDep, interval: Interval = 1.0) -> Response:
     """The same again and again, as server-sent events."""
     return StreamingResponse(
-        _snapshots(service, caller, interval), media_type="text/event-stream", headers=EVENT_STREAM_HEADERS
+        _snapshots(service, identity, interval), media_type="text/event-stream", headers=EVENT_STREAM_HEADERS
     )
 
 
 @router.get("/cache")
-async def cached(service: ServiceDep, caller: CallerDep) -> Response:
-    """What is kept for the caller's later requests; ids are digests and say nothing of the text."""
-    entries = await asyncio.to_thread(service.engine.cached, caller.cached)
+async def cached(service: ServiceDep, identity: IdentityDep) -> Response:
+    """The cached prompts of this API key; ids are digests and say nothing of the text."""
+    entries = await asyncio.to_thread(service.engine.cached, identity.visible_cache)
     return JsonResponse({"object": "list", "data": [_entry(entry) for entry in entries]})
 
 
 @router.delete("/cache")
-async def drop_all(service: ServiceDep, caller: CallerDep) -> Response:
-    """Forgets everything that is kept for the caller."""
-    await asyncio.to_thread(service.engine.drop_cached, None, caller.cached)
+async def drop_all(service: ServiceDep, identity: IdentityDep) -> Response:
+    """Drops all cached prompts of this API key."""
+    await asyncio.to_thread(service.engine.drop_cached, None, identity.visible_cache)
     return JsonResponse({"deleted": True})
 
 
 @router.delete("/cache/{entry_id}")
-async def drop(service: ServiceDep, caller: CallerDep, entry_id: str) -> Response:
+async def drop(service: ServiceDep, identity: IdentityDep, entry_id: str) -> Response:
     """Forgets one entry, in memory and on disk."""
-    if not await asyncio.to_thread(service.engine.drop_cached, entry_id, caller.cached):
+    if not await asyncio.to_thread(service.engine.drop_cached, entry_id, identity.visible_cache):
         raise ApiError(404, "Nothing of that id is kept.", param="id", code="not_found")
     return JsonResponse({"id": entry_id, "deleted": True})
 
 
-async def _snapshots(service: Service, caller: Caller, interval: float) -> AsyncIterator[bytes]:
+async def _snapshots(service: Service, identity: Identity, interval: float) -> AsyncIterator[bytes]:
     while not service.stopping:
-        yield data(_snapshot(service, caller))
+        yield data_event(_snapshot(service, identity))
         await asyncio.sleep(interval)
 
 
-def _snapshot(service: Service, caller: Caller) -> dict[str, Any]:
+def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
     health, now = service.engine.health(), asdict(service.engine.stats())
     memory = now.pop("memory")
     numbers = {name: round(value, 3) if isinstance(value, float) else value for name, value in now.items()}
@@ -82,7 +82,7 @@ def _snapshot(service: Service, caller: Caller) -> dict[str, Any]:
         "heartbeat_age_s": round(health.heartbeat_age_s, 3),
         **numbers,
         "memory": memory,
-        "recent": service.recent.newest_first(caller.answers),
+        "recent": service.recent.newest_first(identity.visible_answers),
     }
 
 

@@ -35,7 +35,7 @@ class Rendered(Body):
     continue_final_message: bool = False
 
     def conversation(self) -> Conversation:
-        """Straightened as for an answer."""
+        """Normalised as for an answer."""
         ending = ending_of(self.add_generation_prompt, self.continue_final_message)
         return conversation(self.messages or [], self.tools, self.chat_template_kwargs, ending)
 

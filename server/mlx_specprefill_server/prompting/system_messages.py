@@ -12,10 +12,10 @@ from itertools import groupby
 
 from .conversation import Message
 
-__all__ = ["in_place"]
+__all__ = ["inline_system_messages"]
 
 
-def in_place(messages: Sequence[Message]) -> list[Message]:
+def inline_system_messages(messages: Sequence[Message]) -> list[Message]:
     """The messages, whose contents are texts, with system and developer messages at the beginning only."""
     out: list[Message] = []
     reminder: str | None = None  # of the group before this one, if that could not join a user message

@@ -15,7 +15,7 @@ from typing import Any
 from ..parsers.formats import THINK_TAGS, reasoning_tags
 from .spans import TURN_ENDS
 
-__all__ = ["NOTHING", "Controls"]
+__all__ = ["NOTHING", "ControlTokens"]
 
 NOTHING: frozenset[str] = frozenset()
 BY_CONVENTION = re.compile(r"<\|.*>|<.*\|>|<｜.*｜>", re.DOTALL)
@@ -26,7 +26,7 @@ WORD = re.compile(r"\W*(\w+)\W*")
 Places = list[tuple[int, int]]
 
 
-class Controls:
+class ControlTokens:
     """The control tokens of one tokenizer, an mlx_lm TokenizerWrapper.
 
     Attributes:

@@ -15,7 +15,7 @@ from mlx_specprefill import InvalidRequestError, SamplingParams
 from .fields import Body, Number, TokenIds, Whole
 from .generating.vocabulary import Vocabulary
 
-__all__ = ["DrawingFields", "MaxTokens", "refuse_documents", "refuse_drawing", "tokens_asked"]
+__all__ = ["MaxTokens", "SamplingFields", "first_limit", "refuse_documents", "refuse_sampling"]
 
 UNLIMITED = -1  # tokens, as llama.cpp's clients write "no limit"
 MAX_STOP_IDS = 1024
@@ -43,7 +43,7 @@ def _words(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-class DrawingFields(Body):
+class SamplingFields(Body):
     """What changes how an answer's tokens are drawn, and which of them end it."""
 
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
@@ -102,7 +102,7 @@ class DrawingFields(Body):
         )
 
 
-def tokens_asked(*limits: int | None) -> int | None:
+def first_limit(*limits: int | None) -> int | None:
     """The first of several fields for one limit that is given; None: no limit."""
     asked = next((limit for limit in limits if limit is not None), None)
     return None if asked == UNLIMITED else asked
@@ -125,7 +125,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def refuse_drawing(body: Mapping[str, Any]) -> None:
+def refuse_sampling(body: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError on what would change the answer and is not done here."""
     for name, (neutral, why) in REFUSED.items():
         if name in body and not any(type(body[name]) in (type(one), float) and body[name] == one for one in neutral):

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill import CacheLabel, Engine, EngineConfig
 from mlx_specprefill_server.app import create_app
-from mlx_specprefill_server.callers import Caller, callers_by_key
+from mlx_specprefill_server.identity import Identity, identities_by_key
 from mlx_specprefill_server.settings import Settings
 from tests.tiny import random_prompt, tiny_pair
 
@@ -93,9 +93,11 @@ def test_every_answer_of_a_request_has_the_label(engine: FakeEngine) -> None:
 
 
 def test_names_are_the_same_after_a_restart_and_no_plain_hash() -> None:
-    first, again = (callers_by_key(Settings(api_keys=tuple(map(SecretStr, KEYS)))) for _ in range(2))
+    first, again = (identities_by_key(Settings(api_keys=tuple(map(SecretStr, KEYS)))) for _ in range(2))
     assert first == again
-    assert callers_by_key(Settings(api_keys=(SecretStr("key-ann"), SecretStr("key-ann")))) == {b"key-ann": Caller()}
+    assert identities_by_key(Settings(api_keys=(SecretStr("key-ann"), SecretStr("key-ann")))) == {
+        b"key-ann": Identity()
+    }
 
 
 def test_an_admin_key_opens_the_server(engine: FakeEngine) -> None:

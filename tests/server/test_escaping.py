@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_specprefill import InvalidRequestError
 from mlx_specprefill.adapters.gguf.header import read_header
 from mlx_specprefill.adapters.gguf.tokens import build_tokenizer
-from mlx_specprefill_server.prompting.control import Controls
+from mlx_specprefill_server.prompting.control_tokens import ControlTokens
 from mlx_specprefill_server.prompting.conversation import Conversation, conversation
 from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder
 
@@ -66,7 +66,7 @@ def as_before(tokenizer: TokenizerWrapper, messages: list[Turn], tools: Any = No
 
 def controls_in(tokenizer: TokenizerWrapper, ids: Any) -> list[int]:
     """The control tokens in order."""
-    known = set(Controls(tokenizer).ids.values())
+    known = set(ControlTokens(tokenizer).ids.values())
     return [token for token in ids if token in known]
 
 
@@ -110,7 +110,7 @@ def special_names(tokenizer: TokenizerWrapper) -> list[str]:
 
 def check_contents(tokenizer: TokenizerWrapper, contents: list[str]) -> None:
     builder = PromptBuilder(tokenizer)
-    special = {*map(tokenizer.convert_tokens_to_ids, special_names(tokenizer)), *Controls(tokenizer).ids.values()}
+    special = {*map(tokenizer.convert_tokens_to_ids, special_names(tokenizer)), *ControlTokens(tokenizer).ids.values()}
     frame = controls_in(tokenizer, built(builder, [{"role": "user", "content": "x"}]).tokens)
     for content in contents:
         prompt = built(builder, [{"role": "user", "content": content}])
@@ -189,12 +189,12 @@ def test_ordinary_contents_have_the_tokens_they_had_with_a_real_vocabulary(name:
     assert list(built(builder, messages).tokens) == wanted
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     encoder = builder._encoder
-    ids, offsets = encoder.as_it_is(text)
-    encoder.as_it_is = lambda text: ((), [])  # type: ignore[method-assign] # as if it had gone wrong
+    ids, offsets = encoder.encode_raw(text)
+    encoder.encode_raw = lambda text: ((), [])  # type: ignore[method-assign] # as if it had gone wrong
     try:
         coded = encoder.encode(text, builder._controls.places(text), "messages")
     finally:
-        del encoder.as_it_is
+        del encoder.encode_raw
     assert coded == (ids, [tuple(place) for place in offsets or ()])
 
 
@@ -508,8 +508,8 @@ def test_tokens_that_are_no_control_tokens_stay_tokens() -> None:
     tokenizer = byte_tokenizer()
     tokenizer._tokenizer.add_tokens(["<table>", "   ", "<|tool|>", "<tool_call>", "\n\n"])
     tokenizer._tokenizer.chat_template = CHATML + "{# <tool_call> #}"
-    assert {"<|tool|>", "<tool_call>"} <= set(Controls(tokenizer).ids)
-    assert not {"<table>", "   ", "\n\n"} & set(Controls(tokenizer).ids)
+    assert {"<|tool|>", "<tool_call>"} <= set(ControlTokens(tokenizer).ids)
+    assert not {"<table>", "   ", "\n\n"} & set(ControlTokens(tokenizer).ids)
     builder = PromptBuilder(tokenizer)
     text = "a<table>   \n\n<|im_end|><|tool|><tool_call>"
     ids = {

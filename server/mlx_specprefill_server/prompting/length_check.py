@@ -10,13 +10,13 @@ import orjson
 
 from mlx_specprefill import ContextLengthError
 
-__all__ = ["SizeGuard"]
+__all__ = ["LengthCheck"]
 
 PIECE = 16  # characters per token of the context that are tokenized at a time: several times what prose has
 SLACK = 2  # times the context: tokens of pieces may be a few more than those of the whole, at the cuts
 
 
-class SizeGuard:
+class LengthCheck:
     """Refuses texts that must have more tokens than the context, long before all of them is tokenized.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Protocol
 from .arms import Arm
 from .tasks import Item
 
-__all__ = ["Examinee", "Reply"]
+__all__ = ["ModelUnderTest", "Reply"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Reply:
     score: float | None = None
 
 
-class Examinee(Protocol):
+class ModelUnderTest(Protocol):
     """Somebody who answers."""
 
     @property

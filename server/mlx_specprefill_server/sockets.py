@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from ipaddress import ip_address
 
-__all__ = ["bound", "is_exposed"]
+__all__ = ["bound_sockets", "is_exposed"]
 
 
 @contextlib.contextmanager
-def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
+def bound_sockets(host: str, port: int) -> Iterator[list[socket.socket]]:
     """Sockets on all addresses that a host has; they refuse connections until somebody listens.
 
     Raises:

@@ -24,10 +24,10 @@ import orjson
 
 from mlx_specprefill import InvalidRequestError
 
-from .control import NOTHING, Controls, Places
+from .control_tokens import NOTHING, ControlTokens, Places
 from .conversation import Conversation, Message
 
-__all__ = ["Encoded", "Encoder", "Quoted"]
+__all__ = ["Encoded", "Encoder", "EscapedConversation"]
 
 Encoded = tuple[tuple[int, ...], list[tuple[int, int]] | None]
 
@@ -42,14 +42,14 @@ WORDS = frozenset(
 )
 
 
-class Quoted:
+class EscapedConversation:
     """A conversation whose content has no name of a control token, and none that a template could complete.
 
     Attributes:
         conversation: with private-use characters in place of such names.
     """
 
-    def __init__(self, conversation: Conversation, controls: Controls) -> None:
+    def __init__(self, conversation: Conversation, controls: ControlTokens) -> None:
         self._given = conversation
         self._controls = controls
         self.conversation = replace(
@@ -60,7 +60,7 @@ class Quoted:
         )
 
     @cached_property
-    def _stand_ins(self) -> Mapping[int, int]:
+    def _substitutes(self) -> Mapping[int, int]:
         """For each character that names have, one that the conversation does not have."""
         alphabet = sorted(set("".join(self._controls.ids)))
         given = (self._given.messages, self._given.tools, self._given.template_kwargs)
@@ -75,11 +75,11 @@ class Quoted:
             raise InvalidRequestError(f"{field}: too many different private-use characters", field=field)
         return {ord(char): first + i for i, char in enumerate(alphabet)}
 
-    def read(self, rendered: str) -> str:
-        """A rendering, of which templates may have made JSON in ASCII."""
-        if "_stand_ins" not in self.__dict__:
+    def from_json(self, rendered: str) -> str:
+        """A rendering with our private-use characters read back, where a template wrote them as JSON escapes."""
+        if "_substitutes" not in self.__dict__:
             return rendered
-        ours = set(self._stand_ins.values())
+        ours = set(self._substitutes.values())
 
         def read(match: re.Match[str]) -> str:
             char = _unescaped(match)
@@ -87,11 +87,11 @@ class Quoted:
 
         return ESCAPED.sub(read, rendered)
 
-    def shown(self, rendered: str) -> str:
-        """The same text, character for character, as it was meant."""
-        if "_stand_ins" not in self.__dict__:
+    def unescape(self, rendered: str) -> str:
+        """The same text, character for character, with the names of control tokens back in place."""
+        if "_substitutes" not in self.__dict__:
             return rendered
-        meant = {stand_in: char for char, stand_in in self._stand_ins.items()}
+        meant = {substitute: char for char, substitute in self._substitutes.items()}
         run = f"[{chr(min(meant))}-{chr(max(meant))}]+"
         return re.sub(run, lambda match: match[0].translate(meant), rendered)
 
@@ -113,7 +113,7 @@ class Quoted:
 
     def _text(self, text: str, kept: frozenset[str] = NOTHING, words: bool = False) -> str:
         places = self._controls.in_content(text, kept, words)
-        return _replaced(text, places, lambda name: name.translate(self._stand_ins))[0] if places else text
+        return _replaced(text, places, lambda name: name.translate(self._substitutes))[0] if places else text
 
 
 def _unescaped(pair: re.Match[str]) -> str:
@@ -164,7 +164,7 @@ def _moved(at: int, parts: Places, others: Places) -> int:
 class Encoder:
     """Tokenizes rendered conversations; `tokenizer` is an mlx_lm TokenizerWrapper."""
 
-    def __init__(self, tokenizer: Any, controls: Controls) -> None:
+    def __init__(self, tokenizer: Any, controls: ControlTokens) -> None:
         self._tokenizer = tokenizer._tokenizer  # the wrapper forwards attributes, but not the call itself
         self._controls = controls
         self._fast = bool(getattr(tokenizer, "is_fast", False))
@@ -173,7 +173,7 @@ class Encoder:
         self._lock = Lock()
         self._copy: Any = None
 
-    def as_it_is(self, text: str, start: bool = False) -> Encoded:
+    def encode_raw(self, text: str, start: bool = False) -> Encoded:
         """With every name of a control token as that token.
 
         Args:
@@ -195,7 +195,7 @@ class Encoder:
             InvalidRequestError: this tokenizer can't tell the two apart.
         """
         if structure == self._controls.places(text):
-            ids, offsets = self.as_it_is(text)
+            ids, offsets = self.encode_raw(text)
             if offsets is None or self._count(ids) == self._count_of(text, structure):
                 return ids, offsets
         if self._fast:

@@ -16,8 +16,8 @@ from tokenizers import AddedToken, normalizers
 
 from mlx_specprefill import ContextLengthError
 from mlx_specprefill_server.prompting import size
+from mlx_specprefill_server.prompting.length_check import LengthCheck
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
-from mlx_specprefill_server.prompting.size import SizeGuard
 
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, byte_tokenizer
@@ -25,7 +25,7 @@ from .fakes import FakeEngine, FakePair, byte_tokenizer
 DEMO = load_tokenizer(Path(__file__).parents[2] / "models" / "demo" / "target")
 
 
-def guard(tokenizer: Any, context_length: int | None) -> SizeGuard:
+def guard(tokenizer: Any, context_length: int | None) -> LengthCheck:
     return PromptBuilder(tokenizer, context_length)._size
 
 

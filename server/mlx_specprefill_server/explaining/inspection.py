@@ -9,10 +9,10 @@ from mlx_specprefill import GenerationRequest, Inspection
 
 from ..generating.engine_protocol import EngineLike
 
-__all__ = ["Inspecting"]
+__all__ = ["RunningInspection"]
 
 
-class Inspecting:
+class RunningInspection:
     """One inspection. Whoever holds it must `close` it, whatever happens."""
 
     def __init__(self, engine: EngineLike, request: GenerationRequest) -> None:

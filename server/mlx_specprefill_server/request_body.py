@@ -15,7 +15,7 @@ from mlx_specprefill import InvalidRequestError
 
 from .errors import ApiError
 
-__all__ = ["SMALL", "check_model_name", "decoded", "loaded", "read", "validated"]
+__all__ = ["SMALL", "check_model_name", "decompress", "parse_json", "read_body", "validate"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -28,7 +28,7 @@ LONGEST_NAME = 256  # characters of a model's name, which answers and logs repea
 CONTAINERS = (list, dict)
 
 
-async def read(request: Request, limit: int) -> bytearray:
+async def read_body(request: Request, limit: int) -> bytearray:
     """The body.
 
     Raises:
@@ -50,7 +50,7 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, message, code="request_too_large")
 
 
-def decoded(body: bytes | bytearray, encoding: str, limit: int) -> bytes | bytearray:
+def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes | bytearray:
     """A body that may be compressed; what it becomes is held to the same limit.
 
     Raises:
@@ -74,7 +74,7 @@ def decoded(body: bytes | bytearray, encoding: str, limit: int) -> bytes | bytea
     return text
 
 
-def loaded(raw: bytes | bytearray) -> dict[str, Any]:
+def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
     """The JSON object, without its nulls, which mean the default.
 
     Raises:
@@ -140,7 +140,7 @@ def _levels(body: dict[str, Any]) -> Iterator[list[Any]]:
         ]
 
 
-def validated(model: type[Model], body: dict[str, Any]) -> Model:
+def validate(model: type[Model], body: dict[str, Any]) -> Model:
     """The body as its model.
 
     Raises:

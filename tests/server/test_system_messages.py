@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_specprefill_server.prompting.conversation import Message
-from mlx_specprefill_server.prompting.reminders import in_place
+from mlx_specprefill_server.prompting.system_messages import inline_system_messages
 
 LETTERS = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
 
@@ -35,12 +35,12 @@ def shown(given: list[Message]) -> str:
     ],
 )
 def test_system_messages_stay_where_they_are(given: str, expected: str) -> None:
-    assert shown(in_place(messages(given))) == expected
+    assert shown(inline_system_messages(messages(given))) == expected
 
 
 def test_a_later_system_message_leaves_the_beginning_as_it_was() -> None:
     turns = "s1 u2 a3 u4 s5 a6 t7 s8 a9 u10".split()
-    whole = in_place(messages(" ".join(turns)))
+    whole = inline_system_messages(messages(" ".join(turns)))
     for length in (3, 6, 9):  # whenever the assistant has answered
-        part = in_place(messages(" ".join(turns[:length])))
+        part = inline_system_messages(messages(" ".join(turns[:length])))
         assert whole[: len(part)] == part

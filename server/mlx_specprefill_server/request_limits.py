@@ -1,4 +1,4 @@
-"""How many requests may be at work, for how long, and none once the server is asked to end."""
+"""Limits on requests in work: how many per key, for how long, and none new during shutdown."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections import Counter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .callers import Caller
 from .deps import Service
 from .errors import RETRY_AFTER_S, ApiError, error_response
+from .identity import Identity
 from .settings import Settings
 
-__all__ = ["TIMEOUT_HEADER", "Turnstile"]
+__all__ = ["TIMEOUT_HEADER", "RequestLimitMiddleware"]
 
 TIMEOUT_HEADER = "x-request-timeout"  # seconds
 RETRY = {"Retry-After": RETRY_AFTER_S}
 
 
-class Turnstile:
-    """ASGI middleware behind the gate, for requests that have a body: those are the ones that cost something."""
+class RequestLimitMiddleware:
+    """ASGI middleware behind AuthMiddleware. It limits POST requests; the others cost next to nothing."""
 
     def __init__(self, app: ASGIApp, service: Service, settings: Settings) -> None:
         self._app = app
         self._service = service
         self._limit = settings.max_requests_per_key or math.inf
         self._timeout = settings.request_timeout_s or math.inf
-        self._running: Counter[Caller] = Counter()
+        self._running: Counter[Identity] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -39,20 +39,20 @@ class Turnstile:
         except ApiError as refusal:
             await error_response(refusal, scope["path"])(scope, receive, send)
             return
-        caller = scope["caller"]
-        self._running[caller] += 1
+        identity = scope["identity"]
+        self._running[identity] += 1
         self._service.requests += 1
         try:
             await self._app(scope, receive, send)
         finally:
             self._service.requests -= 1
-            self._running[caller] -= 1
+            self._running[identity] -= 1
             self._running += Counter()  # forgets those at 0
 
     def _admit(self, scope: Scope) -> None:
         if self._service.draining:
             raise ApiError(503, "The server is shutting down.", code="engine_unavailable", headers=RETRY)
-        if self._running[scope["caller"]] >= self._limit:
+        if self._running[scope["identity"]] >= self._limit:
             message = f"{self._limit} requests with this key are in work, which is the limit (--max-requests-per-key)."
             raise ApiError(429, message, code="too_many_requests", headers=RETRY)
         seconds = min(self._timeout, _asked_timeout(Headers(scope=scope).get(TIMEOUT_HEADER)))

@@ -1,4 +1,4 @@
-"""What HTTP clients take for granted of every path: HEAD where there is GET, and no difference made by a last slash."""
+"""HTTP conventions for every path: HEAD works where GET does, and a trailing slash makes no difference."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["HeadAsGet", "TrailingSlash"]
+__all__ = ["HeadMiddleware", "TrailingSlashMiddleware"]
 
 OWN_HEAD = ("/", "/health")  # paths with an answer of their own to HEAD
 
 
-class TrailingSlash:
-    """ASGI middleware around everything: `/v1/models/` is `/v1/models`, for the gate and the log as for the routes."""
+class TrailingSlashMiddleware:
+    """Outermost ASGI middleware: `/v1/models/` is `/v1/models`, also for authentication and the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -23,8 +23,8 @@ class TrailingSlash:
         await self._app(scope, receive, send)
 
 
-class HeadAsGet:
-    """ASGI middleware next to the routes: HEAD has GET's status and headers, and no body."""
+class HeadMiddleware:
+    """Innermost ASGI middleware: HEAD has GET's status and headers, and no body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -18,6 +18,7 @@ _files.preload()
 
 from .adapters.heads import DraftHeads, read_heads
 from .adapters.shares import MULTIPLES, ShareCurve
+from .cache.entry import CacheEntry
 from .config import (
     RULE_NAMES,
     SPECULATION_NAMES,
@@ -40,7 +41,7 @@ from .engine.engine import Engine, EngineHealth
 from .engine.handle import RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
 from .engine.replay import Replay
-from .engine.stats import CachedTokens, EngineStats, MemoryUse
+from .engine.stats import EngineStats, MemoryUse
 from .errors import (
     ContextLengthError,
     EngineClosedError,
@@ -91,8 +92,8 @@ __all__ = [
     "SPECULATION_NAMES",
     "Account",
     "BlasStatus",
+    "CacheEntry",
     "CacheLabel",
-    "CachedTokens",
     "ChunkInfo",
     "Constraint",
     "ContextLengthError",

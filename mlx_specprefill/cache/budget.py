@@ -11,7 +11,7 @@ import itertools
 import time
 from fractions import Fraction
 
-__all__ = ["ByteBudget", "Entry"]
+__all__ = ["ByteBudget", "Evictable"]
 
 # The clock counts look-ups. A store moves it by much less: enough to order entries, not to age them.
 _LOOKUP, _STORE = 1.0, 2.0**-10
@@ -23,7 +23,7 @@ SHARED_PART = Fraction(7, 8)
 _SLACK = 64  # items of a queue that may name nothing any more, besides as many as there are entries
 
 
-class Entry:
+class Evictable:
     """Something the budget can evict.
 
     Attributes:
@@ -58,16 +58,16 @@ class _Queue:
         # Items go stale: uses only rise, so an item is put right when it reaches the top. They name their entries
         # by number, because an item may outlive its entry for as long as nothing is evicted.
         self._heap: list[tuple[float, int]] = []
-        self._entries: dict[int, Entry] = {}
-        self._inside: dict[Entry, int] = {}
+        self._entries: dict[int, Evictable] = {}
+        self._inside: dict[Evictable, int] = {}
 
-    def offer(self, entry: Entry) -> None:
+    def offer(self, entry: Evictable) -> None:
         if entry not in self._inside:
             number = self._inside[entry] = next(self._numbers)
             self._entries[number] = entry
             heapq.heappush(self._heap, (entry.used, number))
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: Evictable) -> None:
         """Forget an entry; no effect when it isn't here."""
         number = self._inside.pop(entry, None)
         if number is not None:
@@ -76,7 +76,7 @@ class _Queue:
                 self._heap = [(entry.used, number) for number, entry in self._entries.items()]
                 heapq.heapify(self._heap)
 
-    def lowest(self) -> Entry | None:
+    def lowest(self) -> Evictable | None:
         while self._heap:
             used, number = self._heap[0]
             entry = self._entries.get(number)
@@ -115,7 +115,7 @@ class ByteBudget:
     def begin_store(self) -> None:
         self._clock += _STORE
 
-    def touch(self, entry: Entry, hit: bool = False) -> None:
+    def touch(self, entry: Evictable, hit: bool = False) -> None:
         """The entry is in use now."""
         entry.used = self._clock
         entry.seen_at = time.time()
@@ -145,7 +145,7 @@ class ByteBudget:
                 return
             self._evict(victim)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Evictable) -> None:
         """Count an entry for which there is room.
 
         Raises:
@@ -158,7 +158,7 @@ class ByteBudget:
         entry.held = True
         self.offer(entry)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: Evictable) -> None:
         """Stop counting an entry and let go of it; no effect when it isn't counted."""
         if entry.held:
             entry.held = False
@@ -167,19 +167,19 @@ class ByteBudget:
             for queue in (self._single, self._hit):
                 queue.discard(entry)
 
-    def offer(self, entry: Entry) -> None:
+    def offer(self, entry: Evictable) -> None:
         """The entry may be evictable from now on."""
         if entry.held:
             (self._hit if entry.hits else self._single).offer(entry)
 
-    def _lowest(self) -> tuple[float, Entry | None]:
+    def _lowest(self) -> tuple[float, Evictable | None]:
         """The entry to go first, with its rank on the clock's scale."""
         single, hit = self._single.lowest(), self._hit.lowest()
         grace = GRACE if self.shared <= SHARED_PART * self.limit else 0.0
         ranked = [(entry.used + extra, entry) for entry, extra in ((single, 0.0), (hit, grace)) if entry is not None]
         return min(ranked, key=lambda pair: pair[0], default=(0.0, None))
 
-    def _evict(self, victim: Entry) -> None:
+    def _evict(self, victim: Evictable) -> None:
         victim.evict()
         assert not victim.held
         self.evictions += 1

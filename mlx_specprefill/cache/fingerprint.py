@@ -17,9 +17,19 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["KV_LAYOUT_VERSION", "block_digest", "block_digests", "model_identity", "root_digest", "token_bytes"]
+__all__ = [
+    "KV_LAYOUT_VERSION",
+    "block_digest",
+    "block_digests",
+    "common_length",
+    "model_identity",
+    "root_digest",
+    "token_bytes",
+]
 
-KV_LAYOUT_VERSION = 1  # of the arrays that layout.py makes of a prompt cache; a change orphans every stored record
+KV_LAYOUT_VERSION = (
+    1  # of the arrays that `prefix/records` makes of a prompt cache; a change orphans every stored record
+)
 DIGEST_BYTES = 24
 _SAMPLES = 64  # elements of every parameter that enter the identity
 _VOLATILE = ("_name_or_path", "transformers_version")  # say where a model came from, not what it computes
@@ -79,3 +89,10 @@ def block_digests(root: bytes, tokens: Sequence[int], block_size: int) -> list[b
         root = block_digest(root, ids[start : start + block_size])
         chain.append(root)
     return chain
+
+
+def common_length(tokens: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """How many tokens the two have in common from their start."""
+    count = min(tokens.size, other.size)
+    differing = np.flatnonzero(tokens[:count] != other[:count])
+    return int(differing[0]) if differing.size else count

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache.budget import ByteBudget
+from ..cache.entry import CacheEntry, CacheHit
 from ..cache.fingerprint import model_identity
 from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
-from ..cache.prefix.tree import PrefixCache, PrefixHit
+from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
 from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import CacheLabel
 from ..sessions.store import Session, SessionStore
-from .stats import CachedTokens
 
 __all__ = ["EngineCaches", "empty_cache"]
 
@@ -63,7 +63,7 @@ class EngineCaches:
             draft = pair.draft
             draft_identity = model_identity(draft, pair.draft_config or {})
             # The draft costs little to run again: its prefixes stay in memory.
-            self._draft = PrefixCache(draft_identity, lambda: list(make_prompt_cache(draft)), self.budget)
+            self._draft = PrefixCache(draft_identity, lambda: list(make_prompt_cache(draft)), self.budget, kind="draft")
             self._pair_name = f"{identity}:{draft_identity}:{config.selection}:{config.scoring}:{pair.heads}"
 
     @property
@@ -90,11 +90,11 @@ class EngineCaches:
         """Let go of at least that many bytes, if there are as many."""
         self.budget.shrink(nbytes)
 
-    def target_prefix(self, tokens: Sequence[int], label: CacheLabel, again: bool = False) -> PrefixHit | None:
+    def target_prefix(self, tokens: Sequence[int], label: CacheLabel, again: bool = False) -> CacheHit | None:
         """The longest dense prefix that leaves at least one token to feed. `again`: not a request of its own."""
         return _lookup(self._target, tokens, label, again)
 
-    def draft_prefix(self, tokens: Sequence[int], label: CacheLabel) -> PrefixHit | None:
+    def draft_prefix(self, tokens: Sequence[int], label: CacheLabel) -> CacheHit | None:
         return _lookup(self._draft, tokens, label)
 
     def covers(self, tokens: Sequence[int], dense: int, label: CacheLabel) -> int:
@@ -136,44 +136,34 @@ class EngineCaches:
         except Exception:
             log.exception("a session could not be stored")
 
-    def entries(self, owner: str | None = None) -> tuple[CachedTokens, ...]:
+    def entries(self, owner: str | None = None) -> tuple[CacheEntry, ...]:
         """All that is kept, or what is kept of one owner's, last used first."""
-        sessions = [
-            CachedTokens(entry.session_id, "session", entry.length, entry.nbytes, entry.hits, entry.last_use)
-            for entry in self.sessions.entries()
-            if owner in (None, entry.label.owner)
-        ]
-        prefixes = [*_prefixes("target", self._target, owner), *_prefixes("draft", self._draft, owner)]
-        return tuple(sorted([*sessions, *prefixes], key=lambda entry: entry.last_use, reverse=True))
+        prefixes = [entry for cache in self._prefixes for entry in cache.entries()]
+        ours = [e for e in (*self.sessions.entries(), *prefixes) if owner in (None, e.label.owner)]
+        return tuple(sorted(ours, key=lambda entry: entry.last_use, reverse=True))
+
+    @property
+    def _prefixes(self) -> list[PrefixCache]:
+        return [cache for cache in (self._target, self._draft) if cache is not None]
 
     def drop(self, name: str, owner: str | None = None) -> bool:
         """Forget one entry, in memory and on disk; False when there is none of that name, or not of that owner's."""
-        prefixes = [cache for cache in (self._target, self._draft) if cache is not None]
-        return any(cache.drop(name, owner) for cache in prefixes) or self.sessions.drop(name, owner)
+        return any(cache.drop(name, owner) for cache in self._prefixes) or self.sessions.drop(name, owner)
 
     def clear(self, owner: str | None = None) -> None:
         """Forget every prefix and session, or those of one owner, in memory and on disk."""
         self.sessions.clear(owner)
-        for cache in (self._target, self._draft):
-            if cache is not None:
-                cache.clear(owner)
+        for cache in self._prefixes:
+            cache.clear(owner)
 
     def close(self) -> None:
         if self._disk is not None:
             self._disk.close()
 
 
-def _prefixes(kind: Literal["target", "draft"], cache: PrefixCache | None, owner: str | None) -> list[CachedTokens]:
-    return [
-        CachedTokens(e.prefix_id, kind, e.length, e.nbytes, e.hits, e.last_use, e.on_disk)
-        for e in (cache.entries() if cache is not None else ())
-        if owner in (None, e.label.owner)
-    ]
-
-
 def _lookup(
     cache: PrefixCache | None, tokens: Sequence[int], label: CacheLabel, again: bool = False
-) -> PrefixHit | None:
+) -> CacheHit | None:
     if cache is None:
         return None
     try:

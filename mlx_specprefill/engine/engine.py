@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from ..cache.entry import CacheEntry
 from ..config import EngineConfig
 from ..constraints import BudgetGuide, Grammars, Guide
 from ..errors import EngineClosedError, InvalidRequestError
@@ -43,7 +44,7 @@ from .scheduler import Scheduler
 from .sequence import Sequence
 from .slicing import Slicing
 from .speculation import Speculator
-from .stats import CachedTokens, EngineStats
+from .stats import EngineStats
 
 __all__ = ["Engine", "EngineHealth"]
 
@@ -158,7 +159,7 @@ class Engine:
             tokens_per_second=self.loop.meter.per_second(),
         )
 
-    def cached(self, owner: str | None = None) -> tuple[CachedTokens, ...]:
+    def cached(self, owner: str | None = None) -> tuple[CacheEntry, ...]:
         """What is kept for later requests, last used first; blocks for as long as one slice.
 
         Args:

@@ -6,9 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-__all__ = ["CachedTokens", "EngineStats", "MemoryUse", "Meter"]
+__all__ = ["EngineStats", "MemoryUse", "Meter"]
 
 _WINDOW_S = 5
 
@@ -31,28 +30,6 @@ class Meter:
         """Over the last whole seconds; 0 when nothing happened in them."""
         now = int(self._clock())
         return sum(count for second, count in tuple(self._seconds) if now - _WINDOW_S <= second < now) / _WINDOW_S
-
-
-@dataclass(frozen=True, slots=True)
-class CachedTokens:
-    """Something that is kept for later requests. Says nothing of what it holds.
-
-    Attributes:
-        id: names it in `Engine.drop_cached`; a digest, from which no token can be read.
-        kind: a dense prefix of the target or of the draft, or a sparse session.
-        tokens: from the start of the prompt; of a session the dropped ones too.
-        nbytes: memory that dropping it frees; what prefixes share is not counted.
-        hits: requests that used it.
-        last_use: seconds since the epoch; 0 when it was not used since the start.
-    """
-
-    id: str
-    kind: Literal["target", "draft", "session"]
-    tokens: int
-    nbytes: int
-    hits: int
-    last_use: float
-    on_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)

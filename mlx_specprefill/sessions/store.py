@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.budget import ByteBudget, Entry
-from ..cache.fingerprint import block_digest, root_digest
+from ..cache.budget import ByteBudget, Evictable
+from ..cache.entry import CacheEntry, CacheHit
+from ..cache.fingerprint import block_digest, common_length, root_digest
 from ..cache.positioned import can_cut, cut, leaves
 from ..request import SHARED, CacheLabel
 
-__all__ = ["Session", "SessionEntry", "SessionHit", "SessionStore"]
+__all__ = ["Session", "SessionStore"]
 
 Ints = npt.NDArray[np.int32]
 
@@ -41,27 +42,7 @@ class Session:
         return held
 
 
-@dataclass(frozen=True, slots=True)
-class SessionHit:
-    """`cache` stands for the first `length` logical tokens and is the caller's to change."""
-
-    length: int
-    cache: list[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class SessionEntry:
-    """A stored session as people see it; fields as in `PrefixEntry`."""
-
-    session_id: str
-    length: int
-    nbytes: int
-    hits: int
-    last_use: float
-    label: CacheLabel = SHARED
-
-
-class _Session(Entry):
+class _Session(Evictable):
     def __init__(
         self,
         siblings: dict[tuple[int, ...], _Session],
@@ -78,9 +59,7 @@ class _Session(Entry):
 
     def common(self, tokens: Ints) -> int:
         """How many of `tokens` its cache can stand for: of caches that can't be cut all of its key, or none."""
-        length = min(tokens.size, self._tokens.size)
-        differing = np.flatnonzero(self._tokens[:length] != tokens[:length])
-        common = int(differing[0]) if differing.size else length
+        common = common_length(self._tokens, tokens)
         return common if common == self._tokens.size or can_cut(self.cache) else 0
 
     def evict(self) -> None:
@@ -118,7 +97,7 @@ class SessionStore:
         places = (sessions for (_, theirs), sessions in self._sessions.items() if theirs == label)
         return max((one.common(wanted) for sessions in places for one in sessions.values()), default=0)
 
-    def lookup(self, namespace: str, tokens: Sequence[int], label: CacheLabel = SHARED) -> SessionHit | None:
+    def lookup(self, namespace: str, tokens: Sequence[int], label: CacheLabel = SHARED) -> CacheHit | None:
         """A copy of the cache that stands for the most of `tokens`, and of one that is cut for half of them at least.
 
         Clients change what was said: a cache is cut back to where its key differs, if it can be.
@@ -137,7 +116,7 @@ class SessionStore:
         self._budget.touch(session, hit=True)
         cache = copy.deepcopy(session.cache)
         cut(cache, len(session.key) - length)
-        return SessionHit(length, cache)
+        return CacheHit(length, cache)
 
     def store(self, namespace: str, tokens: Sequence[int], cache: list[Any], label: CacheLabel = SHARED) -> bool:
         """Keep a cache under its logical tokens in place of the caches that it extends; False when there is no room.
@@ -162,16 +141,24 @@ class SessionStore:
         sessions[key] = session
         return True
 
-    def entries(self) -> list[SessionEntry]:
+    def entries(self) -> list[CacheEntry]:
         """The stored sessions, last used first."""
         entries = [
-            SessionEntry(_name(place, one), len(one.key), one.nbytes, one.hits, one.seen_at, place[1])
+            CacheEntry(
+                id=_name(place, one),
+                kind="session",
+                tokens=len(one.key),
+                nbytes=one.nbytes,
+                hits=one.hits,
+                last_use=one.seen_at,
+                label=place[1],
+            )
             for place, sessions in self._sessions.items()
             for one in sessions.values()
         ]
         return sorted(entries, key=lambda entry: entry.last_use, reverse=True)
 
-    def drop(self, session_id: str, owner: str | None = None) -> bool:
+    def drop(self, entry_id: str, owner: str | None = None) -> bool:
         """Forget one; False when there is none of that name.
 
         Args:
@@ -181,7 +168,7 @@ class SessionStore:
             session
             for place, sessions in self._sessions.items()
             for session in sessions.values()
-            if owner in (None, place[1].owner) and _name(place, session) == session_id
+            if owner in (None, place[1].owner) and _name(place, session) == entry_id
         )
         session = next(named, None)
         if session is not None:

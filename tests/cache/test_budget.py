@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_specprefill.cache.budget import GRACE, ByteBudget, Entry
+from mlx_specprefill.cache.budget import GRACE, ByteBudget, Evictable
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.sessions.store import SessionStore
@@ -23,10 +23,10 @@ from tests.tiny import random_prompt, tiny_model
 LARGE = 1 << 30
 
 
-class Kept(Entry):
+class Kept(Evictable):
     """An entry of one byte."""
 
-    def __init__(self, budget: ByteBudget, gone: list[Entry]) -> None:
+    def __init__(self, budget: ByteBudget, gone: list[Evictable]) -> None:
         super().__init__(1)
         self._budget = budget
         self._gone = gone
@@ -82,7 +82,7 @@ def test_a_budget_that_is_never_full_stays_small() -> None:
 @given(st.integers(0, 10**9))
 def test_the_lowest_entry_goes_first_whatever_was_removed_before(seed: int) -> None:
     """Against the plain rule over all entries: used earliest, hits spared by the grace while they take little."""
-    rng, gone = random.Random(seed), list[Entry]()
+    rng, gone = random.Random(seed), list[Evictable]()
     budget, held = ByteBudget(rng.randint(1, 30)), list[Kept]()
     for _ in range(rng.randint(1, 300)):
         budget.begin_lookup()

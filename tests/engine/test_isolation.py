@@ -103,9 +103,9 @@ def _drop_salted(engine: Engine) -> None:
     for cache in (engine.caches._target, engine.caches._draft):
         assert cache is not None
         for entry in [entry for entry in cache.entries() if entry.label.salt]:
-            assert engine._inbox.call(lambda cache=cache, entry=entry: cache.drop(entry.prefix_id))
+            assert engine._inbox.call(lambda cache=cache, entry=entry: cache.drop(entry.id))
     for session in [one for one in engine.caches.sessions.entries() if one.label.salt]:
-        assert engine._inbox.call(lambda session=session: engine.caches.sessions.drop(session.session_id))
+        assert engine._inbox.call(lambda session=session: engine.caches.sessions.drop(session.id))
 
 
 def test_the_token_by_token_attack_learns_nothing(monkeypatch: pytest.MonkeyPatch, quiet: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import (
     Account,
-    CachedTokens,
+    CacheEntry,
     ChunkInfo,
     Constraint,
     EngineClosedError,
@@ -98,7 +98,7 @@ class FakeEngine:
         self.handles: list[FakeHandle] = []  # one for each request
         self.reasons: list[str] = []  # of the ends, in order
         self.alive = True
-        self.kept = [CachedTokens(f"{i:032x}", "target", 100 * i, 1000 * i, i, 1.7e9) for i in (1, 2)]
+        self.kept = [CacheEntry(f"{i:032x}", "target", 100 * i, 1000 * i, i, 1.7e9) for i in (1, 2)]
         self.inspected: Inspection | Exception | threading.Event | None = None  # None: every other chunk is kept
         self.heartbeat_age_s = 0.0
         self.full = False
@@ -154,7 +154,7 @@ class FakeEngine:
             result = RequestCancelled()
         on_end(inspection(request) if result is None else result)
 
-    def cached(self, owner: str | None = None) -> tuple[CachedTokens, ...]:
+    def cached(self, owner: str | None = None) -> tuple[CacheEntry, ...]:
         return tuple(self.kept)
 
     def drop_cached(self, name: str | None = None, owner: str | None = None) -> bool:

@@ -8,93 +8,30 @@ work and a log line, never a request. The index holds the prompts' tokens as the
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import itertools
-import json
 import logging
 import os
 import queue
-import re
 import sqlite3
-import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
-from .private import create_private, make_private
+from .index import DiskRow, RecordIndex, file_name
+from .private import create_private
+from .record_file import Part, as_bytes, checksum, decode, encode
 
-__all__ = ["DiskRow", "DiskTier"]
+__all__ = ["DiskTier"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1  # of the index and of the records
-_FORMAT = "mlx-specprefill-prefix"
-_RECORD = re.compile(r"[0-9a-f]+(-state)?\.safetensors")
-_TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
-_INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
-_LOCK = "lock"
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS records (
-    key TEXT PRIMARY KEY,
-    namespace TEXT NOT NULL,
-    parent TEXT NOT NULL,
-    tokens BLOB NOT NULL,
-    end INTEGER NOT NULL,
-    array_bytes INTEGER NOT NULL,
-    file_bytes INTEGER NOT NULL,
-    checksum BLOB NOT NULL,
-    used REAL NOT NULL
-);
-CREATE INDEX IF NOT EXISTS by_use ON records (used, end DESC);
-CREATE INDEX IF NOT EXISTS by_namespace ON records (namespace);
-"""
-_BITS: dict[int, Any] = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-_DTYPES = {
-    "BOOL": mx.bool_,
-    "U8": mx.uint8,
-    "I8": mx.int8,
-    "U16": mx.uint16,
-    "I16": mx.int16,
-    "F16": mx.float16,
-    "BF16": mx.bfloat16,
-    "U32": mx.uint32,
-    "I32": mx.int32,
-    "F32": mx.float32,
-    "U64": mx.uint64,
-    "I64": mx.int64,
-    "F64": mx.float64,
-    "C64": mx.complex64,
-}
-_Part = bytes | npt.NDArray[np.generic]
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class DiskRow:
-    """What the index knows of a record besides its file.
-
-    Attributes:
-        key: hexadecimal, unique over all namespaces; "-state" at its end marks a state.
-        parent: the key of the block before it.
-        tokens: its own token ids, little-endian int32; empty for a state.
-        end: tokens from the start of the prompt to its end.
-        array_bytes: of its arrays in memory.
-    """
-
-    key: str
-    namespace: str
-    parent: str
-    tokens: bytes
-    end: int
-    array_bytes: int
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -102,7 +39,7 @@ class _Known:
     """A record that is on disk, or will be. `parts` are its bytes until it is."""
 
     checksum: bytes = b""
-    parts: list[_Part] | None = None
+    parts: list[Part] | None = None
     pending_bytes: int = 0
 
 
@@ -172,22 +109,19 @@ class DiskTier:
         self._stamp = max(time.time(), self._stamp + 1e-6)
 
     def namespaces(self) -> list[str]:
-        """Those that earlier processes left something in."""
-        return [name for (name,) in self._select("SELECT DISTINCT namespace FROM records")]
+        """Those that earlier processes left something in; none when the index can't be read."""
+        return self._read_index(lambda: self._index.namespaces())
 
     def rows(self, namespace: str) -> list[DiskRow]:
-        """What earlier processes left in this namespace."""
-        query = "SELECT key, namespace, parent, tokens, end, array_bytes FROM records WHERE namespace = ?"
-        return [DiskRow(*row) for row in self._select(query, namespace)]
+        """What earlier processes left in this namespace; nothing when the index can't be read."""
+        return self._read_index(lambda: self._index.rows(namespace))
 
-    def _select(self, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Rows of the index; none when it can't be read."""
+    def _read_index(self, rows: Callable[[], list[R]]) -> list[R]:
         if not self.enabled:
             return []
         self.flush()
         try:
-            with self._database:
-                return self._database.execute(query, values).fetchall()
+            return rows()
         except sqlite3.Error as error:
             log.warning("the index of %s can't be read: %s", self.folder, error)
             return []
@@ -196,7 +130,7 @@ class DiskTier:
         """Take a copy of the arrays and write it later; False when it won't be. A known key is not written again."""
         if not self.enabled:
             return False
-        parts = _encode(arrays, {"key": row.key, "namespace": row.namespace})
+        parts = encode(arrays, {"key": row.key, "namespace": row.namespace})
         nbytes = sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts)
         with self._lock:
             if row.key in self._known:
@@ -216,10 +150,10 @@ class DiskTier:
         if known is None:
             return None
         try:
-            data = b"".join(map(_bytes, parts)) if parts is not None else self._path(key).read_bytes()
-            if parts is None and _checksum([data]) != known.checksum:
+            data = b"".join(map(as_bytes, parts)) if parts is not None else self._path(key).read_bytes()
+            if parts is None and checksum([data]) != known.checksum:
                 raise ValueError("its checksum is wrong")
-            return _decode(data, {"key": key, "namespace": namespace})
+            return decode(data, {"key": key, "namespace": namespace})
         except (OSError, ValueError, KeyError) as error:
             log.warning("cached record %s is skipped: %s", self._path(key).name, error)
             self.remove([key])
@@ -250,99 +184,22 @@ class DiskTier:
         self._thread.join()
         self.enabled = False
         self._known.clear()
-        self._database.close()
-        os.close(self._lock_file)
+        self._index.close()
 
     def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.safetensors"
-
-    # -- opening
+        return self.folder / file_name(key)
 
     def _open(self) -> bool:
         try:
-            mended = make_private(self.folder, _is_ours)
-            self._lock_file = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            return self._unusable(str(error))
-        if mended:
-            log.warning("%s holds prompts: what was open to others is closed now (%d files)", self.folder, mended)
-        alone = self._try_lock()
-        try:
-            self._database = self._open_index(alone)
-            self._load(alone)
-            self.nbytes = self._total()
+            self._index = RecordIndex(self.folder)
+            self.nbytes = self._index.total()
         except (sqlite3.Error, OSError) as error:
-            os.close(self._lock_file)
-            return self._unusable(f"the index of {self.folder} can't be used: {error}")
-        if alone:
-            fcntl.flock(self._lock_file, fcntl.LOCK_SH)
-        return True
-
-    def _unusable(self, trouble: str) -> bool:
-        self.trouble = trouble
-        log.warning("no disk cache: %s", trouble)
-        return False
-
-    def _try_lock(self) -> bool:
-        """True when no other process uses the folder. The lock goes with the process, however it ends."""
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            try:
-                fcntl.flock(self._lock_file, fcntl.LOCK_SH)
-            except OSError as error:  # some network file systems have no locks
-                log.warning("%s can't be locked: %s", self.folder, error)
+            self.trouble = str(error)
+            log.warning("no disk cache: %s", error)
             return False
-
-    def _open_index(self, alone: bool) -> sqlite3.Connection:
-        """The index; a broken one or one of another version is started afresh if nobody else is using it."""
-        try:
-            return self._connect()
-        except sqlite3.DatabaseError as error:
-            if not alone:
-                raise
-            log.warning("the index of %s starts empty: %s", self.folder, error)
-        for name in _INDEX_FILES:
-            (self.folder / name).unlink(missing_ok=True)
-        return self._connect()
-
-    def _connect(self) -> sqlite3.Connection:
-        index = self.folder / _INDEX_FILES[0]
-        os.close(os.open(index, os.O_RDWR | os.O_CREAT, 0o600))  # sqlite gives its other files the rights of this one
-        database = sqlite3.connect(index, timeout=5.0, check_same_thread=False)
-        try:
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
-            (version,) = database.execute("PRAGMA user_version").fetchone()
-            (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-            if tables and version != _VERSION:
-                raise sqlite3.DatabaseError(f"it has version {version}, not {_VERSION}")
-            if database.execute("PRAGMA quick_check").fetchone() != ("ok",):
-                raise sqlite3.DatabaseError("it is damaged")
-            database.executescript(f"{_SCHEMA} PRAGMA user_version = {_VERSION};")
-        except BaseException:
-            database.close()
-            raise
-        return database
-
-    def _load(self, alone: bool) -> None:
-        """Fill the index in memory; without other users, make folder and index agree first."""
-        rows = self._database.execute("SELECT key, checksum, used FROM records").fetchall()
-        files = {path.name for path in self.folder.iterdir()}
-        known = {key: _Known(checksum) for key, checksum, _ in rows if self._path(key).name in files}
-        self._known.update(known)
-        self._stamp = max((used for _, _, used in rows), default=0.0)
-        if not alone:
-            return
-        lost = [(key,) for key, _, _ in rows if key not in known]
-        with self._database:
-            self._database.executemany("DELETE FROM records WHERE key = ?", lost)
-        orphans = [name for name in files if _RECORD.fullmatch(name) and name.removesuffix(".safetensors") not in known]
-        for name in [*orphans, *(name for name in files if _TEMPORARY.fullmatch(name))]:
-            (self.folder / name).unlink(missing_ok=True)
-        if lost or orphans:
-            log.info("%s: %d rows without file, %d files without row dropped", self.folder, len(lost), len(orphans))
+        self._known = {key: _Known(checksum) for key, checksum in self._index.known.items()}
+        self._stamp = self._index.newest
+        return True
 
     # -- the I/O thread's side
 
@@ -370,9 +227,7 @@ class DiskTier:
         if isinstance(job, _Write):
             self._write(job)
         elif isinstance(job, _Touch):
-            with self._database:
-                rows = [(job.used, key) for key in job.keys]
-                self._database.executemany("UPDATE records SET used = ? WHERE key = ?", rows)
+            self._index.touch(job.keys, job.used)
         else:
             self._delete(job.keys)
 
@@ -383,35 +238,28 @@ class DiskTier:
         if not wanted or parts is None or not self._make_room(job):
             self._written(job, None)
             return
-        row, checksum = job.row, _checksum(parts)
+        row, digest = job.row, checksum(parts)
         temporary = self.folder / f"{row.key}.{os.getpid()}-{next(self._temporary)}.tmp"
         try:
             with create_private(temporary) as file:
                 for part in parts:
-                    file.write(_bytes(part))
+                    file.write(as_bytes(part))
                 file.flush()
                 os.fsync(file.fileno())
-            with self._database:
-                # The index's lock makes file and row one step for other processes.
-                self._database.execute("BEGIN IMMEDIATE")
-                temporary.replace(self._path(row.key))
-                values = row.key, row.namespace, row.parent, row.tokens, row.end, row.array_bytes
-                self._database.execute(
-                    "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (*values, job.known.pending_bytes, checksum, job.used),
-                )
+            size, publish = job.known.pending_bytes, partial(temporary.replace, self._path(row.key))
+            self._index.add(row, size, digest, job.used, publish)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        self.nbytes = self._total()
-        self._written(job, checksum)
+        self.nbytes = self._index.total()
+        self._written(job, digest)
 
-    def _written(self, job: _Write, checksum: bytes | None) -> None:
+    def _written(self, job: _Write, digest: bytes | None) -> None:
         """The record is in its file now, or never will be."""
         with self._lock:
             self._pending_bytes -= job.known.pending_bytes
-            if checksum is not None:
-                job.known.checksum = checksum
+            if digest is not None:
+                job.known.checksum = digest
             elif self._known.get(job.row.key) is job.known:
                 del self._known[job.row.key]
                 self.evictions += 1
@@ -420,17 +268,10 @@ class DiskTier:
     def _make_room(self, job: _Write) -> bool:
         """Delete what was used before this record's call; False when that isn't enough."""
         while True:
-            excess = self._total() + job.known.pending_bytes - self.byte_limit
+            excess = self._index.total() + job.known.pending_bytes - self.byte_limit
             if excess <= 0:
                 return True
-            query = "SELECT key, file_bytes FROM records WHERE used < ? ORDER BY used, end DESC, key DESC LIMIT 64"
-            oldest = self._database.execute(query, (job.used,)).fetchall()
-            victims = []
-            for key, nbytes in oldest:
-                if excess <= 0:
-                    break
-                victims.append(key)
-                excess -= nbytes
+            victims = self._index.oldest(job.used, excess)
             if not victims:
                 return False
             with self._lock:  # first: a record that is asked for now is a miss, or is written anew after this one
@@ -441,67 +282,7 @@ class DiskTier:
 
     def _delete(self, keys: Sequence[str]) -> None:
         """Rows first: a file without a row is swept up at the next start, a row without a file is a miss."""
-        with self._database:
-            self._database.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in keys])
+        self._index.remove(keys)
         for key in keys:
             self._path(key).unlink(missing_ok=True)
-        self.nbytes = self._total()
-
-    def _total(self) -> int:
-        (total,) = self._database.execute("SELECT COALESCE(SUM(file_bytes), 0) FROM records").fetchone()
-        return int(total)
-
-
-def _is_ours(name: str) -> bool:
-    return name in (*_INDEX_FILES, _LOCK) or bool(_RECORD.fullmatch(name) or _TEMPORARY.fullmatch(name))
-
-
-def _bytes(part: _Part) -> bytes | memoryview:
-    return part if isinstance(part, bytes) else part.data
-
-
-def _checksum(parts: Sequence[_Part]) -> bytes:
-    digest = hashlib.blake2b(digest_size=24)
-    for part in parts:
-        digest.update(_bytes(part))
-    return digest.digest()
-
-
-def _encode(arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> list[_Part]:
-    """A safetensors file in parts: header, then one flat array of unsigned integers per array."""
-    header: dict[str, Any] = {"__metadata__": {"format": _FORMAT, "version": str(_VERSION), **metadata}}
-    parts: list[_Part] = []
-    offset = 0
-    for name, array in arrays.items():
-        raw = np.array(array.reshape(-1).view(_BITS[array.dtype.size])) if array.size else np.zeros(0, np.uint8)
-        offsets = [offset, offset + raw.nbytes]
-        header[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
-        offset += raw.nbytes
-        parts.append(raw)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return [struct.pack("<Q", len(text)) + text, *parts]
-
-
-def _decode(data: bytes, metadata: Mapping[str, str]) -> dict[str, mx.array]:
-    """The arrays of a file that `_encode` made.
-
-    Raises:
-        ValueError: it was made for another record, by another version, or not by us.
-        KeyError: as ValueError.
-    """
-    (size,) = struct.unpack_from("<Q", data) if len(data) >= 8 else (0,)
-    header = json.loads(data[8 : 8 + size])
-    said = header.pop("__metadata__")
-    if said != {"format": _FORMAT, "version": str(_VERSION), **metadata}:
-        raise ValueError(f"it belongs elsewhere: {said}")
-    return {name: _array(data, 8 + size, spec) for name, spec in header.items()}
-
-
-def _array(data: bytes, base: int, spec: Mapping[str, Any]) -> mx.array:
-    dtype = _DTYPES[spec["dtype"]]
-    start, end = spec["data_offsets"]
-    count = (end - start) // dtype.size
-    bits = np.dtype(f"<u{dtype.size}")
-    raw = mx.array(np.frombuffer(data, dtype=bits, count=count, offset=base + start))
-    return raw.view(dtype).reshape(spec["shape"])
+        self.nbytes = self._index.total()

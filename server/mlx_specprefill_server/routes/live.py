@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from starlette.responses import Response, StreamingResponse
 
-from mlx_specprefill import CachedTokens
+from mlx_specprefill import CacheEntry
 
 from ..deps import Service, ServiceDep
 from ..errors import ApiError, JsonResponse
@@ -86,5 +86,6 @@ def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
     }
 
 
-def _entry(entry: CachedTokens) -> dict[str, Any]:
-    return asdict(entry)
+def _entry(entry: CacheEntry) -> dict[str, Any]:
+    """Without its label: whose it is only its owner's key tells."""
+    return {name: value for name, value in asdict(entry).items() if name != "label"}

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from mlx_specprefill.cache.budget import ByteBudget
-from mlx_specprefill.cache.prefix.disk import DiskRow, DiskTier
+from mlx_specprefill.cache.prefix.disk import DiskTier
+from mlx_specprefill.cache.prefix.index import DiskRow
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from tests.cache.prefix.disk_writer import FILE_BYTES, MAKE
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same
@@ -152,8 +153,8 @@ def test_what_disk_refused_at_first_is_written_when_memory_lets_it_go(tmp_path: 
     with cached(tmp_path, make, budget=4000, pending_limit=1) as prefixes:
         prefixes.store(range(20), filled(make, range(20)))
         assert not records(tmp_path)
-        assert prefixes._disk is not None
-        prefixes._disk._pending_limit = LARGE
+        assert prefixes._stored.disk is not None
+        prefixes._stored.disk._pending_limit = LARGE
         prefixes.store(range(50, 70), filled(make, range(50, 70)))
         prefixes.store(range(80, 110), filled(make, range(80, 110)))
         assert found(prefixes, range(20)) == 20
@@ -176,8 +177,8 @@ def test_drop_and_clear_reach_the_disk(tmp_path: Path) -> None:
         other.store(range(20), filled(make, range(20)))
         for base in (0, 100):
             prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
-        assert prefixes.drop(prefixes.entries()[0].prefix_id)
-        prefixes._disk.flush()  # type: ignore[union-attr]
+        assert prefixes.drop(prefixes.entries()[0].id)
+        prefixes._stored.disk.flush()  # type: ignore[union-attr]
         tier.flush()
         assert len(records(tmp_path)) == 6
         prefixes.clear()
@@ -202,7 +203,7 @@ def test_the_byte_limit_holds_and_the_oldest_use_goes_first(tmp_path: Path) -> N
         for base in range(400, 600, 100):
             prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
             prefixes._budget.shrink(LARGE)
-        prefixes._disk.flush()  # type: ignore[union-attr]
+        prefixes._stored.disk.flush()  # type: ignore[union-attr]
         assert sum(path.stat().st_size for path in records(tmp_path)) <= 4 * one + 10
         kept = [base for base in (0, 100, 200, 300, 400, 500) if found(prefixes, range(base, base + 20)) == 20]
     assert kept == [0, 300, 400, 500]
@@ -345,8 +346,8 @@ def test_a_broken_index_starts_empty(tmp_path: Path, how: str, caplog: pytest.Lo
         database.close()
     with caplog.at_level(logging.WARNING), cached(tmp_path) as prefixes:
         assert "starts empty" in caplog.text
-        assert prefixes._disk is not None
-        assert prefixes._disk.enabled
+        assert prefixes._stored.disk is not None
+        assert prefixes._stored.disk.enabled
         assert found(prefixes, range(28)) == 0
         assert records(tmp_path) == []
         prefixes.store(range(28), filled(fake_caches(), range(28)))
@@ -359,7 +360,7 @@ def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(
 ) -> None:
     (tmp_path / "file").write_text("")
     with cached(tmp_path / "file" / "cache") as prefixes:
-        assert not prefixes._disk.enabled  # type: ignore[union-attr]
+        assert not prefixes._stored.disk.enabled  # type: ignore[union-attr]
         assert "no disk cache" in caplog.text
         prefixes.store(range(20), filled(fake_caches(), range(20)))
         assert found(prefixes, range(20)) == 20
@@ -370,13 +371,13 @@ def test_a_folder_that_cannot_be_used_costs_nothing_but_the_cache(
 def test_a_folder_that_turns_read_only_is_a_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Or a full disk, or one that goes away."""
     with cached(tmp_path) as prefixes:
-        prefixes._disk.folder = tmp_path / "gone"  # type: ignore[union-attr]
+        prefixes._stored.disk.folder = tmp_path / "gone"  # type: ignore[union-attr]
         prefixes.store(range(20), filled(fake_caches(), range(20)))
-        prefixes._disk.flush()  # type: ignore[union-attr]
+        prefixes._stored.disk.flush()  # type: ignore[union-attr]
         assert caplog.text.count("could not write") == 1
         assert found(prefixes, range(20)) == 20
         prefixes._budget.shrink(LARGE)
-        prefixes._disk.flush()  # type: ignore[union-attr]
+        prefixes._stored.disk.flush()  # type: ignore[union-attr]
         assert found(prefixes, range(20)) == 0
 
 
@@ -399,7 +400,7 @@ def test_what_disk_lost_is_stored_again(tmp_path: Path, stateful: bool) -> None:
             prefixes.store(range(28), filled(make, range(28)))
             prefixes._budget.shrink(LARGE)
             nodes = [record for node in prefixes._nodes() for record in node.records()]
-            prefixes._disk.remove([nodes[lost].key])  # type: ignore[union-attr]
+            prefixes._stored.disk.remove([nodes[lost].key])  # type: ignore[union-attr]
             prefixes.store(range(28), filled(make, range(28)))
             assert found(prefixes, range(28)) == 28
 
@@ -412,7 +413,7 @@ def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
     make = fake_caches()
     with cached(tmp_path, make) as one:
         one.store(range(20), filled(make, range(20)))
-        one._disk.flush()  # type: ignore[union-attr]
+        one._stored.disk.flush()  # type: ignore[union-attr]
         orphan = tmp_path / "ab12.safetensors"
         orphan.write_bytes(b"as if one were about to write its row")
         with cached(tmp_path, make) as two:
@@ -422,8 +423,8 @@ def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
                 for prefixes in (one, two):
                     prefixes.store(range(base, base + 20), filled(make, range(base, base + 20)))
             two.clear()
-            two._disk.flush()  # type: ignore[union-attr]
-            one._disk.flush()  # type: ignore[union-attr]
+            two._stored.disk.flush()  # type: ignore[union-attr]
+            one._stored.disk.flush()  # type: ignore[union-attr]
             one._budget.shrink(LARGE)
             assert [found(one, range(base, base + 20)) in (0, 8, 16, 20) for base in range(0, 1000, 100)] == [True] * 10
     with cached(tmp_path, make) as prefixes:
@@ -537,7 +538,7 @@ def test_nobody_else_can_read_what_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     with everybody_may_read(), cached(folder) as prefixes:
         prefixes.store(range(28), filled(fake_caches(), range(28)))
-        prefixes._disk.flush()  # type: ignore[union-attr]
+        prefixes._stored.disk.flush()  # type: ignore[union-attr]
         assert {"index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "lock"} < {f.name for f in folder.iterdir()}
         assert records(folder)
         assert open_to_others(folder) == {}
@@ -562,6 +563,6 @@ def test_a_folder_of_before_is_closed_at_the_start(tmp_path: Path, caplog: pytes
 def test_nothing_is_kept_in_a_folder_that_is_everybodys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tmp_path.chmod(0o1777)
     with cached(tmp_path) as prefixes:
-        assert not prefixes._disk.enabled  # type: ignore[union-attr]
+        assert not prefixes._stored.disk.enabled  # type: ignore[union-attr]
     assert "not this user's alone" in caplog.text
     assert list(tmp_path.iterdir()) == []

@@ -50,13 +50,13 @@ def test_each_label_has_its_own_arrays(make: Make) -> None:
         prefixes.store(PROMPT, filled(make, PROMPT), label=label)
         sizes.append(prefixes.nbytes)
     assert sizes == [sizes[0] * (i + 1) for i in range(len(LABELS))]
-    assert len({entry.prefix_id for entry in prefixes.entries()}) == len(LABELS)
+    assert len({entry.id for entry in prefixes.entries()}) == len(LABELS)
     prefixes.clear("ann")
     assert [found(prefixes, label) for label in LABELS] == [20, 0, 20, 0, 20]
     (of_bob,) = [entry for entry in prefixes.entries() if entry.label.owner == "bob"]
-    assert not prefixes.drop(of_bob.prefix_id, "ann")
+    assert not prefixes.drop(of_bob.id, "ann")
     assert found(prefixes, CacheLabel("bob")) == 20
-    assert prefixes.drop(of_bob.prefix_id, "bob")
+    assert prefixes.drop(of_bob.id, "bob")
     assert [found(prefixes, label) for label in LABELS] == [20, 0, 0, 0, 20]
     prefixes.clear()
     assert (prefixes.entries(), prefixes.nbytes) == ([], 0)
@@ -110,10 +110,10 @@ def test_a_session_is_found_under_its_own_label_only() -> None:
     sessions.store("pair", longer, filled(make, longer), CacheLabel("bob"))  # replaces bob's own alone
     assert len(sessions) == len(LABELS) - 1
     (of_bob,) = [entry for entry in sessions.entries() if entry.label.owner == "bob"]
-    assert not sessions.drop(of_bob.session_id, "ann")
+    assert not sessions.drop(of_bob.id, "ann")
     sessions.clear("ann")
     assert {entry.label for entry in sessions.entries()} == {CacheLabel("bob"), CacheLabel("", "x")}
-    assert sessions.drop(of_bob.session_id, "bob")
+    assert sessions.drop(of_bob.id, "bob")
 
 
 @pytest.mark.parametrize("part", ["a/b", "a@b", "é", "x" * 65, "\n"])

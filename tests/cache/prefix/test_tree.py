@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
 
-from mlx_specprefill.cache.budget import GRACE, ByteBudget, Entry
+from mlx_specprefill.cache.budget import GRACE, ByteBudget, Evictable
 from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, next_position, place
 from mlx_specprefill.cache.prefix.disk import DiskTier
+from mlx_specprefill.cache.prefix.nodes import longest_match
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
 from mlx_specprefill.sessions.store import SessionStore
@@ -103,7 +104,7 @@ class Server:
             self.sessions.store("pair", self.last, cache)
         elif name == "drop":
             entries = self.prefixes.entries()
-            assert not entries or self.prefixes.drop(entries[len(entries) // 2].prefix_id)
+            assert not entries or self.prefixes.drop(entries[len(entries) // 2].id)
         else:
             self.prefixes.clear()
             assert self.prefixes.nbytes == 0
@@ -323,7 +324,7 @@ def test_a_tail_gives_way_to_the_block_that_covers_it() -> None:
     assert prefixes.nbytes == 24 * _PER_TOKEN
     prefixes.store(range(10), filled(make, range(10)))
     assert prefixes.nbytes == 24 * _PER_TOKEN
-    assert [entry.length for entry in prefixes.entries()] == [24]
+    assert [entry.tokens for entry in prefixes.entries()] == [24]
 
 
 def test_a_state_is_served_at_its_own_length_only() -> None:
@@ -433,7 +434,7 @@ def test_caches_that_cannot_be_stored_turn_it_off() -> None:
     assert "QuantizedKVCache" in prefixes.refusal
     prefixes.store(range(4), [QuantizedKVCache()])
     assert prefixes.lookup(range(4)) is None
-    assert prefixes.stats().misses == 1
+    assert prefixes.misses == 1
 
 
 def test_layers_that_are_never_written_do_not_matter() -> None:
@@ -510,7 +511,7 @@ def test_looking_up_again_does_not_count_as_another_request() -> None:
     serve(prefixes, make, tuple(range(512)))
     for _ in range(3):
         assert prefixes.lookup(range(512), again=True) is not None
-    assert prefixes.stats().hits == 0
+    assert prefixes.hits == 0
     assert prefixes.entries()[0].hits == 0
     for seed in range(6):
         serve(prefixes, make, short(seed))
@@ -525,7 +526,7 @@ def test_leaves_go_before_what_they_continue() -> None:
     for base in range(8):
         tokens = tuple(range(1000 * (base + 1), 1000 * (base + 1) + 2 * BLOCK))
         serve(prefixes, make, tokens)
-        hit = prefixes._longest(prefixes._roots[SHARED], np.arange(16 * BLOCK, dtype=np.int32))
+        hit = longest_match(prefixes._roots[SHARED], np.arange(16 * BLOCK, dtype=np.int32), BLOCK)
         found.append(0 if hit is None else hit.length // BLOCK)
     assert found == [16, 16, 14, 12, 10, 8, 6, 4]  # shrinks from its end, and stays usable
 
@@ -549,9 +550,9 @@ def test_without_room_for_the_state_nothing_is_kept() -> None:
 
 def test_the_budget_cannot_be_overrun() -> None:
     budget = ByteBudget(10)
-    budget.add(Entry(6))
+    budget.add(Evictable(6))
     with pytest.raises(ValueError, match="do not fit"):
-        budget.add(Entry(5))
+        budget.add(Evictable(5))
     assert budget.used == 6
 
 
@@ -652,7 +653,7 @@ def test_a_session_that_does_not_fit_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_stats_entries_and_drop(stateful: bool) -> None:
+def test_counts_entries_and_drop(stateful: bool) -> None:
     make = fake_caches(stateful)
     prefixes = PrefixCache("m", make, ByteBudget(LARGE), block_size=BLOCK)
     state = 48 if stateful else 0
@@ -662,18 +663,17 @@ def test_stats_entries_and_drop(stateful: bool) -> None:
     hit = prefixes.lookup((*two, 1))
     assert hit is not None
     assert hit.length == 26
-    stats = prefixes.stats()
     first_hit = 0 if stateful else 16
-    assert (stats.hits, stats.misses, stats.tokens_served) == (2 - stateful, 1 + stateful, 26 + first_hit)
-    assert stats.nbytes == prefixes.nbytes == 50 * _PER_TOKEN + (3 * state)
+    assert (prefixes.hits, prefixes.misses, prefixes.tokens_served) == (2 - stateful, 1 + stateful, 26 + first_hit)
+    assert prefixes.nbytes == 50 * _PER_TOKEN + (3 * state)
     entries = prefixes.entries()
-    assert stats.entries == len(entries) == 2 + stateful
+    assert len(entries) == 2 + stateful
     newest = entries[0]
-    assert (newest.length, newest.hits, newest.on_disk) == (26, 1, False)
+    assert (newest.kind, newest.tokens, newest.hits, newest.on_disk) == ("target", 26, 1, False)
     assert newest.last_use > 1e9
     assert newest.nbytes == 10 * _PER_TOKEN + state
-    assert prefixes.drop(newest.prefix_id)
-    assert not prefixes.drop(newest.prefix_id)
+    assert prefixes.drop(newest.id)
+    assert not prefixes.drop(newest.id)
     assert prefixes.nbytes == 40 * _PER_TOKEN + 2 * state == prefixes._budget.used
     assert prefixes.lookup((*two, 1)).length == 16  # type: ignore[union-attr]
     prefixes.clear()

@@ -1,0 +1,206 @@
+"""The index of a folder of records: one sqlite row per file, and a lock that tells whether others use the folder."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from .private import make_private
+
+__all__ = ["DiskRow", "RecordIndex", "file_name"]
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+_RECORD = re.compile(r"[0-9a-f]+(-state)?\.safetensors")
+_TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
+_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
+_LOCK = "lock"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (
+    key TEXT PRIMARY KEY,
+    namespace TEXT NOT NULL,
+    parent TEXT NOT NULL,
+    tokens BLOB NOT NULL,
+    end INTEGER NOT NULL,
+    array_bytes INTEGER NOT NULL,
+    file_bytes INTEGER NOT NULL,
+    checksum BLOB NOT NULL,
+    used REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_use ON records (used, end DESC);
+CREATE INDEX IF NOT EXISTS by_namespace ON records (namespace);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRow:
+    """What the index knows of a record besides its file.
+
+    Attributes:
+        key: hexadecimal, unique over all namespaces; "-state" at its end marks a state.
+        parent: the key of the block before it.
+        tokens: its own token ids, little-endian int32; empty for a state.
+        end: tokens from the start of the prompt to its end.
+        array_bytes: of its arrays in memory.
+    """
+
+    key: str
+    namespace: str
+    parent: str
+    tokens: bytes
+    end: int
+    array_bytes: int
+
+
+def file_name(key: str) -> str:
+    return f"{key}.safetensors"
+
+
+class RecordIndex:
+    """Opened by one process at a time or by several. All methods raise sqlite3.Error.
+
+    Args:
+        folder: made if missing, and closed to other users.
+
+    Attributes:
+        known: the checksum of every record that has a row and a file, by key, as of the opening.
+        newest: when a record was last used.
+
+    Raises:
+        OSError: the folder or its index can't be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        mended = make_private(folder, _is_ours)
+        if mended:
+            log.warning("%s holds prompts: what was open to others is closed now (%d files)", folder, mended)
+        self._lock_file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        alone = self._try_lock()
+        try:
+            self._database = self._open(alone)
+            self.known, self.newest = self._load(alone)
+        except (sqlite3.Error, OSError) as error:
+            os.close(self._lock_file)
+            raise OSError(f"the index of {folder} can't be used: {error}") from error
+        if alone:
+            fcntl.flock(self._lock_file, fcntl.LOCK_SH)
+
+    def namespaces(self) -> list[str]:
+        with self._database:
+            return [name for (name,) in self._database.execute("SELECT DISTINCT namespace FROM records")]
+
+    def rows(self, namespace: str) -> list[DiskRow]:
+        query = "SELECT key, namespace, parent, tokens, end, array_bytes FROM records WHERE namespace = ?"
+        with self._database:
+            return [DiskRow(*row) for row in self._database.execute(query, (namespace,))]
+
+    def add(self, row: DiskRow, file_bytes: int, checksum: bytes, used: float, publish: Callable[[], object]) -> None:
+        """Add a row, and `publish` its file. To other processes the two are one step."""
+        with self._database:
+            self._database.execute("BEGIN IMMEDIATE")
+            publish()
+            self._database.execute(
+                "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*astuple(row), file_bytes, checksum, used),
+            )
+
+    def touch(self, keys: Iterable[str], used: float) -> None:
+        with self._database:
+            rows = [(used, key) for key in keys]
+            self._database.executemany("UPDATE records SET used = ? WHERE key = ?", rows)
+
+    def remove(self, keys: Iterable[str]) -> None:
+        with self._database:
+            self._database.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in keys])
+
+    def oldest(self, before: float, nbytes: int) -> list[str]:
+        """Records that were used before a time, those used longest ago first; files of `nbytes`, or fewer of 64."""
+        query = "SELECT key, file_bytes FROM records WHERE used < ? ORDER BY used, end DESC, key DESC LIMIT 64"
+        victims: list[str] = []
+        for key, file_bytes in self._database.execute(query, (before,)).fetchall():
+            if nbytes <= 0:
+                break
+            victims.append(key)
+            nbytes -= file_bytes
+        return victims
+
+    def total(self) -> int:
+        """Bytes of all files."""
+        (total,) = self._database.execute("SELECT COALESCE(SUM(file_bytes), 0) FROM records").fetchone()
+        return int(total)
+
+    def close(self) -> None:
+        self._database.close()
+        os.close(self._lock_file)
+
+    def _try_lock(self) -> bool:
+        """True when no other process uses the folder. The lock goes with the process, however it ends."""
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_SH)
+            except OSError as error:  # some network file systems have no locks
+                log.warning("%s can't be locked: %s", self.folder, error)
+            return False
+
+    def _open(self, alone: bool) -> sqlite3.Connection:
+        """The database; a broken one or one of another version is started afresh if nobody else is using it."""
+        try:
+            return self._connect()
+        except sqlite3.DatabaseError as error:
+            if not alone:
+                raise
+            log.warning("the index of %s starts empty: %s", self.folder, error)
+        for name in _FILES:
+            (self.folder / name).unlink(missing_ok=True)
+        return self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        index = self.folder / _FILES[0]
+        os.close(os.open(index, os.O_RDWR | os.O_CREAT, 0o600))  # sqlite gives its other files the rights of this one
+        database = sqlite3.connect(index, timeout=5.0, check_same_thread=False)
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+            if tables and version != _VERSION:
+                raise sqlite3.DatabaseError(f"it has version {version}, not {_VERSION}")
+            if database.execute("PRAGMA quick_check").fetchone() != ("ok",):
+                raise sqlite3.DatabaseError("it is damaged")
+            database.executescript(f"{_SCHEMA} PRAGMA user_version = {_VERSION};")
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _load(self, alone: bool) -> tuple[dict[str, bytes], float]:
+        """Checksums of complete records, and when one was last used. Alone, make folder and index agree first."""
+        rows = self._database.execute("SELECT key, checksum, used FROM records").fetchall()
+        files = {path.name for path in self.folder.iterdir()}
+        known = {key: checksum for key, checksum, _ in rows if file_name(key) in files}
+        if alone:
+            self._reconcile(files, known, [key for key, _, _ in rows if key not in known])
+        return known, max((used for _, _, used in rows), default=0.0)
+
+    def _reconcile(self, files: set[str], known: dict[str, bytes], lost: Sequence[str]) -> None:
+        self.remove(lost)
+        orphans = [name for name in files if _RECORD.fullmatch(name) and name.removesuffix(".safetensors") not in known]
+        for name in [*orphans, *(name for name in files if _TEMPORARY.fullmatch(name))]:
+            (self.folder / name).unlink(missing_ok=True)
+        if lost or orphans:
+            log.info("%s: %d rows without file, %d files without row dropped", self.folder, len(lost), len(orphans))
+
+
+def _is_ours(name: str) -> bool:
+    return name in (*_FILES, _LOCK) or bool(_RECORD.fullmatch(name) or _TEMPORARY.fullmatch(name))

@@ -100,22 +100,12 @@ def load_pair(
     """
     model, tokenizer, config = _load(target, dtype)
     mtp = _load_head(model, target, dtype)
-    if draft is None or draft == "self":
-        own: Literal["self"] | None = None if draft is None else "self"
-        name = _name(target)
-        pair = make_pair(
-            model,
-            tokenizer,
-            config,
-            target_id=name,
-            draft=own,
-            draft_layers=draft_layers,
-            draft_heads=draft_heads,
-            mtp=mtp,
-        )
-        return _with_known_heads(pair, heads, target, draft_layers, exit_early, draft_heads)
-    draft_model, draft_tokenizer, draft_config = _load(draft, dtype)
-    check_same_tokenizer(tokenizer, draft_tokenizer)
+    draft_model: nn.Module | Literal["self"] | None = None if draft is None else "self"
+    draft_from, draft_config = target, None
+    if draft is not None and draft != "self":
+        draft_from = draft
+        draft_model, draft_tokenizer, draft_config = _load(draft, dtype)
+        check_same_tokenizer(tokenizer, draft_tokenizer)
     pair = make_pair(
         model,
         tokenizer,
@@ -123,12 +113,13 @@ def load_pair(
         target_id=_name(target),
         draft=draft_model,
         draft_config=draft_config,
-        draft_id=_name(draft),
+        draft_id=_name(draft_from),
         draft_layers=draft_layers,
         draft_heads=draft_heads,
         mtp=mtp,
     )
-    return _with_known_heads(pair, heads, draft, draft_layers, exit_early, draft_heads)
+    known = _calibrated_heads(pair, heads, draft_from, draft_layers, draft_heads)
+    return pair if known is None else with_heads(pair, known, exit_early=exit_early)
 
 
 def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -> ModelPair:
@@ -158,24 +149,21 @@ def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -
     )
 
 
-def _with_known_heads(
+def _calibrated_heads(
     pair: ModelPair,
     heads: DraftHeads | Path | None,
     folder: str | Path,
     draft_layers: int | None,
-    exit_early: bool,
     draft_heads: str | Path | None,
-) -> ModelPair:
+) -> DraftHeads | None:
+    """The heads that were asked for, or those in the draft's folder or beside `draft_heads`."""
     beside = Path(folder).expanduser() / "heads.json"
     if draft_heads is not None:
         beside = Path(draft_heads).expanduser().with_suffix(".json")
     unknown = heads is None and pair.draft is not None
     if unknown and (draft_layers is None or draft_heads is not None) and beside.is_file():
         heads = beside
-    if heads is None:
-        return pair
-    known = read_heads(heads) if isinstance(heads, Path) else heads
-    return with_heads(pair, known, exit_early=exit_early)
+    return read_heads(heads) if isinstance(heads, Path) else heads
 
 
 def make_pair(
@@ -203,7 +191,7 @@ def make_pair(
     if isinstance(draft, str):
         draft, draft_config, draft_id = target, config, target_id
     if draft_heads is not None:
-        draft, draft_id = _with_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
+        draft, draft_id = _with_retrieval_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
     elif draft_layers is not None:
         draft, draft_id = _shallow(draft, draft_id, draft_layers)
     refusal = _sparse_refusal(target, draft)
@@ -246,7 +234,9 @@ def _shallow(draft: nn.Module | None, draft_id: str, count: int) -> tuple[nn.Mod
     return shallow, f"{draft_id} ({count} of {total} layers)"
 
 
-def _with_heads(draft: nn.Module | None, draft_id: str, count: int | None, file: Path) -> tuple[nn.Module, str]:
+def _with_retrieval_heads(
+    draft: nn.Module | None, draft_id: str, count: int | None, file: Path
+) -> tuple[nn.Module, str]:
     """The draft's first layers with retrieval heads on top, and their name.
 
     Raises:

@@ -7,14 +7,14 @@ their rotation, so what is dropped leaves a gap and nothing else moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
+from mlx_lm.models.cache import KVCache
 
 from ..cache.positioned import PositionedKVCache
 from ..errors import SparseUnsupportedError
+from .draft_cache import DraftKVCache
 
 __all__ = ["RetrievalKVCache", "attention_shares", "best_chunks"]
 
@@ -50,7 +50,7 @@ def best_chunks(scores: mx.array, count: int) -> mx.array:
     return mx.sort(chosen, axis=-1)
 
 
-class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
+class RetrievalKVCache(DraftKVCache):
     """Chosen chunks, then a ring of exact recent tokens, then what is being drafted; (1, H_kv, S, D).
 
     Args:
@@ -62,14 +62,13 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
     """
 
     def __init__(self, source: PositionedKVCache | KVCache, budget: int, chunk: int, shortlist: int = 4) -> None:
+        super().__init__()
         self.source = source
         self.chunk = chunk
         self.shortlist = shortlist
         self.ring = max(2 * chunk, min(budget // 4, _MAX_RING))
         self.chunks = max(1, (budget - self.ring) // chunk)
         self.chosen: mx.array | None = None
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
         self._means: mx.array | None = None
         self._start = 0  # slot of the source where the ring begins
         self._size = 0
@@ -127,7 +126,10 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if window_size is not None:
             raise SparseUnsupportedError("a window over a full cache can't be kept when chunks are left out")
-        return create_attention_mask(N, self._size, return_array, None)
+        return super().make_mask(N, return_array)
+
+    def size(self) -> int:
+        return self._size
 
     @property
     def _picked(self) -> int:
@@ -163,23 +165,6 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         if missing > 0:
             grow = [(0, 0), (0, 0), (0, missing + self.chunk), (0, 0)]
             self.keys, self.values = mx.pad(self.keys, grow), mx.pad(self.values, grow)
-
-    @property
-    def state(self) -> Sequence[mx.array | None]:
-        return self.keys, self.values
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    def size(self) -> int:
-        return self._size
-
-    def empty(self) -> bool:
-        return self.keys is None
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
 
 
 def _slots(source: PositionedKVCache | KVCache) -> int:

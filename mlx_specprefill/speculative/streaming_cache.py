@@ -7,11 +7,12 @@ so this is the same as numbering the cache from 0 at every step, and rotates a f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import _BaseCache, create_attention_mask
+
+from .draft_cache import DraftKVCache
 
 __all__ = ["StreamingKVCache"]
 
@@ -19,7 +20,7 @@ __all__ = ["StreamingKVCache"]
 Turn = Callable[[mx.array, int], mx.array]
 
 
-class StreamingKVCache(_BaseCache):  # type: ignore[misc]
+class StreamingKVCache(DraftKVCache):
     """Keys and values (1, H, S, D) of the first `sinks` tokens and of recent ones.
 
     Tokens leave only in `evict`, so that those of an unverified proposal can be taken back before.
@@ -31,10 +32,9 @@ class StreamingKVCache(_BaseCache):  # type: ignore[misc]
     """
 
     def __init__(self, sinks: int, window: int, seen: list[Any]) -> None:
+        super().__init__()
         self.sinks = sinks
         self.window = window
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
         self.offset = 0
         self._seen: list[Any] | None = seen
         self._turn: Turn | None = None
@@ -70,23 +70,3 @@ class StreamingKVCache(_BaseCache):  # type: ignore[misc]
             self.keys, self.values = self.keys[..., :-n, :], self.values[..., :-n, :]
             self.offset -= n
         return n
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        return create_attention_mask(N, self.size(), return_array, window_size)
-
-    @property
-    def state(self) -> Sequence[mx.array | None]:
-        return self.keys, self.values
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    def size(self) -> int:
-        return 0 if self.keys is None else int(self.keys.shape[2])
-
-    def empty(self) -> bool:
-        return self.keys is None
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)

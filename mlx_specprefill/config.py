@@ -117,10 +117,11 @@ class SelectionConfig:
 
     chunk_size: int = 8
     by_sentence: bool = True  # the chunks of one line or sentence are kept together; False: the paper
+    over_lines: bool = False  # a sentence of hard-wrapped text goes on in the next line; "auto" is calibrated so
     sentence_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each kept together
     # A chosen token that an earlier turn dropped is missing if it has so many times the importance of the best tokens
-    # that are not chosen (docs/decisions/0022).
-    stands_out: float = 2.0
+    # that are not chosen (docs/decisions/0022). None: as calibration found for the draft's heads, else 2.
+    stands_out: float | None = None
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
     verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here

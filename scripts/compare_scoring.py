@@ -1,82 +1,69 @@
 #!/usr/bin/env python3
-"""Ways to choose a prompt's tokens, compared by what they keep of what the answer needs. No target runs.
+"""Ways to choose a prompt's tokens, compared by what they keep of what the answer needs and by what answers become.
 
-    python scripts/compare_scoring.py --pair demo smollm2 --task niah_multikey_1 real -n 20
-    python scripts/compare_scoring.py --pair smollm2 --task real --heads other.json --depth 10 15
+    python scripts/compare_scoring.py --pair demo smollm2 --task niah_multikey_1 -n 20          drafts only
+    python scripts/compare_scoring.py --pair smollm2 --task real -n 40                          the target as well
+    python scripts/compare_scoring.py --pair smollm2 --task real --draft-only --heads other.json --depth 10 15
 
-An arm is a scorer and a selection, as requests get them: the paper's rule, the default with the pair's calibrated
-heads (without any it scores as the paper does), with the heads of each `--heads` file, and with those of the pair's
-heads that lie in its first `--depth` layers (not with trained heads). To try another rule, add an arm to `arms_of`.
+Compared are the arms of `mlx-specprefill eval` that ask the draft, by default both rules: `sparse` (the default, with
+the pair's calibrated heads; without any it scores as the paper does) and `paper`. Then the default rule with the heads
+of each `--heads` file, and with those of the pair's heads that lie in its first `--depth` layers (not with trained
+heads). A new rule is a scorer in `prefill/rules.py` and an arm in `evals/arms.py`; new heads are a file.
 
-Printed is the share of gold tokens that each arm keeps, as a mean over the items of a task, and the difference to the
-default with its 95 % interval. Tasks that need their document as a whole have no gold. The last line is JSON.
+Tasks whose answers are known word for word (the suite `real`) are measured as by `eval`: after each arm's prefill of
+the target one forward over the gold answer. NLL (nats per token), share of its tokens that are the likeliest ("tokens
+right"), KL to full prefill, top-1 agreement with it, gold kept; with 95 % intervals, paired with full prefill over the
+same items. Of all other tasks, and of all with `--draft-only`, gold kept only: the share of chunks with gold in
+them whose gold is kept, with the paired difference to the first arm. Tasks that need their document as a whole
+have no gold. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlx_specprefill import (
-    EngineConfig,
-    GenerationRequest,
-    ModelPair,
-    RuleName,
-    SpecPrefillOptions,
-    keep_pct,
-)
+from mlx_specprefill import Engine, ModelPair
 from mlx_specprefill.adapters.capture import HeadCapture
 from mlx_specprefill.adapters.depth import first_layers, whole_draft
 from mlx_specprefill.adapters.heads import DraftHeads, read_heads
 from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft
-from mlx_specprefill.specprefill.forced import template_mask
-from mlx_specprefill.specprefill.plan import plan_prefill
-from mlx_specprefill.specprefill.scorer import ToScore, question_span
-from mlx_specprefill.specprefill.scorers import scorer_for
-from mlx_specprefill.specprefill.selector import select_tokens
-from mlx_specprefill.specprefill.text import TextReader
+from mlx_specprefill.loading import with_heads
+from mlx_specprefill_evals.arms import FULL, Arm, arms
+from mlx_specprefill_evals.command import Options, evaluate
+from mlx_specprefill_evals.local import LocalExaminee, examination
 from mlx_specprefill_evals.statistics import paired_difference
-from mlx_specprefill_evals.tasks import GROUPS, TASKS, Item, Space, make_item
+from mlx_specprefill_evals.tasks import GROUPS, REAL, TASKS, Space, make_item
 from mlx_specprefill_server.cli.common import load
 from mlx_specprefill_server.pairs import find_pair
-from mlx_specprefill_server.prompting.conversation import conversation
-from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder
 
 import mlx.core as mx  # isort: skip - after the library, which loads a fast BLAS
 
-CONFIG = EngineConfig()
-Spans = Sequence[tuple[int, int]]
+GoldKept = dict[str, list[dict[str, float]]]  # by task, of each item: by arm
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A way to choose. `draft`: the layers that run; `heads`: None for a draft that is not calibrated."""
-
-    rule: RuleName
-    draft: Any
-    heads: DraftHeads | None
-
-
-def arms_of(pair: ModelPair, files: Sequence[Path], depths: Sequence[int]) -> dict[str, Arm]:
-    whole = whole_draft(pair.draft)
-    arms = {"paper": Arm("paper", whole, None), "default": Arm("default", pair.draft, pair.heads)}
+def variants(pair: ModelPair, files: Sequence[Path], depths: Sequence[int]) -> Iterator[tuple[str, ModelPair]]:
+    """The pair as it is, and with other heads."""
+    yield "own heads", pair
+    whole = replace(pair, draft=whole_draft(pair.draft), heads=None)
     for file in files:
-        heads = read_heads(file)
-        arms[file.stem] = Arm("default", first_layers(whole, heads.depth), heads)
+        yield file.stem, with_heads(whole, read_heads(file))
     calibrated = pair.heads is not None and not isinstance(pair.draft, RetrievalDraft)
     for depth in depths if calibrated else ():
-        draft = first_layers(whole, depth)
-        below = tuple(head for head in pair.heads.heads if head.call < _calls(draft))
-        if below:
-            arms[f"{depth} layers"] = Arm("default", draft, replace(pair.heads, heads=below, depth=depth))
-    return arms
+        below = _below(pair.heads, depth, _calls(first_layers(whole.draft, depth)))
+        if below is not None:
+            yield f"{depth} layers", with_heads(whole, below)
+
+
+def _below(heads: DraftHeads, depth: int, calls: int) -> DraftHeads | None:
+    found = tuple(head for head in heads.heads if head.call < calls)
+    return replace(heads, heads=found, depth=depth) if found else None
 
 
 def _calls(draft: Any) -> int:
@@ -87,91 +74,72 @@ def _calls(draft: Any) -> int:
     return capture.calls
 
 
-class Examiner:
-    """Makes items for one pair and asks its draft."""
-
-    def __init__(self, pair: ModelPair, keep: str) -> None:
-        self._eos = pair.eos_token_ids
-        self._options = SpecPrefillOptions(enabled=True, keep_pct=keep_pct(keep))
-        self._tokenizer, self._text = pair.tokenizer, TextReader(pair.tokenizer)
-        self._builder = PromptBuilder(pair.tokenizer)
-
-    def item(self, task: str, number: int, length: int) -> Item:
-        return make_item(TASKS[task], task, number, Space(length, self._count))
-
-    def recall(self, item: Item, arms: Mapping[str, Arm]) -> dict[str, float]:
-        """Share of the gold tokens that each arm keeps."""
-        prompt, spans = self._prompt(item)
-        gold = np.unique(np.concatenate([np.arange(*span) for span in spans]))
-        return {name: float(np.isin(gold, self._kept(arm, prompt)).mean()) for name, arm in arms.items()}
-
-    def _count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def _prompt(self, item: Item) -> tuple[Prompt, Spans]:
-        """Up to the last question; what an answer is given to begin with is left out."""
-        if item.known is not None and item.known.raw:
-            text = item.turns[-1].question
-            return asyncio.run(self._builder.raw(text)), asyncio.run(self._builder.raw_passages(text, item.gold))
-        turns = [(("user", turn.question), ("assistant", turn.answer)) for turn in item.turns]
-        said = conversation([{"role": role, "content": text} for turn in turns for role, text in turn][:-1])
-        return asyncio.run(self._builder.chat(said)), asyncio.run(self._builder.passages(said, item.gold))
-
-    def _kept(self, arm: Arm, prompt: Prompt) -> np.ndarray:
-        """What the engine would show the target."""
-        options, text = replace(self._options, rule=arm.rule), self._text.read(prompt.tokens)
-        request = GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans)
-        plan = plan_prefill(request, CONFIG, sparse_refusal=None)
-        said = prompt.spans[-1].content_end if prompt.spans else None
-        asks = question_span(len(prompt.tokens), CONFIG.scoring, said, text.units)
-        template = template_mask(prompt.spans, asks, plan.forced)
-        given = {"question": asks, "template": template, "stop_ids": self._eos}
-        task = ToScore.alone(arm.draft, prompt.tokens, CONFIG.scoring, **given)
-        slices = scorer_for(arm.rule, arm.heads, CONFIG.scoring).score(arm.draft, task)
-        while True:
-            try:
-                next(slices)
-            except StopIteration as finished:
-                importance = finished.value.importance
-                return select_tokens(importance, plan.forced, text, plan.keep, CONFIG.selection_by(arm.rule)).kept
+def gold_kept(
+    examinee: LocalExaminee, tasks: Sequence[str], compared: Sequence[Arm], options: argparse.Namespace
+) -> GoldKept:
+    found: GoldKept = {}
+    space = Space(options.length, examinee.count)
+    for task in tasks:
+        for number in range(options.seed, options.seed + options.n):
+            item = make_item(TASKS[task], task, number, space)
+            if item.gold:
+                kept = examinee.gold_kept(item, compared, number)
+                found.setdefault(task, []).append({arm.name: share for arm, share in kept.items()})
+    return found
 
 
-def show(title: str, arms: Sequence[str], found: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    print(f"\n{title}\n\n| arm | " + " | ".join(f"{task}, N = {len(items)}" for task, items in found.items()) + " |")
+def show(found: Mapping[str, Sequence[Mapping[str, float]]], first: str) -> None:
+    """Mean gold kept, and the paired difference to the first arm with its interval."""
+    print("| arm | " + " | ".join(f"{task}, N = {len(items)}" for task, items in found.items()) + " |")
     print("|" + " --- |" * (1 + len(found)))
-    for arm in arms:
+    for name in next(iter(found.values()))[0]:
         cells = []
         for items in found.values():
-            own, default = ([item[name] for item in items] for name in (arm, "default"))
-            mean, low, high = paired_difference(default, own)
-            cells.append(f"{np.mean(own):.3f} ({mean:+.2f}: {low:+.2f} to {high:+.2f})")
-        print(f"| {arm} | " + " | ".join(cells) + " |", flush=True)
+            own, other = ([item[arm] for item in items] for arm in (name, first))
+            mean, low, high = paired_difference(other, own)
+            beside = "" if name == first else f" ({mean:+.2f}: {low:+.2f} to {high:+.2f})"
+            cells.append(f"{np.mean(own):.3f}{beside}")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def compare(pair: ModelPair, compared: Sequence[Arm], tasks: Sequence[str], options: argparse.Namespace) -> Any:
+    """The report of tasks with known answers, and gold kept of the others."""
+    known = () if options.draft_only else tuple(task for task in tasks if task in REAL)
+    others = [task for task in tasks if task not in known]
+    found: dict[str, Any] = {}
+    with Engine(pair, examination()) as engine:
+        examinee = LocalExaminee(engine)
+        if others:
+            found["gold_kept"] = gold_kept(examinee, others, compared, options)
+            show(found["gold_kept"], compared[0].name)
+        if known:
+            plan = Options(known, (options.length,), (), (), (FULL, *compared), options.n, seed=options.seed)
+            found["known"] = evaluate(plan, examinee, lambda line: print(line, flush=True))["paired"]
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", nargs="+", default=["demo"], help="names in models/pairs.toml")
     parser.add_argument("--task", nargs="+", default=["niah_multikey_1"], choices=sorted({*TASKS, *GROUPS}))
+    parser.add_argument("--arm", nargs="+", default=["sparse", "paper"], help="arms of the evaluation")
     parser.add_argument("--heads", nargs="+", type=Path, default=[], help="files of calibrated heads")
     parser.add_argument("--depth", nargs="+", type=int, default=[], help="numbers of first layers")
     parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
     parser.add_argument("--keep", default="0.2", help="share of chunks")
     parser.add_argument("-n", type=int, default=20, help="items per task")
     parser.add_argument("--seed", type=int, default=30_000, help="number of the first item")
+    parser.add_argument("--draft-only", action="store_true", help="gold kept only: no target runs")
     options = parser.parse_args(arguments)
-    tasks = dict.fromkeys(task for name in options.task for task in GROUPS.get(name, (name,)))
-    report: dict[str, dict[str, dict[str, float]]] = {}
+    tasks = list(dict.fromkeys(task for name in options.task for task in GROUPS.get(name, (name,))))
+    report: dict[str, dict[str, Any]] = {}
     for name in options.pair:
         pair = load(find_pair(name), "auto")
-        examiner, arms = Examiner(pair, options.keep), arms_of(pair, options.heads, options.depth)
-        found = {}
-        for task in tasks:
-            numbers = range(options.seed, options.seed + options.n)
-            items = [examiner.item(task, number, options.length) for number in numbers]
-            if recalls := [examiner.recall(item, arms) for item in items if item.gold]:
-                found[task] = recalls
-        show(f"{name}, {options.length} tokens, keep {options.keep}", list(arms), found)
-        report[name] = {t: {a: float(np.mean([i[a] for i in items])) for a in arms} for t, items in found.items()}
+        compared = arms(options.arm, [options.keep])[1:]
+        for title, variant in variants(pair, options.heads, options.depth):
+            print(f"\n{name}, {title}, {options.length} tokens, keep {options.keep}\n", flush=True)
+            report.setdefault(name, {})[title] = compare(variant, compared, tasks, options)
+            compared = [arm for arm in compared if arm.rule == "default"]  # the paper's has no heads
     print(json.dumps(report))
 
 

@@ -35,6 +35,7 @@ class DraftHeads:
         depth: layers of the draft that have to run for them, of `layers`.
         recall: share of the calibration items' gold tokens that they keep at 20 %, by kind of item.
         shares: what they lose when the share is chosen per prompt; None where that was not calibrated.
+        stands_out: `SelectionConfig.stands_out` for them; None where that was not calibrated.
     """
 
     heads: tuple[Head, ...]
@@ -42,12 +43,14 @@ class DraftHeads:
     layers: int
     recall: Mapping[str, float]
     shares: ShareCurve | None = None
+    stands_out: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         heads = [[head.call, head.head, round(head.weight, 4)] for head in self.heads]
         recall = {kind: round(value, 4) for kind, value in self.recall.items()}
         shares = {} if self.shares is None else {"shares": self.shares.to_dict()}
-        return {"heads": heads, "depth": self.depth, "layers": self.layers, "recall": recall, **shares}
+        stands_out = {} if self.stands_out is None else {"stands_out": round(self.stands_out, 3)}
+        return {"heads": heads, "depth": self.depth, "layers": self.layers, "recall": recall, **shares, **stands_out}
 
     @classmethod
     def from_dict(cls, values: Any) -> DraftHeads:
@@ -56,12 +59,14 @@ class DraftHeads:
             heads = tuple(Head(int(call), int(head), float(weight)) for call, head, weight in values["heads"])
             recall = {str(kind): float(value) for kind, value in values["recall"].items()}
             shares = ShareCurve.from_dict(values["shares"]) if "shares" in values else None
-            found = cls(heads, int(values["depth"]), int(values["layers"]), recall, shares)
+            stands_out = float(values["stands_out"]) if "stands_out" in values else None
+            found = cls(heads, int(values["depth"]), int(values["layers"]), recall, shares, stands_out)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"no calibrated heads: {error!r}") from error
         sound = all(h.call >= 0 and h.head >= 0 and 0 < h.weight < math.inf for h in found.heads)
+        sound = sound and (stands_out is None or 1 <= stands_out < math.inf)
         if not found.heads or not sound or not 1 <= found.depth <= found.layers:
-            raise ValueError("no calibrated heads: no head, a negative number, a weight or a depth out of range")
+            raise ValueError("no calibrated heads: no head, or a number, weight, depth or stands_out out of range")
         return found
 
     @property

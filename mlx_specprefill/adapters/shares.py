@@ -23,11 +23,13 @@ class ShareCurve:
         items: how many there were, each a draw of its own.
         misses: on how many of them, per multiple.
         kept: mean share of chunks that was kept, per multiple.
+        over_lines: the `SelectionConfig.over_lines` that this is true of.
     """
 
     items: int
     misses: tuple[int, ...]
     kept: tuple[float, ...]
+    over_lines: bool = False
 
     def multiple(self, max_loss: float) -> float | None:
         """The smallest one whose expected loss is at most so much, with 90 % confidence; None: none is known to be."""
@@ -38,8 +40,13 @@ class ShareCurve:
         """Why there is no such multiple."""
         least = fewest_items(max_loss, CONFIDENCE)
         if self.items < least:
-            return f"{self.items} calibration items can't show a loss of {max_loss:g}: it takes {least}"
-        return f"the draft loses more than {max_loss:g} on its {self.items} calibration items"
+            return f"calibration certifies no loss of {max_loss:g} by {self.items} items: it takes {least}"
+        enough = next((limit / 100 for limit in range(1, 100) if self.multiple(limit / 100) is not None), None)
+        allowed = "" if enough is None else f"; it does for one of {enough:g}"
+        return (
+            f"calibration certifies no share for a loss of {max_loss:g} with {CONFIDENCE:.0%} confidence: the largest "
+            f"loses something on {self.misses[0]} of {self.items} items{allowed}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -47,15 +54,17 @@ class ShareCurve:
             "multiples": list(MULTIPLES),
             "misses": list(self.misses),
             "kept": [round(share, 4) for share in self.kept],
+            "over_lines": self.over_lines,
         }
 
     @classmethod
     def from_dict(cls, values: Any) -> ShareCurve:
         """Raises ValueError: it is not what `to_dict` makes, or of other multiples."""
         try:
-            found = cls(int(values["items"]), tuple(map(int, values["misses"])), tuple(map(float, values["kept"])))
+            counts = int(values["items"]), tuple(map(int, values["misses"])), tuple(map(float, values["kept"]))
+            found = cls(*counts, bool(values.get("over_lines", False)))
             multiples = tuple(map(float, values["multiples"]))
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"no calibrated shares: {error!r}") from error
         sound = all(0 <= missed <= found.items for missed in found.misses)
         if multiples != MULTIPLES or not len(found.misses) == len(found.kept) == len(MULTIPLES) or not sound:

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from .._steps import Steps
 from ..adapters.depth import whole_draft
 from ..cache.positioned import PositionedRotatingKVCache, leaves
-from ..config import EngineConfig
+from ..config import EngineConfig, SelectionConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest, Progress, PromptLogprobs
@@ -28,7 +28,7 @@ from ..specprefill.forced import template_mask
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores, ToScore, question_span
 from ..specprefill.scorers import scorer_for
-from ..specprefill.selector import Selection, select_tokens
+from ..specprefill.selector import Selection, select_tokens, threshold_of
 from ..specprefill.share import Choice, about_everything, choose_share
 from ..specprefill.sparse_prefill import prefill
 from ..specprefill.text import PromptText, TextReader
@@ -95,7 +95,7 @@ class Prefiller:
         self.slice_size = slice_size
         self._watcher = watcher
         self.text = TextReader(pair.tokenizer)
-        self._continuing = Continuing(config.policy, config.selection.stands_out, planner.selects)
+        self._continuing = Continuing(config.policy, planner.selects)
         self.fallbacks: Counter[str] = Counter()
 
     def run(self, sequence: Sequence) -> Slices:
@@ -187,7 +187,10 @@ class Prefiller:
         if request.specprefill.importance is None:
             earlier = request.prompt[: request.usable_prefix]
             session = self.caches.session(earlier, sequence.plan.choice, request.label)
-        beginning = self._continuing.begin(len(request.prompt), sequence.cached, selection, first, session)
+        calibrated = self.pair.heads.stands_out if self.pair.heads and sequence.plan.rule == "default" else None
+        stands_out = threshold_of(self.config.selection, calibrated)
+        M, S = len(request.prompt), sequence.cached
+        beginning = self._continuing.begin(M, S, selection, first, session, stands_out)
         sequence.continuation = beginning.continuation
         if beginning.cache is not None:
             sequence.cache = beginning.cache
@@ -241,8 +244,9 @@ class Prefiller:
         if plan.multiple is None:
             return plan
         importance, forced, rest = scores.importance[start:], plan.forced[start:], text.since(start)
-        selection = self.config.selection_by(plan.rule)
-        choice = choose_share(importance, forced, rest, self._asked(request, text), plan.multiple, selection)
+        choice = choose_share(
+            importance, forced, rest, self._asked(request, text), plan.multiple, self._selection(plan)
+        )
         return plan.with_choice(choice)
 
     def _asked(self, request: GenerationRequest, text: PromptText) -> str:
@@ -257,7 +261,11 @@ class Prefiller:
     def select(self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
         """Of the prompt from `start` on, which is where a chunk begins; its `kept` counts from there."""
         importance, forced = scores.importance[start:], plan.forced[start:]
-        return select_tokens(importance, forced, text.since(start), plan.keep, self.config.selection_by(plan.rule))
+        return select_tokens(importance, forced, text.since(start), plan.keep, self._selection(plan))
+
+    def _selection(self, plan: PrefillPlan) -> SelectionConfig:
+        found = self.config.selection_by(plan.rule)
+        return replace(found, over_lines=True) if plan.over_lines else found
 
     def _read(self, sequence: Sequence, beginning: Beginning) -> Slices:
         """What is missing, then what follows; progress counts both."""

@@ -62,28 +62,29 @@ class Continuing:
         from where the first chunk is missing, or, where it can't be cut, from the dense prefix on.
     """
 
-    def __init__(self, policy: SpecPrefillPolicy, stands_out: float, selects: Callable[[int, int, int], bool]) -> None:
+    def __init__(self, policy: SpecPrefillPolicy, selects: Callable[[int, int, int], bool]) -> None:
         """Args:
-        stands_out: `SelectionConfig.stands_out`.
         selects: whether it pays to read only so many of so many new tokens behind so many others (`Planner.selects`).
         """
         self._policy = policy
-        self._stands_out = stands_out
         self._selects = selects
 
-    def begin(self, M: int, S: int, selection: Selection, first: int, session: Session | None) -> Beginning:
+    def begin(
+        self, M: int, S: int, selection: Selection, first: int, session: Session | None, stands_out: float
+    ) -> Beginning:
         """Where a prompt of `M` tokens goes on whose dense prefix has `S`; opens the session's cache.
 
         Args:
             selection: of the prompt from `first` on; its indices count from there.
             first: where the chunk begins that the dense prefix ends in.
             session: the earlier turn.
+            stands_out: of `threshold_of`.
         """
         wanted = selection.kept[selection.kept >= S - first] + np.int32(first)
         afresh = Beginning(np.arange(S, dtype=np.int32), _NONE, S, wanted)
         if session is None or session.length <= S:
             return afresh
-        missing = missing_of(selection, session.held[first:], self._stands_out)
+        missing = missing_of(selection, session.held[first:], stands_out)
         way = self._way(missing, wanted, session)
         if way != "restart":
             new = self._new(M, session, wanted)

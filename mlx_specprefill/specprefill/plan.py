@@ -24,7 +24,8 @@ class PrefillPlan:
 
     `keep`, `forced` (M,) and `ranges` are only meaningful in sparse mode. `predicted` is None where nothing was
     measured. `multiple` is not None where `keep` is still to be chosen from the scores, by `with_choice`; until then it
-    is what can be expected. `max_loss` is not None where the share is chosen per prompt, `chosen` once it was.
+    is what can be expected. `max_loss` is not None where the share is chosen per prompt, `chosen` once it was;
+    `over_lines` is then that of the selection.
     """
 
     mode: Mode
@@ -37,6 +38,7 @@ class PrefillPlan:
     max_loss: float | None = None
     multiple: float | None = None
     chosen: Fraction | None = None
+    over_lines: bool = False
 
     @property
     def choice(self) -> str:
@@ -118,7 +120,7 @@ def _promised(plan: PrefillPlan, own_scores: bool, shares: ShareCurve | None) ->
     multiple = shares.multiple(plan.max_loss)
     if multiple is None:
         return plan.as_full(f'keep "auto": {shares.refusal(plan.max_loss)}')
-    return replace(plan, multiple=multiple)
+    return replace(plan, multiple=multiple, over_lines=shares.over_lines)
 
 
 def _kept(keep: Fraction, forced: npt.NDArray[np.bool_]) -> int:

@@ -17,8 +17,10 @@ __all__ = [
     "chunk_means",
     "kept_spans",
     "missing_of",
+    "ordinary_of",
     "select_chunks",
     "select_tokens",
+    "threshold_of",
 ]
 
 Floats = npt.NDArray[np.float32]
@@ -27,6 +29,7 @@ Indices = npt.NDArray[np.int32]
 
 _LOOKED = 13  # tokens of a line or sentence that it is weighed by: as many as attention is smoothed over
 _ORDINARY = 0.99  # quantile of what is not chosen; its very best is now and then an outlier
+_STANDS_OUT = 2.0  # where calibration does not say
 _PIECE = 32  # tokens: what stands for a line or sentence where that is too long or not at hand
 
 
@@ -131,10 +134,20 @@ def select_tokens(
     """
     scores, asked = chunk_means(importance, config.chunk_size), importance
     if config.by_sentence:
-        weights = by_sentence(importance, text.units, config)
+        weights = by_sentence(importance, text.sentences if config.over_lines else text.units, config)
         scores = np.maximum(scores, np.maximum.reduceat(weights, np.arange(0, importance.size, config.chunk_size)))
         asked = np.minimum(importance, weights)
     return select_chunks(scores, forced, keep, config.chunk_size, asked)
+
+
+def ordinary_of(asked: Floats, others: Bools) -> float:
+    """The importance of the best among `others`, tokens that are not chosen."""
+    return float(np.quantile(asked[others], _ORDINARY)) if others.any() else 0.0
+
+
+def threshold_of(config: SelectionConfig, calibrated: float | None) -> float:
+    """`stands_out` of `missing_of`: the configured one, that of the draft's calibration, or the general one."""
+    return next((value for value in (config.stands_out, calibrated) if value is not None), _STANDS_OUT)
 
 
 def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
@@ -147,7 +160,7 @@ def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
 
     Args:
         held: (L,) whether the earlier turn kept the token, for the first L <= M tokens; the rest is new to it.
-        stands_out: see `SelectionConfig`.
+        stands_out: of `threshold_of`.
 
     Returns:
         Tokens before L that are not held, ascending int32.
@@ -157,8 +170,7 @@ def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
         return np.zeros(0, dtype=np.int32)
     asked, forced = selection.asked[:L], selection.forced[:L]
     chosen = np.repeat(selection.chunk_chosen, size)[:L]
-    others = asked[~chosen & ~forced]
-    ordinary = float(np.quantile(others, _ORDINARY)) if others.size else 0.0
+    ordinary = ordinary_of(asked, ~chosen & ~forced)
     standing = chosen & ~forced & ~held & (asked > 0) & (asked >= stands_out * ordinary)
     starts = np.arange(0, L, size)
     near = np.logical_or.reduceat(standing, starts)

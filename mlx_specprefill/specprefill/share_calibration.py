@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import numpy.typing as npt
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .._steps import Steps
@@ -25,19 +28,21 @@ from .calibration_items import CalibrationItem
 from .head_calibration import passage_mask, rendered, store_heads, stored_heads
 from .head_scorer import HeadScorer
 from .scorer import ToScore, question_span
-from .selector import select_tokens
+from .selector import ordinary_of, select_tokens
 from .share import choose_share
 from .share_items import SHARE_KINDS, share_items
-from .text import TextReader
+from .text import PromptText, TextReader
 
-__all__ = ["find_share_curve", "with_calibrated_shares"]
+__all__ = ["find_shares", "with_calibrated_shares"]
 
 log = logging.getLogger(__name__)
 
+_KEEP = Fraction(1, 5)
+_MARGIN = 0.5  # the lowest of 57 is not the lowest of all: 6.7 and 4.0 in two draws
 ITEMS = 57  # of each kind: 399 may have 4 misses for a loss of .02, 1 % of them
 
 
-def find_share_curve(
+def find_shares(
     draft: nn.Module,
     tokenizer: TokenizerWrapper,
     heads: DraftHeads,
@@ -46,8 +51,9 @@ def find_share_curve(
     on_progress: Callable[[int, int], None] | None = None,
     items: int = ITEMS,
     seed: int = 1,
-) -> ShareCurve:
-    """Let the draft read prompts of 300 to 1000 tokens and see what every multiple would have kept of their answers.
+) -> DraftHeads:
+    """Let the draft read prompts of 300 to 1000 tokens: what every multiple loses of their answers, and how far codes
+    that are asked for stand out, which is half of what the least of them does.
 
     Args:
         draft: as it scores.
@@ -60,9 +66,12 @@ def find_share_curve(
     """
     asked, reader = list(share_items(items, seed)), TextReader(tokenizer)
     misses, kept, of_kind = np.zeros(len(MULTIPLES), dtype=np.int64), np.zeros(len(MULTIPLES)), Counter[str]()
-    scorer = HeadScorer(heads, scoring)
+    scorer, standing, by_sentence = HeadScorer(heads, scoring), math.inf, replace(selection, over_lines=True)
     for number, item in enumerate(asked, 1):
-        lost, shares = _outcomes(draft, tokenizer, reader, scorer, item, selection)
+        seen = _seen(draft, tokenizer, reader, scorer, item)
+        lost, shares = _outcomes(seen, by_sentence)
+        if item.kind == "needle":
+            standing = min(standing, _standing(seen, selection))
         misses += lost
         kept += shares
         of_kind[item.kind] += int(lost[MULTIPLES.index(1.0)])
@@ -70,7 +79,8 @@ def find_share_curve(
             on_progress(number, len(asked))
     mx.clear_cache()
     log.info("items on which a multiple of 1 loses something, of %d: %s", items, {k: of_kind[k] for k in SHARE_KINDS})
-    return ShareCurve(len(asked), tuple(int(m) for m in misses), tuple(float(k) for k in kept / len(asked)))
+    curve = ShareCurve(len(asked), tuple(misses.tolist()), tuple((kept / len(asked)).tolist()), over_lines=True)
+    return replace(heads, shares=curve, stands_out=max(1.0, _MARGIN * standing) if standing < math.inf else None)
 
 
 def with_calibrated_shares(
@@ -97,43 +107,65 @@ def with_calibrated_shares(
     name = f"{model_identity(pair.draft, pair.draft_config or {})}-shares.json"
     file = None if folder is None else folder / name
     known = stored_heads(file)
-    if known is not None and known.shares is not None and replace(known, shares=None).to_dict() == heads.to_dict():
-        return replace(pair, heads=replace(heads, shares=known.shares))
+    if known is not None and known.shares is not None and _found(known) == _found(heads):
+        return replace(pair, heads=known)
     if not measure:
         return pair
     try:
-        found = find_share_curve(pair.draft, pair.tokenizer, heads, scoring, selection, on_progress)
+        heads = find_shares(pair.draft, pair.tokenizer, heads, scoring, selection, on_progress)
     except SparseUnsupportedError as error:
         log.warning("how much to keep can't be chosen per prompt: %s", error)
         return pair
-    heads = replace(heads, shares=found)
     store_heads(file, heads)
     return replace(pair, heads=heads)
 
 
-def _outcomes(
-    draft: nn.Module,
-    tokenizer: TokenizerWrapper,
-    reader: TextReader,
-    scorer: HeadScorer,
-    item: CalibrationItem,
-    selection: SelectionConfig,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Per multiple, whether something that the answer needs would not have been kept, and the share of chunks."""
+def _found(heads: DraftHeads) -> dict[str, Any]:
+    """What was chosen before its shares were measured."""
+    return replace(heads, shares=None, stands_out=None).to_dict()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One item as the draft scored it; arrays are (M,), `gold` are indices of what the answer needs."""
+
+    question: str
+    importance: npt.NDArray[np.float32]
+    forced: npt.NDArray[np.bool_]
+    text: PromptText
+    gold: npt.NDArray[np.intp]
+
+
+def _seen(
+    draft: nn.Module, tokenizer: TokenizerWrapper, reader: TextReader, scorer: HeadScorer, item: CalibrationItem
+) -> _Seen:
     prompt, places = rendered(tokenizer, item)
     text = reader.read(prompt.tolist())
     question = question_span(prompt.size, scorer.config, places["question"][1], text.units)
     forced = ~passage_mask(prompt.size, places["document"])
-    gold = np.flatnonzero(
-        passage_mask(prompt.size, *(place for name, place in places.items() if name.startswith("gold")))
-    )
+    gold = passage_mask(prompt.size, *(place for name, place in places.items() if name.startswith("gold")))
     task = ToScore.alone(draft, prompt, scorer.config, question=question, template=forced)
     importance = Steps(scorer.score(draft, task)).finish().importance
+    return _Seen(item.question, importance, forced, text, np.flatnonzero(gold))
+
+
+def _outcomes(seen: _Seen, selection: SelectionConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Per multiple, whether something that the answer needs would not have been kept, and the share of chunks."""
     lost, shares = np.zeros(len(MULTIPLES), dtype=np.bool_), np.zeros(len(MULTIPLES))
+    scored = seen.importance, seen.forced, seen.text
     for index, multiple in enumerate(MULTIPLES):
-        share = choose_share(importance, forced, text, item.question, multiple, selection).share
+        share = choose_share(*scored, seen.question, multiple, selection).share
         shares[index] = float(share)
         if share < 1:
-            seen = select_tokens(importance, forced, text, Fraction(share), selection).kept
-            lost[index] = not np.isin(gold, seen).all()
+            kept = select_tokens(*scored, share, selection).kept
+            lost[index] = not np.isin(seen.gold, kept).all()
     return lost, shares
+
+
+def _standing(seen: _Seen, selection: SelectionConfig) -> float:
+    """How many times the importance of the best tokens that are not chosen the best token of the answer has."""
+    chosen = select_tokens(seen.importance, seen.forced, seen.text, _KEEP, selection)
+    others = np.ones(seen.forced.size, dtype=np.bool_)
+    others[chosen.kept] = False
+    ordinary = ordinary_of(chosen.asked, others)
+    return float(chosen.asked[seen.gold].max()) / ordinary if ordinary > 0 else math.inf

@@ -11,9 +11,14 @@ import numpy.typing as npt
 
 __all__ = ["PromptText", "TextReader"]
 
+Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]
 
 _UNKNOWN, _ENDS_LINE, _ENDS_SENTENCE, _BEGINS_WORD = 1, 2, 4, 8
+# White space only; with a letter, a digit or a comma at its end; with a small letter at its beginning; more than one
+# line break. White space around what can be seen does not count.
+_BLANK, _GOES_ON, _SMALL, _PARAGRAPH = 16, 32, 64, 128
+_WRAPPED = 6  # tokens that a line has at least if it was broken because it was full
 _SPACES = ("\u0120", "\u2581")  # what stands for it in byte-level and in SentencePiece vocabularies
 _STOPS, _WIDE_STOPS = (".", "!", "?"), ("。", "！", "？")
 
@@ -24,20 +29,23 @@ class PromptText:
 
     Attributes:
         units: indices at which lines and sentences begin, ascending, the first of them 0; int32 (U,).
+        sentences: those of them at which no sentence of the line before goes on.
     """
 
     units: Indices
+    sentences: Indices
 
     def since(self, start: int) -> PromptText:
         """Of the prompt from `start` on, where indices count from."""
-        units = self.units[self.units > start] - np.int32(start)
-        return PromptText(np.append(np.int32(0), units))
+        rest = (at[at > start] - np.int32(start) for at in (self.units, self.sentences))
+        return PromptText(*(np.append(np.int32(0), at) for at in rest))
 
 
 class TextReader:
     """Reads with a tokenizer of mlx-lm; each token id is decoded once.
 
-    A unit ends with a token that holds a line break, or with a sentence's full stop before a space.
+    A unit ends with a token that holds a line break, or with a sentence's full stop before a space. A
+    sentence of hard-wrapped text goes on over line breaks.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -51,7 +59,7 @@ class TextReader:
         before, after = kinds[:-1], kinds[1:]
         sentence = (before & _ENDS_SENTENCE > 0) & (after & _BEGINS_WORD > 0)
         units = np.append(0, np.flatnonzero((before & _ENDS_LINE > 0) | sentence) + 1).astype(np.int32)
-        return PromptText(units)
+        return PromptText(units, np.append(units[:1], units[1:][~_wrapped(kinds, units)]))
 
     def _learn(self, ids: npt.NDArray[np.int64]) -> None:
         if ids.size and ids.max() >= self._kinds.size:
@@ -66,11 +74,32 @@ class TextReader:
     def _kind_of(self, token: int, piece: Any) -> int:
         spaced = isinstance(piece, str) and piece.startswith(_SPACES)
         word = piece[spaced:] if isinstance(piece, str) else ""
-        if word.isascii() and word.isalnum():
-            return spaced * _BEGINS_WORD  # most of a vocabulary: decoding takes ten times as long
+        if word.isascii() and word.isalnum():  # most of a vocabulary: decoding takes ten times as long
+            return spaced * _BEGINS_WORD | _GOES_ON | word[0].islower() * _SMALL
         text: str = self._tokenizer.decode([token])
         if spaced and not text[:1].isspace():  # decoding drops the space of a SentencePiece token
             text = " " + text
         ends_line = "\n" in text or text.endswith(_WIDE_STOPS)
         ends_sentence = text.rstrip(" ").endswith(_STOPS)
-        return ends_line * _ENDS_LINE | ends_sentence * _ENDS_SENTENCE | text[:1].isspace() * _BEGINS_WORD
+        kind = ends_line * _ENDS_LINE | ends_sentence * _ENDS_SENTENCE | text[:1].isspace() * _BEGINS_WORD
+        kind |= (text.count("\n") > 1) * _PARAGRAPH
+        seen = text.strip()
+        if not seen:
+            return kind | _BLANK
+        goes_on = seen[-1].isalnum() or seen[-1] == ","
+        return kind | goes_on * _GOES_ON | seen[0].islower() * _SMALL
+
+
+def _wrapped(kinds: npt.NDArray[np.uint8], units: Indices) -> Bools:
+    """(U - 1,) whether the unit before each but the first is a full line whose sentence goes on.
+
+    It is not short, ends with a letter, a digit or a comma, one line break follows, and then a small letter.
+    """
+    borders, index = units[1:], np.arange(kinds.size)
+    seen = kinds & _BLANK == 0
+    last = np.maximum.accumulate(np.where(seen, index, 0))[borders - 1]
+    following = np.minimum.accumulate(np.where(seen, index, kinds.size - 1)[::-1])[::-1][borders]
+    breaks = np.append(0, np.cumsum((kinds & _ENDS_LINE > 0) * 1 + (kinds & _PARAGRAPH > 0)))
+    goes_on = (kinds[last] & _GOES_ON > 0) & (kinds[following] & _SMALL > 0)
+    wrapped: Bools = goes_on & (breaks[following] - breaks[last] == 1) & (borders - units[:-1] >= _WRAPPED)
+    return wrapped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mlx_specprefill import InvalidRequestError, Keep, RuleName, keep_share
+from mlx_specprefill import InvalidRequestError, Keep, RuleName, keep_share, max_loss
 
 __all__ = ["ARM_KINDS", "FULL", "Arm", "ArmKind", "arms"]
 
@@ -23,12 +23,19 @@ class Arm:
 
     kind: ArmKind
     keep: Keep | None = None
+    max_loss: float | None = None  # of "auto"; None: the engine's
 
     @property
     def name(self) -> str:
         if self.keep is None:
             return self.kind
-        return f"{self.kind}@{self.keep if isinstance(self.keep, str) else f'{float(self.keep):g}'}"
+        return f"{self.kind}@{self._share}"
+
+    @property
+    def _share(self) -> str:
+        if not isinstance(self.keep, str):
+            return f"{float(self.keep or 1):g}"
+        return self.keep if self.max_loss is None else f"{self.keep}:{self.max_loss:g}"
 
     @property
     def rule(self) -> RuleName:
@@ -50,13 +57,23 @@ FULL = Arm("full")
 def arms(kinds: list[str], keeps: list[str]) -> tuple[Arm, ...]:
     """Every kind at every share; full prefill is always there, since all others are compared with it.
 
+    Args:
+        keeps: shares, "auto", or "auto:0.05" for a largest expected loss of its own.
+
     Raises:
-        InvalidRequestError: an unknown kind, or a share outside (0, 1].
+        InvalidRequestError: an unknown kind, a share outside (0, 1], or a loss that is none.
     """
-    shares = [keep_share(keep, "--keep") for keep in keeps]
+    shares = [_kept(keep) for keep in keeps]
     chosen = [FULL]
     for kind in kinds:
         if kind not in ARM_KINDS:
             raise InvalidRequestError(f"no arm {kind!r}; there are: {', '.join(ARM_KINDS)}")
-        chosen += [Arm(kind, share) for share in shares if kind == "sparse" or (kind != "full" and share != "auto")]
+        chosen += [Arm(kind, *kept) for kept in shares if kind == "sparse" or (kind != "full" and kept[0] != "auto")]
     return tuple(dict.fromkeys(chosen))
+
+
+def _kept(value: str) -> tuple[Keep, float | None]:
+    keep, _, loss = value.partition(":")
+    if loss and keep == "auto":
+        return "auto", max_loss(loss, "--keep auto")
+    return keep_share(value, "--keep"), None

@@ -50,7 +50,8 @@ def evaluate(
         list[str] | None, typer.Option("--arm", help=f"{', '.join(ARM_KINDS)}; repeat. Default: sparse, random.")
     ] = None,
     keeps: Annotated[
-        list[str] | None, typer.Option("--keep", help="Share of chunks, or auto (sparse only); repeat. Default 0.2.")
+        list[str] | None,
+        typer.Option("--keep", help="Share of chunks, auto or auto:LOSS (sparse only); repeat. Default 0.2."),
     ] = None,
     chunk_size: ChunkSize = None,
     probes: Annotated[

@@ -19,6 +19,7 @@ __all__ = ["OWNER", "Prompted", "Span"]
 
 OWNER = "evaluation"  # of all that is cached meanwhile
 QUESTION_TOKENS = 64  # at the end of the last message, at most: the query of the lexical arm
+_IN_A_LABEL = str.maketrans("@:.", "--_")
 CHUNK = 32  # tokens that arms without a draft choose at a time, as published
 
 Span = tuple[int, int]
@@ -63,7 +64,7 @@ class Prompted:
         return self._inspections[rule]
 
     def request(self, arm: Arm) -> GenerationRequest:
-        return self._request(self._options(arm), arm.name.replace("@", "-").replace(".", "_"))
+        return self._request(self._options(arm), arm.name.translate(_IN_A_LABEL))
 
     def cut(self, spans: Sequence[Span]) -> GenerationRequest:
         """What was kept, as if it were the whole prompt."""
@@ -85,7 +86,7 @@ class Prompted:
         if arm == FULL:
             return SpecPrefillOptions(enabled=False, return_spans=True)
         if arm.keep == "auto" or (self.session and arm.asks_draft):
-            return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule)
+            return SpecPrefillOptions(True, arm.keep, max_loss=arm.max_loss, return_spans=True, rule=arm.rule)
         M = len(self.prompt.tokens)
         score: dict[str, Callable[[], Floats]] = {
             "sparse": lambda: self.inspection().importance,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from mlx_specprefill import (
     GenerationRequest,
     ModelPair,
     RuleName,
+    SelectionConfig,
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
@@ -25,6 +27,7 @@ from mlx_specprefill.engine import prefill as prefiller
 from mlx_specprefill.loading import with_heads
 from mlx_specprefill.specprefill.head_scorer import HeadScorer
 from mlx_specprefill.specprefill.scorer import Scores
+from mlx_specprefill.specprefill.selector import Selection
 from tests.tiny import generated, random_prompt, tiny_pair
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0, densify=False), prefill_step=64)
@@ -113,7 +116,11 @@ def test_a_question_about_everything_does_not_ask_the_draft(monkeypatch: pytest.
     [
         (None, None, "is not known"),
         (ShareCurve(100, (0,) * len(MULTIPLES), (0.5,) * len(MULTIPLES)), None, "it takes 114"),
-        (ShareCurve(400, (400,) * len(MULTIPLES), (0.5,) * len(MULTIPLES)), None, "loses more than 0.02"),
+        (
+            ShareCurve(400, (400,) * len(MULTIPLES), (0.5,) * len(MULTIPLES)),
+            None,
+            "certifies no share for a loss of 0.02",
+        ),
         (GOOD, "paper", "default rule only"),
     ],
 )
@@ -122,6 +129,25 @@ def test_without_a_promise_it_is_full(shares: ShareCurve | None, rule: RuleName 
         found = ask(engine, SpecPrefillOptions(enabled=True, keep_pct="auto", rule=rule))
     assert found.mode == "full"
     assert words in found.reason
+
+
+@pytest.mark.parametrize("over_lines", [False, True])
+def test_chunks_are_chosen_as_they_were_when_the_curve_was_measured(
+    over_lines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks_at(monkeypatch, 40, 41)
+    configs: list[SelectionConfig] = []
+    select = prefiller.select_tokens
+
+    def selected(*arguments: Any) -> Selection:
+        configs.append(arguments[-1])
+        return select(*arguments)
+
+    monkeypatch.setattr(prefiller, "select_tokens", selected)
+    with Engine(pair_with(replace(GOOD, over_lines=over_lines)), CONFIG) as engine:
+        assert ask(engine).mode == "sparse"
+        assert ask(engine, SpecPrefillOptions(enabled=True)).mode == "sparse"
+    assert [config.over_lines for config in configs] == [over_lines, False]
 
 
 def test_a_request_may_allow_more_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def read(kind: str, seed: int, looks: Looks) -> _Read:
             row[:] = 1e-6
             row[(start + 120) % 300 + 10 :][:GOLD] = 1
         rows[key] = row.astype(np.float32)
-    return _Read(kind, rows, gold, template, PromptText(np.arange(0, M, 20, dtype=np.int32)))
+    return _Read(kind, rows, gold, template, PromptText(*(np.arange(0, M, 20, dtype=np.int32) for _ in range(2))))
 
 
 def reads(looks: Looks) -> list[_Read]:

@@ -15,7 +15,7 @@ from mlx_specprefill.specprefill.share import about_everything, choose_share, ef
 from mlx_specprefill.specprefill.text import PromptText
 
 CONFIG = SelectionConfig(by_sentence=False)
-TEXT = PromptText(np.zeros(1, dtype=np.int32))
+TEXT = PromptText(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int32))
 ASKS = "Where does Harriet work?"
 M = 800
 
@@ -183,6 +183,13 @@ def test_a_curve_gives_the_smallest_multiple_that_is_known_to_do() -> None:
     assert curve(20).multiple(0.2) == MULTIPLES[-1]
     assert curve(0, 50).multiple(0.02) is None
     assert "it takes 114" in curve(0, 50).refusal(0.02)
+    always = ShareCurve(399, (8,) * len(MULTIPLES), (0.5,) * len(MULTIPLES))
+    assert always.multiple(0.03) is None
+    assert always.multiple(0.04) is not None
+    assert always.refusal(0.02) == (
+        "calibration certifies no share for a loss of 0.02 with 90% confidence: the largest loses something on 8 of "
+        "399 items; it does for one of 0.04"
+    )
 
 
 def test_a_curve_survives_being_written() -> None:
@@ -196,3 +203,11 @@ def test_anything_else_is_no_curve(broken: object) -> None:
         values["misses"] = [4] * len(MULTIPLES)
     with pytest.raises(ValueError, match="no calibrated shares"):
         ShareCurve.from_dict(values)
+
+
+@pytest.mark.parametrize("over_lines", [None, False, True])
+def test_a_curve_says_which_selection_it_is_of(over_lines: bool | None) -> None:
+    """One from before sentences went over lines says nothing."""
+    values = {key: value for key, value in curve(3).to_dict().items() if key != "over_lines"}
+    said = {} if over_lines is None else {"over_lines": over_lines}
+    assert ShareCurve.from_dict(values | said).over_lines is bool(over_lines)

@@ -18,7 +18,7 @@ from mlx_specprefill.adapters.shares import MULTIPLES, ShareCurve
 from mlx_specprefill.specprefill import share_calibration
 from mlx_specprefill.specprefill.head_calibration import passage_mask, rendered
 from mlx_specprefill.specprefill.scorer import Scores, ToScore
-from mlx_specprefill.specprefill.share_calibration import find_share_curve
+from mlx_specprefill.specprefill.share_calibration import find_shares
 from mlx_specprefill.specprefill.share_items import SHARE_KINDS, share_items
 from tests.tiny import tiny_pair
 
@@ -72,13 +72,21 @@ class Planted:
 
 
 def calibrated(monkeypatch: pytest.MonkeyPatch, look: Look, items: int = 20) -> ShareCurve:
+    curve = calibrated_heads(monkeypatch, look, items).shares
+    assert curve is not None
+    return curve
+
+
+def calibrated_heads(
+    monkeypatch: pytest.MonkeyPatch, look: Look, items: int = 20, selection: SelectionConfig | None = None
+) -> DraftHeads:
     golds = []
     for item in share_items(items, seed=1):
         tokens, places = rendered(PAIR.tokenizer, item)
         golds.append(passage_mask(tokens.size, *golds_of(places)))
     monkeypatch.setattr(share_calibration, "HeadScorer", lambda heads, config: Planted(look, config, golds))
     assert PAIR.draft is not None
-    return find_share_curve(PAIR.draft, PAIR.tokenizer, HEADS, ScoringConfig(), SelectionConfig(), items=items)
+    return find_shares(PAIR.draft, PAIR.tokenizer, HEADS, ScoringConfig(), selection or SelectionConfig(), items=items)
 
 
 def all_gold(gold: np.ndarray, document: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -122,9 +130,28 @@ def test_progress_and_a_real_forward() -> None:
     assert PAIR.draft is not None
     told: list[tuple[int, int]] = []
     heads = DraftHeads((Head(0, 0, 1.0),), 3, 3, {})
-    found = find_share_curve(
+    found = find_shares(
         PAIR.draft, PAIR.tokenizer, heads, ScoringConfig(), SelectionConfig(), lambda *done: told.append(done), items=1
     )
     assert told == [(number, 7) for number in range(1, 8)]
-    assert found.items == 7
-    assert list(found.kept) == sorted(found.kept, reverse=True)
+    assert found.shares is not None
+    assert found.shares.items == 7
+    assert list(found.shares.kept) == sorted(found.shares.kept, reverse=True)
+    assert (found.heads, found.depth, found.recall) == (heads.heads, heads.depth, heads.recall)
+    assert DraftHeads.from_dict(found.to_dict()).to_dict() == found.to_dict()
+
+
+def test_half_of_how_far_codes_stand_out_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have eight times what everything else has, but one, which has six times that."""
+    golds: list[int] = []
+
+    def look(gold: np.ndarray, document: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        golds.append(int(gold.sum()))
+        return document * np.where(gold, 6.0 if len(golds) == 1 + SHARE_KINDS.index("needle") else 8.0, 1.0)
+
+    by_token = SelectionConfig(by_sentence=False)
+    assert calibrated_heads(monkeypatch, look, 3, by_token).stands_out == pytest.approx(3.0)
+
+
+def test_codes_that_do_not_stand_out_make_everything_chosen_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calibrated_heads(monkeypatch, elsewhere, 3).stands_out == 1.0

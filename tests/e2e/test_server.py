@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.server.bodies import CHAT, COMPLETION
+from tests.server.body_strategies import CHAT, COMPLETION
 
 from ..serving import Server, start
 from .conftest import PAIR, haystack

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from tokenizers import AddedToken, normalizers
 
 from mlx_specprefill import ContextLengthError
-from mlx_specprefill_server.prompting import size
+from mlx_specprefill_server.prompting import length_check
 from mlx_specprefill_server.prompting.length_check import LengthCheck
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
 
@@ -84,7 +84,7 @@ def test_a_refused_text_leaves_nothing_behind() -> None:
 
 def test_the_work_is_bounded_where_the_longest_token_says_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer with one very long token: the text is read piece by piece until there is too much of it."""
-    monkeypatch.setattr(size, "_longest_token", lambda tokenizer: 10**6)
+    monkeypatch.setattr(length_check, "_longest_token", lambda tokenizer: 10**6)
     guarded = guard(DEMO, 1000)
     counted: list[int] = []
     count = guarded._count

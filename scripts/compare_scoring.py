@@ -37,7 +37,7 @@ from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft
 from mlx_specprefill.loading import with_heads
 from mlx_specprefill_evals.arms import FULL, Arm, arms
 from mlx_specprefill_evals.command import Options, evaluate
-from mlx_specprefill_evals.local import LocalExaminee, examination
+from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_evals.statistics import paired_difference
 from mlx_specprefill_evals.tasks import GROUPS, REAL, TASKS, Space, make_item
 from mlx_specprefill_server.cli.common import load
@@ -75,15 +75,15 @@ def _calls(draft: Any) -> int:
 
 
 def gold_kept(
-    examinee: LocalExaminee, tasks: Sequence[str], compared: Sequence[Arm], options: argparse.Namespace
+    model: LocalModel, tasks: Sequence[str], compared: Sequence[Arm], options: argparse.Namespace
 ) -> GoldKept:
     found: GoldKept = {}
-    space = Space(options.length, examinee.count)
+    space = Space(options.length, model.count)
     for task in tasks:
         for number in range(options.seed, options.seed + options.n):
             item = make_item(TASKS[task], task, number, space)
             if item.gold:
-                kept = examinee.gold_kept(item, compared, number)
+                kept = model.gold_kept(item, compared, number)
                 found.setdefault(task, []).append({arm.name: share for arm, share in kept.items()})
     return found
 
@@ -108,13 +108,13 @@ def compare(pair: ModelPair, compared: Sequence[Arm], tasks: Sequence[str], opti
     others = [task for task in tasks if task not in known]
     found: dict[str, Any] = {}
     with Engine(pair, examination()) as engine:
-        examinee = LocalExaminee(engine)
+        model = LocalModel(engine)
         if others:
-            found["gold_kept"] = gold_kept(examinee, others, compared, options)
+            found["gold_kept"] = gold_kept(model, others, compared, options)
             show(found["gold_kept"], compared[0].name)
         if known:
             plan = Options(known, (options.length,), (), (), (FULL, *compared), options.n, seed=options.seed)
-            found["known"] = evaluate(plan, examinee, lambda line: print(line, flush=True))["paired"]
+            found["known"] = evaluate(plan, model, lambda line: print(line, flush=True))["paired"]
     return found
 
 

@@ -163,9 +163,9 @@ def test_plots_and_table_are_written(tmp_path: Path):
 
 def test_losses_of_fixed_shares_and_of_auto_are_plotted(tmp_path: Path):
     """Where full prefill can do the task; without auto there is nothing to compare."""
-    run(FakeExaminee(wrong_when_sparse), out=tmp_path / "fixed", arms=arms(["sparse"], ["0.2"]))
+    run(FakeModel(wrong_when_sparse), out=tmp_path / "fixed", arms=arms(["sparse"], ["0.2"]))
     assert not (tmp_path / "fixed" / "losses.svg").exists()
-    run(FakeExaminee(wrong_when_sparse), out=tmp_path / "auto", arms=arms(["sparse"], ["0.2", "auto", "auto:0.1"]))
+    run(FakeModel(wrong_when_sparse), out=tmp_path / "auto", arms=arms(["sparse"], ["0.2", "auto", "auto:0.1"]))
     assert "the task that loses most" in (tmp_path / "auto" / "losses.svg").read_text()
 
 

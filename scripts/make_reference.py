@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "server")]
 
 from mlx_specprefill_server.cli import app  # noqa: E402
-from mlx_specprefill_server.settings import Settings  # noqa: E402
+from mlx_specprefill_server.settings import Settings, default_text  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 KINDS = {bool: "", int: "number", float: "number", str: "text", Path: "path"}
@@ -70,18 +69,12 @@ def setting_row(name: str, option: TyperOption | TyperArgument | None) -> str:
 
 
 def shown(name: str, value: Any) -> str:
-    """A default as people would write it."""
-    if value in (None, ()):
-        return "none"
+    """A default as the environment spells it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Path):
         return f"`~/{value.relative_to(Path.home())}`"
-    if isinstance(value, Fraction):
-        return f"{float(value):g}"
-    if isinstance(value, int) and name.endswith(("_size", "_limit")) and value >= 1024:
-        return next(f"{value >> shift}{unit}" for shift, unit in ((30, "GB"), (20, "MB"), (10, "KB")) if value >> shift)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return default_text(name)
 
 
 def cli_page(commands: TyperGroup) -> str:

@@ -27,7 +27,9 @@ from mlx_specprefill_server.cli.options import (
     PairName,
     PairsFile,
     Target,
+    setting,
 )
+from mlx_specprefill_server.settings import default_text
 
 __all__ = ["app"]
 
@@ -51,7 +53,7 @@ def evaluate(
     ] = None,
     keeps: Annotated[
         list[str] | None,
-        typer.Option("--keep", help="Share of chunks, auto or auto:LOSS (sparse only); repeat. Default 0.2."),
+        setting("specprefill_keep_pct", "Share of chunks, auto or auto:LOSS (sparse only); repeat.", "--keep"),
     ] = None,
     chunk_size: ChunkSize = None,
     probes: Annotated[
@@ -82,7 +84,9 @@ def evaluate(
             lengths=tuple(lengths or (1024,)),
             depths=tuple(depths or ()),
             files=tuple(longbench or ()),
-            arms=make_arms(arms or ["sparse"] + ([] if server else ["random"]), keeps or ["0.2"]),
+            arms=make_arms(
+                arms or ["sparse"] + ([] if server else ["random"]), keeps or [default_text("specprefill_keep_pct")]
+            ),
             number=number,
             probes=probes,
             seed=seed,

@@ -25,7 +25,9 @@ from mlx_specprefill import (
 
 from .parsers.formats import ReasoningParser, ToolParser
 
-__all__ = ["LogFormat", "LogLevel", "Settings"]
+__all__ = ["KeepShare", "LogFormat", "LogLevel", "Settings", "default_text"]
+
+ENGINE = EngineConfig()  # where the engine's defaults are stated
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -53,6 +55,7 @@ def _size(value: Any) -> Any:
 
 
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
+KeepShare = Annotated[Keep, BeforeValidator(keep_share)]
 
 
 class Settings(BaseSettings):
@@ -110,29 +113,31 @@ class Settings(BaseSettings):
         default=False, description="Reasoning of chat answers also under vLLM's name, `reasoning`."
     )
     temperature: float = Field(default=0.0, ge=0, le=2, description="Of requests that name none.")
-    specprefill: bool = True  # False: sparse only when a request asks for it
+    specprefill: bool = ENGINE.policy.enabled  # False: sparse only when a request asks for it
     specprefill_threshold: int | None = Field(default=None, ge=0)  # tokens; None: measured, by predicted saving
     calibration_file: Path | None = Field(
         default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json",
         description="What target and draft cost on this machine, per pair; calibrated heads lie in `heads` beside it.",
     )
-    specprefill_keep_pct: Annotated[Keep, BeforeValidator(keep_share)] = Fraction(1, 5)
-    specprefill_max_loss: Annotated[float, BeforeValidator(max_loss)] = SpecPrefillPolicy().max_loss  # of keep auto
-    rule: RuleName = "default"  # how tokens are scored and chosen when a request doesn't say
-    forced_rule: ForcedRule = "template"
-    chunk_size: int = Field(default=SelectionConfig().chunk_size, ge=1)  # tokens
-    speculative: SpeculationName = "off"  # how answers are drafted when a request doesn't say
-    prefill_step: int = 2048
-    max_queue: int = Field(default=256, description="Requests waiting for the engine; above that 503.")
-    max_rows: int = Field(default=32, ge=1)
-    target_itl_ms: float = Field(default=200.0, gt=0)  # a prefill may delay running answers by this much
+    specprefill_keep_pct: KeepShare = ENGINE.policy.keep_pct
+    specprefill_max_loss: Annotated[float, BeforeValidator(max_loss)] = ENGINE.policy.max_loss  # of keep auto
+    rule: RuleName = ENGINE.rule  # how tokens are scored and chosen when a request doesn't say
+    forced_rule: ForcedRule = ENGINE.selection.forced
+    chunk_size: int = Field(default=ENGINE.selection.chunk_size, ge=1)  # tokens
+    speculative: SpeculationName = ENGINE.speculation.strategy  # how answers are drafted when a request doesn't say
+    prefill_step: int = ENGINE.prefill_step
+    max_queue: int = Field(default=ENGINE.max_queue, description="Requests waiting for the engine; above that 503.")
+    max_rows: int = Field(default=ENGINE.max_rows, ge=1)
+    target_itl_ms: float = Field(
+        default=ENGINE.slice_target_ms, gt=0
+    )  # a prefill may delay running answers by this much
     memory_limit: Annotated[int, BeforeValidator(_size), Field(gt=0)] | None = None
-    wired_limit: bool = False  # True: macOS keeps models and caches resident; kernel panics were reported
-    prefix_cache_size: Size = 2 << 30
+    wired_limit: bool = ENGINE.wired_limit  # True: macOS keeps models and caches resident; kernel panics were reported
+    prefix_cache_size: Size = ENGINE.prefix_cache_bytes
     prefix_cache_dir: Path | None = None
     prefix_cache_optional: bool = False  # True: start without that folder where it can't be used
-    prefix_disk_size: Size = 20 << 30
-    densify: bool = True
+    prefix_disk_size: Size = ENGINE.prefix_disk_bytes
+    densify: bool = ENGINE.policy.densify
     kv_bits: int | None = None
 
     @property
@@ -171,3 +176,17 @@ class Settings(BaseSettings):
             kv_bits=self.kv_bits,
             calibration_file=self.calibration_file,
         )
+
+
+def default_text(name: str) -> str:
+    """The default of setting `name`, as people would write it."""
+    value = Settings.model_fields[name].get_default(call_default_factory=True)
+    if value in (None, ()):
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, Fraction):
+        return f"{float(value):g}"
+    if isinstance(value, int) and name.endswith(("_size", "_limit")) and value >= 1 << 10:
+        return next(f"{value >> shift}{unit}" for shift, unit in ((30, "GB"), (20, "MB"), (10, "KB")) if value >> shift)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -19,6 +19,7 @@ from mlx_specprefill import (
     ModelPair,
     SpecPrefillError,
     SpecPrefillOptions,
+    SpecPrefillPolicy,
     calibrated_heads,
     keep_share,
     load_pair,
@@ -56,7 +57,7 @@ USAGE_ERROR = 2  # the exit status of everything the user can put right
 FAILED = 1
 ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
 _DEFAULT_PAIR, _SUBSTITUTE = "smollm2", "demo"
-_ONE_SHOT_THRESHOLD = 8192  # tokens; measuring takes longer than one request saves
+_ONE_SHOT_THRESHOLD = SpecPrefillPolicy().threshold  # measuring takes longer than one request saves
 
 
 class OptionError(SpecPrefillError):

@@ -12,6 +12,7 @@ from mlx_specprefill import Engine, GenerationRequest, Inspection, keep_pct
 
 from ..explaining.explained import ExplainedChunk, explain_chunks
 from ..explaining.heatmap import render_heatmap
+from ..settings import default_text
 from .common import (
     ONE_SHOT,
     OptionError,
@@ -74,7 +75,7 @@ def inspect(
     begin(log_level)
     with one_line_errors():
         if shape is not None:
-            Console().print(work_table(shape, keep_pct(keep or "0.2", "--keep-pct")))
+            Console().print(work_table(shape, keep_pct(keep or default_text("specprefill_keep_pct"), "--keep-pct")))
             return
         if prompt_file is None:
             raise OptionError("--prompt-file or --shape is needed")

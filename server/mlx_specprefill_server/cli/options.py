@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from mlx_specprefill import ForcedRule, RuleName, SelectionConfig
+from mlx_specprefill import ForcedRule, RuleName
 
-from ..settings import LogLevel
+from ..settings import LogLevel, default_text
 
 __all__ = [
     "ChunkSize",
@@ -30,7 +30,14 @@ __all__ = [
     "Raw",
     "Rule",
     "Target",
+    "setting",
 ]
+
+
+def setting(name: str, help: str, *flags: str, **more: Any) -> Any:
+    """An option that fills setting `name`; its help ends with the setting's default."""
+    return typer.Option(*flags, help=f"{help} Default {default_text(name)}.", **more)
+
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -56,9 +63,7 @@ HeadsFile = Annotated[
     typer.Option(help="A file of retrieval heads that were trained on the draft's first layers, which alone are run."),
 ]
 Dtype = Annotated[DtypeName, typer.Option(help="auto: as stored on a GPU, float32 on a CPU.")]
-ChunkSize = Annotated[
-    int | None, typer.Option(min=1, help=f"Tokens per chunk. Default {SelectionConfig().chunk_size}.")
-]
+ChunkSize = Annotated[int | None, setting("chunk_size", "Tokens per chunk.", min=1)]
 Rule = Annotated[
     RuleName | None,
     typer.Option(
@@ -74,7 +79,7 @@ Keep = Annotated[
 ]
 MaxLoss = Annotated[
     str | None,
-    typer.Option("--max-loss", help="Expected loss that --keep-pct auto may have, with 90 % confidence. Default 0.02."),
+    setting("specprefill_max_loss", "Expected loss that --keep-pct auto may have, with 90 % confidence.", "--max-loss"),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="No chat template: the text itself is the prompt.")]
 Level = Annotated[LogLevel, typer.Option("--log-level")]

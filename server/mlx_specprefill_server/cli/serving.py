@@ -30,6 +30,7 @@ from .options import (
     PrefillStep,
     Rule,
     Target,
+    setting,
 )
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ def serve(
     draft: Draft = None,
     draft_layers: DraftLayers = None,
     draft_heads: HeadsFile = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen at. Default 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen at, 0: a free one. Default 8000.")] = None,
+    host: Annotated[str | None, setting("host", "Address to listen at.")] = None,
+    port: Annotated[int | None, setting("port", "Port to listen at, 0: a free one.")] = None,
     dtype: Dtype = "auto",
     specprefill_threshold: Annotated[
         int | None,
@@ -67,10 +68,11 @@ def serve(
     ] = None,
     specprefill_keep_pct: Annotated[
         str | None,
-        typer.Option(
+        setting(
+            "specprefill_keep_pct",
+            "Share of chunks to keep, or auto: chosen from the scores.",
             "--specprefill-keep-pct",
             "--keep-pct",
-            help="Share of chunks to keep, or auto: chosen from the scores. Default 0.2.",
         ),
     ] = None,
     specprefill_max_loss: MaxLoss = None,
@@ -82,14 +84,12 @@ def serve(
     forced_rule: Annotated[ForcedRule | None, typer.Option("--forced", help="Which tokens are always kept.")] = None,
     speculative: Annotated[
         SpeculationName | None,
-        typer.Option(
-            help="How answers are drafted: auto where it is measured to pay, or one way by name. Default off."
-        ),
+        setting("speculative", "How answers are drafted: auto where it is measured to pay, or one way by name."),
     ] = None,
     prefill_step: PrefillStep = None,
-    max_rows: Annotated[int | None, typer.Option(help="Requests that run at the same time. Default 32.")] = None,
+    max_rows: Annotated[int | None, setting("max_rows", "Requests that run at the same time.")] = None,
     target_itl_ms: Annotated[
-        float | None, typer.Option(help="Milliseconds by which a prefill may delay a running answer. Default 200.")
+        float | None, setting("target_itl_ms", "Milliseconds by which a prefill may delay a running answer.")
     ] = None,
     memory_limit: Annotated[
         str | None, typer.Option(help="For weights, requests and caches, as 48GB. Default: what the device recommends.")
@@ -102,7 +102,7 @@ def serve(
         ),
     ] = None,
     prefix_cache_size: Annotated[
-        str | None, typer.Option(help="Memory for reusable prompt prefixes, 0: none. Default 2GB.")
+        str | None, setting("prefix_cache_size", "Memory for reusable prompt prefixes, 0: none.")
     ] = None,
     prefix_cache_dir: Annotated[
         Path | None, typer.Option(help="Folder in which prefixes outlive the server. Default: none.")
@@ -111,12 +111,10 @@ def serve(
         bool | None,
         typer.Option("--prefix-cache-optional", help="Start without that folder where it can't be used."),
     ] = None,
-    prefix_disk_size: Annotated[str | None, typer.Option(help="Disk space for that folder. Default 20GB.")] = None,
+    prefix_disk_size: Annotated[str | None, setting("prefix_disk_size", "Disk space for that folder.")] = None,
     densify: Annotated[
         bool | None,
-        typer.Option(
-            "--densify/--no-densify", help="Prefill in full, in idle time, what was prefilled sparsely. Default on."
-        ),
+        setting("densify", "Prefill in full, in idle time, what was prefilled sparsely.", "--densify/--no-densify"),
     ] = None,
     kv_bits: KvBits = None,
     api_keys: Annotated[list[str] | None, typer.Option("--api-key", help="Require this key; repeat for more.")] = None,
@@ -143,7 +141,7 @@ def serve(
     strict_model: Annotated[
         bool | None, typer.Option("--strict-model", help="404 for requests that name another model. Default: any name.")
     ] = None,
-    max_connections: Annotated[int | None, typer.Option(help="Connections that may be open. Default 1024.")] = None,
+    max_connections: Annotated[int | None, setting("max_connections", "Connections that may be open.")] = None,
     request_timeout_s: Annotated[
         float | None,
         typer.Option("--request-timeout", help="Seconds after which a request is given up. Default: none."),
@@ -157,12 +155,10 @@ def serve(
     ] = None,
     shutdown_grace_s: Annotated[
         float | None,
-        typer.Option("--shutdown-grace", help="Seconds that requests get to finish after SIGTERM. Default 30."),
+        setting("shutdown_grace_s", "Seconds that requests get to finish after SIGTERM.", "--shutdown-grace"),
     ] = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default info.")] = None,
-    log_format: Annotated[
-        LogFormat | None, typer.Option(help="Lines of text, or a JSON object per line. Default text.")
-    ] = None,
+    log_level: Annotated[LogLevel | None, setting("log_level", "The least that is logged.")] = None,
+    log_format: Annotated[LogFormat | None, setting("log_format", "Lines of text, or a JSON object per line.")] = None,
     otel: Annotated[
         bool | None, typer.Option("--otel", help="OpenTelemetry traces and metrics, to where the OTEL_* variables say.")
     ] = None,

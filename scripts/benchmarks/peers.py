@@ -23,10 +23,11 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from mlx_specprefill import BLAS
 from .harness import BenchError, servers
 from .harness.bare_loop import BareLoop
 from .harness.figures import Interval, interval, show
-from .harness.servers import DENSE, SPARSE, Copies, Reply, Server, preload
+from .harness.servers import DENSE, SPARSE, Copies, Reply, Server, preload, together
 from .harness.text import Text, user
 
 QUICK = {"lengths": [1024, 2048], "repeats": 3, "rates": [1.0], "load_requests": 8}
@@ -134,8 +135,7 @@ class Bench:
         def one(arm: Arm) -> None:
             prompts = [self.text.of(40) for _ in range(count)]
             begun, used = time.perf_counter(), arm.server.cpu_s()
-            with ThreadPoolExecutor(count) as pool:
-                replies = list(pool.map(lambda prompt: arm.ask(prompt, tokens), prompts))
+            replies = together(lambda prompt: arm.ask(prompt, tokens), prompts)
             total = sum(reply.completion_tokens for reply in replies)
             arm.figures.add(f"{count} streams tok/s", total / (time.perf_counter() - begun))
             arm.figures.add(cpu, 1e3 * (arm.server.cpu_s() - used) / total)
@@ -161,8 +161,7 @@ class Bench:
                 except BenchError:
                     return TIMEOUT_S
 
-            with ThreadPoolExecutor(count) as pool:
-                times = list(pool.map(request, moments, prompts))
+            times = together(request, moments, prompts)
             arm.figures.add(f"load {rate:g}/s ms", 1e3 * statistics.mean(times))
             arm.figures.add(f"load {rate:g}/s timeouts", sum(seconds == TIMEOUT_S for seconds in times))
 
@@ -175,21 +174,16 @@ class Bench:
         self.text.calibrate(self.arms[0].server)
         self.attempt("warm-up", lambda arm: arm.ask(self.text.of(600), 4))  # compiles and loads
         self.bare.generate(self.text.of(600), 4)
+        by_length = {"cold": self.cold, "warm": self.warm, "decode": partial(self.decode, tokens=options.tokens)}
         for repeat in range(options.repeats):
-            for length in options.lengths:
-                self.measure(options.parts, {"cold": self.cold, "warm": self.warm}, length)
-                self.measure(options.parts, {"decode": self.decode}, length, options.tokens)
-            for count in STREAMS:
-                self.measure(options.parts, {"streams": self.streams}, count, options.tokens)
+            for length, (part, work) in product(options.lengths, by_length.items()):
+                if part in options.parts:
+                    work(length)
+            for count in STREAMS if "streams" in options.parts else ():
+                self.streams(count, options.tokens)
             print(f"repetition {repeat + 1} of {options.repeats} done", file=sys.stderr, flush=True)
-        for rate in options.rates:
-            self.measure(options.parts, {"load": self.load}, options.load_length, rate, options.load_requests)
-
-    @staticmethod
-    def measure(wanted: Sequence[str], parts: Mapping[str, Callable[..., None]], *arguments: Any) -> None:
-        for part, work in parts.items():
-            if part in wanted:
-                work(*arguments)
+        for rate in options.rates if "load" in options.parts else ():
+            self.load(options.load_length, rate, options.load_requests)
 
 
 # --- what follows from the figures -----------------------------------------------------------------------------------
@@ -268,8 +262,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def start(options: argparse.Namespace, stack: ExitStack, copies: Copies) -> Bench:
     """One process per server; the arms of one server share it."""
-    costs = copies.folder / "costs.json"
-    ours = stack.enter_context(copies.ours("--no-densify", MLX_SPECPREFILL_CALIBRATION_FILE=str(costs)))
+    ours = stack.enter_context(copies.ours("--no-densify"))
     arms = [
         Arm(Figures(OURS), ours, DENSE),
         Arm(Figures(OURS_SPARSE), ours, FIFTH),
@@ -282,4 +275,4 @@ def start(options: argparse.Namespace, stack: ExitStack, copies: Copies) -> Benc
         for name, extra, asked in (("vllm-mlx, sparse", sparse, FIFTH), ("vllm-mlx, full", batching, DENSE)):
             server = stack.enter_context(copies.serve(name, command + extra, str(copies.target), **preload()))
             arms.append(Arm(Figures(name), server, asked))
-    return Bench(arms, BareLoop.of(copies.target, copies.draft, costs), Figures("generate loop"), Text(0))
+    return Bench(arms, BareLoop.of(copies.target, copies.draft, copies.costs), Figures("generate loop"), Text(0))

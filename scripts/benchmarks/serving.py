@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .harness import BenchError, servers
-from .harness.figures import machine, number, rounded, show, timed
-from .harness.servers import DENSE, SPARSE, Copies, Server
+from .harness.figures import machine, rounded, show_rows, timed
+from .harness.servers import DENSE, SPARSE, Copies, Server, together
 from .harness.text import NAMES, Text, agent, following, question, secret, user
 
 QUICK = {"long": 6000, "length": 2500, "repeats": 1, "crowd_s": 45.0, "crowd_limit_s": 45.0}
@@ -57,8 +57,7 @@ def streams(server: Server, text: Text, tokens: int, repeats: int) -> dict[str, 
 def rate(server: Server, text: Text, tokens: int, count: int) -> float:
     prompts = [user(text.of(40)) for _ in range(count)]
     begun = time.perf_counter()
-    with ThreadPoolExecutor(count) as pool:
-        replies = list(pool.map(lambda prompt: server.ask(prompt, tokens, **DENSE), prompts))
+    replies = together(lambda prompt: server.ask(prompt, tokens, **DENSE), prompts)
     seconds = time.perf_counter() - begun
     if short := [reply.completion_tokens for reply in replies if reply.completion_tokens != tokens]:
         print(f"note: {server.name} ended answers early, at {short} of {tokens} tokens", file=sys.stderr)
@@ -318,7 +317,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if not options.alone:
             results["mlx_lm.server"] = measure_peer(options, copies)
     for name, parts in results.items():
-        show(("part", "figures"), [(part, line) for part, figures in parts.items() for line in lines(figures)], name)
+        for part, figures in parts.items():
+            show_rows(figures if isinstance(figures, list) else [figures], f"{name}: {part}")
     return rounded(summary(results))
 
 
@@ -361,11 +361,6 @@ def measured(
             ms, results[name] = timed(steps[name])
             print(f"{name}, {server.name}: {ms / 1e3:.0f} s", file=sys.stderr, flush=True)
     return results
-
-
-def lines(figures: Any) -> list[str]:
-    rows = figures if isinstance(figures, list) else [figures]
-    return ["  ".join(f"{name} {number(value)}" for name, value in row.items()) for row in rows]
 
 
 def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ from mlx_specprefill.specprefill.text import TextReader
 from mlx_specprefill.speculative.row import Limits
 
 from .harness import BenchError, pairs
-from .harness.figures import machine, rounded, show_rows, timed
+from .harness.figures import machine, rounded, show, timed
 from .harness.random_pair import random_pair
 from .harness.stages import decode, finish, full_prefill, plain_prefill_ms
 
@@ -228,34 +228,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions")
 
 
-COLUMNS = {
-    "tokens": "tokens",
-    "keep": "keep",
-    "full": "full_ttft_ms",
-    "sparse": "sparse_ttft_ms",
-    "draft": "draft_ms",
-    "look-ahead": "lookahead_ms",
-    "select": "select_ms",
-    "prefill": "prefill_ms",
-    "limit": "limit_ms",
-    "whole": "whole_limit_ms",
-    "r": "r",
-    "speed-up": "speedup",
-    "share": "share_of_limit",
-    "rest": "rest_of_full",
-    "between": "between_of_full",
-    "MiB": "full_peak_mib",
-    "sparse MiB": "sparse_peak_mib",
-    "tok/s": "full_decode_tps",
-    "sparse tok/s": "sparse_decode_tps",
-    "predicted: full": "full_prediction",
-    "predicted: sparse": "sparse_prediction",
-}
-
-
 def predictions(row: Run) -> dict[str, float]:
     """Predicted over measured time."""
-    return {f"{arm}_prediction": row[f"predicted_{arm}_ms"] / row[f"{arm}_ttft_ms"] for arm in ("full", "sparse")}
+    return {f"{arm}_predicted": row[f"predicted_{arm}_ms"] / row[f"{arm}_ttft_ms"] for arm in ("full", "sparse")}
 
 
 def summary(rows: list[Run], setup: Setup) -> dict[str, Any]:
@@ -315,6 +290,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         prompt = [int(token) for token in rng.integers(0, pair.vocab_size, length)]
         runs = [repetition(setup, prompt, shares) for _ in range(options.repeats)]
         rows += [row(setup, length, share, part) for share, part in zip(shares, zip(*runs, strict=True), strict=True)]
-    show_rows([row | predictions(row) for row in rows], COLUMNS, "Time to first token, milliseconds (medians)")
-    print("Predictions are in shares of what was measured.")
+    table = [row | predictions(row) for row in rows]
+    heads = [f"{row.pop('tokens')}, keep {row.pop('keep'):g}" for row in table]
+    show(("medians", *heads), [(name, *(row[name] for row in table)) for name in table[0]])
     return rounded(summary(rows, setup))

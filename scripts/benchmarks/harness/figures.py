@@ -83,11 +83,7 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | Non
     Console(width=WIDTH).print(table)
 
 
-def show_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None, title: str = "") -> None:
-    """Rows of a report.
-
-    Args:
-        columns: which keys, by their headings; None: all.
-    """
-    columns = {name: name for row in rows for name in row} if columns is None else columns
-    show(list(columns), [[row.get(name) for name in columns.values()] for row in rows], title)
+def show_rows(rows: Sequence[Mapping[str, Any]], title: str | None = None) -> None:
+    """Rows of a report."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    show(names, [[row.get(name) for name in names] for row in rows], title)

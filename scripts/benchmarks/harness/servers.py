@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from mlx_specprefill import BLAS
 from . import BenchError
 from .pairs import checkpoints
 
-__all__ = ["DENSE", "SPARSE", "Copies", "Reply", "Server", "add_options", "copies", "module", "preload"]
+__all__ = ["DENSE", "SPARSE", "Copies", "Reply", "Server", "add_options", "copies", "preload", "together"]
 
 ROOT = Path(__file__).resolve().parents[3]
 NEVER_WRITTEN = "<|endoftext|>"  # ends an answer in the copies
@@ -135,6 +136,12 @@ class Server:
         raise BenchError(f"{self.name} does not come to rest")
 
 
+def together(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+    """As many at once as there are arguments."""
+    with ThreadPoolExecutor(len(arguments[0])) as pool:
+        return list(pool.map(work, *arguments))
+
+
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
@@ -186,9 +193,15 @@ class Copies:
     folder: Path
     start_s: float
 
-    def ours(self, *options: str, **environment: str) -> AbstractContextManager[Server]:
+    @property
+    def costs(self) -> Path:
+        """Where ours keeps what it has measured at its start; not among the user's."""
+        return self.folder / "costs.json"
+
+    def ours(self, *options: str) -> AbstractContextManager[Server]:
         models = ("--target", str(self.target), "--draft", str(self.draft), "--dtype", "float32")
-        return self.serve("ours", module("mlx_specprefill_server", "serve", *models, *options), **environment)
+        command = module("mlx_specprefill_server", "serve", *models, *options)
+        return self.serve("ours", command, MLX_SPECPREFILL_CALIBRATION_FILE=str(self.costs))
 
     def mlx_lm(self) -> AbstractContextManager[Server]:
         return self.serve("mlx_lm.server", module("mlx_lm.server", "--model", str(self.target)), **preload())

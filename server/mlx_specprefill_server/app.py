@@ -40,7 +40,7 @@ __all__ = ["Server", "create_app", "make_server", "serve"]
 
 
 def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
-    """The ASGI application over a started engine; `app.state.service.stop()` ends all answers in work."""
+    """The ASGI application over a started engine; `app.state.service.stop()` ends all running answers."""
     app = FastAPI(
         title="mlx-specprefill",
         version=__version__,
@@ -71,8 +71,11 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
 
 
 class Server(uvicorn.Server):
-    """Ends in two steps: SIGTERM lets what is in work finish, for a while; then, at a second one, or at SIGINT every
-    stream gets its finish chunk and [DONE], and the engine stops."""
+    """Shuts down in two steps.
+
+    SIGTERM lets running requests finish for a while. After that, at a second SIGTERM, or at SIGINT, every stream gets
+    its finish chunk and [DONE], and the engine stops.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -80,7 +83,7 @@ class Server(uvicorn.Server):
         self._end_at = math.inf
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called in the middle of whatever the main thread does."""
+        """A signal handler: it may interrupt the main thread anywhere."""
         if sig != signal.SIGTERM or self._service.draining:
             super().handle_exit(sig, frame)
             return
@@ -96,7 +99,7 @@ class Server(uvicorn.Server):
             logger.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second; true: it is time to end."""
+        """Called ten times a second; true: shut down."""
         if self._service.draining and (not self._service.requests or time.monotonic() >= self._end_at):
             self.should_exit = True
         return await super().on_tick(counter)

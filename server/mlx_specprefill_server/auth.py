@@ -38,7 +38,7 @@ class AuthMiddleware:
     def _refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
         """None: the request may pass, and the scope's "identity" is set."""
         if not self._host_allowed(headers.get("host", "")):
-            message = "This Host header is not allowed; --allowed-host names those that are."
+            message = f"Host {headers.get('host', '')!r:.100} is not allowed. Allow its name with --allowed-host."
             return ApiError(403, message, code="host_not_allowed")
         if scope["method"] == "POST" and "origin" in headers and not _is_json(headers.get("content-type", "")):
             message = "Requests from a web page need Content-Type: application/json."
@@ -51,14 +51,14 @@ class AuthMiddleware:
         return None
 
     def _host_allowed(self, header: str) -> bool:
-        """A rebinding attack needs a name of the attacker's; addresses are safe wherever the server may be reached."""
+        """DNS rebinding needs a host name of the attacker's own; IP addresses are safe."""
         host = _without_port(header.lower())
         if self._any_host or host in self._names or host.endswith(".localhost") or _is_loopback(host):
             return True
         return self._any_address and _is_address(host)
 
     def _identity(self, headers: Headers) -> Identity | None:
-        """Whose key came with the request; None: nobody's."""
+        """The identity of the key that came with the request; None: no valid key."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         # Clients that are also signed in elsewhere send that token as well, so either header may hold the key.

@@ -1,4 +1,4 @@
-"""What a client may do before it has said who it is: open connections, send headers, take its time.
+"""Limits on connections, before any key is checked: how many, how long headers may be, and timeouts.
 
 uvicorn limits none of this over httptools. Its `limit_concurrency` answers every request with 503, also /health, once
 so many connections are open, so that silent ones would close the server to all others.
@@ -109,7 +109,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._connections.opened(self):
             self._await(self._settings.header_timeout_s)
         else:
-            message = f"{self._connections.most} connections have requests in work, which is the limit."
+            message = f"All {self._connections.most} connections are busy (--max-connections). Try again later."
             self._refuse(ApiError(503, message, code="engine_unavailable"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -168,7 +168,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError
 
     def _head_too_long(self) -> ApiError:
-        message = f"The headers are longer than {self._settings.header_limit} bytes, MLX_SPECPREFILL_HEADER_LIMIT."
+        message = f"The headers are longer than {self._settings.header_limit} bytes (MLX_SPECPREFILL_HEADER_LIMIT)."
         return ApiError(431, message, code="headers_too_large")
 
     def _await(self, seconds: float | None) -> None:
@@ -182,7 +182,14 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._in_head and not self._head_bytes:
             self.transport.close()  # a browser's spare connection
         else:
-            self._refuse(ApiError(408, "The request did not arrive in time.", code="request_incomplete"))
+            self._refuse(self._incomplete())
+
+    def _incomplete(self) -> ApiError:
+        part = "header" if self._in_head else "body"
+        seconds = self._settings.header_timeout_s if self._in_head else self._settings.body_timeout_s
+        setting = f"MLX_SPECPREFILL_{part.upper()}_TIMEOUT_S"
+        message = f"The request's {part} did not arrive within {seconds:g} s ({setting})."
+        return ApiError(408, message, code="request_incomplete")
 
     def _watch_reading(self, seconds: float | None) -> None:
         if self._reading is not None:

@@ -59,8 +59,8 @@ class Service:
         self._live: WeakSet[Generation | RunningInspection] = WeakSet()
         self._loop_calls: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopCalls] = WeakKeyDictionary()
         self._converters = ThreadPoolExecutor(CONVERTERS, thread_name_prefix="bodies")
-        self.requests = 0  # that have a body and are in work
-        self.draining = False  # what is in work may go on, nothing new begins
+        self.requests = 0  # POST requests that have no response yet
+        self.draining = False  # running requests may finish, new ones are refused
         self.stopping = False
 
     @property
@@ -110,7 +110,7 @@ class Service:
         generation = Generation(self.engine, jobs, calls, on_end, self.settings.stream_buffer, warnings)
         self._live.add(generation)
         if (deadline := _deadline()) is not None:
-            generation.end_at(deadline, DeadlineError())
+            generation.end_at(*deadline)
         if (patience := self.settings.queue_timeout_s) is not None:
             generation.begin_within(patience, QueueTimeoutError(patience))
         return generation
@@ -121,7 +121,7 @@ class Service:
         work = RunningInspection(self.engine, replace(request, label=identity.cache_label(cache_salt)))
         self._live.add(work)
         if (deadline := _deadline()) is not None:
-            work.end_at(deadline, DeadlineError())
+            work.end_at(*deadline)
         return work
 
     def _refuse_when_stopping(self) -> None:
@@ -143,15 +143,18 @@ class Service:
         return ended
 
     def stop(self) -> None:
-        """Ends every answer in work, so that each stream can close properly, and takes no new ones."""
+        """Ends all running answers, so that each stream closes properly, and refuses new ones."""
         self.draining = self.stopping = True
         for work in list(self._live):
             work.stop(PATIENCE_S)
 
 
-def _deadline() -> float | None:
+def _deadline() -> tuple[float, DeadlineError] | None:
+    """When the current request has to end, by the event loop's clock, and what it fails with then."""
     exchange = current_exchange()
-    return None if exchange is None else exchange.deadline
+    if exchange is None or exchange.deadline is None:
+        return None
+    return exchange.deadline, DeadlineError(exchange.timeout_s)
 
 
 def _short(model: str | None) -> str | None:
@@ -208,11 +211,11 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(request))
     deadline = _deadline()
-    left = None if deadline is None else deadline - asyncio.get_running_loop().time()
+    left = None if deadline is None else deadline[0] - asyncio.get_running_loop().time()
     try:
         await asyncio.wait((task, watch), timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientDisconnect if watch.done() else DeadlineError
+            raise ClientDisconnect if deadline is None or watch.done() else deadline[1]
         return await task
     finally:
         task.cancel()

@@ -39,7 +39,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = "2"
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is for the access log
+CLIENT_CLOSED_REQUEST = 499  # for the access log; the client is gone
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -90,18 +90,21 @@ class ApiError(Exception):
 
 
 class DeadlineError(ApiError):
-    """The request has taken as long as it may."""
+    """The request has used up its time."""
 
-    def __init__(self) -> None:
-        message = "The request was not finished within its time (--request-timeout, or its own x-request-timeout)."
+    def __init__(self, seconds: float) -> None:
+        message = (
+            f"The request was not finished within {seconds:g} s, the lower one of --request-timeout and its own header "
+            "x-request-timeout. Allow more time, or ask for fewer tokens."
+        )
         super().__init__(504, message, code="request_timeout")
 
 
 class QueueTimeoutError(ApiError):
-    """The request has waited for its turn as long as it may."""
+    """The engine has not begun the request in time."""
 
     def __init__(self, seconds: float) -> None:
-        message = f"No place was free for this request within {seconds:g} s (--queue-timeout)."
+        message = f"The request was not started within {seconds:g} s (--queue-timeout). Try again later."
         super().__init__(503, message, code="queue_timeout", headers={"Retry-After": RETRY_AFTER_S})
 
 
@@ -128,7 +131,11 @@ def api_error(exc: Exception) -> ApiError:
             code = {404: "unknown_url", 405: "method_not_allowed"}.get(exc.status_code)
             return ApiError(exc.status_code, message, code=code, headers=exc.headers)
         case _:
-            return ApiError(500, "The server failed on this request; see its log.", code="internal_error")
+            return ApiError(
+                500,
+                "The server failed on this request; its log has the traceback.",
+                code="internal_error",
+            )
 
 
 def anthropic_body(exc: Exception) -> dict[str, Any]:

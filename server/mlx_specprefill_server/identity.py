@@ -53,7 +53,7 @@ class Identity:
 
 
 def anonymous(settings: Settings) -> Identity:
-    """Every client of a server without keys. There is nobody to hide anything from."""
+    """Every client of a server without keys; it sees everything."""
     return Identity(admin=True, shares_cache=settings.share_cache)
 
 

@@ -38,7 +38,7 @@ class HeadMiddleware:
 
 
 class _EnoughError(Exception):
-    """Ends a stream that nobody reads."""
+    """Ends the stream of a HEAD request, whose body is not sent."""
 
 
 def _headless(send: Send) -> Send:

@@ -1,4 +1,4 @@
-"""What was spent on a response and what was done with its prompt, for every dialect to write in its own form."""
+"""Usage, timings and the prefill account of a response, for every dialect to write in its own form."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Report:
 
 
 class LiveTimings:
-    """llama.cpp's timings while an answer is still being made, as the client sees the time pass."""
+    """llama.cpp's timings while an answer is still being made, by the server's clock."""
 
     def __init__(self, prompt_tokens: int, started: float) -> None:
         self._prompt_tokens = prompt_tokens

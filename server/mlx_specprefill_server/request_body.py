@@ -46,7 +46,7 @@ async def read_body(request: Request, limit: int) -> bytearray:
 
 
 def _too_large(limit: int) -> ApiError:
-    message = f"The request body is larger than {limit} bytes, MLX_SPECPREFILL_BODY_LIMIT."
+    message = f"The request body is larger than {limit} bytes (MLX_SPECPREFILL_BODY_LIMIT)."
     return ApiError(413, message, code="request_too_large")
 
 
@@ -124,7 +124,7 @@ def _refuse_many_values(raw: bytes | bytearray) -> None:
 
 def _refuse_shapes(body: dict[str, Any]) -> None:
     if next(islice(_levels(body), DEEPEST, None), None):
-        raise ApiError(400, "The body is nested too deeply.", code="invalid_json")
+        raise ApiError(400, f"The body is nested too deeply: more than {DEEPEST} levels.", code="invalid_json")
 
 
 def _levels(body: dict[str, Any]) -> Iterator[list[Any]]:

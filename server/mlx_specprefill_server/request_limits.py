@@ -53,15 +53,19 @@ class RequestLimitMiddleware:
         if self._service.draining:
             raise ApiError(503, "The server is shutting down.", code="engine_unavailable", headers=RETRY)
         if self._running[scope["identity"]] >= self._limit:
-            message = f"{self._limit} requests with this key are in work, which is the limit (--max-requests-per-key)."
+            message = (
+                f"{self._limit} requests with this API key are running, the limit of --max-requests-per-key. "
+                "Try again when one of them has ended."
+            )
             raise ApiError(429, message, code="too_many_requests", headers=RETRY)
         seconds = min(self._timeout, _asked_timeout(Headers(scope=scope).get(TIMEOUT_HEADER)))
         if seconds < math.inf:
+            scope["exchange"].timeout_s = seconds
             scope["exchange"].deadline = asyncio.get_running_loop().time() + seconds
 
 
 def _asked_timeout(header: str | None) -> float:
-    """Seconds; more than the server's own timeout is not to be had."""
+    """Seconds; the server's own timeout applies as well."""
     if header is None:
         return math.inf
     try:
@@ -69,5 +73,6 @@ def _asked_timeout(header: str | None) -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        raise ApiError(400, f"{TIMEOUT_HEADER}: must be a number of seconds above 0", code="invalid_value")
+        message = f"{TIMEOUT_HEADER}: must be a number of seconds above 0, got {header!r:.40}"
+        raise ApiError(400, message, code="invalid_value")
     return seconds

@@ -1,4 +1,4 @@
-"""How tokens are drawn and where answers end: the fields for it, the same in every dialect.
+"""The sampling fields of request bodies, and those that end an answer; the same in every dialect.
 
 A field that would change the answer is honoured or refused; only its neutral value is ignored.
 """
@@ -44,7 +44,7 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 class SamplingFields(Body):
-    """What changes how an answer's tokens are drawn, and which of them end it."""
+    """How tokens are sampled, and which of them end an answer."""
 
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0  # 0: the likeliest token alone
@@ -139,6 +139,6 @@ def refuse_sampling(body: Mapping[str, Any]) -> None:
 
 
 def refuse_documents(body: Mapping[str, Any]) -> None:
-    """Only chat completions have a place for them."""
+    """Raises InvalidRequestError: only chat completions take documents."""
     if body.get("documents"):
         raise InvalidRequestError("documents: only /v1/chat/completions takes them", field="documents")

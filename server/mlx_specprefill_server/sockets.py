@@ -1,4 +1,4 @@
-"""The address on which the server will listen, taken before anything slow begins."""
+"""The server's sockets, bound before models are loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["bound_sockets", "is_exposed"]
 
 @contextlib.contextmanager
 def bound_sockets(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Sockets on all addresses that a host has; they refuse connections until somebody listens.
+    """Sockets on all addresses that a host has; they refuse connections until the server listens.
 
     Raises:
         OSError: names the address: another program has the port, or this machine doesn't have the address.

@@ -1,4 +1,4 @@
-"""Server-sent events: framing, and a response that never leaves work behind."""
+"""Server-sent events: framing, and a response that always closes its generation."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def stop_of(end: AnswerDone, torn: bool = False) -> dict[str, Any]:
-    """Why the answer ended. `torn`: a call has gone out in part, which clients expect of answers without room only."""
+    """Why the answer ended. `torn`: part of a call was sent, which clients expect only of cut-off answers."""
     if torn:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if end.finish_reason == "stop" and end.stop_string is not None:

@@ -85,7 +85,7 @@ def _arguments(lark: Lark, tool: Tool) -> str:
 
 
 def _closed(schema: Schema) -> Schema:
-    """Without members that nobody has described: a tool can't use them, and a model may go on with them for ever.
+    """Without undescribed members: a tool can't use them, and a model may write them without end.
 
     JSON schema allows them unless it is told otherwise; schemas that are put together from others stay as they are.
     """

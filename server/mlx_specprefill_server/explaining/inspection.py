@@ -50,7 +50,7 @@ class RunningInspection:
         self.close()
 
     def _ended(self, result: Inspection | Exception) -> None:
-        """Called on the MLX thread. A closed loop has nobody left to tell."""
+        """Called on the MLX thread. Does nothing once the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._settle, result)
 

@@ -1,4 +1,4 @@
-"""One line per request: who asked for what, and what it cost. Never what was said.
+"""The access log: one line per request with path, status, times and token counts. Never any content.
 
 The line of a generating request waits for its answers' accounts, also when the client has left.
 """
@@ -46,7 +46,8 @@ class Exchange:
         self.status = 0
         self.answers: list[Outcome] = []
         self.running = 0
-        self.deadline: float | None = None  # by the event loop's clock: the answer is given up then
+        self.deadline: float | None = None  # by the event loop's clock: the request is cancelled then,
+        self.timeout_s = 0.0  # so many seconds after its arrival
         self._begun = time.perf_counter()
         self._ms: float | None = None  # None: the response is not over
         self._logged = False

@@ -1,4 +1,4 @@
-"""What the engine says of itself at the time of a scrape, and running sums under llama.cpp's names."""
+"""Metrics read from the engine at each scrape, and running sums under llama.cpp's names."""
 
 from __future__ import annotations
 

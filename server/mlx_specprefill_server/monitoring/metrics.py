@@ -1,4 +1,4 @@
-"""What the answers cost, as Prometheus metrics under the names that dashboards for vLLM know, and under our own."""
+"""Prometheus metrics of answers, under vLLM's names for its dashboards, and under our own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last answers with their accounts. Never what was said."""
+"""The last answers with their accounts. Never any content."""
 
 from __future__ import annotations
 

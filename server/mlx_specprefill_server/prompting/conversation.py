@@ -1,4 +1,4 @@
-"""What every API dialect boils down to: messages and tools in the form that chat templates take.
+"""Normalised conversations: messages and tools in the form that chat templates take, whatever the dialect.
 
 Agents send forms on which templates stumble (a second system message, null content, arguments as a JSON string).
 They are normalised here, once, for all dialects.

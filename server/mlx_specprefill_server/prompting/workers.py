@@ -1,4 +1,4 @@
-"""Threads for what takes long over a prompt, and a watch on them."""
+"""Worker threads for rendering and tokenizing prompts, and how long they have been busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server says about itself: /metrics, /version, and llama.cpp's /props and /slots."""
+"""/metrics, /version, and llama.cpp's /props and /slots."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def props(service: ServiceDep) -> Response:
         },
         "total_slots": service.engine.stats().max_rows,
         "model_alias": service.model_id,
-        "model_path": service.model_id,  # what lies where on this machine is nobody's business
+        "model_path": service.model_id,  # not a path: clients learn nothing of this machine's files
         "modalities": {"vision": False, "audio": False},
         "chat_template": str(tokenizer.chat_template or ""),
         "bos_token": tokenizer.bos_token or "",

@@ -1,4 +1,4 @@
-"""What the server is doing now: /v1/specprefill/stats, the same as a stream, and what it keeps for later."""
+"""Live statistics, once and as a stream, and the list of cached prompts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Interval = Annotated[float, Query(ge=0.2, le=5)]  # seconds; a stream notices wi
 
 @router.get("/stats")
 async def stats(service: ServiceDep, identity: IdentityDep) -> Response:
-    """One moment."""
+    """The current statistics."""
     return JsonResponse(_snapshot(service, identity))
 
 
 @router.get("/stats/stream", include_in_schema=False)  # it has no end, which no description can say
 async def stream(service: ServiceDep, identity: IdentityDep, interval: Interval = 1.0) -> Response:
-    """The same again and again, as server-sent events."""
+    """The statistics every `interval` seconds, as server-sent events."""
     return StreamingResponse(
         _snapshots(service, identity, interval), media_type="text/event-stream", headers=EVENT_STREAM_HEADERS
     )
@@ -55,9 +55,9 @@ async def drop_all(service: ServiceDep, identity: IdentityDep) -> Response:
 
 @router.delete("/cache/{entry_id}")
 async def drop(service: ServiceDep, identity: IdentityDep, entry_id: str) -> Response:
-    """Forgets one entry, in memory and on disk."""
+    """Drops one cached prompt, in memory and on disk."""
     if not await asyncio.to_thread(service.engine.drop_cached, entry_id, identity.visible_cache):
-        raise ApiError(404, "Nothing of that id is kept.", param="id", code="not_found")
+        raise ApiError(404, f"There is no cached prompt with the id {entry_id!r:.80}.", param="id", code="not_found")
     return JsonResponse({"id": entry_id, "deleted": True})
 
 
@@ -87,5 +87,5 @@ def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
 
 
 def _entry(entry: CacheEntry) -> dict[str, Any]:
-    """Without its label: whose it is only its owner's key tells."""
+    """Without its label, which would tell whose it is."""
     return {name: value for name, value in asdict(entry).items() if name != "label"}

@@ -77,6 +77,8 @@ from .request import (
     Stage,
     Timings,
     TokenEvent,
+    TokenIds,
+    as_token_ids,
 )
 from .shapes import SHAPES, ShapeWork, shape_work
 from .specprefill.head_calibration import calibrated_heads, find_heads
@@ -146,7 +148,9 @@ __all__ = [
     "Stage",
     "Timings",
     "TokenEvent",
+    "TokenIds",
     "__version__",
+    "as_token_ids",
     "break_even",
     "calibrate",
     "calibrated_heads",

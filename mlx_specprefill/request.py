@@ -7,7 +7,7 @@ engine can keep the template's structure without knowing any template.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import Keep, RuleName, SpecPrefillPolicy, SpeculationName
+from .errors import InvalidRequestError
 
 __all__ = [
     "SHARED",
@@ -39,8 +40,12 @@ __all__ = [
     "Stage",
     "Timings",
     "TokenEvent",
+    "TokenIds",
+    "as_token_ids",
+    "joined",
 ]
 
+TokenIds = npt.NDArray[np.int32]
 Mode = Literal["sparse", "full"]
 Stage = Literal["queued", "draft", "select", "prefill", "decode"]
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -177,12 +182,33 @@ class ReasoningBudget:
     opened: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+def as_token_ids(ids: Sequence[int] | TokenIds) -> TokenIds:
+    """Token ids as one int32 array (M,) that can't be written to; an int32 array is not copied.
+
+    Raises:
+        InvalidRequestError: an id that no vocabulary has.
+    """
+    try:
+        tokens = np.asarray(ids, dtype=np.int32)
+    except OverflowError:
+        raise InvalidRequestError("the prompt has token ids outside the vocabulary", field="prompt") from None
+    if tokens.flags.writeable:
+        tokens = tokens.view()
+        tokens.flags.writeable = False
+    return tokens
+
+
+def joined(prompt: TokenIds, answer: Sequence[int]) -> TokenIds:
+    """The prompt's token ids and those of its answer."""
+    return np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
     """One prompt to continue.
 
     Attributes:
-        prompt: M >= 1 token ids.
+        prompt: M >= 1 token ids, int32 (M,); any sequence of ints is converted.
         max_tokens: tokens to generate, >= 0 (0 only makes sense with `prompt_logprobs`).
         stop_token_ids: ids that end the answer (not emitted as text; the event still carries them).
         logprobs: None, or how many alternatives per generated token (0..20) to report.
@@ -194,7 +220,7 @@ class GenerationRequest:
         label: cached prefixes and sessions are shared with requests of the same label.
     """
 
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     max_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     specprefill: SpecPrefillOptions = field(default_factory=SpecPrefillOptions)
@@ -206,6 +232,9 @@ class GenerationRequest:
     reasoning: ReasoningBudget | None = None
     min_tokens: int = 0
     label: CacheLabel = SHARED
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", as_token_ids(self.prompt))
 
     @property
     def usable_prefix(self) -> int:

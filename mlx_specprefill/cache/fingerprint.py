@@ -17,6 +17,8 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from ..request import TokenIds
+
 __all__ = [
     "KV_LAYOUT_VERSION",
     "block_digest",
@@ -67,7 +69,7 @@ def _sample(array: mx.array) -> mx.array:
     return flat.view(_BITS[flat.dtype.size]) if flat.size else flat.astype(mx.uint8)
 
 
-def token_bytes(tokens: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
+def token_bytes(tokens: Sequence[int] | TokenIds) -> bytes:
     """Token ids as little-endian int32."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
@@ -77,12 +79,12 @@ def root_digest(identity: str, block_size: int) -> bytes:
     return hashlib.blake2b(f"{identity}\0{block_size}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def block_digest(parent: bytes, tokens: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
+def block_digest(parent: bytes, tokens: Sequence[int] | TokenIds) -> bytes:
     """Digest of a block after its parent's; the parent's length is fixed, so the two can't run into each other."""
     return hashlib.blake2b(parent + token_bytes(tokens), digest_size=DIGEST_BYTES).digest()
 
 
-def block_digests(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+def block_digests(root: bytes, tokens: Sequence[int] | TokenIds, block_size: int) -> list[bytes]:
     """Chained digests of every block; the last one may be of a shorter block."""
     chain, ids = [], np.asarray(tokens, dtype=np.int32)
     for start in range(0, ids.size, block_size):

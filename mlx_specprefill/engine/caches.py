@@ -18,7 +18,7 @@ from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
 from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
-from ..request import CacheLabel
+from ..request import CacheLabel, TokenIds
 from ..sessions.store import Session, SessionStore
 
 __all__ = ["EngineCaches", "empty_cache"]
@@ -90,14 +90,16 @@ class EngineCaches:
         """Let go of at least that many bytes, if there are as many."""
         self.budget.shrink(nbytes)
 
-    def target_prefix(self, tokens: Sequence[int], label: CacheLabel, again: bool = False) -> CacheHit | None:
+    def target_prefix(
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
+    ) -> CacheHit | None:
         """The longest dense prefix that leaves at least one token to feed. `again`: not a request of its own."""
         return _lookup(self._target, tokens, label, again)
 
-    def draft_prefix(self, tokens: Sequence[int], label: CacheLabel) -> CacheHit | None:
+    def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
         return _lookup(self._draft, tokens, label)
 
-    def covers(self, tokens: Sequence[int], dense: int, label: CacheLabel) -> int:
+    def covers(self, tokens: Sequence[int] | TokenIds, dense: int, label: CacheLabel) -> int:
         """How many of these tokens need not be read again, as things stand.
 
         Args:
@@ -110,14 +112,14 @@ class EngineCaches:
             log.exception("looking up what is cached of a prompt failed")
             return 0
 
-    def keep_target(self, tokens: Sequence[int], cache: list[Any], label: CacheLabel) -> None:
+    def keep_target(self, tokens: Sequence[int] | TokenIds, cache: list[Any], label: CacheLabel) -> None:
         """Store a cache that holds exactly these tokens, densely."""
         _store(self._target, tokens, cache, label)
 
-    def keep_draft(self, tokens: Sequence[int], cache: list[Any], label: CacheLabel) -> None:
+    def keep_draft(self, tokens: Sequence[int] | TokenIds, cache: list[Any], label: CacheLabel) -> None:
         _store(self._draft, tokens, cache, label)
 
-    def session(self, tokens: Sequence[int], choice: str, label: CacheLabel) -> Session | None:
+    def session(self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel) -> Session | None:
         """The sparse turn, made with the same `PrefillPlan.choice`, that stands for the most of these tokens."""
         if not self.enabled:
             return None
@@ -127,7 +129,7 @@ class EngineCaches:
         full = next((part for part in leaves(hit.cache) if isinstance(part, PositionedKVCache)), None)
         return None if full is None else Session(hit.length, hit.cache, full.runs.expand())
 
-    def keep_session(self, tokens: Sequence[int], cache: list[Any], choice: str, label: CacheLabel) -> None:
+    def keep_session(self, tokens: Sequence[int] | TokenIds, cache: list[Any], choice: str, label: CacheLabel) -> None:
         """Store a sparse cache under the tokens it stands for; it never answers a dense request."""
         if not self.enabled:
             return
@@ -162,7 +164,7 @@ class EngineCaches:
 
 
 def _lookup(
-    cache: PrefixCache | None, tokens: Sequence[int], label: CacheLabel, again: bool = False
+    cache: PrefixCache | None, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
 ) -> CacheHit | None:
     if cache is None:
         return None
@@ -173,7 +175,7 @@ def _lookup(
         return None
 
 
-def _store(cache: PrefixCache | None, tokens: Sequence[int], arrays: list[Any], label: CacheLabel) -> None:
+def _store(cache: PrefixCache | None, tokens: Sequence[int] | TokenIds, arrays: list[Any], label: CacheLabel) -> None:
     if cache is None:
         return
     try:

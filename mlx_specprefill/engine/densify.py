@@ -6,8 +6,10 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from ..errors import RequestCancelled
-from ..request import SHARED, CacheLabel
+from ..request import SHARED, CacheLabel, TokenIds, joined
 from .admission.memory import Memory
 from .handle import RequestHandle
 from .job import Job, ignore
@@ -19,28 +21,28 @@ log = logging.getLogger(__name__)
 _LIMIT = 8  # turns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SparseTurn:
     """A turn that the target saw in part.
 
     Attributes:
-        prompt: its token ids; `answer`: those that came back.
+        prompt: its token ids, int32; `answer`: those that came back.
         handle: of its request; says whether the conversation is expected to go on.
         label: of its request; what becomes dense is found under no other.
     """
 
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     answer: tuple[int, ...]
     handle: RequestHandle
     label: CacheLabel = SHARED
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.prompt + self.answer
+    def tokens(self) -> TokenIds:
+        return joined(self.prompt, self.answer)
 
     def follows(self, other: SparseTurn) -> bool:
         """Whether it is a later turn of the same conversation, or the same turn."""
-        return self.label == other.label and self.prompt[: len(other.prompt)] == other.prompt
+        return self.label == other.label and np.array_equal(self.prompt[: len(other.prompt)], other.prompt)
 
     def outranks(self, other: SparseTurn) -> bool:
         """Whether it should take the device from `other`: only its next turn is certain to come."""

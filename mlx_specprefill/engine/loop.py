@@ -14,7 +14,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import EngineClosedError, RequestCancelled
-from ..request import Event, Failed, Finished, FinishReason, GenerationRequest, TokenEvent
+from ..request import Event, Failed, Finished, FinishReason, GenerationRequest, TokenEvent, TokenIds, joined
 from .admission.memory import Memory
 from .caches import EngineCaches
 from .densify import Densifier, SparseTurn
@@ -274,10 +274,10 @@ class Loop:
         sequence = _answering(job)
         cache, tokens = self._rows.remove(job.uid)
         if sequence.shift == 0 and self._config.kv_bits is None:
-            self._keep(job, (*sequence.request.prompt, *tokens), cache)
+            self._keep(job, joined(sequence.request.prompt, tokens), cache)
         self._end(job, Finished(reason, len(sequence.tokens), sequence.account()))
 
-    def _keep(self, job: Job, tokens: tuple[int, ...], cache: list[Any]) -> None:
+    def _keep(self, job: Job, tokens: TokenIds, cache: list[Any]) -> None:
         sequence = _answering(job)
         if sequence.kept is None:
             self._caches.keep_target(tokens, cache, sequence.request.label)

@@ -20,7 +20,7 @@ from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import EngineConfig, SelectionConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
-from ..request import CacheLabel, GenerationRequest, Progress, PromptLogprobs
+from ..request import CacheLabel, GenerationRequest, Progress, PromptLogprobs, TokenIds
 from ..sampling import top_logprobs
 from ..sessions.continuing import Beginning, Continuing
 from ..sessions.repair import insert
@@ -217,7 +217,7 @@ class Prefiller:
         hit = self.caches.draft_prefix(prompt[: question[0] + 1], request.label) if stored else None
         cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
         task = ToScore(
-            prompt=np.asarray(prompt, dtype=np.int32),
+            prompt=prompt,
             question=question,
             template=template_mask(request.spans, question, plan.forced),
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
@@ -255,8 +255,8 @@ class Prefiller:
         begin, end = question_span(len(request.prompt), self.config.scoring, said, text.units)
         first = request.spans[-1].content_start if request.spans else 0
         decode = self.pair.tokenizer.decode
-        opening = decode(list(request.prompt[first : min(first + _OPENING, end)])).lstrip().split("\n", 1)[0]
-        return f"{opening}\n{decode(list(request.prompt[begin:end]))}"
+        opening = decode(request.prompt[first : min(first + _OPENING, end)].tolist()).lstrip().split("\n", 1)[0]
+        return f"{opening}\n{decode(request.prompt[begin:end].tolist())}"
 
     def select(self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
         """Of the prompt from `start` on, which is where a chunk begins; its `kept` counts from there."""
@@ -356,7 +356,7 @@ class Prefiller:
         self.caches.keep_draft(prompt, cache, label)
         sequence.draft_cache = cache
 
-    def dense(self, tokens: tuple[int, ...], label: CacheLabel) -> Generator[Progress | PromptLogprobs, None, None]:
+    def dense(self, tokens: TokenIds, label: CacheLabel) -> Generator[Progress | PromptLogprobs, None, None]:
         """Background: bring the exact cache up to `tokens`, preemptible at every slice; cancelled, it keeps them."""
         sequence = Sequence(-1, GenerationRequest(tokens, 1, label=label), 0.0)
         self._from_prefix(sequence, again=True)
@@ -377,14 +377,14 @@ class Prefiller:
     ) -> Slices:
         """Full prefill that looks at every row's logits; one slice's (L, V) float32 block is held at a time."""
         prompt, M = sequence.request.prompt, len(sequence.request.prompt)
-        tokens, start = mx.array(list(prompt))[None], 0
+        tokens, start = mx.array(prompt)[None], 0
         entries = []
         while start < M:
             end = min(start + self.slice_size("prefill"), M)
             with forward():
                 logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
             raw = logits.astype(mx.float32)
-            following = prompt[start + 1 : end + 1]
+            following = prompt[start + 1 : end + 1].tolist()
             table = (raw - mx.logsumexp(raw, axis=-1, keepdims=True))[: len(following)]
             entries += top_logprobs(table, following, count)
             yield Progress("prefill", end, M)

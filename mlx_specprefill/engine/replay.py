@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .._steps import Steps
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjusted_offsets
-from ..request import Account, GenerationRequest, Progress
+from ..request import Account, GenerationRequest, Progress, joined
 from .prefill import Prefiller
 from .sequence import Sequence
 
@@ -70,7 +70,7 @@ def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> No
     """What the cache holds serves the next turn, as after an answer."""
     request, plan = sequence.request, sequence.plan
     assert plan is not None
-    tokens = (*request.prompt, *read)
+    tokens = joined(request.prompt, read)
     if sequence.kept is None:
         prefiller.caches.keep_target(tokens, sequence.cache, request.label)
     else:

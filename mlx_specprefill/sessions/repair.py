@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache.positioned import place
-from ..request import Progress
+from ..request import Progress, TokenIds
 from .splice import Splice
 
 __all__ = ["insert"]
@@ -25,7 +25,7 @@ __all__ = ["insert"]
 def insert(
     model: nn.Module,
     cache: list[Any],
-    prompt: Sequence[int],
+    prompt: Sequence[int] | TokenIds,
     missing: npt.NDArray[np.int32],
     step: Callable[[], int],
 ) -> Generator[Progress, None, None]:

@@ -19,11 +19,9 @@ from ..cache.budget import ByteBudget, Evictable
 from ..cache.entry import CacheEntry, CacheHit
 from ..cache.fingerprint import block_digest, common_length, root_digest
 from ..cache.positioned import can_cut, cut, leaves
-from ..request import SHARED, CacheLabel
+from ..request import SHARED, CacheLabel, TokenIds
 
 __all__ = ["Session", "SessionStore"]
-
-Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +43,22 @@ class Session:
 class _Session(Evictable):
     def __init__(
         self,
-        siblings: dict[tuple[int, ...], _Session],
+        siblings: dict[bytes, _Session],
         budget: ByteBudget,
-        key: tuple[int, ...],
+        tokens: TokenIds,
         cache: list[Any],
     ) -> None:
         super().__init__(sum(int(part.nbytes) for part in leaves(cache)))
         self._siblings = siblings
         self._budget = budget
-        self.key = key
+        self.key = tokens.tobytes()
+        self.tokens = tokens
         self.cache = cache
-        self._tokens = np.array(key, dtype=np.int32)
 
-    def common(self, tokens: Ints) -> int:
+    def common(self, tokens: TokenIds) -> int:
         """How many of `tokens` its cache can stand for: of caches that can't be cut all of its key, or none."""
-        common = common_length(self._tokens, tokens)
-        return common if common == self._tokens.size or can_cut(self.cache) else 0
+        common = common_length(self.tokens, tokens)
+        return common if common == self.tokens.size or can_cut(self.cache) else 0
 
     def evict(self) -> None:
         del self._siblings[self.key]
@@ -80,7 +78,7 @@ class SessionStore:
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
-        self._sessions: dict[tuple[str, CacheLabel], dict[tuple[int, ...], _Session]] = {}
+        self._sessions: dict[tuple[str, CacheLabel], dict[bytes, _Session]] = {}
 
     def __len__(self) -> int:
         return sum(len(sessions) for sessions in tuple(self._sessions.values()))
@@ -91,21 +89,21 @@ class SessionStore:
         stores = tuple(self._sessions.values())
         return sum(session.nbytes for sessions in stores for session in tuple(sessions.values()))
 
-    def covers(self, tokens: Sequence[int], label: CacheLabel = SHARED) -> int:
+    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED) -> int:
         """How many tokens a session of the label stands for, in any namespace. Nothing is counted by it."""
-        wanted = np.array(tokens, dtype=np.int32)
+        wanted = np.asarray(tokens, dtype=np.int32)
         places = (sessions for (_, theirs), sessions in self._sessions.items() if theirs == label)
         return max((one.common(wanted) for sessions in places for one in sessions.values()), default=0)
 
-    def lookup(self, namespace: str, tokens: Sequence[int], label: CacheLabel = SHARED) -> CacheHit | None:
+    def lookup(self, namespace: str, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED) -> CacheHit | None:
         """A copy of the cache that stands for the most of `tokens`, and of one that is cut for half of them at least.
 
         Clients change what was said: a cache is cut back to where its key differs, if it can be.
         """
         self._budget.begin_lookup()
-        wanted = np.array(tokens, dtype=np.int32)
+        wanted = np.asarray(tokens, dtype=np.int32)
         found = [
-            (length, length == len(session.key), session)
+            (length, length == session.tokens.size, session)
             for session in self._sessions.get((namespace, label), {}).values()
             if (length := session.common(wanted))
         ]
@@ -115,22 +113,25 @@ class SessionStore:
         length, _, session = max(usable, key=lambda one: one[:2])
         self._budget.touch(session, hit=True)
         cache = copy.deepcopy(session.cache)
-        cut(cache, len(session.key) - length)
+        cut(cache, session.tokens.size - length)
         return CacheHit(length, cache)
 
-    def store(self, namespace: str, tokens: Sequence[int], cache: list[Any], label: CacheLabel = SHARED) -> bool:
+    def store(
+        self, namespace: str, tokens: Sequence[int] | TokenIds, cache: list[Any], label: CacheLabel = SHARED
+    ) -> bool:
         """Keep a cache under its logical tokens in place of the caches that it extends; False when there is no room.
 
         Args:
             cache: the store's own from here on.
         """
         self._budget.begin_store()
-        key = tuple(tokens)
+        ids = np.array(tokens, dtype=np.int32)  # its own: the caller's may be a part of something larger
+        key = ids.tobytes()
         # Clients choose labels: empty ones must not pile up.
         self._sessions = {place: sessions for place, sessions in self._sessions.items() if sessions}
         sessions = self._sessions.setdefault((namespace, label), {})
         extended = [session for old, session in sessions.items() if key[: len(old)] == old]
-        session = _Session(sessions, self._budget, key, cache)
+        session = _Session(sessions, self._budget, ids, cache)
         session.hits = max((old.hits for old in extended), default=0)
         for old in extended:
             old.evict()
@@ -147,7 +148,7 @@ class SessionStore:
             CacheEntry(
                 id=_name(place, one),
                 kind="session",
-                tokens=len(one.key),
+                tokens=one.tokens.size,
                 nbytes=one.nbytes,
                 hits=one.hits,
                 last_use=one.seen_at,
@@ -185,4 +186,4 @@ class SessionStore:
 
 def _name(place: tuple[str, CacheLabel], session: _Session) -> str:
     namespace, label = place
-    return block_digest(root_digest(f"{namespace}@{label.owner}/{label.salt}", 0), session.key).hex()
+    return block_digest(root_digest(f"{namespace}@{label.owner}/{label.salt}", 0), session.tokens).hex()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..cache.positioned import Positioned, leaves, place
 from ..errors import SparseUnsupportedError
-from ..request import Progress
+from ..request import Progress, TokenIds
 
 __all__ = ["prefill"]
 
@@ -25,7 +25,7 @@ _TAIL = 32
 def prefill(
     model: nn.Module,
     cache: list[Any],
-    prompt: Sequence[int],
+    prompt: Sequence[int] | TokenIds,
     kept: npt.NDArray[np.int32] | None,
     step: int | Callable[[], int],
     offset: int = 0,
@@ -60,7 +60,8 @@ def prefill(
             raise ValueError("the last prompt token must be kept")
         if not any(isinstance(part, Positioned) for part in leaves(cache)):
             raise SparseUnsupportedError("no layer of the cache holds positions")
-    fed = np.asarray(prompt, dtype=np.int32) if kept is None else np.asarray(prompt, dtype=np.int32)[kept]
+    ids = np.asarray(prompt, dtype=np.int32)
+    fed = ids if kept is None else ids[kept]
     total = fed.size
     tokens = mx.array(fed)[None]
     tail = 1 if last_forward is not None else _TAIL if total > 2 * _TAIL else total

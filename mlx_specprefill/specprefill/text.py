@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from ..request import TokenIds
 
 __all__ = ["PromptText", "TextReader"]
 
@@ -52,8 +53,8 @@ class TextReader:
         self._tokenizer = tokenizer
         self._kinds = np.full(0, _UNKNOWN, dtype=np.uint8)
 
-    def read(self, tokens: Sequence[int]) -> PromptText:
-        ids = np.asarray(tokens, dtype=np.int64)
+    def read(self, tokens: TokenIds) -> PromptText:
+        ids = np.asarray(tokens, dtype=np.int32)
         self._learn(ids)
         kinds = self._kinds[ids]
         before, after = kinds[:-1], kinds[1:]
@@ -61,7 +62,7 @@ class TextReader:
         units = np.append(0, np.flatnonzero((before & _ENDS_LINE > 0) | sentence) + 1).astype(np.int32)
         return PromptText(units, np.append(units[:1], units[1:][~_wrapped(kinds, units)]))
 
-    def _learn(self, ids: npt.NDArray[np.int64]) -> None:
+    def _learn(self, ids: TokenIds) -> None:
         if ids.size and ids.max() >= self._kinds.size:
             missing = int(ids.max()) + 1 - self._kinds.size
             self._kinds = np.pad(self._kinds, (0, missing), constant_values=_UNKNOWN)

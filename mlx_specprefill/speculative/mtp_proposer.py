@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ..adapters.hidden import recorded_hidden
 from ..adapters.mtp import MTPHead
 from ..cache.positioned import PositionedKVCache, place
+from ..request import TokenIds
 from .distributions import Chooser
 from .proposers import Proposal, Tally, Verified
 from .verification import draw
@@ -37,7 +38,7 @@ class PromptReader:
         hidden: the target's hidden states from the last prompt token on, (1, R, D), once it was read.
     """
 
-    def __init__(self, head: MTPHead, prompt: Sequence[int], fed: Indices) -> None:
+    def __init__(self, head: MTPHead, prompt: Sequence[int] | TokenIds, fed: Indices) -> None:
         self.head = head
         self.cache = PositionedKVCache()
         self.length = len(prompt)

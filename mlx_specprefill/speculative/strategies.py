@@ -20,7 +20,7 @@ from ..adapters.rope import observed_rotations
 from ..cache.positioned import PositionedKVCache, Runs, leaves, make_positioned_cache
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
-from ..request import Progress
+from ..request import Progress, TokenIds
 from .mtp_proposer import HeadDrafts, PromptReader
 from .proposers import Drafter, ModelDrafts, Proposer
 from .retrieval_proposer import HierarchicalDrafts, RetrievalDrafts, RetrievedCache
@@ -47,7 +47,7 @@ class Drafting:
 
     target: nn.Module
     cache: list[Any]
-    prompt: Sequence[int]
+    prompt: TokenIds
     config: SpeculationConfig
     draft: nn.Module | None = None
     draft_cache: list[Any] | None = None
@@ -195,7 +195,7 @@ def _gathered(part: KVCache, kept: npt.NDArray[np.int32], index: mx.array) -> Po
 
 
 def streaming_drafter(
-    draft: nn.Module, prompt: Sequence[int], sinks: int, window: int
+    draft: nn.Module, prompt: TokenIds, sinks: int, window: int
 ) -> Generator[Progress, None, Drafter]:
     """A small model that knows the first tokens and the recent ones, as if they were one text.
 

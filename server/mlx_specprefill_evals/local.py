@@ -31,6 +31,7 @@ from mlx_specprefill import (
     SpecPrefillError,
     SpecPrefillPolicy,
     TokenEvent,
+    as_token_ids,
 )
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder
@@ -146,7 +147,7 @@ class LocalModel:
         tokens = self._encode(item.turns[0].question)
         if len(tokens) < 2 * CONTINUED_TOKENS:
             return {}
-        prompt, continuation = Prompt(tokens[:-CONTINUED_TOKENS]), tokens[-CONTINUED_TOKENS:]
+        prompt, continuation = Prompt(as_token_ids(tokens[:-CONTINUED_TOKENS])), tokens[-CONTINUED_TOKENS:]
         wanted = [arm for arm in arms if arm.kind not in ("oracle", "full")]
         replies = forced_replies(
             Prompted(self._engine, prompt, (), 1, seed), Forced(continuation), [FULL, *wanted], str
@@ -171,10 +172,10 @@ class LocalModel:
     def _continued(self, item: Item, known: Known) -> tuple[Prompt, tuple[Span, ...], Forced]:
         """Text to go on with, where its gold lies, and how it goes on."""
         text = item.turns[-1].question + known.opening
-        head = asyncio.run(self._builder.raw(text)).tokens
-        whole, start = _behind(head, asyncio.run(self._builder.raw(text + known.answer)).tokens)
+        head, all_tokens = (asyncio.run(self._builder.raw(said)).tokens for said in (text, text + known.answer))
+        whole, start = _behind(head.tolist(), tuple(all_tokens.tolist()))
         gold = asyncio.run(self._builder.raw_passages(text, item.gold))
-        return Prompt(whole[:start]), gold, Forced(whole[start:])
+        return Prompt(as_token_ids(whole[:start])), gold, Forced(whole[start:])
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._engine.pair.tokenizer.encode(text, add_special_tokens=False))

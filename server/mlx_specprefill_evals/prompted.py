@@ -68,7 +68,7 @@ class Prompted:
 
     def cut(self, spans: Sequence[Span]) -> GenerationRequest:
         """What was kept, as if it were the whole prompt."""
-        tokens = tuple(token for start, end in spans for token in self.prompt.tokens[start:end])
+        tokens = np.concatenate([self.prompt.tokens[start:end] for start, end in spans])
         request = self._request(SpecPrefillOptions(enabled=False), f"cut-{len(tokens)}")
         return replace(request, prompt=tokens, spans=())
 

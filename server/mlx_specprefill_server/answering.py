@@ -100,7 +100,7 @@ async def sampling_params(service: Service, fields: SamplingFields) -> SamplingP
     """
     params = fields.sampling(service.settings.temperature, service.vocabulary)
     words = [text for word in fields.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
-    ids = [await service.prompts.tokens(word, special=False, field="bad_words") for word in words]
+    ids = [tuple(await service.prompts.tokens(word, special=False, field="bad_words")) for word in words]
     return replace(params, bad_words=tuple(dict.fromkeys(filter(None, ids))))
 
 
@@ -179,7 +179,7 @@ def engine_request(
         InvalidRequestError: the prompt has no tokens.
         ContextLengthError: the prompt leaves no room for an answer.
     """
-    if not prompt.tokens:
+    if not prompt.tokens.size:
         raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
     room = max_tokens_within(len(prompt.tokens), max_tokens, service.context_length, field)
     return GenerationRequest(

@@ -63,7 +63,7 @@ def test_a_call_may_become_known_later() -> None:
     queue.add(turn(2))
     first = queue.first()
     assert first is not None
-    assert first.prompt == (2,)
+    assert first.prompt.tolist() == [2]
     old.handle.expect_more()
     assert queue.first() is old
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from mlx_specprefill import (
     RequestCancelled,
     Timings,
     TokenEvent,
+    TokenIds,
 )
 
 CHATML = (
@@ -293,8 +294,13 @@ def _alternatives(token: int, count: int) -> tuple[Logprob, ...]:
     return tuple(Logprob((token + i) % 256, -0.25 - i) for i in range(count))
 
 
-def _scored(prompt: Sequence[int], count: int) -> PromptLogprobs:
-    return PromptLogprobs(tuple((Logprob(token, -0.5), _alternatives(token, count)) for token in prompt[1:]))
+def comparable(request: GenerationRequest) -> dict[str, Any]:
+    """Its fields, to be compared with another one's: arrays have no truth value."""
+    return {field.name: getattr(request, field.name) for field in fields(request)} | {"prompt": request.prompt.tolist()}
+
+
+def _scored(prompt: TokenIds, count: int) -> PromptLogprobs:
+    return PromptLogprobs(tuple((Logprob(token, -0.5), _alternatives(token, count)) for token in prompt[1:].tolist()))
 
 
 def says_and_waits(engine: FakeEngine, text: str) -> threading.Event:

@@ -282,7 +282,7 @@ def test_only_the_allowed_tools_are_offered(showing: TestClient, engine: FakeEng
     ask(showing, tools=WEATHER)
     ask(showing, tools=[OTHER, *WEATHER], tool_choice=allowed("auto", "get_weather"))
     ask(showing, tools=[OTHER, *WEATHER], tool_choice="auto")
-    alone, limited, both = (request.prompt for request in engine.requests)
+    alone, limited, both = (request.prompt.tolist() for request in engine.requests)
     assert alone == limited != both
     assert engine.requests[1].constraint is None
 

@@ -49,7 +49,7 @@ def test_every_chunk_says_why(client: TestClient) -> None:
 def test_predicted_times_and_options(client: TestClient, engine: FakeEngine) -> None:
     answer = explain(client, prompt=[1, 2, 3], specprefill_keep_pct=0.5)
     assert answer["predicted"] == {"full_ms": 2000.0, "sparse_ms": 500.0}
-    assert engine.requests[0].prompt == (1, 2, 3)
+    assert engine.requests[0].prompt.tolist() == [1, 2, 3]
     assert str(engine.requests[0].specprefill.keep_pct) == "1/2"
 
 

@@ -37,7 +37,7 @@ def test_special_tokens_are_read_as_such(engine: FakeEngine, client: TestClient)
 def test_a_conversation_becomes_the_ids_of_the_prompt(engine: FakeEngine, client: TestClient) -> None:
     answer = client.post("/tokenize", json={"messages": HI}).json()
     client.post("/v1/chat/completions", json={"messages": HI})
-    assert tuple(answer["tokens"]) == engine.requests[-1].prompt
+    assert answer["tokens"] == engine.requests[-1].prompt.tolist()
 
 
 def test_pieces_are_bytes_where_they_are_no_text(client: TestClient) -> None:

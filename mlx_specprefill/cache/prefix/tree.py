@@ -14,7 +14,7 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 
-from ...request import SHARED, CacheLabel
+from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import ByteBudget
 from ..entry import CacheEntry, CacheHit
 from ..fingerprint import block_digest
@@ -76,7 +76,7 @@ class PrefixCache:
 
     def lookup(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | TokenIds,
         limit: int | None = None,
         again: bool = False,
         label: CacheLabel = SHARED,
@@ -101,7 +101,7 @@ class PrefixCache:
         self.misses += not again
         return None
 
-    def covers(self, tokens: Sequence[int], label: CacheLabel = SHARED) -> int:
+    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED) -> int:
         """How many tokens `lookup` would find. Nothing is read or counted by it."""
         match = self._match(np.asarray(tokens, dtype=np.int32), label)
         return 0 if match is None else match.length
@@ -137,7 +137,11 @@ class PrefixCache:
     # -- writing
 
     def store(
-        self, tokens: Sequence[int], cache: Sequence[Any], checkpoint: bool = True, label: CacheLabel = SHARED
+        self,
+        tokens: Sequence[int] | TokenIds,
+        cache: Sequence[Any],
+        checkpoint: bool = True,
+        label: CacheLabel = SHARED,
     ) -> None:
         """Remember what a dense prefill of `tokens` left in `cache`. Known blocks are not copied again.
 

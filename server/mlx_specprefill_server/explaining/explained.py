@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_specprefill import ChunkInfo, Inspection
+from mlx_specprefill import ChunkInfo, Inspection, TokenIds
 
 __all__ = ["ExplainedChunk", "explain_chunks", "explanation"]
 
@@ -21,7 +21,7 @@ class ExplainedChunk:
     reason: str
 
 
-def explain_chunks(tokenizer: Any, tokens: Sequence[int], inspection: Inspection) -> list[ExplainedChunk]:
+def explain_chunks(tokenizer: Any, tokens: TokenIds, inspection: Inspection) -> list[ExplainedChunk]:
     """Every chunk of the prompt `tokens`, in order; `tokenizer` is an mlx_lm TokenizerWrapper."""
     chunks = inspection.chunks
     by_score = sorted(chunks, key=lambda chunk: (-chunk.score, chunk.index))
@@ -66,12 +66,12 @@ def _chunk(chunk: ExplainedChunk) -> dict[str, Any]:
     }
 
 
-def _texts(tokenizer: Any, tokens: Sequence[int], chunks: Sequence[ChunkInfo]) -> list[str]:
+def _texts(tokenizer: Any, tokens: TokenIds, chunks: Sequence[ChunkInfo]) -> list[str]:
     """Each chunk's text. A character cut by a chunk's border goes to the chunk that completes it."""
     text = tokenizer.detokenizer
     texts = []
     for chunk in chunks:
-        for token in tokens[chunk.start : chunk.end]:
+        for token in tokens[chunk.start : chunk.end].tolist():
             text.add_token(token)
         texts.append(text.last_segment)
     text.finalize()

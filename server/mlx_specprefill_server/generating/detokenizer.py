@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mlx_specprefill import TokenIds
+
 from .vocabulary import REPLACEMENT
 
 __all__ = ["NO_STOPS", "IncrementalDetokenizer", "StopMatcher", "Stops"]
@@ -20,9 +22,9 @@ Decode = Callable[[Sequence[int]], str]
 class IncrementalDetokenizer:
     """The text of a growing list of tokens, never cut inside a character."""
 
-    def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, decode: Decode, prompt: Sequence[int] | TokenIds = ()) -> None:
         self._decode = decode
-        self._tokens = list(prompt[-CONTEXT_TOKENS:])
+        self._tokens = [int(token) for token in prompt[-CONTEXT_TOKENS:]]
         self._given = len(self._tokens)  # tokens whose text has been given out
         self._given_text = decode(self._tokens)
 

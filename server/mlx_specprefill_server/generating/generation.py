@@ -23,6 +23,7 @@ from mlx_specprefill import (
     Progress,
     SpecPrefillError,
     TokenEvent,
+    TokenIds,
 )
 
 from ..deltas import AnswerDelta, AnswerDone, Idle
@@ -124,7 +125,7 @@ class Generation:
             raise
 
     @property
-    def prompt(self) -> tuple[int, ...]:
+    def prompt(self) -> TokenIds:
         """Token ids of the first job's prompt."""
         return self._jobs[0].request.prompt
 

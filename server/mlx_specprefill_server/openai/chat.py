@@ -170,7 +170,7 @@ class ChatAnswer:
         return {"token_ids": self._generation.take_ids(index)} if self._body.return_token_ids else {}
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self._generation.prompt)} if self._body.return_token_ids else {}
+        return {"prompt_token_ids": self._generation.prompt.tolist()} if self._body.return_token_ids else {}
 
 
 class _Choice:

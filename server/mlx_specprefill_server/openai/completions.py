@@ -18,6 +18,8 @@ from mlx_specprefill import (
     PromptLogprobs,
     SamplingParams,
     TokenEvent,
+    TokenIds,
+    as_token_ids,
 )
 
 from ..answering import copies, engine_request, make_job, sampling_params
@@ -90,7 +92,7 @@ async def _prompt(service: Service, prompt: str | tuple[int, ...], suffix: str) 
     size = service.vocabulary.size
     if not all(0 <= token < size for token in prompt):
         raise InvalidRequestError(f"prompt: token ids must be from 0 to {size - 1}", field="prompt")
-    return Prompt(prompt)
+    return Prompt(as_token_ids(prompt))
 
 
 def _job(
@@ -140,7 +142,7 @@ class _Choice:
 
     index: int
     echo: str | None
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     text: str = ""
     length: int = 0  # characters of all token texts, for text_offset
     logprobs: Logprobs = field(default_factory=dict)
@@ -240,7 +242,7 @@ class CompletionAnswer:
         text: str,
         logprobs: Logprobs | None,
         token_ids: Sequence[int],
-        prompt: Sequence[int] | None = None,
+        prompt: TokenIds | None = None,
     ) -> bytes:
         return data_event(self._envelope.body([self._choice(choice, text, logprobs, None, token_ids, prompt)]))
 
@@ -251,14 +253,14 @@ class CompletionAnswer:
         logprobs: Logprobs | None,
         finish_reason: str | None,
         token_ids: Sequence[int] = (),
-        prompt: Sequence[int] | None = None,
+        prompt: TokenIds | None = None,
     ) -> dict[str, Any]:
         """As OpenAI writes it; vLLM's `token_ids` and, once, `prompt_token_ids` if the request asks for them."""
         head = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         if not self._body.return_token_ids:
             return head
         ids = {"token_ids": list(token_ids)}
-        return head | ids | ({} if prompt is None else {"prompt_token_ids": list(prompt)})
+        return head | ids | ({} if prompt is None else {"prompt_token_ids": prompt.tolist()})
 
     def _all_logprobs(self, choice: _Choice) -> Logprobs | None:
         if self._body.logprobs is None:
@@ -269,7 +271,7 @@ class CompletionAnswer:
         """The first prompt token has no logprob: nothing precedes it."""
         if self._body.logprobs is None:
             return None
-        first = TokenEvent(choice.prompt[0])
+        first = TokenEvent(int(choice.prompt[0]))
         return self._logprobs(choice, [first, *(TokenEvent(own.token, own.logprob, top) for own, top in scores)])
 
     def _logprobs(self, choice: _Choice, tokens: Sequence[TokenEvent]) -> Logprobs | None:

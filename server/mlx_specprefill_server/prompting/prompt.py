@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
-from mlx_specprefill import InvalidRequestError, PromptSpan
+from mlx_specprefill import InvalidRequestError, PromptSpan, TokenIds, as_token_ids
 
 from .control_tokens import ControlTokens
 from .conversation import Conversation, Message, simpler_forms
@@ -36,12 +36,12 @@ ENDING = 256  # characters: more than a template writes to open an answer, where
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """Token ids, and the rendered messages among them (none for a raw prompt); `ending`: what the text has
     of the assistant's turn that the answer goes on with."""
 
-    tokens: tuple[int, ...]
+    tokens: TokenIds
     spans: tuple[PromptSpan, ...] = ()
     ending: str = ""
 
@@ -104,7 +104,7 @@ class PromptBuilder:
         """The rendered conversation as text; raises as `chat`."""
         return (await self.run(partial(self._fitted, conversation))).text
 
-    async def tokens(self, text: str, *, special: bool, field: str) -> tuple[int, ...]:
+    async def tokens(self, text: str, *, special: bool, field: str) -> list[int]:
         """The ids of a text; `special` adds what the tokenizer puts around prompts by itself.
 
         Raises:
@@ -138,12 +138,12 @@ class PromptBuilder:
             return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _tokens(self, text: str, special: bool, field: str = "prompt") -> tuple[int, ...]:
+    def _tokens(self, text: str, special: bool, field: str = "prompt") -> list[int]:
         self._size.check(text, field)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=special))
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _raw(self, text: str) -> Prompt:
-        return Prompt(self._tokens(text, special=not self._starts_itself(text)))
+        return Prompt(as_token_ids(self._tokens(text, special=not self._starts_itself(text))))
 
     def _starts_itself(self, text: str) -> bool:
         """Whether the tokenizer need not begin it."""
@@ -159,9 +159,9 @@ class PromptBuilder:
         tokens, offsets = self._tokenize(fitted, conversation.field)
         ending = _ending(fitted.rendered, self._ends)
         if offsets is None:
-            return Prompt(tokens, ending=ending)
+            return Prompt(as_token_ids(tokens), ending=ending)
         found = locate(fitted.messages, fitted.rendered, fitted.render, self._ends, bool(conversation.tools))
-        return Prompt(tokens, to_tokens(found, offsets), ending)
+        return Prompt(as_token_ids(tokens), to_tokens(found, offsets), ending)
 
     def _passages(self, conversation: Conversation, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
         fitted = self._fitted(conversation)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from mlx_specprefill import GenerationRequest, InvalidRequestError, SparseUnsupportedError
+from mlx_specprefill import GenerationRequest, InvalidRequestError, SparseUnsupportedError, as_token_ids
 
 from ..answering import max_tokens_within
 from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
@@ -47,7 +47,7 @@ async def explain(
     """The draft reads the prompt and scores it; the target is not run."""
     field = "messages" if body.prompt is None else "prompt"
     prompt = await while_connected(request, _prompt(service, body))
-    if not prompt.tokens:
+    if not prompt.tokens.size:
         raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
     max_tokens_within(len(prompt.tokens), 1, service.context_length, field)
     asked = GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans)
@@ -59,7 +59,7 @@ async def explain(
     texts = partial(explain_chunks, service.engine.pair.tokenizer, prompt.tokens, inspection)
     chunks = await while_connected(request, service.prompts.run(texts))
     names = {"object": "specprefill.explanation", "model": service.model_id, "draft": service.draft_id}
-    return JsonResponse(names | explanation(inspection, chunks) | {"tokens": prompt.tokens})
+    return JsonResponse(names | explanation(inspection, chunks) | {"tokens": prompt.tokens.tolist()})
 
 
 async def _prompt(service: Service, body: ExplainRequest) -> Prompt:
@@ -67,4 +67,4 @@ async def _prompt(service: Service, body: ExplainRequest) -> Prompt:
         return await service.prompts.chat(body.conversation())
     if isinstance(body.prompt, str):
         return await service.prompts.raw(body.prompt)
-    return Prompt(tuple(body.prompt))
+    return Prompt(as_token_ids(body.prompt))

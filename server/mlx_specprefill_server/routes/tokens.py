@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -86,9 +86,9 @@ async def tokenize(
     return JsonResponse(answer)
 
 
-async def _tokens(service: Service, body: TokenizeRequest) -> Sequence[int]:
+async def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        return (await service.prompts.chat(body.conversation())).tokens
+        return list(map(int, (await service.prompts.chat(body.conversation())).tokens))
     if body.content is not None:
         return await service.prompts.tokens(body.content, special=body.add_special, field="content")
     return await service.prompts.tokens(body.prompt or "", special=body.add_special_tokens, field="prompt")

@@ -162,7 +162,7 @@ class SpecPrefillPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """How answers are drafted and verified. Nothing here changes an answer's law, only its speed.
+    """How answers are drafted and verified. Nothing here changes an answer's distribution, only its speed.
 
     The numbers of tokens are small because a forward of several rows is not free on Apple GPUs: four rows of a 4-bit
     model cost about 1.1 to 1.6 times one, eight 1.7 to 2.7 times.

@@ -136,7 +136,7 @@ class SpecPrefillOptions:
         return_spans: report which prompt indices the target saw.
         rule: how tokens are scored and chosen; None: as the server does.
         importance: the caller's own scores, float32 (M,), finite, used instead of asking the draft.
-        speculative: how the answer is drafted; None: as the server does. It never changes the answer's law.
+        speculative: how the answer is drafted; None: as the server does. It never changes the answer's distribution.
     """
 
     enabled: bool | None = None

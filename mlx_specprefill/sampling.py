@@ -106,7 +106,7 @@ def make_sampler(params: SamplingParams, vocab_size: int) -> Sampler:
 
 
 def filtered_logits(params: SamplingParams, vocab_size: int) -> Sampler:
-    """The law that `make_sampler` draws from, for temperatures above 0.
+    """The distribution that `make_sampler` draws from, for temperatures above 0.
 
     A function from logits (B, V) to unnormalised log-probabilities (B, V) float32; -inf where a filter cuts.
     """
@@ -153,11 +153,11 @@ def apply_typical_p(logprobs: mx.array, typical_p: float) -> mx.array:
 
 
 def _excluding_top_choices(logprobs: mx.array, params: SamplingParams) -> mx.array:
-    """XTC's law: with one probability that of the others, else the whole one. Drawing from the mixture is the same."""
+    """XTC's distribution, a mixture: with `xtc_probability` the top choices are left out."""
     others = apply_xtc(logprobs, 1.0, params.xtc_threshold, list(params.xtc_special_tokens))
-    laws = [law - mx.logsumexp(law, axis=-1, keepdims=True) for law in (others, logprobs)]
-    chance = params.xtc_probability
-    return mx.log(chance * mx.exp(laws[0]) + (1.0 - chance) * mx.exp(laws[1]))
+    cut, whole = (part - mx.logsumexp(part, axis=-1, keepdims=True) for part in (others, logprobs))
+    probability = params.xtc_probability
+    return mx.log(probability * mx.exp(cut) + (1.0 - probability) * mx.exp(whole))
 
 
 def logits_processors(params: SamplingParams) -> list[LogitsProcessor]:

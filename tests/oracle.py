@@ -75,8 +75,8 @@ Indices = npt.NDArray[np.int32]
 
 @contextmanager
 def on_the_cpu_unfused() -> Iterator[None]:
-    """How the laws run: bit-identity is promised on the CPU, and on a fresh machine mlx compiles every fused kernel
-    for a second or so, of which there are a hundred here and none of which knows about positions."""
+    """How the property tests run. Bit-identity is promised on the CPU. On a fresh machine mlx compiles fused kernels
+    for a second each; there are a hundred here, and none of them knows about positions."""
     mx.disable_compile()
     try:
         with mx.stream(mx.cpu):

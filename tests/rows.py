@@ -51,20 +51,20 @@ def prefilled(model: nn.Module, row: Row) -> tuple[list[Any], mx.array]:
     return cache, finish(prefill(model, cache, row.prompt, row.kept, 16))
 
 
-def choosers(row: Row, vocab: int) -> dict[str, Any]:
+def sampling_of(row: Row, vocab: int) -> dict[str, Any]:
     return {"sampler": make_sampler(row.sampling, vocab), "processors": logits_processors(row.sampling)}
 
 
 def alone(model: nn.Module, row: Row, count: int) -> tuple[list[TokenEvent], list[Any]]:
     """The events of `count` tokens, and the cache that holds all but the last of them."""
     cache, logits = prefilled(model, row)
-    events = decode(model, cache, logits, **choosers(row, logits.shape[-1]), max_tokens=count, logprobs=row.logprobs)
+    events = decode(model, cache, logits, **sampling_of(row, logits.shape[-1]), max_tokens=count, logprobs=row.logprobs)
     return list(events), cache
 
 
 def batch_row(model: nn.Module, uid: int, row: Row) -> DecodeRow:
     cache, logits = prefilled(model, row)
-    return DecodeRow(uid, cache, logits, **choosers(row, logits.shape[-1]), logprobs=row.logprobs)
+    return DecodeRow(uid, cache, logits, **sampling_of(row, logits.shape[-1]), logprobs=row.logprobs)
 
 
 def together(

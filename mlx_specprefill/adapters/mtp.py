@@ -1,7 +1,7 @@
 """The multi-token prediction head of Qwen3.5: one more decoder layer, which guesses the token after the next one.
 
 Entry p of its text joins the target's final hidden state of token p with the embedding of token p + 1, and gives the
-law of token p + 2 through the target's own output projection:
+distribution of token p + 2 through the target's own output projection:
 
     x_p   = fc([pre_fc_norm_embedding(embed(t_{p+1})), pre_fc_norm_hidden(h_p)])
     out_p = norm(layer(x_0 ... x_p));  further guesses take out_p in place of a hidden state

@@ -78,7 +78,7 @@ PATCHES = (
         ),
         wrap_attention_scale,
         "queries are scaled by their position, which is not the slot after a sparse prefill",
-        "tests/laws/test_sparse_equals_masked.py",
+        "tests/properties/test_sparse_equals_masked.py",
     ),
     Patch(
         tuple(f"mlx_lm.models.{name}.__call__" for name in RECURRENT),

@@ -22,7 +22,6 @@ from ..request import TokenIds
 __all__ = [
     "KV_LAYOUT_VERSION",
     "block_digest",
-    "block_digests",
     "common_length",
     "model_identity",
     "root_digest",
@@ -82,15 +81,6 @@ def root_digest(identity: str, block_size: int) -> bytes:
 def block_digest(parent: bytes, tokens: Sequence[int] | TokenIds) -> bytes:
     """Digest of a block after its parent's; the parent's length is fixed, so the two can't run into each other."""
     return hashlib.blake2b(parent + token_bytes(tokens), digest_size=DIGEST_BYTES).digest()
-
-
-def block_digests(root: bytes, tokens: Sequence[int] | TokenIds, block_size: int) -> list[bytes]:
-    """Chained digests of every block; the last one may be of a shorter block."""
-    chain, ids = [], np.asarray(tokens, dtype=np.int32)
-    for start in range(0, ids.size, block_size):
-        root = block_digest(root, ids[start : start + block_size])
-        chain.append(root)
-    return chain
 
 
 def common_length(tokens: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:

@@ -27,7 +27,7 @@ class Replay:
     """A continuation of T tokens under teacher forcing.
 
     Attributes:
-        logprobs: float32 (T, V), natural logarithm; row t is the law from which token t would have been drawn.
+        logprobs: float32 (T, V), natural logarithm; row t is the distribution from which token t would have been drawn.
         account: how the prompt was prefilled; with its kept spans.
         attention: float32 (M,) over the prompt's tokens, the mean over all query rows but the first, layers that see
             the whole prompt and heads; None unless asked for, or where no layer sees all of it.

@@ -54,7 +54,7 @@ class Speculation:
         return SpeculationAccount(
             strategy=self.strategy or "autoregressive",
             reason=self.reason,
-            acceptance_rate=None if row is None else row.tally.rate,
+            acceptance_rate=None if row is None else row.acceptance.rate,
             inner_acceptance_rate=None if inner is None else inner.rate,
             tokens_per_step=(len(row.tokens) - self.free_tokens) / row.steps if row is not None and row.steps else None,
             free_tokens=self.free_tokens,

@@ -21,12 +21,12 @@ from ..errors import RequestCancelled
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress, TokenEvent
 from ..sampling import LogitsProcessor
-from ..speculative.distributions import Chooser
 from ..speculative.forward_cost import measure_forwards, measure_head
-from ..speculative.gain import Acceptance, DecodeCosts, Outlook, predicted_gain
+from ..speculative.gain import Acceptance, DecodeCosts, GainInputs, predicted_gain
 from ..speculative.mtp_proposer import PromptReader
 from ..speculative.row import LastForward, Limits, SpeculativeRow
-from ..speculative.strategies import STRATEGIES, Drafting, StrategyName, refusals
+from ..speculative.strategies import STRATEGIES, ProposerInputs, StrategyName, refusals
+from ..speculative.token_sampler import TokenSampler
 from .scheduler import Scheduler
 from .sequence import Sequence, Speculation
 
@@ -103,8 +103,8 @@ class Speculator:
 
     def _gain(self, name: StrategyName, context: int, outer: float, inner: float) -> float:
         draft_context = self.config.window if name == "triforce" else context
-        outlook = Outlook(context, draft_context, outer, inner)
-        return predicted_gain(name, self.costs, self.config, outlook)
+        inputs = GainInputs(context, draft_context, outer, inner)
+        return predicted_gain(name, self.costs, self.config, inputs)
 
     @property
     def costs(self) -> DecodeCosts:
@@ -146,7 +146,7 @@ class Speculator:
         chosen = sequence.speculation
         if chosen is None or chosen.strategy is None:
             return
-        given = Drafting(
+        given = ProposerInputs(
             self.pair.target,
             sequence.cache,
             sequence.request.prompt,
@@ -169,13 +169,13 @@ class Speculator:
         chosen, request = sequence.speculation, sequence.request
         if chosen is None or chosen.strategy is None or chosen.proposer is None:
             return None
-        chooser = Chooser(request.sampling, logits.shape[-1], processors, sequence.guide, request.stop_token_ids)
+        sampler = TokenSampler(request.sampling, logits.shape[-1], processors, sequence.guide, request.stop_token_ids)
         row = SpeculativeRow(
             self.pair.target,
             sequence.cache,
             logits,
             chosen.proposer,
-            chooser,
+            sampler,
             Limits(request.max_tokens, request.stop_token_ids),
             STRATEGIES[chosen.strategy].gamma(self.config),
             first=chosen.last,
@@ -232,10 +232,10 @@ class Speculator:
             return None
         if others:
             return "other answers came, and a shared forward is cheaper"
-        if row.tally.judged < _ENOUGH:
+        if row.acceptance.judged < _ENOUGH:
             return None
         inner = row.proposer.inner
-        rates = row.tally.rate or 0.0, (inner.rate if inner is not None else None) or 0.0
+        rates = row.acceptance.rate or 0.0, (inner.rate if inner is not None else None) or 0.0
         gain = self._gain(chosen.strategy, chosen.context + len(row.tokens), *rates)
         return f"too few proposals were accepted ({rates[0]:.0%})" if gain < 1 else None
 
@@ -245,7 +245,7 @@ class Speculator:
         chosen = self._rows.pop(uid)
         self._turns.remove(uid)
         if chosen.strategy is not None:
-            self._outer[chosen.strategy].add(row.tally.accepted, row.tally.judged)
+            self._outer[chosen.strategy].add(row.acceptance.accepted, row.acceptance.judged)
         if row.proposer.inner is not None:
             self._inner.add(row.proposer.inner.accepted, row.proposer.inner.judged)
         return chosen

@@ -1,4 +1,4 @@
-"""Whether speculation pays: predicted from measured forwards and observed acceptance. Pure.
+"""The predicted gain of speculation, from measured forwards and observed acceptance. Pure.
 
 A forward of r rows on a cache of S tokens takes `base + per_token * S`; how both grow with r is measured, because it is
 what decides: on Apple GPUs four rows of quantised weights cost 1.1 to 1.6 times one. With acceptance a, a proposal of
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..config import SpeculationConfig
 
-__all__ = ["Acceptance", "DecodeCosts", "ForwardCost", "Outlook", "expected_tokens", "predicted_gain"]
+__all__ = ["Acceptance", "DecodeCosts", "ForwardCost", "GainInputs", "expected_tokens", "predicted_gain"]
 
 _PRIOR_WEIGHT = 20.0  # judged tokens that the prior counts for
 _FORGET = 0.98  # of the past, per request
@@ -40,7 +40,7 @@ class DecodeCosts:
 
 @dataclass
 class Acceptance:
-    """What is known about one strategy's acceptance: a prior, and what requests showed lately."""
+    """Estimated acceptance rate of one strategy: a prior, updated by recent requests."""
 
     prior: float
     accepted: float = 0.0
@@ -55,14 +55,14 @@ class Acceptance:
         self.judged += judged
 
     def forget(self) -> None:
-        """One more request has passed, so that what was refused for its past is tried again some day."""
+        """Decay towards the prior, so that a refused strategy is tried again after some requests."""
         self.accepted *= _FORGET
         self.judged *= _FORGET
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """What a prediction rests on.
+class GainInputs:
+    """What a prediction depends on.
 
     Attributes:
         context: tokens in the target's cache; `draft_context` in the draft's.
@@ -82,28 +82,28 @@ def expected_tokens(acceptance: float, gamma: int) -> float:
     return float((1 - acceptance ** (gamma + 1)) / (1 - acceptance))
 
 
-def predicted_gain(strategy: str, costs: DecodeCosts, config: SpeculationConfig, outlook: Outlook) -> float:
+def predicted_gain(strategy: str, costs: DecodeCosts, config: SpeculationConfig, inputs: GainInputs) -> float:
     """How many times faster than one token per forward."""
-    plain = costs.target[1].at(outlook.context)
-    small = min(config.budget, outlook.context)
-    draft = 0.0 if costs.draft is None else costs.draft.at(outlook.draft_context)
+    plain = costs.target[1].at(inputs.context)
+    small = min(config.budget, inputs.context)
+    draft = 0.0 if costs.draft is None else costs.draft.at(inputs.draft_context)
     if strategy == "draft":
         gamma, proposing = config.gamma, config.gamma * draft
     elif strategy == "mtp":
-        gamma, proposing = config.gamma, config.gamma * (0.0 if costs.head is None else costs.head.at(outlook.context))
+        gamma, proposing = config.gamma, config.gamma * (0.0 if costs.head is None else costs.head.at(inputs.context))
     elif strategy == "retrieval":
-        gamma, proposing = config.gamma2, config.gamma2 * costs.target[1].at(small) + _choosing(costs, config, outlook)
+        gamma, proposing = config.gamma2, config.gamma2 * costs.target[1].at(small) + _choosing(costs, config, inputs)
     else:
         gamma = config.gamma2
         inner = config.gamma1 * draft + costs.target[config.gamma1 + 1].at(small)
-        rounds = max(1.0, gamma / expected_tokens(outlook.inner, config.gamma1))
-        proposing = inner * rounds + _choosing(costs, config, outlook)
-    verifying = costs.target[gamma + 1].at(outlook.context)
-    return expected_tokens(outlook.outer, gamma) * plain / (proposing + verifying)
+        rounds = max(1.0, gamma / expected_tokens(inputs.inner, config.gamma1))
+        proposing = inner * rounds + _choosing(costs, config, inputs)
+    verifying = costs.target[gamma + 1].at(inputs.context)
+    return expected_tokens(inputs.outer, gamma) * plain / (proposing + verifying)
 
 
-def _choosing(costs: DecodeCosts, config: SpeculationConfig, outlook: Outlook) -> float:
+def _choosing(costs: DecodeCosts, config: SpeculationConfig, inputs: GainInputs) -> float:
     """After a rejection chunks are chosen anew, by the keys of means and shortlist; keys are half of what is read."""
-    rejected = 1 - outlook.outer**config.gamma2
-    listed = min(config.shortlist * config.budget, outlook.context) if config.shortlist > 1 else 0
-    return rejected * costs.target[1].per_token * (outlook.context / config.chunk + listed) / 2
+    rejected = 1 - inputs.outer**config.gamma2
+    listed = min(config.shortlist * config.budget, inputs.context) if config.shortlist > 1 else 0
+    return rejected * costs.target[1].per_token * (inputs.context / config.chunk + listed) / 2

@@ -18,11 +18,11 @@ from ..adapters.hidden import recorded_hidden
 from ..adapters.mtp import MTPHead
 from ..cache.positioned import PositionedKVCache, place
 from ..request import TokenIds
-from .distributions import Chooser
-from .proposers import Proposal, Tally, Verified
+from .proposers import AcceptanceCounts, Proposal, Verified
+from .token_sampler import TokenSampler
 from .verification import draw
 
-__all__ = ["HeadDrafts", "PromptReader"]
+__all__ = ["MTPProposer", "PromptReader"]
 
 Indices = npt.NDArray[np.int32]
 
@@ -75,10 +75,10 @@ class PromptReader:
             self.head(hidden[:, mx.array(followed)], following, self.cache)
 
 
-class HeadDrafts:
+class MTPProposer:
     """Proposals of the head: the first from the target's hidden state, further ones from the head's own output."""
 
-    inner: Tally | None = None
+    inner: AcceptanceCounts | None = None
 
     def __init__(self, reader: PromptReader) -> None:
         assert reader.hidden is not None
@@ -89,19 +89,19 @@ class HeadDrafts:
         self._read = 0  # tokens of the generated text that it has read
         self._drafted = 0  # entries on top that are its own guesses
 
-    def watching(self) -> AbstractContextManager[list[mx.array]]:
+    def recording(self) -> AbstractContextManager[list[mx.array]]:
         return recorded_hidden()
 
-    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
+    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
         new = text[self._read :]
         out = self._feed(self._hidden[:, : len(new)], new)
         self._read = len(text)
         proposal = Proposal()
         while True:
-            (law,) = chooser.laws(self.head.logits(out[:, -1:])[0], [*text, *proposal.tokens])
-            proposal.laws.append(law)
-            proposal.tokens.append(draw(law, chooser.dice))
-            if len(proposal.tokens) >= count or proposal.tokens[-1] in chooser.stops:
+            (distribution,) = sampler.distributions(self.head.logits(out[:, -1:])[0], [*text, *proposal.tokens])
+            proposal.distributions.append(distribution)
+            proposal.tokens.append(draw(distribution, sampler.rng))
+            if len(proposal.tokens) >= count or proposal.tokens[-1] in sampler.stops:
                 return proposal
             yield
             out = self._feed(out[:, -1:], proposal.tokens[-1:])
@@ -112,7 +112,7 @@ class HeadDrafts:
             self.cache.trim(self._drafted)
             self._next -= self._drafted
             self._drafted = 0
-        (self._hidden,) = verified.seen
+        (self._hidden,) = verified.recorded
 
     def _feed(self, hidden: mx.array, following: Sequence[int]) -> mx.array:
         count = len(following)

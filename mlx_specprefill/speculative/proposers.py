@@ -1,4 +1,4 @@
-"""What proposes tokens: the interface of every strategy, and the plain way to do it, one token after another."""
+"""The interface of all proposers, and the simplest one: a draft model, one token after another."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from .distributions import Chooser
-from .rollback import Trail
+from .rollback import CacheSnapshots
 from .streaming_cache import StreamingKVCache
-from .verification import Law, draw
+from .token_sampler import TokenSampler
+from .verification import Distribution, draw
 
-__all__ = ["Drafter", "ModelDrafts", "Proposal", "Proposer", "Tally", "Verified"]
+__all__ = ["AcceptanceCounts", "DraftModelProposer", "Drafter", "Proposal", "Proposer", "Verified"]
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens that may follow the text, and the laws that they were drawn from."""
+    """Tokens that may follow the text, and the distributions that they were drawn from."""
 
     tokens: list[int] = field(default_factory=list)
-    laws: list[Law] = field(default_factory=list)
+    distributions: list[Distribution] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What became of a proposal.
+    """The outcome of a verification.
 
     Attributes:
         length: generated tokens that the target's cache holds now.
         proposed, accepted: tokens of the proposal.
         row: of the verification's forward, that of the last token that stayed.
-        seen: what the proposer was watching in that forward.
+        recorded: what the proposer recorded in that forward.
     """
 
     length: int
     proposed: int
     accepted: int
     row: int
-    seen: Any = None
+    recorded: Any = None
 
 
 @dataclass
-class Tally:
-    """How the proposals of one level fared. Tokens after a rejected one were not judged and don't count."""
+class AcceptanceCounts:
+    """How many proposed tokens of one level were accepted. Tokens after a rejected one were not judged."""
 
     judged: int = 0
     accepted: int = 0
@@ -65,21 +65,21 @@ class Proposer(Protocol):
     """One row's source of proposals. Its generators yield between forwards.
 
     Attributes:
-        inner: how the level below fared, if there is one.
+        inner: acceptance of the level below, if there is one.
     """
 
-    inner: Tally | None
+    inner: AcceptanceCounts | None
 
-    def watching(self) -> AbstractContextManager[Any]:
-        """The context in which a forward of the target runs; what it gives becomes `Verified.seen`."""
+    def recording(self) -> AbstractContextManager[Any]:
+        """The context in which a forward of the target runs; its value becomes `Verified.recorded`."""
         ...
 
-    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
+    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
         """About `count` tokens that may follow the generated `text`, all of which is final; fewer if it can't."""
         ...
 
     def settle(self, verified: Verified) -> None:
-        """The target has decided."""
+        """Take note of the target's verification."""
         ...
 
 
@@ -94,18 +94,18 @@ class Drafter:
         self.model = model
         self.cache = cache
         self.held = held
-        self._trail: Trail | None = None
+        self._snapshots: CacheSnapshots | None = None
         self._settled = held  # tokens that can't be taken back
         self._streams = [part for part in cache if isinstance(part, StreamingKVCache)]
 
-    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
+    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
         logits = self._catch_up(text)
         proposal = Proposal()
         while True:
-            (law,) = chooser.laws(logits, [*text, *proposal.tokens])
-            proposal.laws.append(law)
-            proposal.tokens.append(draw(law, chooser.dice))
-            if len(proposal.tokens) >= count or proposal.tokens[-1] in chooser.stops:
+            (distribution,) = sampler.distributions(logits, [*text, *proposal.tokens])
+            proposal.distributions.append(distribution)
+            proposal.tokens.append(draw(distribution, sampler.rng))
+            if len(proposal.tokens) >= count or proposal.tokens[-1] in sampler.stops:
                 return proposal
             yield
             logits = self._step(proposal.tokens[-1])
@@ -116,29 +116,29 @@ class Drafter:
         Args:
             final: nothing before `length` will be taken back any more. Until then, all that was fed since can be.
         """
-        if self._trail is not None and self.held > length:
-            self._trail.back_to(length - self._settled)
+        if self._snapshots is not None and self.held > length:
+            self._snapshots.restore(length - self._settled)
             self.held = length
         if final:
-            self._trail = None
+            self._snapshots = None
             for part in self._streams:
                 part.evict()
 
     def _catch_up(self, text: Sequence[int]) -> mx.array:
         """Feed what is new; logits (1, V) of the last token."""
         unfed = text[self.held :]
-        if self._trail is None:
+        if self._snapshots is None:
             logits = self._feed(unfed)
-            self._trail, self._settled = Trail(self.cache), self.held
+            self._snapshots, self._settled = CacheSnapshots(self.cache), self.held
             return logits
         for token in unfed:
             logits = self._step(token)
         return logits
 
     def _step(self, token: int) -> mx.array:
-        assert self._trail is not None
+        assert self._snapshots is not None
         logits = self._feed([token])
-        self._trail.mark()
+        self._snapshots.take()
         return logits
 
     def _feed(self, tokens: Sequence[int]) -> mx.array:
@@ -147,19 +147,19 @@ class Drafter:
         return logits
 
 
-class ModelDrafts:
-    """Proposals of a drafter, as they are."""
+class DraftModelProposer:
+    """Proposes what a draft model drafts."""
 
-    inner: Tally | None = None
+    inner: AcceptanceCounts | None = None
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
 
-    def watching(self) -> AbstractContextManager[None]:
+    def recording(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
-        return self.drafter.propose(text, count, chooser)
+    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
+        return self.drafter.propose(text, count, sampler)
 
     def settle(self, verified: Verified) -> None:
         self.drafter.keep(verified.length, final=True)

@@ -1,7 +1,7 @@
 """The target drafts for itself on a small part of its cache, alone or on top of a smaller model (TriForce, section 4).
 
-Both need no second set of weights for the upper level: forwards on the small part cost the same weights but little
-attention, which pays when the whole cache is what takes the time.
+Neither needs a second set of weights for the upper level. A forward on the small part reads the same weights but
+few keys and values, which pays when reading the whole cache takes most of the time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..adapters.capture import AttentionRecord, recorded_attention
 from ..cache.positioned import PositionedKVCache, leaves
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
-from .distributions import Chooser
-from .proposers import Drafter, Proposal, Tally, Verified
+from .proposers import AcceptanceCounts, Drafter, Proposal, Verified
 from .retrieval_cache import RetrievalKVCache
-from .rollback import Rewind
+from .rollback import Rollback
+from .token_sampler import TokenSampler
 from .verification import verify
 
-__all__ = ["HierarchicalDrafts", "RetrievalDrafts", "RetrievedCache"]
+__all__ = ["RetrievalPromptCache", "RetrievalProposer", "TriForceProposer"]
 
 _SMOOTH = 0.5  # of the moving average of acceptance
 
 
-class RetrievedCache:
-    """The small part, layer by layer: chosen chunks of full attention; windows and recurrent states as they are.
+class RetrievalPromptCache:
+    """A retrieval cache per layer of full attention; windows and recurrent states are copied as they are.
 
     Args:
         source: the target's prompt cache, which others advance.
@@ -95,41 +95,41 @@ class RetrievedCache:
         return mirrored
 
 
-class _OnRetrieval:
-    """What both strategies share: the cache, and keeping it up to date."""
+class _RetrievalBase:
+    """What both proposers share: the retrieval cache, rebuilt and updated after each verification."""
 
     def __init__(self, model: nn.Module, source: Sequence[Any], config: SpeculationConfig) -> None:
         self.model = model
-        self.retrieved = RetrievedCache(source, config)
+        self.retrieved = RetrievalPromptCache(source, config)
 
-    def watching(self) -> AbstractContextManager[AttentionRecord]:
+    def recording(self) -> AbstractContextManager[AttentionRecord]:
         return recorded_attention()
 
     def settle(self, verified: Verified) -> None:
         retrieved = self.retrieved
         retrieved.observe(verified.proposed, verified.accepted)
         if retrieved.due(verified.length):
-            retrieved.rebuild(verified.seen, verified.row, verified.length)
+            retrieved.rebuild(verified.recorded, verified.row, verified.length)
         retrieved.follow()
 
 
-class RetrievalDrafts(_OnRetrieval):
+class RetrievalProposer(_RetrievalBase):
     """The target on its retrieved cache, token by token."""
 
-    inner: Tally | None = None
+    inner: AcceptanceCounts | None = None
 
-    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
+    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
         if not self.retrieved.built:
             return Proposal()  # the first forward is an ordinary one, whose queries choose the chunks
         drafter = Drafter(self.model, self.retrieved.caches, len(text) - 1)
-        return (yield from drafter.propose(text, count, chooser))
+        return (yield from drafter.propose(text, count, sampler))
 
 
-class HierarchicalDrafts(_OnRetrieval):
+class TriForceProposer(_RetrievalBase):
     """TriForce: a small model drafts, the target on its retrieved cache verifies and corrects, and proposes that.
 
-    What comes out of the inner verification has the law of the middle level, so that is the law it is proposed with
-    (the paper's CORRECT; its published code records the same law but draws from another after a rejection).
+    What passes the inner verification has the distribution of the middle level, and is proposed with that distribution
+    (the paper's CORRECT; its published code records the same one but draws from another after a rejection).
     """
 
     def __init__(
@@ -138,33 +138,33 @@ class HierarchicalDrafts(_OnRetrieval):
         super().__init__(model, source, config)
         self.drafter = drafter
         self.gamma1 = gamma1
-        self.inner: Tally | None = Tally()
+        self.inner: AcceptanceCounts | None = AcceptanceCounts()
 
-    def propose(self, text: Sequence[int], count: int, chooser: Chooser) -> Generator[None, None, Proposal]:
+    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
         proposal = Proposal()
         if not self.retrieved.built:
             return proposal
         while len(proposal.tokens) < count:
             so_far = [*text, *proposal.tokens]
-            drafted = yield from self.drafter.propose(so_far, self.gamma1, chooser)
+            drafted = yield from self.drafter.propose(so_far, self.gamma1, sampler)
             yield
-            self._verify(so_far, drafted, proposal, chooser)
-            if proposal.tokens[-1] in chooser.stops:
+            self._verify(so_far, drafted, proposal, sampler)
+            if proposal.tokens[-1] in sampler.stops:
                 break
             if len(proposal.tokens) < count:
                 yield
         return proposal
 
-    def _verify(self, text: list[int], drafted: Proposal, proposal: Proposal, chooser: Chooser) -> None:
+    def _verify(self, text: list[int], drafted: Proposal, proposal: Proposal, sampler: TokenSampler) -> None:
         """One inner round: what stays, and what follows it, goes into `proposal`. The text's last token is not fed."""
-        rewind = Rewind(self.retrieved.caches)
-        logits = rewind.forward(self.model, mx.array([[text[-1], *drafted.tokens]]))
-        laws = chooser.laws(logits, text, drafted.tokens)
-        verdict = verify(laws, drafted.laws, drafted.tokens, chooser.dice)
-        rewind.keep(1 + verdict.accepted)
+        rollback = Rollback(self.retrieved.caches)
+        logits = rollback.forward(self.model, mx.array([[text[-1], *drafted.tokens]]))
+        distributions = sampler.distributions(logits, text, drafted.tokens)
+        verdict = verify(distributions, drafted.distributions, drafted.tokens, sampler.rng)
+        rollback.keep(1 + verdict.accepted)
         self.drafter.keep(len(text) + verdict.accepted)
         proposal.tokens.extend([*drafted.tokens[: verdict.accepted], verdict.token])
-        proposal.laws.extend(laws[: verdict.accepted + 1])
+        proposal.distributions.extend(distributions[: verdict.accepted + 1])
         assert self.inner is not None
         self.inner.add(len(drafted.tokens), verdict.accepted)
 

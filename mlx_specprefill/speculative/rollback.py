@@ -1,4 +1,4 @@
-"""Going back to an earlier token, whatever kind of cache holds it.
+"""Rollback of fed tokens, for every kind of cache.
 
 Keys and values are trimmed. A window that has wrapped has overwritten what a trim would need, so it is not trimmed: a
 forward of several rows leaves a ring that still holds what was before it, and cutting its last rows off is exact; one
@@ -20,12 +20,12 @@ from ..adapters.rope import adjusted_offsets
 from ..cache.positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
 from ..errors import SparseUnsupportedError
 
-__all__ = ["Rewind", "Trail", "rewind_refusal"]
+__all__ = ["CacheSnapshots", "Rollback", "rollback_refusal"]
 
 _RINGS = (RotatingKVCache, PositionedRotatingKVCache)
 
 
-def rewind_refusal(model: nn.Module, cache: Sequence[Any]) -> str | None:
+def rollback_refusal(model: nn.Module, cache: Sequence[Any]) -> str | None:
     """Why tokens can't be taken back from this model's caches; None when they can."""
     for part in leaves(cache):
         if getattr(part, "keep", 0):
@@ -35,7 +35,7 @@ def rewind_refusal(model: nn.Module, cache: Sequence[Any]) -> str | None:
     return replay_refusal(model, cache)
 
 
-class Rewind:
+class Rollback:
     """One forward of several tokens, of which only the first ones may stay."""
 
     def __init__(self, cache: Sequence[Any], shift: int = 0) -> None:
@@ -92,19 +92,19 @@ def _cut(part: Any, count: int) -> None:
         part.runs.drop_from(part.next)
 
 
-class Trail:
-    """Single-token forwards, any number of which may be taken back. `mark` after each of them."""
+class CacheSnapshots:
+    """Cache states after single-token forwards, any number of which can be undone. `take` after each forward."""
 
     def __init__(self, cache: Sequence[Any]) -> None:
         self._parts = list(leaves(cache))
         self._states: list[list[Any]] = []
-        self.mark()
+        self.take()
 
-    def mark(self) -> None:
+    def take(self) -> None:
         self._states.append([_snapshot(part) for part in self._parts])
 
-    def back_to(self, count: int) -> None:
-        """Keep the first `count` of the marked forwards."""
+    def restore(self, count: int) -> None:
+        """Undo all forwards but the first `count`."""
         excess = len(self._states) - 1 - count
         if excess <= 0:
             return

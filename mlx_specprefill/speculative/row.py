@@ -1,4 +1,4 @@
-"""A row that decodes by proposals: several tokens per forward of the target, with the law of one at a time.
+"""A row that decodes by proposals: several tokens per forward of the target, with its own distribution.
 
 Invariant between rounds: the target's cache holds the prompt and all tokens that were returned; one more token is
 chosen and not fed. A round feeds it together with a proposal, keeps what the target accepts, and chooses the next one.
@@ -15,10 +15,10 @@ import mlx.nn as nn
 
 from ..request import TokenEvent
 from ..sampling import token_event
-from .distributions import Chooser
-from .proposers import Proposal, Proposer, Tally, Verified
-from .rollback import Rewind
-from .verification import Law, verify
+from .proposers import AcceptanceCounts, Proposal, Proposer, Verified
+from .rollback import Rollback
+from .token_sampler import TokenSampler
+from .verification import Distribution, verify
 
 __all__ = ["LastForward", "Limits", "SpeculativeRow"]
 
@@ -26,24 +26,24 @@ Round = Generator[None, None, list[TokenEvent]]
 
 
 class LastForward:
-    """The prefill's last forward, with tokens that may follow the prompt: their verification costs no forward.
+    """The last forward of the prefill, which also verifies tokens that may follow the prompt.
 
     Attributes:
-        ahead: the tokens, certain proposals of whoever looked ahead.
+        ahead: those tokens, as the scorer looked ahead.
         logits: (1 + len(ahead), V) once fed.
     """
 
     def __init__(self, model: nn.Module, ahead: Sequence[int] = ()) -> None:
         self.model = model
         self.ahead = list(ahead)
-        self.rewind: Rewind | None = None
+        self.rollback: Rollback | None = None
         self.logits: mx.array | None = None
 
     def __call__(self, last: mx.array, cache: list[Any]) -> mx.array:
         """Feed the prompt's last token (1, 1); its logits (1, V)."""
         tokens = mx.concatenate([last, mx.array([self.ahead], dtype=last.dtype)], axis=1) if self.ahead else last
-        self.rewind = Rewind(cache)
-        self.logits = self.rewind.forward(self.model, tokens)
+        self.rollback = Rollback(cache)
+        self.logits = self.rollback.forward(self.model, tokens)
         return self.logits[:1]
 
 
@@ -74,7 +74,7 @@ class SpeculativeRow:
     Attributes:
         tokens: returned so far.
         steps: target forwards since the prefill.
-        tally: how proposals fared.
+        acceptance: of the proposed tokens.
         early: events of the tokens that the prefill's last forward has verified.
         proposing: the proposer is at work: if it raises, the row itself is as good as before.
     """
@@ -85,7 +85,7 @@ class SpeculativeRow:
         cache: list[Any],
         logits: mx.array,
         proposer: Proposer,
-        chooser: Chooser,
+        sampler: TokenSampler,
         limits: Limits,
         gamma: int,
         *,
@@ -100,9 +100,9 @@ class SpeculativeRow:
         self.gamma = gamma
         self.tokens: list[int] = []
         self.steps = 0
-        self.tally = Tally()
+        self.acceptance = AcceptanceCounts()
         self.logits = logits[:1]
-        self._chooser = chooser
+        self._sampler = sampler
         self._logprobs = logprobs
         self._shift = shift
         self._next = 0
@@ -137,19 +137,19 @@ class SpeculativeRow:
             return []
         self._round = None
         fed = [self._next]
-        rows, _ = self._forward(Rewind(self.cache, self._shift), fed)
+        rows, _ = self._forward(Rollback(self.cache, self._shift), fed)
         return self._commit(fed, rows)
 
     def _begin(self, first: LastForward | None) -> list[TokenEvent]:
         """The tokens that the prefill's last forward has verified already."""
         ahead = [] if first is None else first.ahead[: self.limits.max_tokens]
         rows = self.logits if first is None or first.logits is None else first.logits[: len(ahead) + 1]
-        proposal: list[Law] = list(ahead)
-        verdict = verify(self._chooser.laws(rows, [], ahead), proposal, ahead, self._chooser.dice)
-        self.tally.add(len(ahead), verdict.accepted)
+        proposal: list[Distribution] = list(ahead)
+        verdict = verify(self._sampler.distributions(rows, [], ahead), proposal, ahead, self._sampler.rng)
+        self.acceptance.add(len(ahead), verdict.accepted)
         kept = self.limits.cut(ahead[: verdict.accepted], 0)
-        if first is not None and first.rewind is not None:
-            first.rewind.keep(1 + kept)
+        if first is not None and first.rollback is not None:
+            first.rollback.keep(1 + kept)
         self._next = verdict.token
         return self._commit(ahead[:kept], rows[1 : kept + 1])
 
@@ -159,33 +159,33 @@ class SpeculativeRow:
         proposal = Proposal()
         if room > 0 and self._next not in self.limits.stop_ids:
             proposal = yield from self._propose(text, min(self.gamma, room))
-        tokens, laws = proposal.tokens[:room], proposal.laws[:room]
+        tokens, distributions = proposal.tokens[:room], proposal.distributions[:room]
         if tokens:
             yield
         fed = [self._next, *tokens]
-        rewind = Rewind(self.cache, self._shift)
-        rows, seen = self._forward(rewind, fed)
-        verdict = verify(self._chooser.laws(rows, text, tokens), laws, tokens, self._chooser.dice)
-        self.tally.add(len(tokens), verdict.accepted)
+        rollback = Rollback(self.cache, self._shift)
+        rows, recorded = self._forward(rollback, fed)
+        verdict = verify(self._sampler.distributions(rows, text, tokens), distributions, tokens, self._sampler.rng)
+        self.acceptance.add(len(tokens), verdict.accepted)
         kept = self.limits.cut(fed[: 1 + verdict.accepted], len(self.tokens))
-        rewind.keep(kept)
+        rollback.keep(kept)
         self._next = verdict.token
         events = self._commit(fed[:kept], rows[:kept])
-        self._verified = Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1, seen)
+        self._verified = Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1, recorded)
         return events
 
     def _propose(self, text: list[int], count: int) -> Generator[None, None, Proposal]:
         self.proposing = True
         if self._verified is not None:
             self.proposer.settle(self._verified)
-        proposal = yield from self.proposer.propose(text, count, self._chooser)
+        proposal = yield from self.proposer.propose(text, count, self._sampler)
         self.proposing = False
         return proposal
 
-    def _forward(self, rewind: Rewind, fed: list[int]) -> tuple[mx.array, Any]:
+    def _forward(self, rollback: Rollback, fed: list[int]) -> tuple[mx.array, Any]:
         self.steps += 1
-        with self.proposer.watching() as seen:
-            return rewind.forward(self.model, mx.array([fed])), seen
+        with self.proposer.recording() as recorded:
+            return rollback.forward(self.model, mx.array([fed])), recorded
 
     def _commit(self, tokens: list[int], rows: mx.array) -> list[TokenEvent]:
         """Tokens whose forward gave the logits `rows` (R, V) are part of the answer."""
@@ -194,7 +194,7 @@ class SpeculativeRow:
         deciding = mx.concatenate([self.logits, rows[:-1]]) if self._logprobs is not None else None
         self.logits = rows[-1:]
         self.tokens += tokens
-        self._chooser.commit(tokens)
+        self._sampler.commit(tokens)
         return [self._event(token, i, deciding) for i, token in enumerate(tokens)]
 
     def _event(self, token: int, row: int, deciding: mx.array | None) -> TokenEvent:

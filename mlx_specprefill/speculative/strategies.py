@@ -1,4 +1,4 @@
-"""The ways to decode, by name: what each needs, and how a row of it starts."""
+"""Speculation strategies by name: what each needs, and how its proposer is made."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ..cache.positioned import PositionedKVCache, Runs, leaves, make_positioned_
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
 from ..request import Progress, TokenIds
-from .mtp_proposer import HeadDrafts, PromptReader
-from .proposers import Drafter, ModelDrafts, Proposer
-from .retrieval_proposer import HierarchicalDrafts, RetrievalDrafts, RetrievedCache
-from .rollback import rewind_refusal
+from .mtp_proposer import MTPProposer, PromptReader
+from .proposers import Drafter, DraftModelProposer, Proposer
+from .retrieval_proposer import RetrievalPromptCache, RetrievalProposer, TriForceProposer
+from .rollback import rollback_refusal
 from .streaming_cache import StreamingKVCache
 
-__all__ = ["STRATEGIES", "Drafting", "Strategy", "StrategyName", "gathered", "refusals", "streaming_drafter"]
+__all__ = ["STRATEGIES", "ProposerInputs", "Strategy", "StrategyName", "gathered", "refusals", "streaming_drafter"]
 
 StrategyName = Literal["draft", "retrieval", "triforce", "mtp"]
 _STREAM_STEP = 256  # tokens per forward while the small model reads
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """What a request's row can be started with.
+class ProposerInputs:
+    """What a proposer can be made from.
 
     Attributes:
         cache: the target's, with the prompt in it.
@@ -60,18 +60,18 @@ Start = Generator[Progress, None, Proposer]
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to propose.
+    """One speculation strategy.
 
     Attributes:
         needs_draft: a small model.
         needs_reading: a small model that has read the prompt.
         needs_retrieval: a target whose attention can be pointed to a part of its cache.
         needs_head: a target with an MTP head that has read the prompt.
-        start: makes a row's proposer; yields between forwards.
+        start: makes a proposer; yields between forwards.
         gamma: tokens to ask it for at a time.
     """
 
-    start: Callable[[Drafting], Start]
+    start: Callable[[ProposerInputs], Start]
     gamma: Callable[[SpeculationConfig], int]
     needs_draft: bool = False
     needs_reading: bool = False
@@ -79,30 +79,30 @@ class Strategy:
     needs_head: bool = False
 
 
-def _draft(given: Drafting) -> Start:
+def _draft(given: ProposerInputs) -> Start:
     assert given.draft is not None
     assert given.draft_cache is not None
     cache = given.draft_cache
     if given.kept is not None and len(given.prompt) > given.config.gather_above:
         cache = gathered(cache, given.kept)
-    return ModelDrafts(Drafter(given.draft, cache))
+    return DraftModelProposer(Drafter(given.draft, cache))
     yield
 
 
-def _retrieval(given: Drafting) -> Start:
-    return RetrievalDrafts(given.target, given.cache, given.config)
+def _retrieval(given: ProposerInputs) -> Start:
+    return RetrievalProposer(given.target, given.cache, given.config)
     yield
 
 
-def _triforce(given: Drafting) -> Start:
+def _triforce(given: ProposerInputs) -> Start:
     assert given.draft is not None
     drafter = yield from streaming_drafter(given.draft, given.prompt, given.config.sinks, given.config.window)
-    return HierarchicalDrafts(given.target, given.cache, given.config, drafter, given.config.gamma1)
+    return TriForceProposer(given.target, given.cache, given.config, drafter, given.config.gamma1)
 
 
-def _mtp(given: Drafting) -> Start:
+def _mtp(given: ProposerInputs) -> Start:
     assert given.reader is not None
-    return HeadDrafts(given.reader)
+    return MTPProposer(given.reader)
     yield
 
 
@@ -138,13 +138,13 @@ def refusals(
 
 def _target_refusal(target: nn.Module) -> str | None:
     refusal = adapter_for(architecture_of(target)).speculation_refusal
-    return refusal or rewind_refusal(target, make_prompt_cache(target))
+    return refusal or rollback_refusal(target, make_prompt_cache(target))
 
 
 def _draft_refusal(draft: nn.Module) -> str | None:
     if isinstance(draft, FirstLayers):
         return f"the draft runs its first {draft.count} layers only, which do not say what token comes next"
-    refusal = rewind_refusal(draft, make_prompt_cache(draft))
+    refusal = rollback_refusal(draft, make_prompt_cache(draft))
     return None if refusal is None else f"the draft: {refusal}"
 
 
@@ -159,7 +159,7 @@ def _retrieval_refusal(target: nn.Module) -> str | None:
         target(tokens[:, :33], cache=cache)
         with recorded_attention() as attention:
             target(tokens[:, 33:34], cache=cache)
-        retrieved = RetrievedCache(cache, config)
+        retrieved = RetrievalPromptCache(cache, config)
         retrieved.rebuild(attention, 0, 0)
         retrieved.follow()
         ours = target(tokens[:, 34:37], cache=retrieved.caches)

@@ -44,10 +44,10 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.sampling import make_sampler
-from mlx_specprefill.speculative.distributions import Chooser
-from mlx_specprefill.speculative.proposers import ModelDrafts, Proposer
+from mlx_specprefill.speculative.proposers import DraftModelProposer, Proposer
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
-from mlx_specprefill.speculative.strategies import STRATEGIES, Drafting, refusals, streaming_drafter
+from mlx_specprefill.speculative.strategies import STRATEGIES, ProposerInputs, refusals, streaming_drafter
+from mlx_specprefill.speculative.token_sampler import TokenSampler
 
 from .harness import BenchError, pairs
 from .harness.figures import Clock, ratio, show_rows
@@ -100,34 +100,34 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 # --- one answer ------------------------------------------------------------------------------------------------------
 
 
-def drafted(given: Drafting, logits: mx.array, arm: str, limits: Limits, sampling: SamplingParams) -> Row:
+def drafted(given: ProposerInputs, logits: mx.array, arm: str, limits: Limits, sampling: SamplingParams) -> Row:
     """One answer of one strategy; time does not include what the draft reads of the prompt."""
     if arm == MEANS:
         by_means = replace(given, config=replace(given.config, shortlist=1))
         return drafted(by_means, logits, "retrieval", limits, sampling)
     if arm == STREAMING:
         window = given.config.budget - SINKS
-        proposer: Proposer = ModelDrafts(finish(streaming_drafter(given.target, given.prompt, SINKS, window)))
+        proposer: Proposer = DraftModelProposer(finish(streaming_drafter(given.target, given.prompt, SINKS, window)))
         gamma = given.config.gamma2
     else:
         proposer = finish(STRATEGIES[arm].start(given))  # type: ignore[index]
         gamma = STRATEGIES[arm].gamma(given.config)  # type: ignore[index]
-    chooser = Chooser(sampling, logits.shape[-1], stops=limits.stop_ids)
-    row = SpeculativeRow(given.target, given.cache, logits, proposer, chooser, limits, gamma)
+    sampler = TokenSampler(sampling, logits.shape[-1], stops=limits.stop_ids)
+    row = SpeculativeRow(given.target, given.cache, logits, proposer, sampler, limits, gamma)
     clock = Clock()
     while not row.ended:
         row.step()
-    return {"tokens": row.tokens, **clock.read(), "steps": row.steps, "outer": row.tally, "inner": proposer.inner}
+    return {"tokens": row.tokens, **clock.read(), "steps": row.steps, "outer": row.acceptance, "inner": proposer.inner}
 
 
-def plain(given: Drafting, logits: mx.array, limits: Limits, sampling: SamplingParams) -> Row:
+def plain(given: ProposerInputs, logits: mx.array, limits: Limits, sampling: SamplingParams) -> Row:
     """One token per forward."""
     sampler = make_sampler(sampling, logits.shape[-1])
     tokens, spent = decode(given.target, given.cache, logits, sampler, limits)
     return {"tokens": tokens, **spent, "steps": len(tokens)}
 
 
-def compared(makes: Callable[[], tuple[Drafting, mx.array]], arms: Sequence[str], *rest: Any) -> dict[str, Row]:
+def compared(makes: Callable[[], tuple[ProposerInputs, mx.array]], arms: Sequence[str], *rest: Any) -> dict[str, Row]:
     """Every arm's answer to one prefilled prompt."""
     return {arm: plain(*makes(), *rest) if arm == PLAIN else drafted(*makes(), arm, *rest) for arm in arms}
 
@@ -142,9 +142,9 @@ def summary(arm: str, answers: list[dict[str, Row]]) -> Row:
         row[f"{clock}_per_token"] = round(statistics.median(each[arm]), 3)
         row[clock.replace("ms", "gain")] = round(ratio(each[PLAIN], each[arm]), 3)
     for level in ("outer", "inner"):
-        tallies = [tally for a in ours if (tally := a.get(level)) is not None]
-        judged = sum(tally.judged for tally in tallies)
-        row[level] = round(sum(tally.accepted for tally in tallies) / judged, 4) if judged else None
+        counts = [acceptance for a in ours if (acceptance := a.get(level)) is not None]
+        judged = sum(acceptance.judged for acceptance in counts)
+        row[level] = round(sum(acceptance.accepted for acceptance in counts) / judged, 4) if judged else None
     return row
 
 
@@ -193,9 +193,9 @@ def answered(
     if draft is not None:
         full_prefill(draft, read, prompt, 512)
 
-    def fresh() -> tuple[Drafting, mx.array]:
+    def fresh() -> tuple[ProposerInputs, mx.array]:
         ours = None if draft is None else written_to(draft, read)
-        return Drafting(pair.target, written_to(pair.target, cache), tuple(prompt), config, draft, ours), logits
+        return ProposerInputs(pair.target, written_to(pair.target, cache), tuple(prompt), config, draft, ours), logits
 
     found = compared(fresh, arms, Limits(tokens, pair.eos_token_ids), SamplingParams())
     different = [arm for arm in arms if found[arm]["tokens"] != found[PLAIN]["tokens"]]
@@ -263,11 +263,11 @@ def shape(options: argparse.Namespace, noise: float) -> list[Row]:
     logits = target(mx.array([[1]]), cache=copy.deepcopy(cache))[:, -1]
     arms = (PLAIN, "retrieval", "triforce")
 
-    def fresh() -> tuple[Drafting, mx.array]:
+    def fresh() -> tuple[ProposerInputs, mx.array]:
         ours = copy.deepcopy(cache)
         target(mx.array([[2]]), cache=ours)  # the first write copies the arrays
         mx.eval([part.state[0] for part in ours])
-        return Drafting(target, ours, prompt, config, draft), logits
+        return ProposerInputs(target, ours, prompt, config, draft), logits
 
     draws = [SamplingParams(temperature=0.7, seed=seed) for seed in range(options.repeats)]
     compared(fresh, arms, Limits(8), draws[0])

@@ -326,7 +326,7 @@ def test_a_proposer_that_fails_costs_the_saving_only(
         broken = replace(module.STRATEGIES["draft"], start=fail)
         monkeypatch.setitem(module.STRATEGIES, "draft", broken)
     else:
-        monkeypatch.setattr(f"mlx_specprefill.speculative.proposers.ModelDrafts.{where}", fail)
+        monkeypatch.setattr(f"mlx_specprefill.speculative.proposers.DraftModelProposer.{where}", fail)
     tokens, last = generated(engine.generate(asked(6, "draft")))
     assert tokens == plain
     _, speculation = told(last)

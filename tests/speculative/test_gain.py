@@ -11,7 +11,7 @@ from mlx_specprefill.speculative.gain import (
     Acceptance,
     DecodeCosts,
     ForwardCost,
-    Outlook,
+    GainInputs,
     expected_tokens,
     predicted_gain,
 )
@@ -31,23 +31,23 @@ def costs(base: float, per_token: float, draft: float) -> DecodeCosts:
 
 def test_a_draft_pays_by_what_it_costs() -> None:
     """3 tokens proposed at 1 ms each and verified at 10: 4 for 13 ms instead of 40."""
-    sure = Outlook(context=100, draft_context=100, outer=1.0)
+    sure = GainInputs(context=100, draft_context=100, outer=1.0)
     assert predicted_gain("draft", costs(10, 0, 1), CONFIG, sure) == pytest.approx(40 / 13)
     assert predicted_gain("draft", costs(10, 0, 10), CONFIG, sure) == pytest.approx(1.0)
-    never = Outlook(context=100, draft_context=100, outer=0.0)
+    never = GainInputs(context=100, draft_context=100, outer=0.0)
     assert predicted_gain("draft", costs(10, 0, 1), CONFIG, never) == pytest.approx(10 / 13)
 
 
 def test_retrieval_pays_where_keys_dominate() -> None:
     """At 10 000 tokens a forward takes 1 + 10 ms, on 1000 retrieved ones 1 + 1: 5 tokens for 4 * 2 + 11 ms."""
-    long, short = (Outlook(context=n, draft_context=0, outer=1.0) for n in (10_000, 500))
+    long, short = (GainInputs(context=n, draft_context=0, outer=1.0) for n in (10_000, 500))
     assert predicted_gain("retrieval", costs(1, 1e-3, 0), CONFIG, long) == pytest.approx(55 / 19)
     assert predicted_gain("retrieval", costs(1, 1e-3, 0), CONFIG, short) == pytest.approx(1.0)
 
 
 def test_choosing_chunks_anew_after_a_rejection_reads_means_and_the_shortlist() -> None:
     """Half of a forward's 10 ms for keys, of a sixteenth and of 4000; one token per round, as all are rejected."""
-    never = Outlook(context=10_000, draft_context=0, outer=0.0)
+    never = GainInputs(context=10_000, draft_context=0, outer=0.0)
     means, listed = 5 / 16, 4000 / 10_000 * 5
     assert predicted_gain("retrieval", costs(1, 1e-3, 0), CONFIG, never) == pytest.approx(11 / (19 + means + listed))
     by_means = replace(CONFIG, shortlist=1)
@@ -58,19 +58,19 @@ def test_choosing_chunks_anew_after_a_rejection_reads_means_and_the_shortlist() 
 
 def test_triforce_pays_for_inner_rounds() -> None:
     """An inner round gives 3 tokens for 2 drafts and a retrieved forward: 2 * 0.5 + 2 ms; 4 take 4 / 3 of that."""
-    outlook = Outlook(context=10_000, draft_context=0, outer=1.0, inner=1.0)
-    assert predicted_gain("triforce", costs(1, 1e-3, 0.5), CONFIG, outlook) == pytest.approx(55 / (4 + 11))
+    inputs = GainInputs(context=10_000, draft_context=0, outer=1.0, inner=1.0)
+    assert predicted_gain("triforce", costs(1, 1e-3, 0.5), CONFIG, inputs) == pytest.approx(55 / (4 + 11))
 
 
 def test_a_head_pays_by_what_it_costs_on_a_long_cache() -> None:
     """3 guesses at 1 + 0.01 * 100 ms each, verified at 10: 4 for 16 ms instead of 40."""
     known = DecodeCosts({rows: ForwardCost(10, 0) for rows in (1, 4)}, None, ForwardCost(1, 0.01))
-    assert predicted_gain("mtp", known, CONFIG, Outlook(100, 0, 1.0)) == pytest.approx(40 / 16)
+    assert predicted_gain("mtp", known, CONFIG, GainInputs(100, 0, 1.0)) == pytest.approx(40 / 16)
 
 
 def test_more_rows_cost_more() -> None:
     slow = DecodeCosts({1: ForwardCost(10, 0), 4: ForwardCost(30, 0)}, ForwardCost(1, 0))
-    assert predicted_gain("draft", slow, CONFIG, Outlook(0, 0, 1.0)) == pytest.approx(40 / 33)
+    assert predicted_gain("draft", slow, CONFIG, GainInputs(0, 0, 1.0)) == pytest.approx(40 / 33)
 
 
 def test_acceptance_follows_what_requests_show_and_comes_back() -> None:

@@ -16,10 +16,10 @@ from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.specprefill.sparse_prefill import prefill
-from mlx_specprefill.speculative.distributions import Chooser
 from mlx_specprefill.speculative.forward_cost import measure_head
-from mlx_specprefill.speculative.mtp_proposer import HeadDrafts, PromptReader
+from mlx_specprefill.speculative.mtp_proposer import MTPProposer, PromptReader
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
+from mlx_specprefill.speculative.token_sampler import TokenSampler
 from tests.oracle import on_the_cpu_unfused
 from tests.rows import Row, alone, assert_same_contents, tokens
 from tests.slices import finish
@@ -67,14 +67,14 @@ class Knowing(MTPHead):
         return 100.0 * (mx.arange(VOCAB) == guess).astype(mx.float32)[None, None]
 
 
-def drafted(head: MTPHead, row: Row, count: int, gamma: int) -> tuple[SpeculativeRow, HeadDrafts]:
+def drafted(head: MTPHead, row: Row, count: int, gamma: int) -> tuple[SpeculativeRow, MTPProposer]:
     cache_of_target = empty_cache(model())
     fed = np.arange(len(row.prompt), dtype=np.int32) if row.kept is None else row.kept
     reader = PromptReader(head, row.prompt, fed)
     logits = finish(prefill(model(), cache_of_target, row.prompt, row.kept, 7, forward=reader.forward))
-    proposer = HeadDrafts(reader)
-    chooser = Chooser(row.sampling, logits.shape[-1])
-    running = SpeculativeRow(model(), cache_of_target, logits, proposer, chooser, Limits(count), gamma)
+    proposer = MTPProposer(reader)
+    sampler = TokenSampler(row.sampling, logits.shape[-1])
+    running = SpeculativeRow(model(), cache_of_target, logits, proposer, sampler, Limits(count), gamma)
     while not running.ended:
         running.step()
     return running, proposer
@@ -120,7 +120,7 @@ def test_entries_are_those_of_a_fresh_run(number: int, wrong: frozenset[int]) ->
     head = Knowing(tiny_head(model()), row.prompt, answer, wrong)
     running, proposer = drafted(head, row, COUNT, 3)
     assert running.tokens == answer
-    assert running.tally.rate == (0.0 if len(wrong) == COUNT else 1.0) or 0 < len(wrong) < COUNT
+    assert running.acceptance.rate == (0.0 if len(wrong) == COUNT else 1.0) or 0 < len(wrong) < COUNT
     if running._verified is not None:
         proposer.settle(running._verified)
     fresh = copy.deepcopy(entries(number))

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from mlx_specprefill.adapters.registry import SPECULATION_REFUSALS
 from mlx_specprefill.cache.positioned import leaves, quantize_kv
-from mlx_specprefill.speculative.rollback import Rewind, Trail, rewind_refusal
+from mlx_specprefill.speculative.rollback import CacheSnapshots, Rollback, rollback_refusal
 from tests.oracle import UNBUILDABLE, build, tiny_models, vocabulary
 from tests.rows import Row, assert_same_contents, make_rows, prefilled
 from tests.tiny import FAMILIES, VOCAB, WINDOW, tiny_model
@@ -82,9 +82,9 @@ def test_verifications_leave_what_a_fresh_run_leaves(
     ours, text = copy.deepcopy(ready), []
     for right, wrong in pattern:
         tokens = rng.integers(2, VOCAB, right + wrong).tolist()
-        rewind = Rewind(ours)
-        mx.eval(rewind.forward(model, mx.array([tokens])))
-        rewind.keep(right)
+        rollback = Rollback(ours)
+        mx.eval(rollback.forward(model, mx.array([tokens])))
+        rollback.keep(right)
         mx.eval([part.state for part in ours])
         text += tokens[:right]
     assert_same_contents(ours, fed_plainly(model, copy.deepcopy(ready), text), atol=1e-4)
@@ -98,12 +98,12 @@ def test_single_steps_leave_what_a_fresh_run_leaves(name: str) -> None:
         ours, text = copy.deepcopy(ready), []
         rng = np.random.default_rng(index)
         for fed, kept in ((5, 2), (3, 0), (4, 4), (WINDOW + 3, 1), (2, 1)):
-            trail = Trail(ours)
+            snapshots = CacheSnapshots(ours)
             tokens = rng.integers(2, VOCAB, fed).tolist()
             for token in tokens:
                 mx.eval(model(mx.array([[token]]), cache=ours))
-                trail.mark()
-            trail.back_to(kept)
+                snapshots.take()
+            snapshots.restore(kept)
             text += tokens[:kept]
         assert_same_contents(ours, fed_plainly(model, copy.deepcopy(ready), text), atol=1e-4)
 
@@ -113,7 +113,7 @@ def test_every_architecture_goes_back_or_says_why_not(name: str) -> None:
     """And what goes back goes back right; composites, latent attention and gates included."""
     model = build(name)
     stock = make_prompt_cache(model)
-    refusal = rewind_refusal(model, stock)
+    refusal = rollback_refusal(model, stock)
     assert (refusal is None) == (name not in REFUSED), refusal
     if refusal is not None:
         return
@@ -121,9 +121,9 @@ def test_every_architecture_goes_back_or_says_why_not(name: str) -> None:
     fresh = make_prompt_cache(model)
     for part in (stock, fresh):
         mx.eval(model(mx.array([tokens[:33]]), cache=part))
-    rewind = Rewind(stock)
-    rewind.forward(model, mx.array([tokens[33:]]))
-    rewind.keep(3)
+    rollback = Rollback(stock)
+    rollback.forward(model, mx.array([tokens[33:]]))
+    rollback.keep(3)
     same = same_contents(stock, fed_plainly(model, fresh, tokens[33:36]))
     assert same == (tiny_models()[name].architecture not in SPECULATION_REFUSALS)
 
@@ -137,9 +137,9 @@ def test_mlx_lms_own_way_is_wrong_once_a_window_has_wrapped() -> None:
         mx.eval(model(mx.array([tokens[:-6]]), cache=part))
     mx.eval(model(mx.array([tokens[-6:]]), cache=theirs))
     trim_prompt_cache(theirs, 4)
-    rewind = Rewind(ours)
-    rewind.forward(model, mx.array([tokens[-6:]]))
-    rewind.keep(2)
+    rollback = Rollback(ours)
+    rollback.forward(model, mx.array([tokens[-6:]]))
+    rollback.keep(2)
     truth = np.array(model(mx.array([[5]]), cache=fed_plainly(model, fresh, tokens[-6:-4]))[0, -1])
     np.testing.assert_allclose(np.array(model(mx.array([[5]]), cache=ours)[0, -1]), truth, rtol=1e-4, atol=1e-4)
     assert np.abs(np.array(model(mx.array([[5]]), cache=theirs)[0, -1]) - truth).max() > 0.05
@@ -151,11 +151,11 @@ def test_quantised_caches_go_back_at_their_shift() -> None:
     caches = [quantize_kv(prefilled(model, row)[0], 64, 8) for _ in range(2)]
     (ours, shift), (fresh, _) = caches
     assert shift > 0
-    rewind = Rewind(ours, shift)
-    rewind.forward(model, mx.array([[3, 4, 5, 6]]))
-    rewind.keep(2)
-    Rewind(fresh, shift).forward(model, mx.array([[3, 4]]))
+    rollback = Rollback(ours, shift)
+    rollback.forward(model, mx.array([[3, 4, 5, 6]]))
+    rollback.keep(2)
+    Rollback(fresh, shift).forward(model, mx.array([[3, 4]]))
     for mine, other in zip(leaves(ours), leaves(fresh), strict=True):
         assert mine.offset == other.offset
-    ours_next, fresh_next = (Rewind(part, shift).forward(model, mx.array([[9]])) for part in (ours, fresh))
+    ours_next, fresh_next = (Rollback(part, shift).forward(model, mx.array([[9]])) for part in (ours, fresh))
     np.testing.assert_allclose(np.array(ours_next), np.array(fresh_next), rtol=1e-4, atol=1e-5)

@@ -1,6 +1,6 @@
-"""Speculation must not change the law of the text: enumerated exactly, and sampled.
+"""Speculation must not change the distribution of the text: enumerated exactly, and sampled.
 
-The enumeration runs the code itself (`chances.py`).
+The enumeration runs the code itself (`probabilities.py`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy.typing as npt
 import pytest
 
 from mlx_specprefill.speculative import verification as module
-from mlx_specprefill.speculative.verification import Dice, Law, RandomDice, acceptance, draw, residual, verify
-from tests.speculative.chances import enumerate_law, total_variation
+from mlx_specprefill.speculative.verification import Distribution, NumpyRng, Rng, acceptance, draw, residual, verify
+from tests.speculative.probabilities import enumerate_distribution, total_variation
 
 V = 8
-Laws = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.float64]
 
 
 class Toy:
-    """Context-dependent laws over a toy vocabulary: target, middle and draft, each near the one above."""
+    """Context-dependent distributions over a toy vocabulary: target, middle and draft, each near the one above."""
 
     def __init__(self, seed: int, size: int = V, zeros: bool = False) -> None:
         rng = np.random.default_rng(seed)
@@ -32,86 +32,86 @@ class Toy:
             self.tables.append(self._normal(logits + rng.normal(0, spread, logits.shape), rng, zeros))
 
     @staticmethod
-    def _normal(logits: Laws, rng: np.random.Generator, zeros: bool) -> Laws:
-        law = np.exp(logits)
+    def _normal(logits: Rows, rng: np.random.Generator, zeros: bool) -> Rows:
+        distribution = np.exp(logits)
         if zeros:  # what top-k and grammars do
-            law *= rng.random(law.shape) < 0.7
-            law[..., 0] += 1e-3
-        normal: Laws = law / law.sum(axis=-1, keepdims=True)
+            distribution *= rng.random(distribution.shape) < 0.7
+            distribution[..., 0] += 1e-3
+        normal: Rows = distribution / distribution.sum(axis=-1, keepdims=True)
         return normal
 
-    def law(self, level: int, text: Sequence[int]) -> Laws:
+    def distribution(self, level: int, text: Sequence[int]) -> Rows:
         before, last = ([self.size, self.size, *text])[-2:]
-        row: Laws = self.tables[level][before, last]
+        row: Rows = self.tables[level][before, last]
         return row
 
-    def drafted(self, level: int, text: Sequence[int], count: int, dice: Dice) -> tuple[list[int], list[Law]]:
+    def drafted(self, level: int, text: Sequence[int], count: int, rng: Rng) -> tuple[list[int], list[Distribution]]:
         """`count` tokens of one level, one by one."""
         tokens: list[int] = []
-        laws: list[Law] = []
+        distributions: list[Distribution] = []
         for _ in range(count):
-            laws.append(self.law(level, [*text, *tokens]))
-            tokens.append(draw(laws[-1], dice))
-        return tokens, laws
+            distributions.append(self.distribution(level, [*text, *tokens]))
+            tokens.append(draw(distributions[-1], rng))
+        return tokens, distributions
 
     def verified(
-        self, level: int, text: Sequence[int], proposed: tuple[list[int], list[Law]], dice: Dice
-    ) -> tuple[list[int], list[Law]]:
-        """What one level makes of a proposal: the tokens that go on, and the laws they have."""
-        tokens, laws = proposed
-        ours: list[Law] = [self.law(level, [*text, *tokens[:i]]) for i in range(len(tokens) + 1)]
-        verdict = verify(ours, laws, tokens, dice)
+        self, level: int, text: Sequence[int], proposed: tuple[list[int], list[Distribution]], rng: Rng
+    ) -> tuple[list[int], list[Distribution]]:
+        """What one level makes of a proposal: the tokens that go on, and the distributions they have."""
+        tokens, distributions = proposed
+        ours: list[Distribution] = [self.distribution(level, [*text, *tokens[:i]]) for i in range(len(tokens) + 1)]
+        verdict = verify(ours, distributions, tokens, rng)
         return [*tokens[: verdict.accepted], verdict.token], ours[: verdict.accepted + 1]
 
-    def hierarchical(self, text: Sequence[int], gamma1: int, gamma2: int, dice: Dice) -> list[int]:
+    def hierarchical(self, text: Sequence[int], gamma1: int, gamma2: int, rng: Rng) -> list[int]:
         """One outer round of TriForce."""
         tokens: list[int] = []
-        laws: list[Law] = []
+        distributions: list[Distribution] = []
         while len(tokens) < gamma2:
             so_far = [*text, *tokens]
-            more, more_laws = self.verified(1, so_far, self.drafted(2, so_far, gamma1, dice), dice)
+            more, more_distributions = self.verified(1, so_far, self.drafted(2, so_far, gamma1, rng), rng)
             tokens += more
-            laws += more_laws
-        return self.verified(0, text, (tokens, laws), dice)[0]
+            distributions += more_distributions
+        return self.verified(0, text, (tokens, distributions), rng)[0]
 
 
-def first(count: int, round_: Callable[[Sequence[int], Dice], list[int]]) -> Callable[[Dice], tuple[int, ...]]:
+def first(count: int, round_: Callable[[Sequence[int], Rng], list[int]]) -> Callable[[Rng], tuple[int, ...]]:
     """A program that runs rounds until there are `count` tokens."""
 
-    def run(dice: Dice) -> tuple[int, ...]:
+    def run(rng: Rng) -> tuple[int, ...]:
         text: list[int] = []
         while len(text) < count:
-            text += round_(text, dice)
+            text += round_(text, rng)
         return tuple(text[:count])
 
     return run
 
 
-def true_law(toy: Toy, count: int) -> dict[tuple[int, ...], float]:
-    def run(dice: Dice) -> tuple[int, ...]:
+def true_distribution(toy: Toy, count: int) -> dict[tuple[int, ...], float]:
+    def run(rng: Rng) -> tuple[int, ...]:
         text: list[int] = []
         for _ in range(count):
-            text.append(draw(toy.law(0, text), dice))
+            text.append(draw(toy.distribution(0, text), rng))
         return tuple(text)
 
-    return enumerate_law(run)
+    return enumerate_distribution(run)
 
 
-def error(toy: Toy, count: int, round_: Callable[[Sequence[int], Dice], list[int]]) -> float:
-    return total_variation(enumerate_law(first(count, round_)), true_law(toy, count))
+def error(toy: Toy, count: int, round_: Callable[[Sequence[int], Rng], list[int]]) -> float:
+    return total_variation(enumerate_distribution(first(count, round_)), true_distribution(toy, count))
 
 
-def one_level(toy: Toy, gamma: int) -> Callable[[Sequence[int], Dice], list[int]]:
-    return lambda text, dice: toy.verified(0, text, toy.drafted(1, text, gamma, dice), dice)[0]
+def one_level(toy: Toy, gamma: int) -> Callable[[Sequence[int], Rng], list[int]]:
+    return lambda text, rng: toy.verified(0, text, toy.drafted(1, text, gamma, rng), rng)[0]
 
 
-def two_levels(toy: Toy, gamma1: int, gamma2: int) -> Callable[[Sequence[int], Dice], list[int]]:
-    return lambda text, dice: toy.hierarchical(text, gamma1, gamma2, dice)
+def two_levels(toy: Toy, gamma1: int, gamma2: int) -> Callable[[Sequence[int], Rng], list[int]]:
+    return lambda text, rng: toy.hierarchical(text, gamma1, gamma2, rng)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_one_level_keeps_the_law_exactly(seed: int, zeros: bool) -> None:
+def test_one_level_keeps_the_distribution_exactly(seed: int, zeros: bool) -> None:
     assert error(Toy(seed, V, zeros), 2, one_level(Toy(seed, V, zeros), 1)) < 1e-12
     small = Toy(seed, 3, zeros)
     assert error(small, 3, one_level(small, 2)) < 1e-12
@@ -119,7 +119,7 @@ def test_one_level_keeps_the_law_exactly(seed: int, zeros: bool) -> None:
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("size", "gamma1", "gamma2"), [(3, 1, 1), (3, 1, 2), (2, 2, 2), (2, 2, 3)])
-def test_two_levels_keep_the_law_exactly(size: int, gamma1: int, gamma2: int, zeros: bool) -> None:
+def test_two_levels_keep_the_distribution_exactly(size: int, gamma1: int, gamma2: int, zeros: bool) -> None:
     toy = Toy(5, size, zeros)
     assert error(toy, 2, two_levels(toy, gamma1, gamma2)) < 1e-12
 
@@ -133,16 +133,16 @@ def test_tokens_that_were_certain_are_proposals_too() -> None:
     """Look-ahead tokens are greedy, whatever the request samples with."""
     toy = Toy(3, 4)
 
-    def round_(text: Sequence[int], dice: Dice) -> list[int]:
+    def round_(text: Sequence[int], rng: Rng) -> list[int]:
         tokens: list[int] = []
         for _ in range(2):
-            tokens.append(int(np.argmax(toy.law(1, [*text, *tokens]))))
-        return toy.verified(0, text, (tokens, list(tokens)), dice)[0]
+            tokens.append(int(np.argmax(toy.distribution(1, [*text, *tokens]))))
+        return toy.verified(0, text, (tokens, list(tokens)), rng)[0]
 
     assert error(toy, 3, round_) < 1e-12
 
 
-def resample_from_the_verifier(p: Law, q: Law) -> Law:
+def resample_from_the_verifier(p: Distribution, q: Distribution) -> Distribution:
     """The rejection rule of the published implementation."""
     return p
 
@@ -155,16 +155,16 @@ def test_the_published_rejection_rule_is_caught(monkeypatch: pytest.MonkeyPatch)
     assert chi_square(Toy(2), two_levels(Toy(2), 1, 2), 8_000) > 300
 
 
-def chi_square(toy: Toy, round_: Callable[[Sequence[int], Dice], list[int]], draws: int) -> float:
+def chi_square(toy: Toy, round_: Callable[[Sequence[int], Rng], list[int]], draws: int) -> float:
     """Of first and second tokens together, V * V cells."""
-    dice, run = RandomDice(1), first(2, round_)
-    counts = Counter(run(dice) for _ in range(draws))
-    truth = true_law(toy, 2)
+    rng, run = NumpyRng(1), first(2, round_)
+    counts = Counter(run(rng) for _ in range(draws))
+    truth = true_distribution(toy, 2)
     return sum((counts[key] - draws * weight) ** 2 / (draws * weight) for key, weight in truth.items())
 
 
-def test_sampled_tokens_have_the_law() -> None:
-    """63 degrees of freedom: 1e-4 of right laws give more than 112."""
+def test_sampled_tokens_have_the_distribution() -> None:
+    """63 degrees of freedom: 1e-4 of right distributions give more than 112."""
     toy = Toy(2)
     assert chi_square(toy, two_levels(toy, 1, 2), 20_000) < 112
     assert chi_square(toy, one_level(toy, 3), 20_000) < 112
@@ -176,25 +176,25 @@ def test_sampled_tokens_have_the_law() -> None:
 class Forbidden:
     """Temperature 0 leaves nothing to chance."""
 
-    def coin(self, probability: float) -> bool:
+    def bernoulli(self, probability: float) -> bool:
         assert probability in (0.0, 1.0)
         return probability == 1.0
 
-    def pick(self, law: npt.NDArray[np.float64]) -> int:
+    def categorical(self, distribution: npt.NDArray[np.float64]) -> int:
         raise AssertionError("nothing is drawn")
 
 
 def test_temperature_zero_accepts_what_is_the_argmax() -> None:
-    dice = Forbidden()
-    assert verify([4, 5, 6], [4, 5], [4, 5], dice) == module.Verdict(2, 6)
-    assert verify([4, 5, 6], [4, 7], [4, 7], dice) == module.Verdict(1, 5)
-    assert verify([3], [], [], dice) == module.Verdict(0, 3)
+    rng = Forbidden()
+    assert verify([4, 5, 6], [4, 5], [4, 5], rng) == module.Verdict(2, 6)
+    assert verify([4, 5, 6], [4, 7], [4, 7], rng) == module.Verdict(1, 5)
+    assert verify([3], [], [], rng) == module.Verdict(0, 3)
 
 
-def test_equal_laws_always_accept() -> None:
-    law = Toy(1).law(0, [])
-    assert all(acceptance(law, law, token) == 1.0 for token in range(V))
-    np.testing.assert_array_equal(residual(law, law), law)
+def test_equal_distributions_always_accept() -> None:
+    distribution = Toy(1).distribution(0, [])
+    assert all(acceptance(distribution, distribution, token) == 1.0 for token in range(V))
+    np.testing.assert_array_equal(residual(distribution, distribution), distribution)
 
 
 def test_what_the_target_excludes_is_rejected() -> None:
@@ -204,10 +204,10 @@ def test_what_the_target_excludes_is_rejected() -> None:
 
 
 def test_dice_never_draw_what_is_impossible() -> None:
-    law = np.array([0.0, 0.3, 0.0, 0.7, 0.0])
-    dice = RandomDice(4)
-    counts = Counter(dice.pick(law) for _ in range(4000))
+    distribution = np.array([0.0, 0.3, 0.0, 0.7, 0.0])
+    rng = NumpyRng(4)
+    counts = Counter(rng.categorical(distribution) for _ in range(4000))
     assert set(counts) == {1, 3}
     assert abs(counts[3] / 4000 - 0.7) < 0.03
-    assert not dice.coin(0.0)
-    assert dice.coin(1.0)
+    assert not rng.bernoulli(0.0)
+    assert rng.bernoulli(1.0)

@@ -95,7 +95,7 @@ def test_the_library_entry_point_is_what_was_verified(name: str) -> None:
 
 
 def test_windows_wrap_in_prefill_and_while_decoding() -> None:
-    """A window longer than what is fed would make its law vacuous."""
+    """A window longer than what is fed would make its property vacuous."""
     case = make_case(16)
     seen = 0
     for name in VERIFIED:

@@ -80,6 +80,6 @@ def test_no_architecture_is_kept_out_without_grounds(architecture: str) -> None:
 
 
 def test_what_is_batched_can_be() -> None:
-    """The law would be vacuous for caches that decode one by one."""
+    """The property would be vacuous for caches that decode one by one."""
     batched = {name for name in RUNNABLE if batch_key(empty_cache(build(name))) is not None}
     assert set(RUNNABLE) - batched == {"deepseek_v41", "llama4"}

@@ -18,8 +18,8 @@ from mlx_specprefill.sessions.repair import insert
 from mlx_specprefill.sessions.splice import can_splice
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests import oracle
-from tests.laws.test_sparse_equals_masked import DISCRIMINATION, NAMED, VERIFIED
 from tests.oracle import EXACT, Case, build, can_repair, make_case, masked_dense, relative_error
+from tests.properties.test_sparse_equals_masked import DISCRIMINATION, NAMED, VERIFIED
 from tests.slices import finish
 
 SPLICED = [name for name in VERIFIED if can_repair(name)]

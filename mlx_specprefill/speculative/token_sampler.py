@@ -1,6 +1,6 @@
-"""From logits to the laws that tokens are drawn from: the request's own, after every filter, penalty and mask.
+"""From logits to the distributions that tokens are drawn from, after the request's filters, penalties and grammar.
 
-Target and drafts use the same one, so that a proposal is judged by what would have been drawn without it.
+Target and drafts of a request share one sampler.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 from ..constraints import Guide
 from ..request import SamplingParams
 from ..sampling import LogitsProcessor, filtered_logits
-from .verification import Dice, Law, RandomDice
+from .verification import Distribution, NumpyRng, Rng
 
-__all__ = ["Chooser"]
+__all__ = ["TokenSampler"]
 
 
-class Chooser:
-    """One request's rule for choosing tokens, with chance of its own.
+class TokenSampler:
+    """One request's sampling, with its own random number generator.
 
     Args:
-        params: temperature 0 makes every law a certain token.
+        params: with temperature 0 every distribution is a single token.
         processors: functions of (generated tokens so far, logits (1, V)).
         guide: the answer's grammar, at its start; `commit` takes it on.
         stops: ids after which nothing is worth proposing.
@@ -41,10 +41,10 @@ class Chooser:
         self._guide = guide
         self._committed = 0
         self.stops = stops
-        self.dice: Dice = RandomDice(params.seed)
+        self.rng: Rng = NumpyRng(params.seed)
 
-    def laws(self, logits: mx.array, before: Sequence[int], fed: Sequence[int] = ()) -> list[Law]:
-        """One law per row of logits (1 + F, V). Row i follows the generated tokens `before` and the first i of `fed`.
+    def distributions(self, logits: mx.array, before: Sequence[int], fed: Sequence[int] = ()) -> list[Distribution]:
+        """Per row of logits (1 + F, V). Row i follows the generated tokens `before` and the first i of `fed`.
 
         Raises:
             InvalidRequestError: the grammar has become too complex to follow.
@@ -55,7 +55,7 @@ class Chooser:
         if self._processors:
             rows = mx.concatenate([self._processed(rows[i : i + 1], [*before, *fed[:i]]) for i in range(len(rows))])
         if self._filtered is None:
-            certain: list[Law] = np.array(mx.argmax(rows, axis=-1)).tolist()
+            certain: list[Distribution] = np.array(mx.argmax(rows, axis=-1)).tolist()
             return certain
         weights = np.exp(np.array(self._filtered(rows), dtype=np.float64))
         return list(weights / weights.sum(axis=-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""The law that a token is drawn from, after every filter and penalty: what comes out is always a law."""
+"""What a token is drawn from, after every filter and penalty, is always a distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_specprefill import InvalidRequestError, SamplingParams
 from mlx_specprefill.sampling import check_sampling, held_back, logits_processors, make_sampler
-from mlx_specprefill.speculative.distributions import Chooser
+from mlx_specprefill.speculative.token_sampler import TokenSampler
 
 V = 40
 LEAST = [5e-324, 1e-46, 1e-38, 1e-30, 1e-9, 1e-3]  # as JSON may have them; float32 has less
@@ -48,9 +48,9 @@ def logits(seed: int, scale: float, masked: int) -> mx.array:
     return mx.array(table)
 
 
-def law_of(params: SamplingParams, table: mx.array, before: list[int]) -> Any:
-    (law,) = Chooser(params, V, logits_processors(params)).laws(table, before)
-    return law
+def distribution_of(params: SamplingParams, table: mx.array, before: list[int]) -> Any:
+    (distribution,) = TokenSampler(params, V, logits_processors(params)).distributions(table, before)
+    return distribution
 
 
 @settings(max_examples=150)
@@ -61,22 +61,22 @@ def law_of(params: SamplingParams, table: mx.array, before: list[int]) -> Any:
     masked=st.integers(0, V - 1),
     before=st.lists(IDS, max_size=6),
 )
-def test_whatever_is_asked_for_is_a_law(
+def test_whatever_is_asked_for_is_a_distribution(
     params: SamplingParams, seed: int, scale: float, masked: int, before: list[int]
 ) -> None:
     check_sampling(params, V)
     table = logits(seed, scale, masked)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        law = law_of(params, table, before)
-    assert np.isfinite(law).all()
-    assert law.min() >= 0
-    assert law.sum() == pytest.approx(1)
-    assert (law[np.isneginf(np.array(table)[0])] == 0).all()
+        distribution = distribution_of(params, table, before)
+    assert np.isfinite(distribution).all()
+    assert distribution.min() >= 0
+    assert distribution.sum() == pytest.approx(1)
+    assert (distribution[np.isneginf(np.array(table)[0])] == 0).all()
     rows = table
     for process in logits_processors(params):
         rows = process(mx.array(before, dtype=mx.int32), mx.array(rows))
-    assert law[int(make_sampler(params, V)(rows).item())] > 0
+    assert distribution[int(make_sampler(params, V)(rows).item())] > 0
 
 
 @pytest.mark.parametrize("value", [0.0, 5e-324, 1e-3, 1e7, float("nan")])
@@ -95,43 +95,43 @@ def test_typical_tokens_are_those_of_average_surprise(typical_p: float) -> None:
     entropy = -(PLAIN * np.log(PLAIN)).sum()
     order = np.argsort(np.abs(-np.log(PLAIN) - entropy))
     count = int((np.cumsum(PLAIN[order]) < typical_p).sum()) + 1
-    law = law_of(replace(ONE, typical_p=typical_p), TABLE, [])
-    assert set(np.flatnonzero(law)) == set(order[:count])
-    assert law[order[:count]] == pytest.approx(PLAIN[order[:count]] / PLAIN[order[:count]].sum(), abs=1e-6)
+    distribution = distribution_of(replace(ONE, typical_p=typical_p), TABLE, [])
+    assert set(np.flatnonzero(distribution)) == set(order[:count])
+    assert distribution[order[:count]] == pytest.approx(PLAIN[order[:count]] / PLAIN[order[:count]].sum(), abs=1e-6)
 
 
-@pytest.mark.parametrize("chance", [0.3, 1.0])
-def test_top_choices_are_excluded_as_often_as_asked_for(chance: float) -> None:
+@pytest.mark.parametrize("probability", [0.3, 1.0])
+def test_top_choices_are_excluded_as_often_as_asked_for(probability: float) -> None:
     above = np.flatnonzero(PLAIN > 0.05)
     assert len(above) >= 3
     least, kept = above[np.argmin(PLAIN[above])], above[np.argmax(PLAIN[above])]
     gone = sorted(set(above) - {least, kept})
     rest = PLAIN.copy()
     rest[gone] = 0
-    expected = chance * rest / rest.sum() + (1 - chance) * PLAIN
-    params = replace(ONE, xtc_probability=chance, xtc_threshold=0.05, xtc_special_tokens=(int(kept),))
-    assert law_of(params, TABLE, []) == pytest.approx(expected, abs=1e-6)
-    assert law_of(replace(params, xtc_threshold=0.6), TABLE, []) == pytest.approx(PLAIN, abs=1e-6)
+    expected = probability * rest / rest.sum() + (1 - probability) * PLAIN
+    params = replace(ONE, xtc_probability=probability, xtc_threshold=0.05, xtc_special_tokens=(int(kept),))
+    assert distribution_of(params, TABLE, []) == pytest.approx(expected, abs=1e-6)
+    assert distribution_of(replace(params, xtc_threshold=0.6), TABLE, []) == pytest.approx(PLAIN, abs=1e-6)
 
 
 def test_only_some_tokens_are_allowed() -> None:
-    law = law_of(replace(ONE, allowed_token_ids=frozenset({3, 7})), TABLE, [])
-    assert set(np.flatnonzero(law)) == {3, 7}
+    distribution = distribution_of(replace(ONE, allowed_token_ids=frozenset({3, 7})), TABLE, [])
+    assert set(np.flatnonzero(distribution)) == {3, 7}
 
 
 def test_words_are_not_completed() -> None:
     params = replace(ONE, bad_words=((5,), (1, 2, 3), (2, 4)))
     for before, cut in (([], {5}), ([2], {4, 5}), ([1], {5}), ([9, 1, 2], {3, 4, 5}), ([1, 2, 9], {5})):
-        assert set(np.flatnonzero(law_of(params, TABLE, before) == 0)) == cut, before
+        assert set(np.flatnonzero(distribution_of(params, TABLE, before) == 0)) == cut, before
 
 
 def test_what_is_forbidden_gives_way_where_nothing_is_left() -> None:
     everything = tuple((i,) for i in range(V))
-    assert set(np.flatnonzero(law_of(replace(ONE, bad_words=everything), TABLE, []))) == set(range(V))
+    assert set(np.flatnonzero(distribution_of(replace(ONE, bad_words=everything), TABLE, []))) == set(range(V))
     held = held_back(frozenset({3}), until=2)
     params = replace(ONE, allowed_token_ids=frozenset({3}))
-    (law,) = Chooser(params, V, [*logits_processors(params), held]).laws(TABLE, [])
-    assert set(np.flatnonzero(law)) == {3}
+    (distribution,) = TokenSampler(params, V, [*logits_processors(params), held]).distributions(TABLE, [])
+    assert set(np.flatnonzero(distribution)) == {3}
 
 
 @pytest.mark.parametrize(

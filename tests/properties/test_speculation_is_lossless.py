@@ -22,15 +22,15 @@ from mlx_specprefill.request import SamplingParams, TokenEvent
 from mlx_specprefill.sampling import logits_processors
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative import verification as verify
-from mlx_specprefill.speculative.distributions import Chooser
 from mlx_specprefill.speculative.mtp_proposer import PromptReader
 from mlx_specprefill.speculative.row import LastForward, Limits, SpeculativeRow
-from mlx_specprefill.speculative.strategies import STRATEGIES, Drafting, StrategyName, refusals
-from mlx_specprefill.speculative.verification import Dice
+from mlx_specprefill.speculative.strategies import STRATEGIES, ProposerInputs, StrategyName, refusals
+from mlx_specprefill.speculative.token_sampler import TokenSampler
+from mlx_specprefill.speculative.verification import Rng
 from tests.oracle import build, on_the_cpu_unfused, vocabulary
 from tests.rows import Row, alone, assert_same_contents, logprob_error, make_rows, tokens
 from tests.slices import finish
-from tests.speculative.chances import enumerate_law, total_variation
+from tests.speculative.probabilities import enumerate_distribution, total_variation
 from tests.tiny import CONFIGS, FAMILIES, VOCAB, tiny_head, tiny_model
 
 CLOSE = 1e-4
@@ -91,7 +91,7 @@ def speculate(
     count: int = COUNT,
     stops: frozenset[int] = frozenset(),
     ahead: tuple[int, ...] = (),
-    dice: Dice | None = None,
+    rng: Rng | None = None,
 ) -> tuple[list[TokenEvent], SpeculativeRow]:
     """The row's answer; `ahead` are look-ahead tokens that are verified with the prompt's last token."""
     model = model_of(name)
@@ -103,14 +103,14 @@ def speculate(
     forward = nullcontext if reader is None else reader.forward
     logits = finish(prefill(model, prompt_cache, row.prompt, row.kept, 16, forward=forward, last_forward=first))
     reading = read(draft, row.prompt) if chosen.needs_reading else None
-    given = Drafting(model, prompt_cache, row.prompt, config, draft, reading, row.kept, reader)
+    given = ProposerInputs(model, prompt_cache, row.prompt, config, draft, reading, row.kept, reader)
     vocab = logits.shape[-1]
-    chooser = Chooser(row.sampling, vocab, logits_processors(row.sampling))
-    chooser.dice = dice or chooser.dice
+    sampler = TokenSampler(row.sampling, vocab, logits_processors(row.sampling))
+    sampler.rng = rng or sampler.rng
     limits, gamma = Limits(count, stops), chosen.gamma(config)
     proposer = finish(chosen.start(given))
     running = SpeculativeRow(
-        model, prompt_cache, logits, proposer, chooser, limits, gamma, first=first, logprobs=row.logprobs
+        model, prompt_cache, logits, proposer, sampler, limits, gamma, first=first, logprobs=row.logprobs
     )
     events = list(running.early)
     while not running.ended:
@@ -168,10 +168,10 @@ def test_a_budget_for_everything_accepts_everything(name: str) -> None:
     row = rows_of(name)[1]
     config = replace(SMALL, budget=2048)
     _, running = speculate(name, "retrieval", row, config)
-    assert running.tally.rate == 1.0
+    assert running.acceptance.rate == 1.0
     assert running.steps <= 2 + COUNT // (config.gamma2 + 1)
     _, running = speculate(name, "draft", replace(row, kept=None), config, model_of(name))
-    assert running.tally.rate == 1.0
+    assert running.acceptance.rate == 1.0
 
 
 @pytest.mark.parametrize(("strategy", "shortlist"), [("draft", 4), ("retrieval", 1), ("retrieval", 2), ("triforce", 2)])
@@ -240,16 +240,18 @@ def test_penalties_follow_the_text_inside_a_proposal(name: str, strategy: Strate
     assert logprob_error(events, expected) < CLOSE
 
 
-def true_law(target: Any, prompt: tuple[int, ...], params: SamplingParams, count: int) -> dict[tuple[int, ...], float]:
-    """The target's own law of the first `count` tokens, from plain forwards over the whole text."""
-    chooser, law = Chooser(params, 2), {(): 1.0}
+def true_distribution(
+    target: Any, prompt: tuple[int, ...], params: SamplingParams, count: int
+) -> dict[tuple[int, ...], float]:
+    """The target's own distribution of the first `count` tokens, from plain forwards over the whole text."""
+    sampler, distribution = TokenSampler(params, 2), {(): 1.0}
     for _ in range(count):
         longer: dict[tuple[int, ...], float] = {}
-        for text, weight in law.items():
-            (following,) = chooser.laws(target(mx.array([[*prompt, *text]]))[:, -1], text)
+        for text, weight in distribution.items():
+            (following,) = sampler.distributions(target(mx.array([[*prompt, *text]]))[:, -1], text)
             longer |= {(*text, token): weight * share for token, share in enumerate(following)}
-        law = longer
-    return law
+        distribution = longer
+    return distribution
 
 
 @cache
@@ -260,10 +262,10 @@ def two_tokens(name: str, seed: int) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "mutated"), [*((name, False) for name in STRATEGIES), ("draft", True)])
-def test_the_running_code_has_the_targets_law(
+def test_the_running_code_has_the_targets_distribution(
     strategy: StrategyName, mutated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every chance in the code is enumerated, on models with two tokens; with the published rejection rule it fails.
+    """Every random choice is enumerated, on two tokens; with the published rejection rule it fails.
 
     The model's float32 logits differ by rounding between forwards of one row and of several.
     """
@@ -278,9 +280,9 @@ def test_the_running_code_has_the_targets_law(
     prompt = tuple(np.random.default_rng(1).integers(0, 2, 24).tolist())
     config = replace(SMALL, budget=8, chunk=2, gamma=2, gamma1=1, gamma2=2)
 
-    def answer(dice: Dice) -> tuple[int, ...]:
-        events, _ = speculate(name, strategy, Row(prompt, None, params), config, small[9], count=3, dice=dice)
+    def answer(rng: Rng) -> tuple[int, ...]:
+        events, _ = speculate(name, strategy, Row(prompt, None, params), config, small[9], count=3, rng=rng)
         return tuple(tokens(events))
 
-    error = total_variation(enumerate_law(answer), true_law(small[0], prompt, params, 3))
+    error = total_variation(enumerate_distribution(answer), true_distribution(small[0], prompt, params, 3))
     assert error > 1e-3 if mutated else error < 1e-5

@@ -22,7 +22,7 @@ from tests import oracle
 from tests.oracle import build, make_case, measure_depths, tiny_models
 
 DRAFTS = [name for name, tiny in tiny_models().items() if tiny.architecture not in DRAFT_REFUSALS]
-# In as many layers as the other laws need, only the last one sees the whole prompt.
+# In as many layers as the other properties need, only the last one sees the whole prompt.
 DEEPER = ("cohere2", "exaone_moe", "llama4", "muse_glimmer", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 NAMED = ("llama", "gemma3_text", "gemma4_text", "gpt_oss", "nemotron_h", "qwen3_5+checkpoint", "deepseek_v3")
 PROMPT = np.arange(3, 43, dtype=np.int32)

@@ -9,24 +9,24 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mlx_specprefill.speculative.verification import Dice
+from mlx_specprefill.speculative.verification import Rng
 
 T = TypeVar("T")
 
 
 class Branching:
-    """Takes a given path through all chances, and remembers which choices there were."""
+    """Takes a given path through all random choices, and remembers which choices there were."""
 
     def __init__(self, path: Sequence[int]) -> None:
         self.path = list(path)
         self.weight = 1.0
         self.options: list[list[int]] = []
 
-    def coin(self, probability: float) -> bool:
+    def bernoulli(self, probability: float) -> bool:
         return bool(self._take([1.0 - probability, probability]))
 
-    def pick(self, law: npt.NDArray[np.float64]) -> int:
-        return self._take(law.tolist())
+    def categorical(self, distribution: npt.NDArray[np.float64]) -> int:
+        return self._take(distribution.tolist())
 
     def _take(self, weights: list[float]) -> int:
         possible = [i for i, weight in enumerate(weights) if weight > 0]
@@ -38,23 +38,23 @@ class Branching:
         return chosen
 
 
-def enumerate_law(program: Callable[[Dice], T]) -> dict[T, float]:
-    """The law of what a program returns: depth first through every choice that its dice offer."""
-    law: Counter[T] = Counter()
+def enumerate_distribution(program: Callable[[Rng], T]) -> dict[T, float]:
+    """The distribution of what a program returns: depth first through every choice that its generator offers."""
+    distribution: Counter[T] = Counter()
     path: list[int] = []
     while True:
-        dice = Branching(path)
-        law[program(dice)] += dice.weight
-        path = dice.path
+        rng = Branching(path)
+        distribution[program(rng)] += rng.weight
+        path = rng.path
         while path:
-            options = dice.options[len(path) - 1]
+            options = rng.options[len(path) - 1]
             later = [option for option in options if option > path[-1]]
             if later:
                 path = [*path[:-1], later[0]]
                 break
             path = path[:-1]
         else:
-            return dict(law)
+            return dict(distribution)
 
 
 def total_variation(ours: dict[tuple[int, ...], float], truth: dict[tuple[int, ...], float]) -> float:

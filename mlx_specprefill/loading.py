@@ -1,4 +1,4 @@
-"""Target and draft in one memory, and the checks that make them a pair."""
+"""Loading a target and a draft, and the checks that they fit together."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def check_same_tokenizer(target: TokenizerWrapper, draft: TokenizerWrapper) -> N
 
 
 def _added(tokenizer: TokenizerWrapper) -> set[int]:
-    """What is cut out of a text whole. Which of them count as special is for decoding, and GGUF files call more so."""
+    """Ids of added tokens. Whether they are special is not compared: it matters for decoding, and GGUF files differ."""
     return {int(index) for index in tokenizer.added_tokens_decoder}
 
 
@@ -310,7 +310,7 @@ def _load_gguf(path: Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrappe
 
 
 def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:
-    """The MTP head that mlx-lm left in the target's files, or why there is none to use. It costs an answer nothing."""
+    """The MTP head in the target's files, which mlx-lm does not load, or why there is none to use."""
     path = Path(where).expanduser()
     try:
         head = load_mtp_head(model, path if path.exists() else hf_repo_to_path(str(where)))
@@ -350,7 +350,7 @@ def _sparse_refusal(target: nn.Module, draft: nn.Module | None) -> str | None:
 
 
 def _name(where: str | Path) -> str:
-    """A repository's name, a file's or a folder's own: clients see it, and where it lies is not their business."""
+    """The name of a repository, file or folder, without its path: clients see it."""
     path = Path(where)
     if is_gguf(path):
         return path.stem

@@ -131,9 +131,9 @@ class _Stopped(Exception):  # noqa: N818 - a control signal, not an error
 
 
 class _Stop(nn.Module):  # type: ignore[misc]
-    """Stands where a layer was: looks like it to a forward that asks what kind it is, and ends it when it is called.
+    """Takes the place of a layer: has its attributes, and ends the forward when it is called.
 
-    Its parts are stops too: there are forwards that call those instead of the layer.
+    Its submodules are stops too, because some forwards call those instead of the layer.
     """
 
     def __init__(self, layer: nn.Module) -> None:

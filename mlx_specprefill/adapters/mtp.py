@@ -1,4 +1,4 @@
-"""The multi-token prediction head of Qwen3.5: one more decoder layer, which guesses the token after the next one.
+"""The multi-token prediction head of Qwen3.5: one more decoder layer, which predicts the token after the next one.
 
 Entry p of its text joins the target's final hidden state of token p with the embedding of token p + 1, and gives the
 distribution of token p + 2 through the target's own output projection:
@@ -6,8 +6,8 @@ distribution of token p + 2 through the target's own output projection:
     x_p   = fc([pre_fc_norm_embedding(embed(t_{p+1})), pre_fc_norm_hidden(h_p)])
     out_p = norm(layer(x_0 ... x_p));  further guesses take out_p in place of a hidden state
 
-h_p is what the output projection reads, after the target's last norm. mlx-lm drops these weights when it loads a
-checkpoint, so they are read from its files again; converted checkpoints have often lost them.
+h_p is the input of the output projection, after the target's last norm. mlx-lm drops these weights when it loads a
+checkpoint, so they are read from its files again. Converted checkpoints often lack them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Replay of recurrent layers: their state after the first rows of a forward, without running the model again.
 
-A recurrent state can't be trimmed. But what such a layer makes of a row depends on the state before the forward and on
-its own inputs alone, and inputs of early rows don't depend on later ones. So the inputs are kept during a forward, and
-the layer's own recurrence is run again over as many rows as stay. mlx-lm's recurrent modules share no base class;
-they are known by name, and a model whose states and modules don't match is refused.
+A recurrent state can't be trimmed. But the output of such a layer depends only on its inputs and on the state before
+the forward, and inputs of early rows don't depend on later ones. So the inputs are recorded during a forward, and the
+layer's own recurrence runs again over the rows that stay. mlx-lm's recurrent modules share no base class; they are
+listed by name, and a model whose states and modules don't match is refused.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A target's own heads that find what a question asks about lie in the middle of it. `scripts/train_retrieval_heads.py`
 teaches a few heads to find the same from the hidden states after the first layers: queries and keys of the normed
-states, neither values nor positions. What such a layer would add to the hidden states is of no use to anyone and is
-never computed: MLX is lazy, so a forward costs the keys, and a captured one the attention of the rows it captures.
+states, neither values nor positions. The output of this attention is not used and never computed: MLX is lazy, so a
+forward costs the keys, and a captured one the attention of the rows it captures.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RetrievalDraft(FirstLayers):
 
 
 def known_heads(draft: RetrievalDraft) -> DraftHeads:
-    """What calibration would have to find out about other drafts: all retrieval heads, with equal weights."""
+    """All retrieval heads, with equal weights; these need no calibration."""
     with recorded_attention() as record:
         draft(mx.zeros((1, 2), dtype=mx.int32))
     call = len(record.queries) - 1

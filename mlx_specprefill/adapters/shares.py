@@ -1,4 +1,4 @@
-"""How often keeping some of a prompt loses what its answer needs, as calibration saw it for one draft."""
+"""How often keeping a share of a prompt loses what its answer needs, as measured for one draft in calibration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MULTIPLES = (8.0, 6.0, 5.0, 4.0, 3.5, 3.0, 2.5, 2.25, 2.0, 1.75, 1.5, 1.25, 1.0,
 
 @dataclass(frozen=True, slots=True)
 class ShareCurve:
-    """What calibration saw: how often each of `MULTIPLES` would have lost something that the answer needs.
+    """How often each of `MULTIPLES` would have lost something that the answer needs, as measured in calibration.
 
     Attributes:
         items: how many there were, each a draw of its own.

@@ -1,7 +1,7 @@
-"""The bytes that kept caches may take, and who goes first when they run out.
+"""A byte budget for everything that is kept between requests, and its order of eviction.
 
-One budget serves several owners (the target's prefixes, the draft's, sessions) with one order. It holds no arrays:
-entries know their size and how to let go.
+One budget serves the target's prefixes, the draft's and the sessions. It holds no arrays: entries know their size and
+how to release them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Evictable:
         return True
 
     def evict(self) -> None:
-        """Let go of the arrays and `ByteBudget.remove` itself."""
+        """Release the arrays and call `ByteBudget.remove`."""
         raise NotImplementedError
 
 
 class _Queue:
-    """Evictable entries of one class, least recently used first. An entry that was discarded is not held on to."""
+    """Evictable entries of one class, least recently used first. Keeps no reference to a discarded entry."""
 
     def __init__(self, shared: bool) -> None:
         self._shared = shared
@@ -96,9 +96,9 @@ class ByteBudget:
     """A limit on bytes, shared. `used` never exceeds `limit`.
 
     Two classes, each least recently used first. Entries that no second request had use for go before entries that were
-    hit, unless those have been idle for 64 look-ups or take more than 7/8 of the limit: so a burst of one-off requests
-    can't push out an agent's system prefix, and old conversations can't keep out new ones. A newcomer evicts only what
-    was used before the call that brings it, so never the blocks that it continues.
+    hit, unless those have been idle for 64 look-ups or take more than 7/8 of the limit. So a burst of one-off requests
+    can't evict an agent's system prefix, and old conversations can't keep out new ones. A new entry evicts only what
+    was used before the call that stores it, so never the blocks that it continues.
     """
 
     def __init__(self, limit: int) -> None:
@@ -126,7 +126,7 @@ class ByteBudget:
                 self.offer(entry)
 
     def reserve(self, nbytes: int) -> bool:
-        """Make room for a newcomer; False when too little of what is in the way may go."""
+        """Evict until so many bytes are free; False when too little may be evicted."""
         if nbytes > self.limit:
             return False
         while self.used + nbytes > self.limit:
@@ -137,7 +137,7 @@ class ByteBudget:
         return True
 
     def shrink(self, nbytes: int) -> None:
-        """Give back that many bytes, in the usual order, or all there are: memory is needed elsewhere."""
+        """Evict that many bytes, or all there are, in the usual order: memory is needed elsewhere."""
         goal = self.used - nbytes
         while self.used > goal:
             _, victim = self._lowest()
@@ -159,7 +159,7 @@ class ByteBudget:
         self.offer(entry)
 
     def remove(self, entry: Evictable) -> None:
-        """Stop counting an entry and let go of it; no effect when it isn't counted."""
+        """Stop counting an entry; no effect when it isn't counted."""
         if entry.held:
             entry.held = False
             self.used -= entry.nbytes
@@ -173,7 +173,7 @@ class ByteBudget:
             (self._hit if entry.hits else self._single).offer(entry)
 
     def _lowest(self) -> tuple[float, Evictable | None]:
-        """The entry to go first, with its rank on the clock's scale."""
+        """The entry to evict next, with its rank on the clock's scale."""
         single, hit = self._single.lowest(), self._hit.lowest()
         grace = GRACE if self.shared <= SHARED_PART * self.limit else 0.0
         ranked = [(entry.used + extra, entry) for entry, extra in ((single, 0.0), (hit, grace)) if entry is not None]

@@ -1,4 +1,4 @@
-"""What is kept for later requests: as people see it, and as a look-up returns it."""
+"""What is kept for later requests: an entry in a listing, and the result of a look-up."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Names for things that must never be mixed up: which model computed a cache, and which tokens it covers.
+"""Keys of stored caches: the identity of the model that computed them, and digests of the tokens that they cover.
 
-A cached state is only worth as much as its name. The identity of a model covers everything that changes its keys and
-values; the digest of a block covers the block and, through the chain, every token before it.
+The identity of a model covers everything that changes its keys and values. The digest of a block covers the block and,
+through the chain, every token before it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KV_LAYOUT_VERSION = (
 )
 DIGEST_BYTES = 24
 _SAMPLES = 64  # elements of every parameter that enter the identity
-_VOLATILE = ("_name_or_path", "transformers_version")  # say where a model came from, not what it computes
+_VOLATILE = ("_name_or_path", "transformers_version")  # do not change what a model computes
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 

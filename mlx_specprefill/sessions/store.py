@@ -1,8 +1,7 @@
-"""Whole caches of conversations, such as the ones that a sparse prefill leaves. Never a source of dense prefixes.
+"""Caches of whole conversations after a sparse prefill. Never a source of dense prefixes.
 
-A sparse cache depends on the question it was made for and can only be extended, or cut back and then extended, not
-shared. It is kept as it is under the full list of logical tokens (prompt and answer, dropped tokens included) that it
-stands for.
+A sparse cache depends on the question it was made for. It can be extended, or cut back and then extended, but not
+shared. It is kept under the full list of tokens that it stands for: prompt and answer, dropped tokens included.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What forwards of a few rows cost on this machine: the numbers behind the gate. MLX thread only."""
+"""What forwards of a few rows cost on this machine; `gain` predicts from it. MLX thread only."""
 
 from __future__ import annotations
 

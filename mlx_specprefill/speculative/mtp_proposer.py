@@ -1,8 +1,8 @@
-"""The target's multi-token prediction head proposes. Its cache of keys and values follows the text like a layer's.
+"""The target's multi-token prediction head as a proposer. Its cache of keys and values follows the text like a layer's.
 
 Entry p needs the target's hidden state of token p, and token p + 1. After a sparse prefill those p have one whose next
-token was kept as well, at their original positions. What the head fed itself while it drafted is taken back, and read
-again with the target's own hidden states once those are known.
+token was kept as well, at their original positions. Entries that the head added while it drafted are trimmed, and added
+again with the target's hidden states once those are known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small part of a KV cache in which the model that filled it can draft for itself (TriForce, section 4.1).
+"""A small part of a KV cache, on which the model that filled it drafts (TriForce, section 4.1).
 
 The cache is cut into chunks, and each KV head keeps those that the last accepted token's queries look at most. Always
 in: the first chunk, which holds the attention sink, and a ring with exact copies of the most recent tokens. Keys keep

@@ -23,7 +23,7 @@ Turn = Callable[[mx.array, int], mx.array]
 class StreamingKVCache(DraftKVCache):
     """Keys and values (1, H, S, D) of the first `sinks` tokens and of recent ones.
 
-    Tokens leave only in `evict`, so that those of an unverified proposal can be taken back before.
+    Tokens leave only in `evict`, so that those of an unverified proposal can be trimmed before.
 
     Args:
         window: recent tokens that `evict` leaves.

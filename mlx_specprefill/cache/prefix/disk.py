@@ -1,9 +1,9 @@
 """Stored arrays in files, with an index: what survives a restart.
 
-One safetensors file per record, one sqlite index per folder. A file comes into being under its own name only when it
-is complete, its row only after that, and nothing is served whose bytes don't hash to what the row says. Arrays are
-turned into bytes on the MLX thread; one I/O thread does all writing. Whatever goes wrong with the folder costs cached
-work and a log line, never a request. The index holds the prompts' tokens as they are, so only the owner may read.
+One safetensors file per record, one sqlite index per folder. A file comes into being under its own name only when it is
+complete, its row only after that, and nothing is served whose checksum differs from its row's. Arrays are turned into
+bytes on the MLX thread; one I/O thread does all writing. A failure of the folder costs cached work and a log line,
+never a request. The index holds the prompts' tokens in plain form, so only the owner may read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class _Known:
-    """A record that is on disk, or will be. `parts` are its bytes until it is."""
+    """A record that is on disk or queued; `parts` are its bytes while it is queued."""
 
     checksum: bytes = b""
     parts: list[Part] | None = None
@@ -97,7 +97,7 @@ class DiskTier:
     # -- the MLX thread's side
 
     def has(self, key: str) -> bool:
-        """Whether a record is on disk or on its way there."""
+        """Whether a record is on disk or queued."""
         with self._lock:
             return key in self._known
 

@@ -1,4 +1,4 @@
-"""The index of a folder of records: one sqlite row per file, and a lock that tells whether others use the folder."""
+"""The index of a folder of records: one sqlite row per file, and a lock that tells whether other processes use it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def file_name(key: str) -> str:
 
 
 class RecordIndex:
-    """Opened by one process at a time or by several. All methods raise sqlite3.Error.
+    """May be opened by several processes. All methods raise sqlite3.Error.
 
     Args:
         folder: made if missing, and closed to other users.

@@ -1,4 +1,4 @@
-"""Files that nobody but their owner can read: what is cached of a prompt can be turned back into it."""
+"""Files that only their owner can read, because a prompt can be recovered from its cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A prompt cache as stored arrays, and back.
 
-Plain attention layers remember token by token, so any stretch of tokens can be cut out and any prefix be rebuilt.
-Recurrent layers and rotating windows remember only the end, so their state is worth something at exactly one length.
+Full attention stores token by token, so any range of tokens can be cut out and any prefix be rebuilt. Recurrent layers
+and rotating windows hold only their latest state, which is valid at exactly one length.
 """
 
 from __future__ import annotations

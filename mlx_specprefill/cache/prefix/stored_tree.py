@@ -37,7 +37,7 @@ class StoredTree:
         self._identity = identity
         self._block_size = block_size
         self._namespace = f"{identity}:{block_size}"
-        self._evictions = 0  # of the disk tier, as many as `evicted` has told of
+        self._evictions = 0  # of the disk tier, as of the last `evicted`
 
     def root(self, label: CacheLabel) -> Node:
         """An empty tree for a label."""
@@ -77,7 +77,7 @@ class StoredTree:
             self.disk.remove([record.key])
 
     def evicted(self) -> bool:
-        """Whether the disk tier has evicted anything since the last call."""
+        """Whether the disk tier has evicted anything since this was last asked."""
         if self.disk is None or self.disk.evictions == self._evictions:
             return False
         self._evictions = self.disk.evictions
@@ -121,7 +121,7 @@ class StoredTree:
 
 
 def _attach(row: DiskRow, nodes: dict[str, Node], make_record: MakeRecord) -> bool:
-    """Hang a stored record into the tree; False when what it continues is not there."""
+    """Add a stored record to the tree; False when its parent is missing."""
     digest = row.key.removesuffix("-state")
     if row.key != digest:
         if digest not in nodes:

@@ -1,4 +1,4 @@
-"""The exact prefix cache: what a dense prefill computed for a prefix, computed once.
+"""The exact prefix cache: the result of a dense prefill, reused by every prompt that starts with the same tokens.
 
 A tree of token blocks per model and label. Layers that can't be trimmed (recurrent, rotating) add a state at the
 lengths at which `store` saw one, and a model that has such layers is served at those lengths only. Everything runs on
@@ -174,7 +174,7 @@ class PrefixCache:
                 self._roots[label] = root
 
     def _grow(self, root: Node, ids: Tokens, cache: Sequence[Any]) -> None:
-        """Hang what is missing of these tokens below a label's root."""
+        """Add the missing blocks of these tokens below a label's root."""
         node = self._known(root, ids)
         self._touch_path(node)
         if self._layout.stateful and not self._room_for_all(node, ids.size, cache):
@@ -229,7 +229,7 @@ class PrefixCache:
         return Record(node, kind, nbytes, self._evict)
 
     def _admit(self, node: Node, kind: RecordKind, arrays: Arrays) -> Record | None:
-        """A record in memory and on its way to disk; None when there is no room. Arrays are evaluated here only."""
+        """A record in memory, queued for disk; None when there is no room. Arrays are evaluated here only."""
         nbytes = nbytes_of(arrays)
         if not self._budget.reserve(nbytes):
             return None
@@ -253,10 +253,10 @@ class PrefixCache:
             self._budget.touch(record)
         self._stored.touch(blocks)
 
-    # -- letting go
+    # -- eviction
 
     def _evict(self, record: Record) -> None:
-        """Drop the arrays; what disk does not have is gone with everything that needs it."""
+        """Drop the arrays. A record that is not on disk is forgotten, with everything that needs it."""
         if not self._stored.has(record):  # it was refused when it was stored
             self._stored.touch(record.node.blocks())
             self._stored.write(record)
@@ -306,7 +306,7 @@ class PrefixCache:
             elif node.state is not None and not self._there(node.state):
                 node.state = None
 
-    # -- for people
+    # -- inspection
 
     def entries(self) -> list[CacheEntry]:
         """The prefixes that no longer one covers, last used first."""

@@ -1,4 +1,4 @@
-"""Teacher forcing: the same laws that decoding draws from, after both kinds of prefill."""
+"""Teacher forcing: the same distributions that decoding draws from, after both kinds of prefill."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ async def count_tokens(service: Service, conversation: Conversation, choice: Too
 
 
 def _constraint(service: Service, request: AnswerRequest, prompt: Prompt, warnings: list[str]) -> Constraint | None:
-    """A forced call can be demanded of any model; one whose template has no format for calls writes the commonest."""
+    """A call can be forced from any model; one whose template has no format for calls writes Hermes'."""
     return constraint_of(
         request.output,
         request.conversation.tools,

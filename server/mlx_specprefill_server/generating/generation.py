@@ -37,10 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 class SlowReaderError(EngineError):
-    """The client does not take what the engine makes."""
+    """The client does not read its stream."""
 
-    def __init__(self) -> None:
-        super().__init__("The client has read too slowly: the answer was given up (MLX_SPECPREFILL_STREAM_BUFFER).")
+    def __init__(self, buffer: int) -> None:
+        super().__init__(
+            f"The client has read too slowly: {buffer} events were waiting for it (MLX_SPECPREFILL_STREAM_BUFFER), so "
+            "the answer was stopped. Read the stream without pauses, or raise that setting."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +225,8 @@ class Generation:
             self._events.put_nowait(item)
         elif self._buffer:
             logger.warning("an answer is given up: its client has left %d events unread", self._buffer)
-            self._buffer = 0  # nothing more is kept
-            self._give_up(SlowReaderError())
+            error, self._buffer = SlowReaderError(self._buffer), 0  # nothing more is kept
+            self._give_up(error)
 
     def _report_end(self, index: int, event: Finished | Failed) -> None:
         job, stopped = self._jobs[index], index in self._open and self._readers[index].over

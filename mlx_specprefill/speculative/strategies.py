@@ -201,13 +201,14 @@ def streaming_drafter(
 
     It reads just these, which costs the same whatever the prompt's length.
     """
-    read = [*prompt[:sinks], *prompt[max(sinks, len(prompt) - window) :]]
+    ids = np.asarray(prompt, dtype=np.int32)
+    read = mx.array(np.concatenate([ids[:sinks], ids[max(sinks, ids.size - window) :]]))[None]
     with observed_rotations() as seen:
         cache = [StreamingKVCache(sinks, window, seen) if type(c) is KVCache else c for c in make_prompt_cache(draft)]
-        draft(mx.array([read[:1]]), cache=cache)
-    for start in range(1, len(read), _STREAM_STEP):
-        end = min(start + _STREAM_STEP, len(read))
-        draft(mx.array([read[start:end]]), cache=cache)
+        draft(read[:, :1], cache=cache)
+    for start in range(1, read.shape[1], _STREAM_STEP):
+        end = min(start + _STREAM_STEP, read.shape[1])
+        draft(read[:, start:end], cache=cache)
         mx.eval([part.state for part in cache])
-        yield Progress("draft", end, len(read))
+        yield Progress("draft", end, read.shape[1])
     return Drafter(draft, cache)

@@ -20,7 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .errors import InvalidRequestError
 from .request import Constraint, ReasoningBudget
 
-__all__ = ["BudgetGuide", "GrammarGuide", "Grammars", "Guide", "Mask"]
+__all__ = ["GrammarState", "Grammars", "LLGuidanceState", "Mask", "ReasoningBudgetState"]
 
 Mask = npt.NDArray[np.bool_]
 
@@ -35,10 +35,10 @@ _DETAILS = re.compile(r"\n<|\n +\d+ \|")
 _LONGEST_MESSAGE = 400
 
 
-class Guide(Protocol):
+class GrammarState(Protocol):
     """Says of one answer which tokens may come next: `accept` each token, ask `allowed` before the next."""
 
-    def fork(self) -> Guide:
+    def fork(self) -> GrammarState:
         """A copy that goes its own way, for tokens that may be taken back."""
         ...
 
@@ -55,7 +55,7 @@ class Guide(Protocol):
         ...
 
 
-class GrammarGuide:
+class LLGuidanceState:
     """One answer's way through its grammar: `accept` each token, ask `allowed` before the next.
 
     Args:
@@ -77,7 +77,7 @@ class GrammarGuide:
         self._count = 0
         self._over = False
 
-    def fork(self) -> GrammarGuide:
+    def fork(self) -> LLGuidanceState:
         """A copy that goes its own way, for tokens that may be taken back."""
         twin = copy.copy(self)
         twin._matcher = self._matcher.deep_copy()
@@ -136,14 +136,14 @@ class GrammarGuide:
         return InvalidRequestError(f"{self._field}: the grammar can't be followed: {why}", self._field)
 
 
-class BudgetGuide:
+class ReasoningBudgetState:
     """Ends reasoning when its budget is used up.
 
     Args:
         inner: the answer's grammar, if it has one.
     """
 
-    def __init__(self, budget: ReasoningBudget, inner: Guide | None = None) -> None:
+    def __init__(self, budget: ReasoningBudget, inner: GrammarState | None = None) -> None:
         self._budget = budget
         self._inner = inner
         self._inside = budget.opened
@@ -152,7 +152,7 @@ class BudgetGuide:
         self._closing: tuple[int, ...] = ()  # what has to follow
         self._close_when_spent()
 
-    def fork(self) -> BudgetGuide:
+    def fork(self) -> ReasoningBudgetState:
         """A copy that goes its own way, for tokens that may be taken back."""
         twin = copy.copy(self)
         twin._inner = None if self._inner is None else self._inner.fork()
@@ -213,14 +213,14 @@ class Grammars:
         """
         self._matcher(constraint)
 
-    def guide(self, constraint: Constraint, stops: frozenset[int], min_tokens: int = 0) -> GrammarGuide:
+    def guide(self, constraint: Constraint, stops: frozenset[int], min_tokens: int = 0) -> LLGuidanceState:
         """For one answer.
 
         Raises:
             InvalidRequestError: as `check`.
         """
         matcher = self._matcher(constraint).deep_copy()
-        return GrammarGuide(constraint, matcher, stops, self._eos, min_tokens)
+        return LLGuidanceState(constraint, matcher, stops, self._eos, min_tokens)
 
     def _matcher(self, constraint: Constraint) -> LLMatcher:
         try:

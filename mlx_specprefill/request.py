@@ -19,7 +19,6 @@ from .errors import InvalidRequestError
 
 __all__ = [
     "SHARED",
-    "Account",
     "CacheLabel",
     "Constraint",
     "Event",
@@ -30,13 +29,14 @@ __all__ = [
     "Logprob",
     "Mode",
     "Prediction",
+    "PrefillReport",
     "Progress",
     "PromptLogprobs",
     "PromptSpan",
     "ReasoningBudget",
     "SamplingParams",
     "SpecPrefillOptions",
-    "SpeculationAccount",
+    "SpeculationReport",
     "Stage",
     "Timings",
     "TokenEvent",
@@ -280,7 +280,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationAccount:
+class SpeculationReport:
     """How the answer was drafted, and why, or why not.
 
     Attributes:
@@ -304,7 +304,7 @@ class SpeculationAccount:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class PrefillReport:
     """What was done with the prompt, and why."""
 
     mode: Mode
@@ -320,7 +320,7 @@ class Account:
     timings: Timings = field(default_factory=Timings)
     predicted: Prediction | None = None  # before the work; None where nothing was measured
     kept_spans: tuple[tuple[int, int], ...] | None = None
-    speculation: SpeculationAccount | None = None  # None: not asked for
+    speculation: SpeculationReport | None = None  # None: not asked for
     auto_share: float | None = None  # of chunks, chosen for this prompt, 1: all; None where the share was given
 
     def to_dict(self) -> dict[str, Any]:
@@ -396,7 +396,7 @@ class Finished:
 
     reason: FinishReason
     completion_tokens: int
-    account: Account
+    account: PrefillReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +404,7 @@ class Failed:
     """Always the last event of a request that failed; the engine goes on with the next one."""
 
     error: Exception
-    account: Account | None = None
+    account: PrefillReport | None = None
 
 
 Event = Progress | PromptLogprobs | TokenEvent | Finished | Failed

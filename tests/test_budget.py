@@ -23,7 +23,7 @@ from mlx_specprefill import (
     SpeculationConfig,
     make_pair,
 )
-from mlx_specprefill.constraints import BudgetGuide
+from mlx_specprefill.constraints import ReasoningBudgetState
 from tests.server.fakes import byte_tokenizer
 from tests.tiny import generated, tiny_model
 
@@ -55,7 +55,7 @@ def thought(text: Sequence[int], budget: ReasoningBudget) -> tuple[int, bool]:
 @given(budget=BUDGETS, wanted=st.lists(st.integers(0, V - 1), max_size=40))
 def test_reasoning_never_exceeds_its_budget(budget: ReasoningBudget, wanted: list[int]) -> None:
     """Whatever the model would like to write, also when some of it is taken back."""
-    guide, text = BudgetGuide(budget), list[int]()
+    guide, text = ReasoningBudgetState(budget), list[int]()
     for token in wanted:
         twin = guide.fork()
         mask = guide.allowed(V)
@@ -74,7 +74,7 @@ def test_reasoning_never_exceeds_its_budget(budget: ReasoningBudget, wanted: lis
 
 def test_what_follows_the_end_is_the_closing() -> None:
     budget = ReasoningBudget(2, (A, OPEN), (SHUT,), (SHUT, 5, A), opened=True)
-    guide = BudgetGuide(budget)
+    guide = ReasoningBudgetState(budget)
     for token, only in ((1, None), (2, {SHUT}), (SHUT, {5}), (5, {A})):
         guide.accept(token)
         mask = guide.allowed(V)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import Constraint, InvalidRequestError
-from mlx_specprefill.constraints import Grammars, Guide
+from mlx_specprefill.constraints import Grammars, GrammarState
 from tests.server.fakes import byte_tokenizer
 from tests.tiny import tokenizer
 
@@ -37,11 +37,11 @@ def words_tokenizer() -> TokenizerWrapper:
 GRAMMARS = Grammars(words_tokenizer(), frozenset({EOS}))
 
 
-def guide(grammar: str, stops: frozenset[int] = frozenset({EOS}), min_tokens: int = 0, **fields: Any) -> Guide:
+def guide(grammar: str, stops: frozenset[int] = frozenset({EOS}), min_tokens: int = 0, **fields: Any) -> GrammarState:
     return GRAMMARS.guide(Constraint(grammar, **fields), stops, min_tokens)
 
 
-def allowed(guide: Guide) -> set[int]:
+def allowed(guide: GrammarState) -> set[int]:
     mask = guide.allowed(COLUMNS)
     assert mask is not None
     assert mask.shape == (COLUMNS,)

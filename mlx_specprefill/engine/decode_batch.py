@@ -19,7 +19,7 @@ import numpy as np
 from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rope import adjusted_offsets
 from ..cache.rows import batch_key, extend_batch, extract_row, filter_batch, merge_rows
-from ..constraints import Guide, Mask
+from ..constraints import GrammarState, Mask
 from ..errors import InvalidRequestError
 from ..request import TokenEvent
 from ..sampling import LogitsProcessor, Sampler, choose, greedy, token_event
@@ -49,7 +49,7 @@ class DecodeRow:
     processors: Sequence[LogitsProcessor] = ()
     logprobs: int | None = None
     shift: int = 0
-    guide: Guide | None = None
+    guide: GrammarState | None = None
     generated: tuple[int, ...] = ()
 
 

@@ -22,7 +22,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..cache.entry import CacheEntry
 from ..config import EngineConfig
-from ..constraints import BudgetGuide, Grammars, Guide
+from ..constraints import Grammars, GrammarState, ReasoningBudgetState
 from ..errors import EngineClosedError, InvalidRequestError
 from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Progress
@@ -296,11 +296,11 @@ class Engine:
         self._inbox.post(Job(self._inbox.next_uid(), on_event, handle, slices, on_end=on_end))
         return handle
 
-    def _guide(self, request: GenerationRequest) -> Guide | None:
-        guide: Guide | None = None
+    def _guide(self, request: GenerationRequest) -> GrammarState | None:
+        guide: GrammarState | None = None
         if request.constraint is not None:
             guide = self._grammars.guide(request.constraint, request.stop_token_ids, request.min_tokens)
-        return guide if request.reasoning is None else BudgetGuide(request.reasoning, guide)
+        return guide if request.reasoning is None else ReasoningBudgetState(request.reasoning, guide)
 
 
 def _wait_until_gone(thread: threading.Thread) -> None:

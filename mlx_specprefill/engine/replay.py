@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .._steps import Steps
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjusted_offsets
-from ..request import Account, GenerationRequest, Progress, joined
+from ..request import GenerationRequest, PrefillReport, Progress, joined
 from .prefill import Prefiller
 from .sequence import Sequence
 
@@ -34,7 +34,7 @@ class Replay:
     """
 
     logprobs: Floats
-    account: Account
+    account: PrefillReport
     attention: Floats | None
 
 

@@ -197,7 +197,7 @@ class Scheduler:
         return min(reversed(jobs), key=lambda job: job.served).uid  # the latest arrival among equals
 
     def served(self, uid: int, tokens: int, ms: int, read: bool = False) -> None:
-        """Account for the slice that `pick` gave out: what it got done, and how long all others waited for it.
+        """PrefillReport for the slice that `pick` gave out: what it got done, and how long all others waited for it.
 
         Args:
             read: nothing is left of the prompt.

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..constraints import Guide
-from ..request import Account, GenerationRequest, SpeculationAccount, Stage, Timings
+from ..constraints import GrammarState
+from ..request import GenerationRequest, PrefillReport, SpeculationReport, Stage, Timings
 from ..sessions.continuing import Continuation
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
@@ -48,10 +48,10 @@ class Speculation:
     def decline(self, reason: str) -> None:
         self.strategy, self.reason, self.proposer = None, reason, None
 
-    def account(self) -> SpeculationAccount:
+    def account(self) -> SpeculationReport:
         row = self.row
         inner = None if row is None else row.proposer.inner
-        return SpeculationAccount(
+        return SpeculationReport(
             strategy=self.strategy or "autoregressive",
             reason=self.reason,
             acceptance_rate=None if row is None else row.acceptance.rate,
@@ -84,7 +84,7 @@ class Sequence:
     uid: int
     request: GenerationRequest
     submitted: float
-    guide: Guide | None = None
+    guide: GrammarState | None = None
     started: float = 0.0
     plan: PrefillPlan | None = None
     need: int = 0
@@ -115,11 +115,11 @@ class Sequence:
         self.last_token_at = now
         self.tokens.append(token)
 
-    def account(self) -> Account:
+    def account(self) -> PrefillReport:
         M = len(self.request.prompt)
         kept = M if self.kept is None else int(self.kept.size)
         spans = ((0, M),) if self.kept is None else kept_spans(self.kept)
-        return Account(
+        return PrefillReport(
             mode="full" if self.plan is None else self.plan.mode,
             reason="not started" if self.plan is None else self.plan.reason,
             prompt_tokens=M,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from ..constraints import Guide
+from ..constraints import GrammarState
 from ..request import SamplingParams
 from ..sampling import LogitsProcessor, filtered_logits
 from .verification import Distribution, NumpyRng, Rng
@@ -33,7 +33,7 @@ class TokenSampler:
         params: SamplingParams,
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
-        guide: Guide | None = None,
+        guide: GrammarState | None = None,
         stops: frozenset[int] = frozenset(),
     ) -> None:
         self._filtered = None if params.temperature == 0 else filtered_logits(params, vocab_size)
@@ -67,7 +67,7 @@ class TokenSampler:
                 self._guide.accept(token)
             self._committed += len(tokens)
 
-    def _allowed(self, guide: Guide, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:
+    def _allowed(self, guide: GrammarState, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:
         """What the grammar lets follow each row, (1 + F, V) bool."""
         ahead = guide.fork()
         for token in before[self._committed :]:

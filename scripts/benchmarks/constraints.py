@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_specprefill import BLAS, Constraint, ModelPair
 from mlx_specprefill.cache.positioned import make_positioned_cache
-from mlx_specprefill.constraints import Grammars, Guide
+from mlx_specprefill.constraints import Grammars, GrammarState
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
 
@@ -45,7 +45,7 @@ SCHEMA = {
 class TimedGuide:
     """A guide that notes how long the thread was busy with it."""
 
-    def __init__(self, guide: Guide, spent: list[float]) -> None:
+    def __init__(self, guide: GrammarState, spent: list[float]) -> None:
         self._guide = guide
         self._spent = spent
 

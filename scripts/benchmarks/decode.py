@@ -30,12 +30,12 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import (
-    Account,
     Engine,
     EngineConfig,
     Finished,
     GenerationRequest,
     ModelPair,
+    PrefillReport,
     SamplingParams,
     SpecPrefillOptions,
     SpeculationConfig,
@@ -301,7 +301,7 @@ def gate(pair: ModelPair, options: argparse.Namespace) -> Row:
     return {**row, "reasons": sorted(reasons)[:3]}
 
 
-def spoken(engine: Engine, prompt: tuple[int, ...], how: SpeculationName) -> Account:
+def spoken(engine: Engine, prompt: tuple[int, ...], how: SpeculationName) -> PrefillReport:
     options = SpecPrefillOptions(enabled=False, speculative=how)
     for event in engine.generate(GenerationRequest(prompt, 96, specprefill=options)):
         if isinstance(event, Finished):

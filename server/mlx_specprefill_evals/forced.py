@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mlx_specprefill import Account, Replay
+from mlx_specprefill import PrefillReport, Replay
 
 from .arms import FULL, Arm
 from .errors import NotMeasuredError
@@ -92,7 +92,7 @@ def _average(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def check_mode(arm: Arm, account: Account) -> None:
+def check_mode(arm: Arm, account: PrefillReport) -> None:
     """Raises NotMeasuredError: the engine did not do what the arm is about."""
     if arm.keep != "auto" and (account.mode == "sparse") != (arm != FULL):
         raise NotMeasuredError(f"arm {arm.name} ran in {account.mode} mode: {account.reason}")

@@ -19,13 +19,13 @@ from functools import partial
 import numpy as np
 
 from mlx_specprefill import (
-    Account,
     Engine,
     EngineConfig,
     Event,
     Failed,
     Finished,
     GenerationRequest,
+    PrefillReport,
     Replay,
     SelectionConfig,
     SpecPrefillError,
@@ -59,7 +59,7 @@ def examination(selection: SelectionConfig | None = None) -> EngineConfig:
 @dataclass(frozen=True)
 class _Answer:
     tokens: tuple[int, ...]
-    account: Account
+    account: PrefillReport
 
     @property
     def spans(self) -> tuple[Span, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from uuid import uuid4
 
-from mlx_specprefill import Account, Progress, PromptLogprobs, TokenEvent
+from mlx_specprefill import PrefillReport, Progress, PromptLogprobs, TokenEvent
 
 __all__ = [
     "AnswerDelta",
@@ -103,7 +103,7 @@ class AnswerDone:
     finish_reason: FinishReason
     completion_tokens: int
     reasoning_tokens: int
-    account: Account
+    account: PrefillReport
     stop_string: str | None = None
     error: Exception | None = None
 

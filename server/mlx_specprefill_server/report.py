@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from mlx_specprefill import Account, EngineError, Progress, SpecPrefillError, Timings
+from mlx_specprefill import EngineError, PrefillReport, Progress, SpecPrefillError, Timings
 
 from .deltas import AnswerDone
 from .errors import ApiError, api_error
@@ -103,12 +103,12 @@ class Report:
         extras = self.prefill_fields() | {"timings": self.timings()}
         return extras | ({} if self.error is None else {"engine_error": api_error(self.error).body()["error"]})
 
-    def _accounts(self) -> list[Account]:
+    def _accounts(self) -> list[PrefillReport]:
         """One for each prompt: copies of an answer decode side by side after one prefill."""
         ends = [self._ends[index] for index in sorted(self._ends)]
         return [_first(ends[i : i + self._copies]) for i in range(0, len(ends), self._copies)]
 
-    def _account(self) -> Account:
+    def _account(self) -> PrefillReport:
         return _merged(self._accounts())
 
 
@@ -139,13 +139,13 @@ class LiveTimings:
         }
 
 
-def _first(ends: Sequence[AnswerDone]) -> Account:
+def _first(ends: Sequence[AnswerDone]) -> PrefillReport:
     account = ends[0].account
     longest = max(end.account.timings.decode_ms for end in ends)
     return replace(account, timings=replace(account.timings, decode_ms=longest))
 
 
-def _merged(accounts: Sequence[Account]) -> Account:
+def _merged(accounts: Sequence[PrefillReport]) -> PrefillReport:
     """One account for several prompts: counts and times are sums."""
     if len(accounts) == 1:
         return accounts[0]

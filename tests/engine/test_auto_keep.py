@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import (
-    Account,
     Engine,
     EngineConfig,
     Finished,
     GenerationRequest,
     ModelPair,
+    PrefillReport,
     RuleName,
     SelectionConfig,
     SpecPrefillOptions,
@@ -41,7 +41,7 @@ def pair_with(shares: ShareCurve | None = GOOD) -> ModelPair:
     return with_heads(tiny_pair(), replace(HEADS, shares=shares))
 
 
-def ask(engine: Engine, options: SpecPrefillOptions = AUTO, prompt: tuple[int, ...] = PROMPT) -> Account:
+def ask(engine: Engine, options: SpecPrefillOptions = AUTO, prompt: tuple[int, ...] = PROMPT) -> PrefillReport:
     _, last = generated(engine.generate(GenerationRequest(prompt, 2, specprefill=options)))
     assert isinstance(last, Finished)
     return last.account

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import (
-    Account,
     Engine,
     EngineConfig,
     Finished,
     GenerationRequest,
     ModelPair,
+    PrefillReport,
     RuleName,
     SelectionConfig,
     SpecPrefillOptions,
@@ -45,7 +45,7 @@ def pair_with_heads() -> ModelPair:
     return pair
 
 
-def ask(engine: Engine, rule: RuleName | None, prompt: tuple[int, ...] = PROMPT) -> tuple[list[int], Account]:
+def ask(engine: Engine, rule: RuleName | None, prompt: tuple[int, ...] = PROMPT) -> tuple[list[int], PrefillReport]:
     options = SpecPrefillOptions(rule=rule, return_spans=True)
     tokens, last = generated(engine.generate(GenerationRequest(prompt, 6, specprefill=options)))
     assert isinstance(last, Finished)
@@ -53,7 +53,7 @@ def ask(engine: Engine, rule: RuleName | None, prompt: tuple[int, ...] = PROMPT)
     return tokens, last.account
 
 
-def lone(rule: RuleName | None, pair: ModelPair, config: EngineConfig = CONFIG) -> tuple[list[int], Account]:
+def lone(rule: RuleName | None, pair: ModelPair, config: EngineConfig = CONFIG) -> tuple[list[int], PrefillReport]:
     with Engine(pair, config) as engine:
         return ask(engine, rule)
 
@@ -159,7 +159,7 @@ def test_sessions_of_one_rule_are_not_gone_on_with_by_the_other() -> None:
     assert set(_indices(other)) <= set(_indices(paper))
 
 
-def _indices(account: Account) -> list[int]:
+def _indices(account: PrefillReport) -> list[int]:
     assert account.kept_spans is not None
     return [index for start, end in account.kept_spans for index in range(start, end)]
 

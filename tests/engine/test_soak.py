@@ -27,7 +27,6 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import (
-    Account,
     Engine,
     EngineConfig,
     Event,
@@ -35,6 +34,7 @@ from mlx_specprefill import (
     Finished,
     GenerationRequest,
     ModelPair,
+    PrefillReport,
     PromptSpan,
     RequestHandle,
     SpecPrefillOptions,
@@ -211,7 +211,7 @@ class References:
         self._pair = pair
         self._known: dict[Any, tuple[list[int], list[float]]] = {}
 
-    def check(self, ticket: Ticket, account: Account) -> None:
+    def check(self, ticket: Ticket, account: PrefillReport) -> None:
         """What was answered is the beginning of the right answer, as far as that is clear."""
         if account.continuation == "repair":
             return  # what the session held had not seen what was put in before it

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import (
-    Account,
     Constraint,
     Engine,
     EngineConfig,
@@ -23,12 +22,13 @@ from mlx_specprefill import (
     Finished,
     GenerationRequest,
     ModelPair,
+    PrefillReport,
     SamplingParams,
     SpecPrefillOptions,
     SpecPrefillPolicy,
-    SpeculationAccount,
     SpeculationConfig,
     SpeculationName,
+    SpeculationReport,
     TokenEvent,
     make_pair,
 )
@@ -54,7 +54,7 @@ def asked(
     return GenerationRequest(random_prompt(length, seed), count, specprefill=options, **changes)
 
 
-def told(last: Any) -> tuple[Account, SpeculationAccount]:
+def told(last: Any) -> tuple[PrefillReport, SpeculationReport]:
     assert isinstance(last, Finished)
     assert last.account.speculation is not None
     return last.account, last.account.speculation
@@ -371,9 +371,7 @@ def costs(rows: float, per_token: float, draft: float) -> DecodeCosts:
 CHEAP, DEAR = costs(0.05, 0.0, 0.05), costs(1.0, 0.0, 0.9)
 
 
-def automatic(
-    engine: Engine, known: DecodeCosts, seed: int = 1, **changes: Any
-) -> tuple[list[int], SpeculationAccount]:
+def automatic(engine: Engine, known: DecodeCosts, seed: int = 1, **changes: Any) -> tuple[list[int], SpeculationReport]:
     engine.speculator._costs = known
     tokens, last = generated(engine.generate(asked(seed, "auto", True, **changes)))
     return tokens, told(last)[1]

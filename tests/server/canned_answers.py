@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from mlx_specprefill import Account, Timings
+from mlx_specprefill import PrefillReport, Timings
 from mlx_specprefill_server.deltas import (
     AnswerDelta,
     AnswerDone,
@@ -18,7 +18,7 @@ from mlx_specprefill_server.deltas import (
     TextDelta,
 )
 
-ACCOUNT = Account(
+ACCOUNT = PrefillReport(
     mode="sparse",
     reason="asked for",
     prompt_tokens=100,

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import (
-    Account,
     CacheEntry,
     ChunkInfo,
     Constraint,
@@ -31,6 +30,7 @@ from mlx_specprefill import (
     Logprob,
     MemoryUse,
     Prediction,
+    PrefillReport,
     Progress,
     PromptLogprobs,
     RequestCancelled,
@@ -269,10 +269,10 @@ def inspection(request: GenerationRequest) -> Inspection:
     )
 
 
-def account(request: GenerationRequest) -> Account:
+def account(request: GenerationRequest) -> PrefillReport:
     sparse = bool(request.specprefill.enabled)
     kept = len(request.prompt) // 2 if sparse else len(request.prompt)
-    return Account(
+    return PrefillReport(
         mode="sparse" if sparse else "full",
         reason="asked for" if sparse else "short prompt",
         prompt_tokens=len(request.prompt),

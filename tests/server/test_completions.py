@@ -8,7 +8,7 @@ import pytest
 from openai.types import Completion
 from starlette.testclient import TestClient
 
-from mlx_specprefill import Account, Finished, Timings
+from mlx_specprefill import Finished, PrefillReport, Timings
 
 from .conftest import client_of, events
 from .fakes import FakeEngine, FakePair
@@ -213,7 +213,7 @@ def test_the_account_of_several_prompts_is_their_sum(client: TestClient, engine:
         n = len(request.prompt)
         times = Timings(prefill_ms=5)
         mode, kept = ("sparse", n - 1) if sparse else ("full", n)
-        account = Account(mode, f"r{n}", prompt_tokens=n, kept_tokens=kept, keep_pct=0.5, timings=times)
+        account = PrefillReport(mode, f"r{n}", prompt_tokens=n, kept_tokens=kept, keep_pct=0.5, timings=times)
         return [Finished("stop", 0, account)]
 
     engine.script = script

@@ -13,7 +13,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from mlx_specprefill import Account, EngineConfig, Failed, Finished, GenerationRequest, SpecPrefillOptions, Timings
+from mlx_specprefill import (
+    EngineConfig,
+    Failed,
+    Finished,
+    GenerationRequest,
+    PrefillReport,
+    SpecPrefillOptions,
+    Timings,
+)
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.request import Prediction
 from mlx_specprefill.specprefill.plan import plan_prefill
@@ -24,10 +32,10 @@ from ..waiting import eventually
 from .fakes import FakeEngine, says_and_waits
 
 MODEL = 'model_name="demo/target"'
-SPARSE = Account(
+SPARSE = PrefillReport(
     "sparse", "requested", 1000, 200, 100, 0.2, "heads", "extend", Timings(10, 400, 5, 600, 1005, 900), kept_spans=None
 )
-FULL = Account("full", "turned off by the request", 50, 50, 0, None, None, None, Timings(0, 0, 0, 40, 40, 0))
+FULL = PrefillReport("full", "turned off by the request", 50, 50, 0, None, None, None, Timings(0, 0, 0, 40, 40, 0))
 
 
 def samples(text: str) -> dict[str, float]:
@@ -47,7 +55,7 @@ def counted(engine: FakeEngine, *ends: Outcome) -> dict[str, float]:
     return samples(metrics.text().decode())
 
 
-def ended(account: Account, tokens: int, reason: Any = "stop", stopped: bool = False) -> Outcome:
+def ended(account: PrefillReport, tokens: int, reason: Any = "stop", stopped: bool = False) -> Outcome:
     return Outcome(GenerationRequest((1,), 1), Finished(reason, tokens, account), stopped)
 
 

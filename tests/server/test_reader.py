@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_specprefill import Account, Failed, Finished, TokenEvent
+from mlx_specprefill import Failed, Finished, PrefillReport, TokenEvent
 from mlx_specprefill_server.deltas import (
     AnswerDone,
     CallBroken,
@@ -28,7 +28,7 @@ from mlx_specprefill_server.parsers.parser import Parser, PlainText
 from .fakes import byte_tokenizer
 from .parsers.reading import THINK, TOOLS
 
-ACCOUNT = Account("full", "", 1, 1)
+ACCOUNT = PrefillReport("full", "", 1, 1)
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 

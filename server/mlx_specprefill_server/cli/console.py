@@ -13,7 +13,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from mlx_specprefill import Account, PairCost, Progress, SpecPrefillPolicy, shape_work
+from mlx_specprefill import PairCost, PrefillReport, Progress, SpecPrefillPolicy, shape_work
 
 from ..explaining.explained import ExplainedChunk
 from ..explaining.heatmap import chunk_state
@@ -59,7 +59,7 @@ def stage_bars(console: Console) -> Iterator[StageBars]:
         bars.stop()
 
 
-def stage_table(account: Account, completion_tokens: int) -> Table:
+def stage_table(account: PrefillReport, completion_tokens: int) -> Table:
     """Where the time went. Rates are tokens per second of that row's own time."""
     times = account.timings
     read = account.prompt_tokens - account.cached_tokens
@@ -82,7 +82,7 @@ def stage_table(account: Account, completion_tokens: int) -> Table:
     return table
 
 
-def stage_summary(account: Account, completion_tokens: int) -> str:
+def stage_summary(account: PrefillReport, completion_tokens: int) -> str:
     share = account.kept_tokens / account.prompt_tokens
     cached = f", {account.cached_tokens:,} of them cached" if account.cached_tokens else ""
     return (

@@ -13,13 +13,13 @@ from functools import partial
 from typing import Literal
 
 from mlx_specprefill import (
-    Account,
     EngineClosedError,
     EngineError,
     Event,
     Failed,
     Finished,
     GenerationRequest,
+    PrefillReport,
     Progress,
     SpecPrefillError,
     TokenEvent,
@@ -288,8 +288,8 @@ class Generation:
         if cancel and index in self._handles:
             self._handles[index].cancel()
 
-    def _failed_account(self, index: int, event: Failed) -> Account:
+    def _failed_account(self, index: int, event: Failed) -> PrefillReport:
         failed = f"failed: {event.error}"
         if event.account is not None:
             return replace(event.account, reason=f"{event.account.reason}; {failed}")
-        return Account("full", failed, prompt_tokens=len(self._jobs[index].request.prompt), kept_tokens=0)
+        return PrefillReport("full", failed, prompt_tokens=len(self._jobs[index].request.prompt), kept_tokens=0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import orjson
 
-from mlx_specprefill import Account, EngineClosedError, Failed, Finished, TokenEvent
+from mlx_specprefill import EngineClosedError, Failed, Finished, PrefillReport, TokenEvent
 
 from ..deltas import (
     AnswerDelta,
@@ -81,7 +81,7 @@ class AnswerReader:
             self._new_ids.append(event.token)
         return self._read(self._detokenizer.push(event.token))
 
-    def finish(self, event: Finished | Failed, account: Account) -> list[AnswerDelta]:
+    def finish(self, event: Finished | Failed, account: PrefillReport) -> list[AnswerDelta]:
         """The rest of the answer, and its end."""
         deltas: list[AnswerDelta] = [] if self.over else [*self._read(self._detokenizer.finish())]
         ended = isinstance(event, Finished) and (self.over or event.reason == "stop")
@@ -96,7 +96,7 @@ class AnswerReader:
             return [*deltas, self._done("tool_calls" if self._calls else "stop", account)]
         return [*deltas, self.failed(_error(event), account)]
 
-    def failed(self, error: Exception | None, account: Account) -> AnswerDone:
+    def failed(self, error: Exception | None, account: PrefillReport) -> AnswerDone:
         """The end of an answer that is incomplete. `error`: None when it has reached its length."""
         return self._done("length", account, error)
 
@@ -105,7 +105,7 @@ class AnswerReader:
         ids, self._new_ids = self._new_ids, []
         return ids
 
-    def _done(self, reason: FinishReason, account: Account, error: Exception | None = None) -> AnswerDone:
+    def _done(self, reason: FinishReason, account: PrefillReport, error: Exception | None = None) -> AnswerDone:
         return AnswerDone(reason, self.completion_tokens, self._reasoning_tokens, account, self._stop.matched, error)
 
     def _read(self, text: str) -> list[ContentDelta]:

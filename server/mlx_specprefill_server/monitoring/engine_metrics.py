@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlx_specprefill import Account, EngineStats
+from mlx_specprefill import EngineStats, PrefillReport
 
 from ..generating.engine_protocol import EngineLike
 
@@ -22,7 +22,7 @@ class Totals:
         self.read = self.made = 0
         self.read_s = self.made_s = 0.0
 
-    def add_prompt(self, account: Account) -> None:
+    def add_prompt(self, account: PrefillReport) -> None:
         times = account.timings
         self.read += account.prompt_tokens - account.cached_tokens
         self.read_s += (times.draft_ms + times.select_ms + times.prefill_ms) / 1e3

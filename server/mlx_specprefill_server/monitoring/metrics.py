@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlx_specprefill import Account, Finished, Timings
+from mlx_specprefill import Finished, PrefillReport, Timings
 
 from ..generating.engine_protocol import EngineLike
 from ..generating.generation import Outcome
@@ -100,7 +100,7 @@ class Metrics:
         if tokens:
             self._gaps.observe(seconds, tokens - 1)
 
-    def _count_prompt(self, account: Account) -> None:
+    def _count_prompt(self, account: PrefillReport) -> None:
         self._prompt.inc(account.prompt_tokens)
         self._queried.inc(account.prompt_tokens)
         self._hit.inc(account.cached_tokens)

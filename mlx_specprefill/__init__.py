@@ -77,12 +77,11 @@ from .request import (
     Stage,
     Timings,
     TokenEvent,
-    TokenIds,
-    as_token_ids,
 )
 from .shapes import SHAPES, ShapeWork, shape_work
 from .specprefill.head_calibration import calibrated_heads, find_heads
 from .specprefill.share_calibration import with_calibrated_shares
+from .token_ids import TokenIds, as_token_ids
 
 __version__ = "0.1.0"
 

@@ -7,7 +7,7 @@ engine can keep the template's structure without knowing any template.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import Keep, RuleName, SpecPrefillPolicy, SpeculationName
-from .errors import InvalidRequestError
+from .token_ids import TokenIds, as_token_ids
 
 __all__ = [
     "SHARED",
@@ -40,12 +40,8 @@ __all__ = [
     "Stage",
     "Timings",
     "TokenEvent",
-    "TokenIds",
-    "as_token_ids",
-    "joined",
 ]
 
-TokenIds = npt.NDArray[np.int32]
 Mode = Literal["sparse", "full"]
 Stage = Literal["queued", "draft", "select", "prefill", "decode"]
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -180,27 +176,6 @@ class ReasoningBudget:
     end: tuple[int, ...]
     closing: tuple[int, ...]
     opened: bool = False
-
-
-def as_token_ids(ids: Sequence[int] | TokenIds) -> TokenIds:
-    """Token ids as one int32 array (M,) that can't be written to; an int32 array is not copied.
-
-    Raises:
-        InvalidRequestError: an id that no vocabulary has.
-    """
-    try:
-        tokens = np.asarray(ids, dtype=np.int32)
-    except OverflowError:
-        raise InvalidRequestError("the prompt has token ids outside the vocabulary", field="prompt") from None
-    if tokens.flags.writeable:
-        tokens = tokens.view()
-        tokens.flags.writeable = False
-    return tokens
-
-
-def joined(prompt: TokenIds, answer: Sequence[int]) -> TokenIds:
-    """The prompt's token ids and those of its answer."""
-    return np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from ..request import TokenIds
+from ..token_ids import TokenIds
 
 __all__ = [
     "KV_LAYOUT_VERSION",

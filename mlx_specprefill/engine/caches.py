@@ -18,8 +18,9 @@ from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
 from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
-from ..request import CacheLabel, TokenIds
+from ..request import CacheLabel
 from ..sessions.store import Session, SessionStore
+from ..token_ids import TokenIds
 
 __all__ = ["EngineCaches", "empty_cache"]
 

@@ -9,7 +9,8 @@ from functools import partial
 import numpy as np
 
 from ..errors import RequestCancelled
-from ..request import SHARED, CacheLabel, TokenIds, joined
+from ..request import SHARED, CacheLabel
+from ..token_ids import TokenIds, joined
 from .admission.memory import Memory
 from .handle import RequestHandle
 from .job import Job, ignore

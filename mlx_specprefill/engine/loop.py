@@ -14,7 +14,8 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import EngineClosedError, RequestCancelled
-from ..request import Event, Failed, Finished, FinishReason, GenerationRequest, TokenEvent, TokenIds, joined
+from ..request import Event, Failed, Finished, FinishReason, GenerationRequest, TokenEvent
+from ..token_ids import TokenIds, joined
 from .admission.memory import Memory
 from .caches import EngineCaches
 from .densify import Densifier, SparseTurn

@@ -20,7 +20,7 @@ from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import EngineConfig, SelectionConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
-from ..request import CacheLabel, GenerationRequest, Progress, PromptLogprobs, TokenIds
+from ..request import CacheLabel, GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from ..sessions.continuing import Beginning, Continuing
 from ..sessions.repair import insert
@@ -32,6 +32,7 @@ from ..specprefill.selector import Selection, select_tokens, threshold_of
 from ..specprefill.share import Choice, about_everything, choose_share
 from ..specprefill.sparse_prefill import prefill
 from ..specprefill.text import PromptText, TextReader
+from ..token_ids import TokenIds
 from .admission.planner import Planner
 from .caches import EngineCaches, empty_cache
 from .sequence import Sequence

@@ -18,7 +18,8 @@ from ..cache.budget import ByteBudget, Evictable
 from ..cache.entry import CacheEntry, CacheHit
 from ..cache.fingerprint import block_digest, common_length, root_digest
 from ..cache.positioned import can_cut, cut, leaves
-from ..request import SHARED, CacheLabel, TokenIds
+from ..request import SHARED, CacheLabel
+from ..token_ids import TokenIds
 
 __all__ = ["Session", "SessionStore"]
 

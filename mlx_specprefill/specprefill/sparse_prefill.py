@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from ..cache.positioned import Positioned, leaves, place
 from ..errors import SparseUnsupportedError
-from ..request import Progress, TokenIds
+from ..request import Progress
+from ..token_ids import TokenIds
 
 __all__ = ["prefill"]
 

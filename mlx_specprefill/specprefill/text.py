@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..request import TokenIds
+from ..token_ids import TokenIds
 
 __all__ = ["PromptText", "TextReader"]
 

@@ -20,7 +20,8 @@ from ..adapters.rope import observed_rotations
 from ..cache.positioned import PositionedKVCache, Runs, leaves, make_positioned_cache
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
-from ..request import Progress, TokenIds
+from ..request import Progress
+from ..token_ids import TokenIds
 from .mtp_proposer import MTPProposer, PromptReader
 from .proposers import Drafter, DraftModelProposer, Proposer
 from .retrieval_proposer import RetrievalPromptCache, RetrievalProposer, TriForceProposer

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 
-from ...request import SHARED, CacheLabel, TokenIds
+from ...request import SHARED, CacheLabel
+from ...token_ids import TokenIds
 from ..budget import ByteBudget
 from ..entry import CacheEntry, CacheHit
 from ..fingerprint import block_digest

@@ -1,7 +1,7 @@
 """Chunks that an earlier turn dropped, read into its cache afterwards.
 
 A token that is fed sees what the cache holds before it by then. Inserted ones see all that, earlier ones too; what lay
-behind them stays as it was computed, without them; whatever is fed later sees both. That is the law of a dense run
+behind them stays as it was computed, without them; whatever is fed later sees both. That is what a dense run gives
 whose mask hides from each token what was not there when it was fed.
 """
 

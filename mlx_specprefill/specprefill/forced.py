@@ -69,8 +69,8 @@ def template_mask(
         forced: (M,) true where a token is kept anyway.
     """
     asks = ForcedRange(*question, "question")
-    frame = forced_mask([ForcedRange(0, 1, "first token"), asks, *_structure(spans, forced.size)], forced.size)
-    return frame & forced
+    template = forced_mask([ForcedRange(0, 1, "first token"), asks, *_structure(spans, forced.size)], forced.size)
+    return template & forced
 
 
 def _structure(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedRange]:

@@ -115,7 +115,7 @@ def break_even(cost: PairCost, policy: SpecPrefillPolicy, longest: int = _LONGES
 
 
 def fit(forwards: Iterable[Sample], ends: Iterable[Sample]) -> ModelCost:
-    """The law behind measured forwards, some of which other work on the machine has slowed down.
+    """The coefficients behind measured forwards, some of which other work on the machine has slowed down.
 
     Args:
         forwards: slices over many tokens.
@@ -136,17 +136,17 @@ def fit(forwards: Iterable[Sample], ends: Iterable[Sample]) -> ModelCost:
 def _undisturbed(columns: np.ndarray, ms: np.ndarray) -> list[float]:
     """Non-negative coefficients with the smallest sum of relative errors, by least squares whose weights follow them.
 
-    Half of the samples lie below such a law, and how slow the others were does not matter.
+    Half of the samples lie below such a fit, and how slow the others were does not matter.
     """
     weights = np.ones(len(ms))
     for _ in range(_ROUNDS):
-        law = _non_negative(columns / ms[:, None], weights)
-        weights = 1 / np.maximum(np.abs(1 - columns @ law / ms), _EXACT)
-    return law
+        found = _non_negative(columns / ms[:, None], weights)
+        weights = 1 / np.maximum(np.abs(1 - columns @ found / ms), _EXACT)
+    return found
 
 
 def _non_negative(rows: np.ndarray, weights: np.ndarray) -> list[float]:
-    """Least squares of `rows @ law = 1` over every subset of columns; the best one without a negative coefficient."""
+    """Least squares of `rows @ coefficients = 1` over every subset of columns; the best one without a negative coefficient."""
     count = rows.shape[1]
     best, best_error = [0.0] * count, float("inf")
     root = np.sqrt(weights)

@@ -77,7 +77,7 @@ def calibrate(pair: ModelPair, config: EngineConfig, given_up: Callable[[], bool
     """Read prompts of growing length with both models and fit their costs; some twenty seconds per model at most.
 
     A short prompt read in forwards of several lengths tells which length is best; a long one in just these makes the
-    law true for what will run. The result is kept in `config.calibration_file`, if there is one. Not for a pair that an
+    fit true for what will run. The result is kept in `config.calibration_file`, if there is one. Not for a pair that an
     engine is using.
 
     Args:
@@ -149,7 +149,7 @@ class _Model:
         return max(step for step, seconds in self._seconds.items() if seconds <= _EQUAL * fastest)
 
     def cost(self) -> ModelCost:
-        """The law for forwards of at most the best length: longer ones may follow another.
+        """The fit for forwards of at most the best length: longer ones may follow another.
 
         Of two forwards that are alike the faster one counts: nothing makes one faster than it is.
         """

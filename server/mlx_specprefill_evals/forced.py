@@ -1,4 +1,4 @@
-"""Answers that are known word for word, judged by the distributions of their tokens: one prefill per arm, and no decoding."""
+"""Known answers, judged by the distributions of their tokens: one prefill per arm, and no decoding."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _against(full: Replay, other: Replay, forced: Forced) -> dict[str, float]:
 
 
 def divergence(full: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> dict[str, float]:
-    """KL(full || other) in nats and the agreement of the likeliest token, means over the rows (T, V) of two distributions."""
+    """KL(full || other) in nats and the agreement of the likeliest token, means over the rows (T, V)."""
     p, q = full.astype(np.float64), other.astype(np.float64)
     return {
         "kl": float((np.exp(p) * (p - q)).sum(axis=1).mean()),

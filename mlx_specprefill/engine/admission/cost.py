@@ -146,7 +146,7 @@ def _undisturbed(columns: np.ndarray, ms: np.ndarray) -> list[float]:
 
 
 def _non_negative(rows: np.ndarray, weights: np.ndarray) -> list[float]:
-    """Least squares of `rows @ coefficients = 1` over every subset of columns; the best one without a negative coefficient."""
+    """Least squares of `rows @ coefficients = 1` over all subsets of columns; the best without negative ones."""
     count = rows.shape[1]
     best, best_error = [0.0] * count, float("inf")
     root = np.sqrt(weights)

@@ -24,6 +24,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.densify import DensifyQueue, SparseTurn
+from mlx_specprefill.token_ids import as_token_ids
 from tests.tiny import generated, random_prompt, tiny_pair
 from tests.waiting import eventually
 
@@ -38,7 +39,7 @@ def turn(*prompt: int, expecting: bool = False, answer: tuple[int, ...] = (0,)) 
     handle = RequestHandle()
     if expecting:
         handle.expect_more()
-    return SparseTurn(prompt, answer, handle)
+    return SparseTurn(as_token_ids(prompt), answer, handle)
 
 
 def drained(turns: Sequence[SparseTurn]) -> list[tuple[int, ...]]:
@@ -46,7 +47,7 @@ def drained(turns: Sequence[SparseTurn]) -> list[tuple[int, ...]]:
     for one in turns:
         queue.add(one)
     while (first := queue.first()) is not None:
-        order.append(first.prompt)
+        order.append(tuple(first.prompt.tolist()))
         queue.discard(first)
     assert not len(queue)
     return order
@@ -63,7 +64,7 @@ def test_a_call_may_become_known_later() -> None:
     queue.add(turn(2))
     first = queue.first()
     assert first is not None
-    assert first.prompt.tolist() == [2]
+    assert list(first.prompt) == [2]
     old.handle.expect_more()
     assert queue.first() is old
 
@@ -76,7 +77,10 @@ def test_a_conversation_is_there_once_with_its_newest_turn() -> None:
 
 def test_another_label_is_another_conversation() -> None:
     one, other = CacheLabel("one"), CacheLabel("other")
-    turns = [SparseTurn((1, 2), (0,), RequestHandle(), one), SparseTurn((1, 2, 3), (0,), RequestHandle(), other)]
+    turns = [
+        SparseTurn(as_token_ids((1, 2)), (0,), RequestHandle(), one),
+        SparseTurn(as_token_ids((1, 2, 3)), (0,), RequestHandle(), other),
+    ]
     assert drained(turns) == [(1, 2, 3), (1, 2)]
 
 
@@ -135,7 +139,7 @@ def test_the_engine_takes_the_turn_with_a_call_first(
         handles[1].expect_more()
         release()
         assert eventually(lambda: engine.stats().densified == 3, 60)
-    assert [prompt for prompt, _ in taken] == [prompts[1], prompts[2], prompts[0]]
+    assert [tuple(prompt.tolist()) for prompt, _ in taken] == [prompts[1], prompts[2], prompts[0]]
 
 
 def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(
@@ -158,7 +162,7 @@ def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(
         release()
         assert eventually(lambda: engine.stats().densified == 2, 60)
         _, last = generated(engine.generate(GenerationRequest((*prompts[1], 2, 3), 2)))
-    assert [prompt for prompt, _ in taken] == [prompts[1], prompts[0], prompts[1]]
+    assert [tuple(prompt.tolist()) for prompt, _ in taken] == [prompts[1], prompts[0], prompts[1]]
     assert taken[2][1] >= taken[0][1] + 3 * 64
     assert isinstance(last, Finished)
     assert last.account.cached_tokens >= LENGTH

@@ -215,7 +215,7 @@ class References:
         """What was answered is the beginning of the right answer, as far as that is clear."""
         if account.continuation == "repair":
             return  # what the session held had not seen what was put in before it
-        prompt = ticket.request.prompt
+        prompt = tuple(ticket.request.prompt.tolist())
         key = (prompt, account.kept_spans if account.mode == "sparse" else None)
         if key not in self._known:
             self._known[key] = self._answer(*key)
@@ -292,11 +292,11 @@ def check_solo_selection(pair: ModelPair, tickets: list[Ticket]) -> None:
             account = ticket.last.account
             assert account is not None
             fresh = account.mode == "sparse" and account.cached_tokens == 0 and account.continuation is None
-            if not fresh or not ticket.tokens or len(seen) >= 12 or ticket.request.prompt in seen:
+            if not fresh or not ticket.tokens or len(seen) >= 12 or tuple(ticket.request.prompt.tolist()) in seen:
                 continue
             last = list(engine.generate(ticket.request))[-1]
             assert isinstance(last, Finished)
-            seen.add(ticket.request.prompt)
+            seen.add(tuple(ticket.request.prompt.tolist()))
             assert account.kept_spans == last.account.kept_spans
     assert seen
 
@@ -316,7 +316,7 @@ def test_soak(family: str, unheard: None) -> None:
     references = References(pair)
     pool = pool_of(rng)
     count = max(30, REQUESTS // len(FAMILIES))
-    references._answer(pool[1].prompt, None)
+    references._answer(tuple(pool[1].prompt.tolist()), None)
     gc.collect()
     memory = mx.get_active_memory()
     engine = Engine(pair, CONFIG)

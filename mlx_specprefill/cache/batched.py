@@ -29,7 +29,7 @@ __all__ = ["PositionedBatch", "PositionedBatchKVCache", "PositionedBatchRotating
 _STEP = 256  # slots added at a time, on the average over layers, as in mlx-lm
 # Of one batch, all layers: what may lie idle to save copies. Some rows of small models, whose forwards take less time
 # than a copy of their caches; less than a row of large models, in which a copy is little next to a forward.
-_IDLE_BYTES = 256 << 20
+_IDLE_BYTES = 512 << 20
 
 
 class _Row:
@@ -149,7 +149,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
             self._lay([(*none, len(self._rows))], 0)
         else:
             count, used = len(self._rows), self._used()
-            self._lay([(*self._in_order(slice(count)), count)], used, self._spare(count, used))
+            self._lay([(*self._in_order(slice(count)), count)], used, *self._spare(count, used))
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         else:
             used = max(self._used(), other._used())
             ours = self._in_order(slice(count))
-            self._lay([(*ours, count), (*theirs, more)], used, self._spare(count + more, used))
+            self._lay([(*ours, count), (*theirs, more)], used, *self._spare(count + more, used))
         later = self._steps - other._steps
         self._rows += [_Row(row.runs, row.slots, row.start, row.joined_at + later) for row in other._rows]
         self._first = self._unused(self._rows)
@@ -320,26 +320,28 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
             new = mx.pad(new, [(0, 0), (0, 0), (self._end - new.shape[2], 0), (0, 0)])
             array[first : first + count, :, : self._end] = mx.roll(new, self._write, 2) if self._wrapped else new
 
-    def _lay(self, parts: Sequence[_Part], size: int, spare: int = 0) -> None:
-        """Set keys and values to copies of `parts`, in slots that all end at `size`, and `spare` rows after them."""
+    def _lay(self, parts: Sequence[_Part], size: int, spare: int = 0, front: int = 0) -> None:
+        """Set keys and values to copies of `parts`, `size` slots behind `front` unused ones, and `spare` rows."""
         index, count = self.part
         room = max(1, _STEP // 2 + _STEP * index // count)
         if self.max_size is not None:
             room = min(room, self.max_size - size)
-        rows = [number for _, _, number in parts]
+        rows, size = [number for _, _, number in parts], front + size
         self.keys = _stacked([keys for keys, _, _ in parts], rows, spare, size, room)
         self.values = _stacked([values for _, values, _ in parts], rows, spare, size, room)
-        self._first, self._write, self._wrapped = 0, size, False
+        self._first, self._write, self._wrapped = front, size, False
 
-    def _spare(self, rows: int, slots: int) -> int:
-        """How many rows to keep ready: a crowd that builds up is copied a few times only, not once for each of them.
+    def _spare(self, rows: int, slots: int) -> tuple[int, int]:
+        """Rows to keep ready, and slots in front: for newcomers, and for one that is longer than all others.
 
-        They take half of what may lie idle; the other half is for rows that leave.
+        So a crowd that builds up is copied a few times only, not once for each of them. Both take half of what may lie
+        idle; the other half is for rows that leave.
         """
         if self.keys is None:
-            return 0
-        slot_bytes = self.nbytes // (self.keys.shape[0] * self.keys.shape[2])
-        return min(rows // 2, self._idle_bytes // 2 // (slot_bytes * max(slots, 1)))
+            return 0, 0
+        budget = self._idle_bytes // 4 // (self.nbytes // (self.keys.shape[0] * self.keys.shape[2]))  # slots of a row
+        spare = min(rows // 3, budget // max(slots, 1))
+        return spare, 0 if self.max_size is not None else min(slots // 8, budget // (rows + spare))
 
     # --- the rest of the protocol ------------------------------------------------------------------------------------
 

@@ -3,14 +3,14 @@
 One tick of the engine is one decode step of all rows, then one prefill slice, or several short ones that take no longer
 together. A running answer waits for `target_ms` or so at most.
 
-- A prompt is short if its uncached tokens fit one slice of `target_ms`. It is brief if it has at most half as many
-  tokens as the median request; this does not depend on the speed of the machine, which is known roughly.
+- A prompt is short if its uncached tokens fit one slice of `target_ms`. It is brief if it has at most two fifths
+  of the tokens of the median request; this does not depend on the speed of the machine, which is known roughly.
 - Short and brief prompts go first, the fewest remaining tokens first; then the prefill that has got the fewest tokens.
   So a long newcomer catches up, and then all advance evenly.
 - The oldest prefill gets a fifth of the time, but no two slices in a row while short or brief prompts wait. So a short
   prompt starts with the second slice at the latest, and no prefill starves: each is the oldest in the end.
 - A prompt that is read to its end goes on at once: its last step takes no time.
-- An eighth of the rows is reserved for short prompts, another eighth for short and brief ones.
+- A quarter of the rows is reserved for short prompts, an eighth for short and brief ones.
 - Background jobs (densification) run when there is no request.
 """
 
@@ -34,11 +34,11 @@ _BRISK = 4
 _CROWD = 3  # requests
 _REMEMBERED = 48  # slices
 _OTHERS = 4  # milliseconds that others may have for each of the oldest prefill's own
-_BRIEF = 2  # times as many tokens are usual
+_BRIEF = 2, 5  # two fifths of the usual tokens, at most; with more, long answers hold the rows that are kept for these
 # Times the expected tokens, after which a prefill does not go before others any more; the draft may read them too.
 _WRONG = 2
-_KEPT_ROWS = 8  # one of so many is kept for short prompts, and one for short and brief ones
-_FEWEST_ROWS = 4  # of which one is kept
+# One of so many rows is kept: brief prompts of thousands of tokens hold theirs for long answers, short ones come often.
+_SHORT_ROWS, _BRIEF_ROWS = 4, 8
 _PASSES = 64  # times that a request for which there is no memory lets a short one pass
 _BACKGROUND = 0.25  # times `target_ms`: a request that comes meanwhile waits for the rest of the slice
 
@@ -73,7 +73,7 @@ class Scheduler:
 
     Args:
         max_rows: requests that may hold a cache at once (prefilling or decoding); the rest wait in order of arrival.
-            An eighth of them is for short ones, and another for short and brief ones.
+            A quarter of them is for short ones, an eighth for short and brief ones.
         patience: milliseconds that may go to others before the oldest prefill must get a slice.
     """
 
@@ -82,8 +82,8 @@ class Scheduler:
             raise ValueError("max_rows and patience must be positive")
         self.max_rows = max_rows
         self.patience = patience
-        self._for_brief = max_rows // _KEPT_ROWS
-        self._for_short = max(self._for_brief, int(max_rows >= _FEWEST_ROWS))
+        self._for_brief = max_rows // _BRIEF_ROWS
+        self._for_short = max_rows // _SHORT_ROWS
         self._waiting: dict[int, _Waiting] = {}
         self._prefilling: dict[int, _Prefill] = {}  # in order of admission
         self._decoding: set[int] = set()
@@ -162,8 +162,8 @@ class Scheduler:
         )
 
     def _most_brief(self) -> int:
-        """Tokens of a brief prompt, at most: half of what a request in the middle of all that are here has."""
-        return statistics.median_high(self._tokens.values()) // _BRIEF
+        """Tokens of a brief prompt, at most, by the median of all requests that are here."""
+        return _BRIEF[0] * statistics.median_high(self._tokens.values()) // _BRIEF[1]
 
     def admit(self, uid: int, passing: bool = False) -> None:
         """Let a waiting request start its prefill. `passing`: as it was asked for."""

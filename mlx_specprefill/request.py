@@ -287,7 +287,7 @@ class PrefillReport:
     prompt_tokens: int
     kept_tokens: int
     cached_tokens: int = 0
-    keep_pct: float | None = None  # the share of prompt tokens really kept; None in full mode
+    kept_share: float | None = None  # of the prompt's tokens, those kept by force included; None in full mode
     scorer: str | None = None  # what scored the prompt; None in full mode
     continuation: Literal["extend", "repair", "restart"] | None = (
         None  # how it followed an earlier sparse turn of the session
@@ -307,7 +307,8 @@ class PrefillReport:
             "prompt_tokens": self.prompt_tokens,
             "kept_tokens": self.kept_tokens,
             "cached_tokens": self.cached_tokens,
-            "keep_pct": self.keep_pct,
+            "kept_share": self.kept_share,
+            "keep_pct": self.kept_share,  # its name in earlier versions
             "scorer": self.scorer,
             "continuation": self.continuation,
             "timings": {

@@ -125,7 +125,7 @@ class Sequence:
             prompt_tokens=M,
             kept_tokens=kept,
             cached_tokens=max(self.cached, self.reused),
-            keep_pct=None if self.kept is None else round(kept / M, 6),
+            kept_share=None if self.kept is None else round(kept / M, 6),
             scorer=self.scorer if self.kept is not None else None,
             continuation=self.continuation,
             timings=self._timings(),

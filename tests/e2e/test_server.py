@@ -95,7 +95,7 @@ def test_the_needle_survives_sparse_prefill(client: openai.OpenAI, salt: int, op
         report = account(answer)
         assert report["mode"] == "sparse", report["reason"]
         assert 0 < report["kept_tokens"] < 0.6 * report["prompt_tokens"]
-        assert report["keep_pct"] == pytest.approx(report["kept_tokens"] / report["prompt_tokens"], abs=1e-5)
+        assert report["kept_share"] == pytest.approx(report["kept_tokens"] / report["prompt_tokens"], abs=1e-5)
         assert sum(end - start for start, end in report["kept_spans"]) == report["kept_tokens"]
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == report["prompt_tokens"]

@@ -169,7 +169,7 @@ def test_the_servers_own_share_may_be_auto(monkeypatch: pytest.MonkeyPatch) -> N
         given = ask(engine, SpecPrefillOptions(keep_pct=Fraction(1, 2)))
     assert found.auto_share is not None
     assert given.auto_share is None
-    assert given.keep_pct == pytest.approx(0.5, abs=0.02)
+    assert given.kept_share == pytest.approx(0.5, abs=0.02)
 
 
 def test_inspection_shows_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

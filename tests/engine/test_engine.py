@@ -66,8 +66,8 @@ def test_sparse_mode_keeps_the_budget_and_repeats_itself(family):
     assert (account.mode, account.reason) == ("sparse", "requested")
     assert first == second
     assert account.prompt_tokens == M
-    assert 0.2 <= account.keep_pct < 0.4
-    assert account.kept_tokens == round(account.keep_pct * M)
+    assert 0.2 <= account.kept_share < 0.4
+    assert account.kept_tokens == round(account.kept_share * M)
 
 
 def test_events_come_in_order(engine):

@@ -168,4 +168,4 @@ def test_without_a_tail_the_first_token_comes_from_the_wrong_place(monkeypatch):
         _, last = generated(engine.generate(request(spans=spans)))
         kept = [i for start, end in last.account.kept_spans for i in range(start, end)]
         assert set(range(M - 6, M)) <= set(kept)
-        assert np.isclose(last.account.keep_pct, len(kept) / M, atol=1e-6)
+        assert np.isclose(last.account.kept_share, len(kept) / M, atol=1e-6)

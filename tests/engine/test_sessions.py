@@ -27,6 +27,7 @@ from mlx_specprefill import (
     load_pair,
 )
 from mlx_specprefill.adapters.capture import QueryCapture
+from mlx_specprefill.adapters.heads import DraftHeads, Head
 from tests.engine.test_composition import masked_greedy
 from tests.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
 from tests.waiting import eventually
@@ -100,6 +101,20 @@ def test_later_turns_feed_no_more_than_a_dense_session_and_the_look_ahead(
         assert fed <= cached
         assert unscored == 0
         assert scored <= max(len(tool_result(0)) + ANSWER + 1, asking) + rows
+
+
+@pytest.mark.parametrize(("calibrated", "expected"), [(1e9, "extend"), (1.0, "repair")])
+def test_what_is_missing_is_judged_by_the_drafts_own_calibration(calibrated: float, expected: str) -> None:
+    """Two turns with other questions: how far a dropped token must stand out is the draft's figure, not a constant."""
+    heads = DraftHeads((Head(1, 0, 1.0),), 2, 2, {}, stands_out=calibrated)
+    pair = dataclasses.replace(tiny_pair(), heads=heads)
+    with Engine(pair, CONFIG) as engine:
+        prompt = random_prompt(FIRST)
+        answer, _ = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
+        following = GenerationRequest((*prompt, *answer, *tool_result(0)), ANSWER, specprefill=AUTO)
+        _, last = generated(engine.generate(following))
+    assert isinstance(last, Finished)
+    assert last.account.continuation == expected
 
 
 def kept_of(last: Any) -> set[int]:

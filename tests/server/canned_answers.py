@@ -24,7 +24,7 @@ ACCOUNT = PrefillReport(
     prompt_tokens=100,
     kept_tokens=40,
     cached_tokens=30,
-    keep_pct=0.4,
+    kept_share=0.4,
     timings=Timings(draft_ms=1, select_ms=2, prefill_ms=3, ttft_ms=7, decode_ms=4),
 )
 

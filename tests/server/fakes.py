@@ -278,7 +278,7 @@ def account(request: GenerationRequest) -> PrefillReport:
         prompt_tokens=len(request.prompt),
         kept_tokens=kept,
         cached_tokens=1,
-        keep_pct=0.5 if sparse else None,
+        kept_share=0.5 if sparse else None,
         timings=Timings(draft_ms=1, select_ms=2, prefill_ms=3, ttft_ms=7, decode_ms=4),
         kept_spans=((0, kept),) if request.specprefill.return_spans else None,
     )

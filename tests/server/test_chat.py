@@ -118,6 +118,7 @@ def test_the_account_has_every_field(client: TestClient) -> None:
             "prompt_tokens": n,
             "kept_tokens": n // 2,
             "cached_tokens": 1,
+            "kept_share": 0.5,
             "keep_pct": 0.5,
             "timings": times,
             "kept_spans": [[0, n // 2]],

@@ -213,7 +213,7 @@ def test_the_account_of_several_prompts_is_their_sum(client: TestClient, engine:
         n = len(request.prompt)
         times = Timings(prefill_ms=5)
         mode, kept = ("sparse", n - 1) if sparse else ("full", n)
-        account = PrefillReport(mode, f"r{n}", prompt_tokens=n, kept_tokens=kept, keep_pct=0.5, timings=times)
+        account = PrefillReport(mode, f"r{n}", prompt_tokens=n, kept_tokens=kept, kept_share=0.5, timings=times)
         return [Finished("stop", 0, account)]
 
     engine.script = script
@@ -221,7 +221,7 @@ def test_the_account_of_several_prompts_is_their_sum(client: TestClient, engine:
     assert account["mode"] == "sparse"
     assert account["reason"] == "r4; r2"
     assert (account["prompt_tokens"], account["kept_tokens"]) == (6, 5)
-    assert account["keep_pct"] == pytest.approx(5 / 6)
+    assert account["kept_share"] == pytest.approx(5 / 6)
     assert account["timings"]["prefill_ms"] == 10
 
 

@@ -213,7 +213,7 @@ class Grammars:
         """
         self._matcher(constraint)
 
-    def guide(self, constraint: Constraint, stops: frozenset[int], min_tokens: int = 0) -> LLGuidanceState:
+    def state(self, constraint: Constraint, stops: frozenset[int], min_tokens: int = 0) -> LLGuidanceState:
         """For one answer.
 
         Raises:

@@ -55,17 +55,17 @@ def thought(text: Sequence[int], budget: ReasoningBudget) -> tuple[int, bool]:
 @given(budget=BUDGETS, wanted=st.lists(st.integers(0, V - 1), max_size=40))
 def test_reasoning_never_exceeds_its_budget(budget: ReasoningBudget, wanted: list[int]) -> None:
     """Whatever the model would like to write, also when some of it is taken back."""
-    guide, text = ReasoningBudgetState(budget), list[int]()
+    state, text = ReasoningBudgetState(budget), list[int]()
     for token in wanted:
-        twin = guide.fork()
-        mask = guide.allowed(V)
+        twin = state.fork()
+        mask = state.allowed(V)
         twin.accept(token)  # a proposal that is not kept
         assert mask is None or mask.any()
         before = thought(text, budget)
         if before[0] < budget.tokens:
             assert mask is None
         token = token if mask is None or mask[token] else int(np.flatnonzero(mask)[0])
-        guide.accept(token)
+        state.accept(token)
         text.append(token)
     count, inside = thought(text, budget)
     assert count <= budget.tokens + len(budget.end)
@@ -74,15 +74,15 @@ def test_reasoning_never_exceeds_its_budget(budget: ReasoningBudget, wanted: lis
 
 def test_what_follows_the_end_is_the_closing() -> None:
     budget = ReasoningBudget(2, (A, OPEN), (SHUT,), (SHUT, 5, A), opened=True)
-    guide = ReasoningBudgetState(budget)
+    state = ReasoningBudgetState(budget)
     for token, only in ((1, None), (2, {SHUT}), (SHUT, {5}), (5, {A})):
-        guide.accept(token)
-        mask = guide.allowed(V)
+        state.accept(token)
+        mask = state.allowed(V)
         assert (None if mask is None else set(np.flatnonzero(mask))) == only
-    guide.accept(A)
-    assert set(np.flatnonzero(guide.allowed(V))) == set(range(V)) - {OPEN}  # it would be opened again
-    guide.accept(3)
-    assert guide.allowed(V) is None
+    state.accept(A)
+    assert set(np.flatnonzero(state.allowed(V))) == set(range(V)) - {OPEN}  # it would be opened again
+    state.accept(3)
+    assert state.allowed(V) is None
 
 
 # --- in the engine ---------------------------------------------------------------------------------------------------

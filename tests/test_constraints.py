@@ -37,12 +37,12 @@ def words_tokenizer() -> TokenizerWrapper:
 GRAMMARS = Grammars(words_tokenizer(), frozenset({EOS}))
 
 
-def guide(grammar: str, stops: frozenset[int] = frozenset({EOS}), min_tokens: int = 0, **fields: Any) -> GrammarState:
-    return GRAMMARS.guide(Constraint(grammar, **fields), stops, min_tokens)
+def state(grammar: str, stops: frozenset[int] = frozenset({EOS}), min_tokens: int = 0, **fields: Any) -> GrammarState:
+    return GRAMMARS.state(Constraint(grammar, **fields), stops, min_tokens)
 
 
-def allowed(guide: GrammarState) -> set[int]:
-    mask = guide.allowed(COLUMNS)
+def allowed(state: GrammarState) -> set[int]:
+    mask = state.allowed(COLUMNS)
     assert mask is not None
     assert mask.shape == (COLUMNS,)
     return set(mask.nonzero()[0].tolist())
@@ -64,7 +64,7 @@ def brute_force(language: set[str], text: str) -> set[int]:
 @settings(max_examples=60)
 @given(language=st.sets(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=6), data=st.data())
 def test_every_token_that_the_language_allows_and_no_other(language: set[str], data: st.DataObject) -> None:
-    way, text = guide(lark(language)), ""
+    way, text = state(lark(language)), ""
     while True:
         expected = brute_force(language, text)
         assert allowed(way) == expected
@@ -80,7 +80,7 @@ def test_every_token_that_the_language_allows_and_no_other(language: set[str], d
 @given(low=st.integers(0, 3), more=st.integers(0, 3), data=st.data())
 def test_a_regex_allows_what_its_enumeration_allows(low: int, more: int, data: st.DataObject) -> None:
     language = {"a" * n + end for n in range(low, low + more + 1) for end in ("b", "ca")}
-    way, text = guide(f"start: /a{{{low},{low + more}}}(b|ca)/"), ""
+    way, text = state(f"start: /a{{{low},{low + more}}}(b|ca)/"), ""
     for _ in range(12):
         assert allowed(way) == brute_force(language, text)
         token = data.draw(st.sampled_from(sorted(brute_force(language, text))))
@@ -95,7 +95,7 @@ def test_text_that_spells_a_special_token_is_not_that_token() -> None:
     hf = byte_tokenizer()
     grammars = Grammars(hf, frozenset({hf.eos_token_id}))
     for text in ("<s>", "x<think>y"):
-        way = grammars.guide(Constraint(f"start: {json.dumps(text)}"), frozenset({hf.eos_token_id}))
+        way = grammars.state(Constraint(f"start: {json.dumps(text)}"), frozenset({hf.eos_token_id}))
         for byte in text.encode():
             (char,) = hf.encode(chr(byte), add_special_tokens=False)
             mask = way.allowed(300)
@@ -105,7 +105,7 @@ def test_text_that_spells_a_special_token_is_not_that_token() -> None:
 
 
 def test_a_special_token_is_allowed_where_the_grammar_names_it() -> None:
-    way = guide('start: "a" <mark> "b"')
+    way = state('start: "a" <mark> "b"')
     way.accept(WORDS.index("a"))
     assert allowed(way) == {MARK}
     way.accept(MARK)
@@ -117,7 +117,7 @@ def test_a_special_token_is_allowed_where_the_grammar_names_it() -> None:
 
 def test_only_stop_ids_end_the_text() -> None:
     """The request's own stop ids, not the tokenizer's end of text."""
-    way = guide('start: "a"', stops=frozenset({MARK}))
+    way = state('start: "a"', stops=frozenset({MARK}))
     way.accept(WORDS.index("a"))
     assert allowed(way) == {MARK}
     way.accept(MARK)
@@ -125,26 +125,26 @@ def test_only_stop_ids_end_the_text() -> None:
 
 
 def test_without_stop_ids_the_end_of_text_remains() -> None:
-    way = guide('start: "a"', stops=frozenset())
+    way = state('start: "a"', stops=frozenset())
     for token in (WORDS.index("a"), EOS, EOS):
         way.accept(token)
         assert allowed(way) == {EOS}
 
 
 def test_min_tokens_holds_the_end_back_while_the_text_can_go_on() -> None:
-    way = guide('start: "a"{1,3}', min_tokens=2)
+    way = state('start: "a"{1,3}', min_tokens=2)
     a = WORDS.index("a")
     way.accept(a)
     assert EOS not in allowed(way)
     way.accept(a)
     assert EOS in allowed(way)
-    short = guide('start: "a"', min_tokens=9)
+    short = state('start: "a"', min_tokens=9)
     short.accept(a)
     assert allowed(short) == {EOS}
 
 
 def test_nothing_is_masked_before_the_trigger() -> None:
-    way = guide('start: "b"', starts_after=(MARK, WORDS.index("c")))
+    way = state('start: "b"', starts_after=(MARK, WORDS.index("c")))
     for token in (MARK, WORDS.index("a"), MARK, MARK):
         assert way.allowed(COLUMNS) is None
         way.accept(token)
@@ -154,7 +154,7 @@ def test_nothing_is_masked_before_the_trigger() -> None:
 
 
 def test_two_answers_do_not_share_their_state() -> None:
-    one, other = guide('start: "ab" "c"'), guide('start: "ab" "c"')
+    one, other = state('start: "ab" "c"'), state('start: "ab" "c"')
     one.accept(WORDS.index("ab"))
     assert allowed(one) == {WORDS.index("c")}
     assert allowed(other) == {WORDS.index("a"), WORDS.index("ab")}
@@ -215,7 +215,7 @@ def test_no_grammar_takes_long(name: str) -> None:
     """Refused when compiled or on the way, or followed: each step in little CPU time."""
     begun = time.thread_time()
     try:
-        way = guide(BOMBS[name])
+        way = state(BOMBS[name])
         for _ in range(200):
             mask = way.allowed(COLUMNS)
             assert mask is not None

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 KV_LAYOUT_VERSION = (
-    1  # of the arrays that `prefix/records` makes of a prompt cache; a change orphans every stored record
+    1  # of the arrays that `cache/prefix/records` makes of a prompt cache; a change orphans every stored record
 )
 DIGEST_BYTES = 24
 _SAMPLES = 64  # elements of every parameter that enter the identity

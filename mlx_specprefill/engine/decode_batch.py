@@ -38,8 +38,8 @@ class DecodeRow:
         processors: functions of (generated tokens so far, logits (1, V)).
         logprobs: None, or how many alternatives to report per token.
         shift: positions minus slots for caches that can't carry it; 0 for positioned ones.
-        guide: masks what the row's grammar forbids; the batch tells it of every token.
-        generated: tokens of the answer that the cache and the guide hold already.
+        grammar: masks what the row's grammar forbids; the batch tells it of every token.
+        generated: tokens of the answer that the cache and the grammar hold already.
     """
 
     uid: int
@@ -49,7 +49,7 @@ class DecodeRow:
     processors: Sequence[LogitsProcessor] = ()
     logprobs: int | None = None
     shift: int = 0
-    guide: GrammarState | None = None
+    grammar: GrammarState | None = None
     generated: tuple[int, ...] = ()
 
 
@@ -83,7 +83,7 @@ class _Row:
         self.processors = spec.processors
         self.logprobs = spec.logprobs
         self.shift = spec.shift
-        self.guide = spec.guide
+        self.grammar = spec.grammar
         self.tokens = list(spec.generated)
         self.told = False  # that the token chosen next is known already
         self.history: mx.array | None = None
@@ -100,12 +100,12 @@ class _Row:
 
     def follow(self, token: int, size: int) -> Mask | None:
         """What its grammar allows after `token`; None: everything."""
-        guide = self.guide
-        if guide is None or self.failure is not None:
+        grammar = self.grammar
+        if grammar is None or self.failure is not None:
             return None
         try:
-            guide.accept(token)
-            return guide.allowed(size)
+            grammar.accept(token)
+            return grammar.allowed(size)
         except InvalidRequestError as error:
             self.failure = error
             return None
@@ -127,7 +127,7 @@ class _Group:
         self.key = key
         self.rows = [_Row(spec)]
         self.cache = spec.cache
-        first = None if spec.guide is None else spec.guide.allowed(spec.logits.shape[-1])
+        first = None if spec.grammar is None else spec.grammar.allowed(spec.logits.shape[-1])
         self.next = _Choice(spec.logits, *self.rows[0].choose(spec.logits, _together([first])))
         self._queue()
 
@@ -191,7 +191,7 @@ class _Group:
 
     def _allowed(self, logits: mx.array, fed: mx.array) -> mx.array | None:
         """What the rows' grammars allow after the fed tokens, (B, V); made while the forward runs."""
-        if all(row.guide is None for row in self.rows):
+        if all(row.grammar is None for row in self.rows):
             return None
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         tokens = np.array(fed).tolist()

@@ -297,10 +297,10 @@ class Engine:
         return handle
 
     def _guide(self, request: GenerationRequest) -> GrammarState | None:
-        guide: GrammarState | None = None
+        grammar: GrammarState | None = None
         if request.constraint is not None:
-            guide = self._grammars.guide(request.constraint, request.stop_token_ids, request.min_tokens)
-        return guide if request.reasoning is None else ReasoningBudgetState(request.reasoning, guide)
+            grammar = self._grammars.state(request.constraint, request.stop_token_ids, request.min_tokens)
+        return grammar if request.reasoning is None else ReasoningBudgetState(request.reasoning, grammar)
 
 
 def _wait_until_gone(thread: threading.Thread) -> None:

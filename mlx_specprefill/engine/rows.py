@@ -91,7 +91,7 @@ class Rows:
                 processors=_processors(request),
                 logprobs=request.logprobs,
                 shift=sequence.shift,
-                guide=sequence.guide,
+                grammar=sequence.grammar,
                 generated=tuple(sequence.tokens),
             )
         )

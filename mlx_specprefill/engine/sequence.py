@@ -76,7 +76,7 @@ class Sequence:
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
         stage: what the current slice works on.
         tokens: generated so far.
-        guide: the request's grammar and budget on their way through the answer.
+        grammar: the request's grammar and budget on their way through the answer.
         speculation: how the answer is drafted, None if that was not asked for.
         draft_cache, lookahead: what scoring left: the draft's cache of the prompt, and its greedy continuation.
     """
@@ -84,7 +84,7 @@ class Sequence:
     uid: int
     request: GenerationRequest
     submitted: float
-    guide: GrammarState | None = None
+    grammar: GrammarState | None = None
     started: float = 0.0
     plan: PrefillPlan | None = None
     need: int = 0

@@ -135,7 +135,7 @@ class Speculator:
 
     def last_forward(self, sequence: Sequence) -> LastForward | None:
         """With the draft's look-ahead, where it would be proposed first anyway; unread grammars may forbid it."""
-        if sequence.draft_cache is None or sequence.guide is not None or self._quantized:
+        if sequence.draft_cache is None or sequence.grammar is not None or self._quantized:
             return None
         assert sequence.speculation is not None
         sequence.speculation.last = LastForward(self.pair.target, sequence.lookahead)
@@ -169,7 +169,7 @@ class Speculator:
         chosen, request = sequence.speculation, sequence.request
         if chosen is None or chosen.strategy is None or chosen.proposer is None:
             return None
-        sampler = TokenSampler(request.sampling, logits.shape[-1], processors, sequence.guide, request.stop_token_ids)
+        sampler = TokenSampler(request.sampling, logits.shape[-1], processors, sequence.grammar, request.stop_token_ids)
         row = SpeculativeRow(
             self.pair.target,
             sequence.cache,

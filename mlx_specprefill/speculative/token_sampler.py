@@ -24,7 +24,7 @@ class TokenSampler:
     Args:
         params: with temperature 0 every distribution is a single token.
         processors: functions of (generated tokens so far, logits (1, V)).
-        guide: the answer's grammar, at its start; `commit` takes it on.
+        grammar: the answer's grammar, at its start; `commit` takes it on.
         stops: ids after which nothing is worth proposing.
     """
 
@@ -33,12 +33,12 @@ class TokenSampler:
         params: SamplingParams,
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
-        guide: GrammarState | None = None,
+        grammar: GrammarState | None = None,
         stops: frozenset[int] = frozenset(),
     ) -> None:
         self._filtered = None if params.temperature == 0 else filtered_logits(params, vocab_size)
         self._processors = processors
-        self._guide = guide
+        self._guide = grammar
         self._committed = 0
         self.stops = stops
         self.rng: Rng = NumpyRng(params.seed)
@@ -67,9 +67,9 @@ class TokenSampler:
                 self._guide.accept(token)
             self._committed += len(tokens)
 
-    def _allowed(self, guide: GrammarState, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:
+    def _allowed(self, grammar: GrammarState, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:
         """What the grammar lets follow each row, (1 + F, V) bool."""
-        ahead = guide.fork()
+        ahead = grammar.fork()
         for token in before[self._committed :]:
             ahead.accept(token)
         masks = [ahead.allowed(size)]

@@ -42,32 +42,32 @@ SCHEMA = {
 }  # fmt: skip
 
 
-class TimedGuide:
-    """A guide that notes how long the thread was busy with it."""
+class TimedState:
+    """A state that notes how long the thread was busy with it."""
 
-    def __init__(self, guide: GrammarState, spent: list[float]) -> None:
-        self._guide = guide
+    def __init__(self, state: GrammarState, spent: list[float]) -> None:
+        self._state = state
         self._spent = spent
 
     def accept(self, token: int) -> None:
         begun = time.thread_time()
-        self._guide.accept(token)
+        self._state.accept(token)
         self._spent.append(time.thread_time() - begun)
 
     def allowed(self, size: int) -> Any:
         begun = time.thread_time()
-        mask = self._guide.allowed(size)
+        mask = self._state.allowed(size)
         self._spent[-1:] = [sum(self._spent[-1:]) + time.thread_time() - begun]
         return mask
 
 
-def batch(pair: ModelPair, guides: list[Any]) -> DecodeBatch:
-    """Copies of one prefilled row, each with its guide."""
+def batch(pair: ModelPair, states: list[Any]) -> DecodeBatch:
+    """Copies of one prefilled row, each with its state."""
     cache = make_positioned_cache(pair.target)
     logits = full_prefill(pair.target, cache, pair.tokenizer.encode(PROMPT), 512)
     decoding = DecodeBatch(pair.target)
-    for uid, guide in enumerate(guides):
-        decoding.add(DecodeRow(uid, copy.deepcopy(cache), logits, greedy, guide=guide))
+    for uid, state in enumerate(states):
+        decoding.add(DecodeRow(uid, copy.deepcopy(cache), logits, greedy, grammar=state))
     return decoding
 
 
@@ -86,8 +86,8 @@ def measure(pair: ModelPair, rows: int, blocks: int) -> dict[str, float]:
     grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
     constraint = Constraint(f"start: %json {json.dumps(SCHEMA)}")
     spent: list[float] = []
-    guides = [TimedGuide(grammars.guide(constraint, pair.eos_token_ids), spent) for _ in range(rows)]
-    arms = {"free": batch(pair, [None] * rows), "guided": batch(pair, guides)}
+    states = [TimedState(grammars.state(constraint, pair.eos_token_ids), spent) for _ in range(rows)]
+    arms = {"free": batch(pair, [None] * rows), "guided": batch(pair, states)}
     for decoding in arms.values():
         run_block(decoding)  # not counted
     spent.clear()

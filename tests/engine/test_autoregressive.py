@@ -29,14 +29,14 @@ def draws(params, count=4000):
     return np.bincount([int(sampler(LOGITS).item()) for _ in range(count)], minlength=12) / count
 
 
-def law(temperature=1.0):
+def distribution(temperature=1.0):
     weights = np.exp(np.array(LOGITS[0], dtype=np.float64) / temperature)
     return weights / weights.sum()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_samples_follow_the_softmax(temperature):
-    expected = law(temperature)
+    expected = distribution(temperature)
     assert np.abs(draws(SamplingParams(temperature=temperature, seed=1)) - expected).sum() / 2 < 0.04
 
 
@@ -51,7 +51,7 @@ def test_samples_follow_the_softmax(temperature):
 )
 def test_filters_keep_the_right_tokens(params, allowed):
     seen = set(np.flatnonzero(draws(SamplingParams(temperature=1.0, seed=2, **params), 1500)))
-    assert seen == {int(i) for i in allowed(law())}
+    assert seen == {int(i) for i in allowed(distribution())}
 
 
 def test_a_seed_means_the_same_text_whatever_else_is_drawn(engine):

@@ -120,13 +120,13 @@ def test_every_truncation_is_one_line(tmp_path):
 def test_damaged_files_load_or_are_refused(tmp_path):
     """Random damage to header and metadata: nothing but a LoadError of one line comes out."""
     data = tiny("llama", num_hidden_layers=1).write(tmp_path / "whole.gguf").read_bytes()
-    file, dice, header = tmp_path / "damaged.gguf", random.Random(5), data.rfind(b"weight") + 40
+    file, rng, header = tmp_path / "damaged.gguf", random.Random(5), data.rfind(b"weight") + 40
     values = [b"\xff" * 8, b"\0" * 8, struct.pack("<Q", 2**63), struct.pack("<Q", 10**9), struct.pack("<II", 9, 8)]
     refused = 0
     for _ in range(150):
         damaged = bytearray(data)
-        for _ in range(dice.choice([1, 1, 2, 8])):
-            place, value = dice.randrange(header), dice.choice([*values, dice.randbytes(1)])
+        for _ in range(rng.choice([1, 1, 2, 8])):
+            place, value = rng.randrange(header), rng.choice([*values, rng.randbytes(1)])
             damaged[place : place + len(value)] = value
         file.write_bytes(damaged)
         if (message := refusal(file)) is not None:

@@ -73,16 +73,16 @@ CUTS = {
 
 def strings(count, extra, seed=0):
     """Unicode of all planes, digits, white space, words of the corpus, and these."""
-    dice, words = random.Random(seed), "".join(CORPUS).split(" ")
+    rng, words = random.Random(seed), "".join(CORPUS).split(" ")
     kinds = [
-        lambda: chr(dice.choice([dice.randint(32, 126), dice.randint(0, 0xD7FF), dice.randint(0xE000, 0x10FFFF)])),
-        lambda: str(dice.randint(0, 10 ** dice.randint(1, 9))),
-        lambda: dice.choice(PLACES),
-        lambda: dice.choice(words),
-        lambda: " " + dice.choice(words),
-        *([lambda: dice.choice(extra)] if extra else []),
+        lambda: chr(rng.choice([rng.randint(32, 126), rng.randint(0, 0xD7FF), rng.randint(0xE000, 0x10FFFF)])),
+        lambda: str(rng.randint(0, 10 ** rng.randint(1, 9))),
+        lambda: rng.choice(PLACES),
+        lambda: rng.choice(words),
+        lambda: " " + rng.choice(words),
+        *([lambda: rng.choice(extra)] if extra else []),
     ]
-    return ["".join(dice.choice(kinds)() for _ in range(dice.randint(1, 12))) for _ in range(count)]
+    return ["".join(rng.choice(kinds)() for _ in range(rng.randint(1, 12))) for _ in range(count)]
 
 
 def byte_level(name):

@@ -54,16 +54,16 @@ def walk(tools: list[dict[str, Any]], tool_format: str, seed: int) -> str:
     """A random text that the grammar takes, ended when it may end."""
     constraint = constraint_of(None, tools, "required", tool_format, special=TOKENIZER.get_added_vocab())
     assert constraint is not None
-    guide, tokens, rng = GRAMMARS.guide(constraint, frozenset({STOP})), list[int](), random.Random(seed)
+    state, tokens, rng = GRAMMARS.state(constraint, frozenset({STOP})), list[int](), random.Random(seed)
     while len(tokens) < LONGEST:
-        mask = guide.allowed(len(TOKENIZER))
+        mask = state.allowed(len(TOKENIZER))
         assert mask is not None
         if mask[STOP] and rng.random() < 0.7:
             return str(TOKENIZER.decode(tokens))
         tokens.append(rng.choice([int(token) for token in mask.nonzero()[0] if token != STOP] or [STOP]))
         if tokens[-1] == STOP:
             return str(TOKENIZER.decode(tokens[:-1]))
-        guide.accept(tokens[-1])
+        state.accept(tokens[-1])
     raise AssertionError("the text does not end")
 
 
@@ -90,15 +90,15 @@ def test_calls_come_to_an_end_though_the_model_never_ends_them(tool_format: Tool
     tools = [tool("one", {"flag": {"type": "boolean"}}, 1)]
     constraint = constraint_of(None, tools, "required", tool_format, special=TOKENIZER.get_added_vocab())
     assert constraint is not None
-    guide, tokens = GRAMMARS.guide(constraint, frozenset({STOP})), list[int]()
+    state, tokens = GRAMMARS.state(constraint, frozenset({STOP})), list[int]()
     while len(tokens) < 4 * LONGEST:
-        mask = guide.allowed(len(TOKENIZER))
+        mask = state.allowed(len(TOKENIZER))
         assert mask is not None
         liked = [int(token) for token in mask.nonzero()[0] if token != STOP]
         if not liked:
             break
         tokens.append(min(liked, key=lambda token: (not TOKENIZER.decode([token]).isspace(), token)))
-        guide.accept(tokens[-1])
+        state.accept(tokens[-1])
     text = TOKENIZER.decode(tokens)
     parser = Format(tool_format, None).parser(tools, "")
     events = [*parser.push(text), *parser.finish(True)]

@@ -28,7 +28,7 @@ SPECIAL = TOKENIZER.get_added_vocab()
 def verdict(constraint: Constraint | None, text: str) -> str:
     """ "whole", "beginning", or where it goes wrong."""
     assert constraint is not None
-    way = GRAMMARS.guide(constraint, frozenset({STOP}))
+    way = GRAMMARS.state(constraint, frozenset({STOP}))
     for place, token in enumerate(TOKENIZER.encode(text, add_special_tokens=False)):
         mask = way.allowed(len(TOKENIZER))
         assert mask is not None
@@ -131,7 +131,7 @@ def test_bad_requests_are_named(body: dict[str, Any], field: str) -> None:
 def test_choices_are_spelled_exactly(text: str) -> None:
     constraint = constraint_of(OutputFormat("choice", (text, "other")), special=SPECIAL)
     assert constraint is not None
-    way = GRAMMARS.guide(constraint, frozenset({STOP}))
+    way = GRAMMARS.state(constraint, frozenset({STOP}))
     for token in (token for char in text for token in TOKENIZER.encode(char, add_special_tokens=False)):
         mask = way.allowed(len(TOKENIZER))
         assert mask is not None

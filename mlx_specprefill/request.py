@@ -35,6 +35,7 @@ __all__ = [
     "PromptSpan",
     "ReasoningBudget",
     "SamplingParams",
+    "ScorerKind",
     "SpecPrefillOptions",
     "SpeculationReport",
     "Stage",
@@ -43,6 +44,8 @@ __all__ = [
 ]
 
 Mode = Literal["sparse", "full"]
+# The draft; a draft with another tokenizer; the target's own first layers, which nothing reads twice; the request.
+ScorerKind = Literal["draft", "mapped-draft", "self", "request"]
 Stage = Literal["queued", "draft", "select", "prefill", "decode"]
 FinishReason = Literal["stop", "length", "cancelled"]
 SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
@@ -288,7 +291,7 @@ class PrefillReport:
     kept_tokens: int
     cached_tokens: int = 0
     kept_share: float | None = None  # of the prompt's tokens, those kept by force included; None in full mode
-    scorer: str | None = None  # what scored the prompt; None in full mode
+    scorer: ScorerKind | None = None  # who scored the prompt; None in full mode
     continuation: Literal["extend", "repair", "restart"] | None = (
         None  # how it followed an earlier sparse turn of the session
     )
@@ -297,6 +300,7 @@ class PrefillReport:
     kept_spans: tuple[tuple[int, int], ...] | None = None
     speculation: SpeculationReport | None = None  # None: not asked for
     auto_share: float | None = None  # of chunks, chosen for this prompt, 1: all; None where the share was given
+    scoring: str | None = None  # how it was scored, by which rule and on what, in words
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON shape that clients get next to `usage`."""
@@ -310,6 +314,7 @@ class PrefillReport:
             "kept_share": self.kept_share,
             "keep_pct": self.kept_share,  # its name in earlier versions
             "scorer": self.scorer,
+            "scoring": self.scoring,
             "continuation": self.continuation,
             "timings": {
                 name: round(getattr(times, name), 3)

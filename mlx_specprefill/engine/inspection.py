@@ -62,7 +62,7 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
     yield Progress("queued", 0, len(request.prompt))
     plan = prefiller.planner.plan(request)
     text = prefiller.text.read(request.prompt)
-    scores = yield from prefiller.scores(request, plan, text)
+    scores = yield from prefiller.scorer.scores(request, plan, text)
     plan = prefiller.chosen(request, text, scores, plan)
     selection = prefiller.select(text, scores, plan)
     size, M = selection.chunk_size, len(request.prompt)

@@ -15,19 +15,16 @@ import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from .._steps import Steps
-from ..adapters.depth import whole_draft
 from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import EngineConfig, SelectionConfig
-from ..errors import RequestCancelled, SparseUnsupportedError
+from ..errors import RequestCancelled
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from ..sessions.continuing import Beginning, Continuing
 from ..sessions.repair import insert
-from ..specprefill.forced import template_mask
 from ..specprefill.plan import PrefillPlan
-from ..specprefill.scorer import Scores, ToScore, question_span
-from ..specprefill.scorers import scorer_for
+from ..specprefill.scorer import Scores
 from ..specprefill.selector import Selection, select_tokens, threshold_of
 from ..specprefill.share import Choice, about_everything, choose_share
 from ..specprefill.sparse_prefill import prefill
@@ -35,6 +32,7 @@ from ..specprefill.text import PromptText, TextReader
 from ..token_ids import TokenIds
 from .admission.planner import Planner
 from .caches import EngineCaches, empty_cache
+from .scoring import PromptScorer
 from .sequence import Sequence
 
 __all__ = ["Prefiller"]
@@ -96,6 +94,7 @@ class Prefiller:
         self.slice_size = slice_size
         self._watcher = watcher
         self.text = TextReader(pair.tokenizer)
+        self.scorer = PromptScorer(pair, config, caches, slice_size)
         self._continuing = Continuing(config.policy, planner.selects)
         self.fallbacks: Counter[str] = Counter()
 
@@ -161,8 +160,8 @@ class Prefiller:
         if sequence.plan.multiple is not None and (words := about_everything(self._asked(request, text))):
             sequence.plan = sequence.plan.with_choice(Choice.everything(words))
             return None
-        scores = yield from self.scores(request, sequence.plan, text)
-        sequence.scorer = scores.scorer
+        scores = yield from self.scorer.scores(request, sequence.plan, text)
+        sequence.scorer, sequence.scoring = scores.scorer, scores.words
         sequence.stage = "select"
         # Chunks lie where an earlier turn's lay.
         first = sequence.cached - sequence.cached % self.config.selection_by(sequence.plan.rule).chunk_size
@@ -197,47 +196,6 @@ class Prefiller:
             sequence.cache = beginning.cache
         return beginning
 
-    def scores(
-        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText
-    ) -> Generator[Progress, None, Scores]:
-        """The request's own scores, else the draft's; its dense prefix cache saves it from reading things twice.
-
-        Raises:
-            SparseUnsupportedError: there is no draft, or it can't score.
-        """
-        if request.specprefill.importance is not None:
-            return Scores(request.specprefill.importance)
-        if self.pair.draft is None:
-            raise SparseUnsupportedError("no draft model is loaded")
-        prompt, done = request.prompt, 0
-        draft = whole_draft(self.pair.draft) if plan.rule == "paper" else self.pair.draft
-        stored = draft is self.pair.draft  # the cache of prefixes is that of the layers that score by default
-        said = request.spans[-1].content_end if request.spans else None
-        question = question_span(len(prompt), self.config.scoring, said, text.units)
-        # What asks is read anew even if the cache holds it: a hit must not change the scores.
-        hit = self.caches.draft_prefix(prompt[: question[0] + 1], request.label) if stored else None
-        cache = hit.cache if hit is not None else list(make_prompt_cache(draft))
-        task = ToScore(
-            prompt=prompt,
-            question=question,
-            template=template_mask(request.spans, question, plan.forced),
-            stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
-            cache=cache,
-            step=lambda: self.slice_size("draft"),
-        )
-        steps = Steps(scorer_for(plan.rule, self.pair.heads, self.config.scoring).score(draft, task))
-        try:
-            for progress in steps:
-                done = progress.done
-                yield progress
-        except RequestCancelled:
-            if stored and 0 < done < len(prompt):
-                self.caches.keep_draft(prompt[:done], cache, request.label)
-            raise
-        if stored:
-            self.caches.keep_draft(prompt, cache, request.label)
-        return steps.result
-
     def chosen(
         self, request: GenerationRequest, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0
     ) -> PrefillPlan:
@@ -252,8 +210,7 @@ class Prefiller:
 
     def _asked(self, request: GenerationRequest, text: PromptText) -> str:
         """What the last message says at its end and in its first line, where instructions stand."""
-        said = request.spans[-1].content_end if request.spans else None
-        begin, end = question_span(len(request.prompt), self.config.scoring, said, text.units)
+        begin, end = self.scorer.asked(request, text)
         first = request.spans[-1].content_start if request.spans else 0
         decode = self.pair.tokenizer.decode
         opening = decode(request.prompt[first : min(first + _OPENING, end)].tolist()).lstrip().split("\n", 1)[0]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..constraints import GrammarState
-from ..request import GenerationRequest, PrefillReport, SpeculationReport, Stage, Timings
+from ..request import GenerationRequest, PrefillReport, ScorerKind, SpeculationReport, Stage, Timings
 from ..sessions.continuing import Continuation
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
@@ -71,7 +71,7 @@ class Sequence:
         cached: prompt tokens that came from the exact prefix cache (S).
         reused: prompt tokens that came from any cache: those, or what an earlier sparse turn kept.
         kept: prompt indices the target has seen, int32, or None for all of them.
-        scorer: what scored the prompt, if something did.
+        scorer, scoring: who scored the prompt, if somebody did, and how, in words.
         continuation: how a sparse prefill followed an earlier sparse turn, if it did.
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
         stage: what the current slice works on.
@@ -91,7 +91,8 @@ class Sequence:
     cached: int = 0
     reused: int = 0
     kept: npt.NDArray[np.int32] | None = None
-    scorer: str | None = None
+    scorer: ScorerKind | None = None
+    scoring: str | None = None
     continuation: Continuation | None = None
     cache: list[Any] = field(default_factory=list)
     shift: int = 0
@@ -127,6 +128,7 @@ class Sequence:
             cached_tokens=max(self.cached, self.reused),
             kept_share=None if self.kept is None else round(kept / M, 6),
             scorer=self.scorer if self.kept is not None else None,
+            scoring=self.scoring if self.kept is not None else None,
             continuation=self.continuation,
             timings=self._timings(),
             predicted=None if self.plan is None else self.plan.predicted,

@@ -49,7 +49,7 @@ class HeadScorer:
         importance = checked(importance_of(rows, self.heads.heads, task.template, self.config.pool_width))
         asked = task.question[1] - task.question[0]
         words = f"{len(rows)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
-        return Scores(importance, words, (), asked, task.cache)
+        return Scores(importance, "draft", words, (), asked, task.cache)
 
 
 def importance_of(

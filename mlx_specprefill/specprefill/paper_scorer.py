@@ -113,4 +113,5 @@ def _scores(capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig
     rows = min(len(capture.rows), usable)
     importance = checked(np.array(mx.stack(capture.rows[:rows]).mean(axis=0)))
     words = f"{rows} look-ahead rows, maximum over the heads of {capture.layers[0]} layers"
-    return Scores(importance, words, tuple(generated[: ended + 1][: config.rows]), rows, task.cache)
+    lookahead = tuple(generated[: ended + 1][: config.rows])
+    return Scores(importance, "draft", words, lookahead, rows, task.cache)

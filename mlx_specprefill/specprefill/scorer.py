@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..cache.positioned import leaves
 from ..config import ScoringConfig
 from ..errors import SpecPrefillError
-from ..request import Progress
+from ..request import Progress, ScorerKind
 
 __all__ = ["Scorer", "Scores", "ToScore", "checked", "question_span", "read_prompt"]
 
@@ -69,14 +69,16 @@ class Scores:
 
     Attributes:
         importance: float32 (M,), non-negative.
-        scorer: which it was, and on what, in words for a report.
+        scorer: who it was.
+        words: by which rule and on what, for a report.
         lookahead: the draft's greedy continuation, as far as it was used; empty where the scorer needs none.
         rows: query rows averaged.
         cache: the draft's, holding exactly the prompt.
     """
 
     importance: npt.NDArray[np.float32]
-    scorer: str = "the request's own scores"
+    scorer: ScorerKind = "request"
+    words: str = "the request's own scores"
     lookahead: tuple[int, ...] = ()
     rows: int = 0
     cache: list[Any] = field(default_factory=list)

@@ -55,7 +55,7 @@ def looks_at(monkeypatch: pytest.MonkeyPatch, *chunks: int) -> None:
 
     def score(self, draft, task):
         yield from ()
-        return Scores(importance, "planted", cache=task.cache)
+        return Scores(importance, "draft", "planted", cache=task.cache)
 
     monkeypatch.setattr(HeadScorer, "score", score)
 

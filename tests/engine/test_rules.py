@@ -61,11 +61,11 @@ def lone(rule: RuleName | None, pair: ModelPair, config: EngineConfig = CONFIG) 
 def test_each_rule_says_what_scored() -> None:
     pair = pair_with_heads()
     with Engine(pair, CONFIG) as engine:
-        scorers = [ask(engine, rule)[1].scorer for rule in (None, "paper", "default", "paper")]
+        scorers = [ask(engine, rule)[1].scoring for rule in (None, "paper", "default", "paper")]
         _, full = generated(engine.generate(GenerationRequest(PROMPT, 1, specprefill=SpecPrefillOptions(False))))
     assert scorers == [OF_HEADS, OF_PAPER, OF_HEADS, OF_PAPER]
     assert isinstance(full, Finished)
-    assert full.account.scorer is None
+    assert (full.account.scorer, full.account.scoring) == (None, None)
     assert full.account.to_dict()["scorer"] is None
 
 
@@ -78,15 +78,15 @@ def test_the_papers_rule_is_that_of_a_pair_without_heads() -> None:
 
 
 def test_without_heads_the_default_scores_as_the_paper() -> None:
-    assert lone(None, tiny_pair())[1].scorer == OF_PAPER
+    assert lone(None, tiny_pair())[1].scoring == OF_PAPER
 
 
 def test_a_server_may_go_by_the_papers_rule() -> None:
     config = replace(CONFIG, rule="paper")
     tokens, account = lone(None, pair_with_heads(), config)
-    assert account.scorer == OF_PAPER
+    assert (account.scorer, account.scoring) == ("draft", OF_PAPER)
     assert (tokens, account.kept_spans) == (lone("paper", tiny_pair())[0], lone("paper", tiny_pair())[1].kept_spans)
-    assert lone("default", pair_with_heads(), config)[1].scorer == OF_HEADS
+    assert lone("default", pair_with_heads(), config)[1].scoring == OF_HEADS
 
 
 class Forwards:
@@ -169,4 +169,4 @@ def test_a_request_may_bring_scores_whatever_the_rule() -> None:
     with Engine(pair_with_heads(), CONFIG) as engine:
         _, last = generated(engine.generate(GenerationRequest(PROMPT, 1, specprefill=options)))
     assert isinstance(last, Finished)
-    assert last.account.scorer == "the request's own scores"
+    assert (last.account.scorer, last.account.scoring) == ("request", "the request's own scores")

@@ -44,6 +44,7 @@ from mlx_specprefill import (
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine import prefill as prefiller_module
 from mlx_specprefill.engine import rows as rows_module
+from mlx_specprefill.engine import scoring as scoring_module
 from mlx_specprefill.engine.decode_batch import DecodeBatch
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.engine.held import unaccounted
@@ -84,8 +85,8 @@ class Faults:
     @contextmanager
     def everywhere(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("scorer_for", "select_tokens"):
-                patch.setattr(prefiller_module, name, self._before(name, getattr(prefiller_module, name)))
+            for module, name in ((scoring_module, "scorer_for"), (prefiller_module, "select_tokens")):
+                patch.setattr(module, name, self._before(name, getattr(module, name)))
             patch.setattr(prefiller_module, "prefill", self._during(prefiller_module.prefill))
             patch.setattr(rows_module, "logits_processors", self._processors(rows_module.logits_processors))
             yield

@@ -33,7 +33,7 @@ from .fakes import FakeEngine, says_and_waits
 
 MODEL = 'model_name="demo/target"'
 SPARSE = PrefillReport(
-    "sparse", "requested", 1000, 200, 100, 0.2, "heads", "extend", Timings(10, 400, 5, 600, 1005, 900), kept_spans=None
+    "sparse", "requested", 1000, 200, 100, 0.2, "draft", "extend", Timings(10, 400, 5, 600, 1005, 900), kept_spans=None
 )
 FULL = PrefillReport("full", "turned off by the request", 50, 50, 0, None, None, None, Timings(0, 0, 0, 40, 40, 0))
 

@@ -201,7 +201,7 @@ def test_first_layers_score_as_the_whole_draft(family):
     early, _ = run_heads(first_layers(whole, 2), prompt, heads, ScoringConfig(prefill_step=33))
     late, _ = run_heads(whole, prompt, heads, ScoringConfig(prefill_step=33))
     np.testing.assert_array_equal(early.importance, late.importance)
-    assert early.scorer == late.scorer == f"2 calibrated heads, 2 of {len(whole.layers)} layers"
+    assert early.words == late.words == f"2 calibrated heads, 2 of {len(whole.layers)} layers"
 
 
 def test_heads_above_the_layers_that_run_are_refused():
@@ -377,7 +377,7 @@ def test_window_layers_do_not_count():
     """A layer that cannot see the prompt's start must not add its local attention to the maximum."""
     full = tiny_model("gpt_oss", seed=10)
     scores, _ = run(full, random_prompt(M, 5))
-    assert scores.scorer == "8 look-ahead rows, maximum over the heads of 2 layers"  # of 4
+    assert scores.words == "8 look-ahead rows, maximum over the heads of 2 layers"  # of 4
     assert WINDOW < M
 
 

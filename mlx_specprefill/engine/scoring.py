@@ -1,0 +1,90 @@
+"""Who scores a prompt: the request itself, else the draft, which reads no further back than its cached prefix.
+
+MLX thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import replace
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from .._steps import Steps
+from ..adapters.depth import whole_draft
+from ..config import EngineConfig
+from ..errors import RequestCancelled, SparseUnsupportedError
+from ..loading import ModelPair
+from ..request import GenerationRequest, Progress
+from ..specprefill.forced import template_mask
+from ..specprefill.plan import PrefillPlan
+from ..specprefill.scorer import Scores, ToScore, question_span
+from ..specprefill.scorers import scorer_for
+from ..specprefill.text import PromptText
+from .caches import EngineCaches
+
+__all__ = ["PromptScorer"]
+
+Scoring = Generator[Progress, None, Scores]
+
+
+class PromptScorer:
+    """Args:
+    slice_size: tokens for the next forward of "draft".
+    """
+
+    def __init__(
+        self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, slice_size: Callable[[str], int]
+    ) -> None:
+        self.pair = pair
+        self.config = config
+        self.caches = caches
+        self.slice_size = slice_size
+
+    def scores(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> Scoring:
+        """The request's own scores, else the draft's; its dense prefix cache saves it from reading things twice.
+
+        Raises:
+            SparseUnsupportedError: there is no draft, or it can't score.
+        """
+        if request.specprefill.importance is not None:
+            return Scores(request.specprefill.importance)
+        return (yield from self._by_draft(request, plan, self._task(request, plan, text)))
+
+    def asked(self, request: GenerationRequest, text: PromptText) -> tuple[int, int]:
+        """[start, end) of the prompt's tokens that ask."""
+        said = request.spans[-1].content_end if request.spans else None
+        return question_span(len(request.prompt), self.config.scoring, said, text.units)
+
+    def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ToScore:
+        question = self.asked(request, text)
+        return ToScore(
+            prompt=request.prompt,
+            question=question,
+            template=template_mask(request.spans, question, plan.forced),
+            stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
+            cache=[],
+            step=lambda: self.slice_size("draft"),
+        )
+
+    def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ToScore) -> Scoring:
+        if self.pair.draft is None:
+            raise SparseUnsupportedError("no draft model is loaded")
+        draft = whole_draft(self.pair.draft) if plan.rule == "paper" else self.pair.draft
+        stored = draft is self.pair.draft  # the cache of prefixes is that of the layers that score by default
+        prompt, label, done = task.prompt, request.label, 0
+        # What asks is read anew even if the cache holds it: a hit must not change the scores.
+        hit = self.caches.draft_prefix(prompt[: task.question[0] + 1], label) if stored else None
+        task = replace(task, cache=hit.cache if hit is not None else list(make_prompt_cache(draft)))
+        steps = Steps(scorer_for(plan.rule, self.pair.heads, self.config.scoring).score(draft, task))
+        try:
+            for progress in steps:
+                done = progress.done
+                yield progress
+        except RequestCancelled:
+            if stored and 0 < done < len(prompt):
+                self.caches.keep_draft(prompt[:done], task.cache, label)
+            raise
+        if stored:
+            self.caches.keep_draft(prompt, task.cache, label)
+        return steps.result

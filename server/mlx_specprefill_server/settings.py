@@ -93,6 +93,9 @@ class Settings(BaseSettings):
     keep_alive_s: float = Field(
         default=5.0, gt=0, description="Seconds of silence in a stream before a keep-alive is sent."
     )
+    progress_s: float = Field(
+        default=2.0, gt=0, description="Seconds of prefill after which a stream says how far it is, and so on."
+    )
     stale_after_s: float = Field(
         default=600.0, gt=0, description="Seconds without a step of the engine after which /health answers 503."
     )

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from .generating.generation import Generation
 
-__all__ = ["DONE", "EVENT_STREAM_HEADERS", "KEEP_ALIVE", "EventStream", "data_event", "named_event"]
+__all__ = ["DONE", "EVENT_STREAM_HEADERS", "KEEP_ALIVE", "EventStream", "comment", "data_event", "named_event"]
 
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
@@ -21,6 +21,11 @@ KEEP_ALIVE = b": keep-alive\n\n"
 def data_event(payload: Any) -> bytes:
     """One event; JSON has no raw line breaks, so one `data:` line is enough."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def comment(word: str, payload: Any) -> bytes:
+    """A line that every client of event streams skips, and that people and tests can read."""
+    return f": {word} ".encode() + orjson.dumps(payload) + b"\n\n"
 
 
 def named_event(payload: dict[str, Any]) -> bytes:

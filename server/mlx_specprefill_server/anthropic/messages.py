@@ -10,13 +10,14 @@ from uuid import uuid4
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from mlx_specprefill import InvalidRequestError
+from mlx_specprefill import InvalidRequestError, Progress
 
 from ..answering import AnswerRequest, count_tokens, start_answers
 from ..deltas import AnswerDelta, AnswerDone, Idle
 from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse, anthropic_body
 from ..generating.generation import Generation
+from ..generating.progress import ProgressTeller
 from ..identity import IdentityDep
 from ..prompting.conversation import Conversation, Ending, Message, conversation
 from ..prompting.system_messages import inline_system_messages
@@ -95,6 +96,7 @@ class MessageAnswer:
     def __init__(self, service: Service, body: MessagesRequest, generation: Generation) -> None:
         self._generation = generation
         self._ping_after = min(service.settings.keep_alive_s, PING_AFTER_S)
+        self._progress = ProgressTeller(service.settings.progress_s, body.return_progress)
         self._thinks = service.format.think is not None
         self._writer = BlockWriter()
         self._report = Report(generation.prompt_tokens, warnings=generation.warnings)
@@ -127,6 +129,8 @@ class MessageAnswer:
         yield PING
         content_at = monotonic()
         async for _, delta in self._generation.stream(self._ping_after):
+            if isinstance(delta, Progress) and (told := self._progress.tell(delta)) is not None:
+                yield named_event({"type": "ping", "prompt_progress": told})
             events = list(self._written(delta))
             if isinstance(delta, Idle):
                 yield PING

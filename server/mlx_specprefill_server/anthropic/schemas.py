@@ -81,6 +81,7 @@ class MessagesRequest(CountRequest, SamplingFields, SpecPrefillFields):
 
     max_tokens: Annotated[Whole, Field(ge=1)]
     stream: bool = False
+    return_progress: bool = False
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_stops)] = Field(
         default_factory=list

@@ -27,12 +27,13 @@ from ..deltas import (
 from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse
 from ..generating.generation import Generation
+from ..generating.progress import ProgressTeller
 from ..generating.vocabulary import Vocabulary
 from ..identity import IdentityDep
 from ..report import LiveTimings, Report
-from ..sse import DONE, KEEP_ALIVE, EventStream, data_event
+from ..sse import DONE, KEEP_ALIVE, EventStream, comment, data_event
 from .schemas import ChatRequest, refuse_chat
-from .wire import Envelope, progress, scored
+from .wire import Envelope, scored
 
 __all__ = ["router"]
 
@@ -85,6 +86,7 @@ class ChatAnswer:
         self._vocabulary = service.vocabulary if body.logprobs else None
         self._reasoning = ("reasoning_content", "reasoning")[: 1 + service.settings.reasoning_alias]
         self._keep_alive = service.settings.keep_alive_s
+        self._progress = ProgressTeller(service.settings.progress_s, body.return_progress)
         self._report = Report(generation.prompt_tokens, body.n, copies=body.n, warnings=generation.warnings)
         self._calls = [0] * body.n  # that each stream has begun
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
@@ -119,8 +121,8 @@ class ChatAnswer:
                     yield KEEP_ALIVE
                 case Progress():
                     timings.add(delta)
-                    if self._body.return_progress and delta.cached is not None:
-                        yield data_event(self._envelope.body([], prompt_progress=progress(delta, started)))
+                    if (told := self._progress.tell(delta)) is not None:
+                        yield self._progress_event(told)
                 case AnswerDone():
                     for last in self._ending(index, delta):
                         yield last
@@ -131,6 +133,12 @@ class ChatAnswer:
                         more = more if self._body.timings_per_token else {}
                         yield self._chunk(index, fields, self._logprobs(delta), **more)
         yield DONE
+
+    def _progress_event(self, told: dict[str, Any]) -> bytes:
+        """A chunk for clients that asked; the others may not expect one without choices, and get a comment."""
+        if self._progress.asked:
+            return data_event(self._envelope.body([], prompt_progress=told))
+        return comment("progress", told)
 
     def _fields(self, index: int, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         """OpenAI's `delta` object, if this one has any."""

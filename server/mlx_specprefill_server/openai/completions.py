@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -28,14 +27,15 @@ from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
 from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse
 from ..generating.generation import Generation, Job
+from ..generating.progress import ProgressTeller
 from ..generating.vocabulary import Vocabulary
 from ..identity import IdentityDep
 from ..parsers.parser import Parser, PlainText
 from ..prompting.prompt import Prompt
 from ..report import Report
-from ..sse import DONE, KEEP_ALIVE, EventStream, data_event
+from ..sse import DONE, KEEP_ALIVE, EventStream, comment, data_event
 from .schemas import MAX_PROMPTS, CompletionRequest, refuse_completion
-from .wire import LOWEST_LOGPROB, Envelope, progress
+from .wire import LOWEST_LOGPROB, Envelope
 
 __all__ = ["router"]
 
@@ -160,6 +160,7 @@ class CompletionAnswer:
         self._generation = generation
         self._vocabulary = service.vocabulary
         self._keep_alive = service.settings.keep_alive_s
+        self._progress = ProgressTeller(service.settings.progress_s, body.return_progress)
         self._body = body
         texts = [text if isinstance(text, str) else self._vocabulary.decode(text) for text in body.prompt]
         self._choices = [
@@ -193,7 +194,6 @@ class CompletionAnswer:
 
     async def stream(self) -> AsyncIterator[bytes]:
         """The answers as they are made, interleaved."""
-        started = time.monotonic()
         self._envelope = replace(self._envelope, null_usage=self._body.stream_options.include_usage)
         for choice in self._choices:
             yield self._chunk(choice, "", None, (), choice.prompt)
@@ -203,12 +203,18 @@ class CompletionAnswer:
             match delta:
                 case Idle():
                     yield KEEP_ALIVE
-                case Progress() if self._body.return_progress and delta.cached is not None:
-                    yield data_event(self._envelope.body([], prompt_progress=progress(delta, started)))
+                case Progress() if (told := self._progress.tell(delta)) is not None:
+                    yield self._progress_event(told)
                 case AnswerDone():
                     for last in self._ending(index, delta):
                         yield last
         yield DONE
+
+    def _progress_event(self, told: dict[str, Any]) -> bytes:
+        """As for chat."""
+        if self._progress.asked:
+            return data_event(self._envelope.body([], prompt_progress=told))
+        return comment("progress", told)
 
     def _written(self, index: int, delta: AnswerDelta) -> list[Written]:
         """What a delta adds to an answer: the echoed prompt before anything else, then new text."""

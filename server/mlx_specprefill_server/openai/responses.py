@@ -18,6 +18,7 @@ from ..deltas import AnswerDelta, AnswerDone, Idle
 from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse, api_error
 from ..generating.generation import Generation
+from ..generating.progress import ProgressTeller
 from ..identity import IdentityDep
 from ..prompting.conversation import Conversation, conversation
 from ..prompting.system_messages import inline_system_messages
@@ -26,7 +27,7 @@ from ..sse import EventStream, named_event
 from .responses_input import Tools, chat_messages, function_tools
 from .responses_schema import ResponsesRequest, refuse
 from .responses_wire import ItemWriter
-from .wire import progress, scored
+from .wire import scored
 
 __all__ = ["router"]
 
@@ -84,6 +85,7 @@ class ResponsesAnswer:
         self._generation = generation
         self._body = body
         self._keep_alive = min(service.settings.keep_alive_s, KEEP_ALIVE_S)
+        self._progress = ProgressTeller(service.settings.progress_s, body.return_progress)
         self._vocabulary = service.vocabulary
         self._writer = ItemWriter(self._scored, tools.namespaces)
         self._report = Report(generation.prompt_tokens, warnings=generation.warnings)
@@ -104,15 +106,15 @@ class ResponsesAnswer:
 
     async def stream(self) -> AsyncIterator[bytes]:
         """The response as it is made. The first events go out before the engine has done anything."""
-        started = time.monotonic()
         yield self._event({"type": "response.created", "response": self._response})
         yield self._in_progress()
         async for _, delta in self._generation.stream(self._keep_alive):
             match delta:
                 case Idle():
                     yield self._in_progress()
-                case Progress() if self._body.return_progress and delta.cached is not None:
-                    yield self._in_progress(progress(delta, started))
+                case Progress():
+                    if (told := self._progress.tell(delta)) is not None:
+                        yield self._in_progress(told)
                 case _:
                     for event in self._written(delta):
                         yield self._event(event)

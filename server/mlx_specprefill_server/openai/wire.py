@@ -1,4 +1,4 @@
-"""What the endpoints of OpenAI's dialect write the same way: envelope, progress, logprobs."""
+"""What the endpoints of OpenAI's dialect write the same way: envelope, logprobs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from mlx_specprefill import Logprob, Progress, TokenEvent
+from mlx_specprefill import Logprob, TokenEvent
 
 from .. import __version__
 from ..generating.vocabulary import Vocabulary
 
-__all__ = ["LOWEST_LOGPROB", "Envelope", "progress", "scored"]
+__all__ = ["LOWEST_LOGPROB", "Envelope", "scored"]
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -36,20 +36,6 @@ class Envelope:
         head = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
         usage = {"usage": None} if self.null_usage else {}
         return {**head, "system_fingerprint": f"mlx-specprefill-{__version__}", "choices": choices, **usage, **more}
-
-
-def progress(event: Progress, started: float) -> dict[str, Any]:
-    """llama.cpp's progress object, in which `processed` includes `cache`.
-
-    `stage` says of which model it speaks: the draft reads the whole prompt, the target what is cached or was selected.
-    """
-    elapsed = round((time.monotonic() - started) * 1000)
-    cached = event.cached or 0
-    if event.stage == "prefill":
-        total, processed = event.total + cached, event.done + cached
-    else:
-        total, processed = event.total, max(event.done, cached)
-    return {"total": total, "cache": cached, "processed": processed, "time_ms": elapsed, "stage": event.stage}
 
 
 def scored(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""How far a long prefill is, told by every streaming dialect without being asked, in a form that its clients skip."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from mlx_specprefill import Progress
+from mlx_specprefill_server.generating.progress import ProgressTeller
+
+from .canned_answers import named_events
+from .fakes import FakeEngine
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+DIALECTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 50},
+}
+ALL = pytest.mark.parametrize("path", DIALECTS)
+FIELDS = {"total", "cache", "processed", "time_ms", "stage"}
+
+
+def steps(engine: FakeEngine, seconds: float) -> Any:
+    """A prefill in ten steps, of which 20 tokens were cached."""
+
+    def script(request: Any) -> Iterable[Any]:
+        for done in range(10):
+            time.sleep(seconds / 10)
+            yield Progress("prefill", 10 * done, 100, 20)
+        yield from engine.tokens("Hello")
+
+    return script
+
+
+def streamed(base: str, path: str, **more: Any) -> str:
+    return httpx.post(base + path, json=DIALECTS[path] | {"stream": True} | more, timeout=60).text
+
+
+def told(text: str) -> list[dict[str, Any]]:
+    """What was told without being asked: comments, or fields of events that every client knows."""
+    comments = [line.removeprefix(": progress ") for line in text.splitlines() if line.startswith(": progress ")]
+    if comments or "event: " not in text:
+        return [json.loads(comment) for comment in comments]
+    events = [event for event in named_events(text) if "prompt_progress" in event]
+    assert {event["type"] for event in events} <= {"ping", "response.in_progress"}
+    return [event["prompt_progress"] for event in events]
+
+
+@ALL
+def test_a_long_prefill_is_told(live: Any, engine: FakeEngine, path: str) -> None:
+    engine.script = steps(engine, 1.0)
+    base, _ = live(progress_s=0.15)
+    reports = told(streamed(base, path))
+    assert 2 <= len(reports) <= 6
+    assert all(set(report) == FIELDS for report in reports)
+    assert {(report["total"], report["cache"], report["stage"]) for report in reports} == {(120, 20, "prefill")}
+    processed = [report["processed"] for report in reports]
+    assert processed == sorted(set(processed))
+
+
+@ALL
+def test_a_short_one_is_not(live: Any, engine: FakeEngine, path: str) -> None:
+    engine.script = steps(engine, 0.1)
+    base, _ = live()
+    assert told(streamed(base, path)) == []
+
+
+@ALL
+def test_every_step_is_told_on_request(live: Any, engine: FakeEngine, path: str) -> None:
+    engine.script = steps(engine, 0.0)
+    base, _ = live()
+    text = streamed(base, path, return_progress=True)
+    assert text.count('"prompt_progress"') == 10
+    assert ": progress" not in text
+
+
+def test_the_sdks_skip_it(live: Any, engine: FakeEngine) -> None:
+    engine.script = steps(engine, 0.3)
+    base, _ = live(progress_s=0.05)
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="k", max_retries=0) as client:
+        chunks = client.chat.completions.create(model="m", messages=HI, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello"
+        pieces = client.completions.create(model="m", prompt="Hi", stream=True)
+        assert "".join(piece.choices[0].text for piece in pieces) == "Hello"
+        with client.responses.stream(model="m", input="Hi") as events:
+            assert events.get_final_response().output_text == "Hello"
+    with (
+        anthropic.Anthropic(base_url=base, api_key="k", max_retries=0) as other,
+        other.messages.stream(model="m", max_tokens=50, messages=HI) as stream,
+    ):
+        assert "".join(stream.text_stream) == "Hello"
+
+
+def test_the_time_begins_with_the_prefill_and_not_in_the_queue() -> None:
+    now = 0.0
+    teller = ProgressTeller(2.0, clock=lambda: now)
+    seen = []
+    for now, done in ((60.0, 0), (61.0, 10), (62.5, 20), (63.0, 30), (64.4, 40), (64.5, 50)):
+        report = teller.tell(Progress("draft", done, 100, 0))
+        seen.append(None if report is None else (report["processed"], report["time_ms"]))
+    assert seen == [None, None, (20, 62_500), None, None, (50, 64_500)]
+
+
+def test_nothing_is_told_before_the_share_of_the_cache_is_known() -> None:
+    teller = ProgressTeller(1e-9, asked=True)
+    assert teller.tell(Progress("prefill", 5, 10)) is None
+    report = teller.tell(Progress("prefill", 5, 10, 2))
+    assert report is not None
+    assert (report["processed"], report["total"]) == (7, 12)

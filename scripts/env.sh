@@ -43,15 +43,6 @@ is_current() {
     [ "$(cat "$VENV/.installed-$1" 2>/dev/null)" = "$(fingerprint)" ]
 }
 
-# On Linux MLX computes on a reference BLAS unless a fast one is found; this one needs no root and no dependencies.
-ensure_blas() {
-    [ "$("$PY" -c 'import mlx_specprefill; print(mlx_specprefill.BLAS.state)')" = missing ] || return 0
-    wheel=$("$PY" -c 'import mlx_specprefill._blas; print(mlx_specprefill._blas.WHEEL)')
-    echo "Installing OpenBLAS into .venv, since this machine has none ($wheel, 11 MB)" >&2
-    "$PY" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: "$wheel" ||
-        echo "That failed: MLX will be slow. The server says what else can be installed." >&2
-}
-
 # ensure_env run: what serving needs; ensure_env dev: the test and check tools as well; ensure_env docs: mkdocs as well.
 ensure_env() {
     if is_new_enough "$PY" && { is_current "$1" || { [ "$1" = run ] && is_current dev; }; }; then
@@ -68,7 +59,6 @@ ensure_env() {
     esac
     echo "Installing mlx-specprefill and its dependencies into .venv (only after pyproject.toml changes)" >&2
     "$PY" -m pip install --quiet --disable-pip-version-check --editable "$target" || die "the installation failed"
-    ensure_blas
     fingerprint >"$VENV/.installed-$1"
 }
 

@@ -1,3 +1,5 @@
 """The HTTP server and the command line over `mlx_specprefill`."""
 
-__version__ = "0.1.0"
+from mlx_specprefill import __version__
+
+__all__ = ["__version__"]

@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mlx_specprefill import PairCost
+from mlx_specprefill import PairCost, __version__
 from mlx_specprefill.engine.admission.cost import ModelCost
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli import calibrating, common, serving
@@ -42,6 +42,10 @@ def prompt_file(tmp_path: Path) -> str:
 
 def run(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(cli.app, list(arguments))
+
+
+def test_the_version() -> None:
+    assert run("--version").stdout == f"mlx-specprefill {__version__}\n"
 
 
 class TestGenerate:

@@ -11,13 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGGING_PYTHON = '#!/bin/sh\necho "$@" >>"$(dirname "$0")/calls"\n[ "$1" != -V ] || echo "Python 3.11.0"\n'
-WITHOUT_BLAS = (
-    LOGGING_PYTHON
-    + """
-case "$*" in *BLAS.state*) echo missing ;; *WHEEL*) echo some-blas==1.0 ;; esac
-case "$*" in *some-blas*) exit "$(cat "$(dirname "$0")/status" || echo 0)" ;; esac
-"""
-)
 WITHOUT_SMOLLM2 = LOGGING_PYTHON + 'case "$*" in *pull*) exit 2 ;; esac\n'
 TOO_OLD = "#!/bin/sh\nexit 1\n"
 WITHOUT_VENV = "#!/bin/sh\ncase $2 in *ensurepip*) exit 1 ;; *) exit 0 ;; esac\n"
@@ -110,32 +103,6 @@ class TestInstalledOnce:
 
 def calls_of(clone: Path) -> list[str]:
     return (clone / ".venv/bin/calls").read_text().splitlines()
-
-
-class TestBlas:
-    @staticmethod
-    def installs(clone: Path) -> list[str]:
-        return [line for line in calls_of(clone) if " install " in line and "some-blas==1.0" in line]
-
-    def test_a_machine_without_one_gets_a_wheel_once_and_without_dependencies(self, clone: Path) -> None:
-        write_program(clone / ".venv/bin/python", WITHOUT_BLAS)
-        assert ensure(clone).returncode == 0
-        assert ensure(clone).returncode == 0
-        [line] = self.installs(clone)
-        assert "--no-deps" in line
-        assert "--only-binary=:all:" in line
-
-    def test_a_machine_with_one_gets_nothing(self, clone: Path) -> None:
-        write_program(clone / ".venv/bin/python", LOGGING_PYTHON)
-        assert ensure(clone).returncode == 0
-        assert not [line for line in calls_of(clone) if "blas" in line and " install " in line]
-
-    def test_a_wheel_that_can_not_be_had_is_no_failure(self, clone: Path) -> None:
-        write_program(clone / ".venv/bin/python", WITHOUT_BLAS)
-        (clone / ".venv/bin/status").write_text("1")
-        done = ensure(clone)
-        assert done.returncode == 0
-        assert "MLX will be slow" in done.stderr
 
 
 def serve(clone: Path, *arguments: str) -> list[str]:

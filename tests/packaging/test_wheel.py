@@ -1,32 +1,22 @@
-"""The wheel: the three import packages, their data, and nothing else."""
+"""The wheel that the sdist makes: the three import packages, their data, the bundled pair, and nothing else."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from .conftest import ROOT
+
 PACKAGES = tuple(ROOT / p for p in ("mlx_specprefill", "server/mlx_specprefill_server", "server/mlx_specprefill_evals"))
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+MAX_BYTES = 20 * 2**20
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
-    """Built from a copy, since setuptools writes next to what it builds."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for folder in ("mlx_specprefill", "server", "models"):
-        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "model.safetensors")
-        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
-    subprocess.run([sys.executable, "-c", BUILD, str(source)], cwd=source, check=True, capture_output=True)
-    return ZipFile(next(source.glob("*.whl")))
+def wheel(wheel_file: Path) -> ZipFile:
+    return ZipFile(wheel_file)
 
 
 def modules(top: Path) -> set[str]:
@@ -48,19 +38,25 @@ def test_it_holds_the_data_files_and_the_licence(wheel: ZipFile) -> None:
     package_data = {
         str(path.relative_to(top.parent))
         for top in PACKAGES
-        for path in top.rglob("*")
+        for path in [*top.rglob("*"), *(top / "demo").rglob("*"), *(top / "smollm2").rglob("*")]  # two are links
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
     assert package_data <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_pair_smollm2_needs_nothing_from_a_clone(wheel: ZipFile) -> None:
+@pytest.mark.parametrize("pair", ["smollm2", "demo"])
+def test_the_pair_needs_nothing_from_a_clone(wheel: ZipFile, pair: str) -> None:
     names = {name.removeprefix("mlx_specprefill_server/") for name in wheel.namelist()}
-    row = tomllib.loads(wheel.read("mlx_specprefill_server/pairs.toml").decode())["smollm2"]
+    row = tomllib.loads(wheel.read("mlx_specprefill_server/pairs.toml").decode())[pair]
     beside = {value.removeprefix("./") for value in row.values() if isinstance(value, str) and value.startswith("./")}
     assert beside
-    assert beside <= names
+    assert all(path in names or f"{path}/model.safetensors" in names for path in beside)
+
+
+def test_the_pairs_that_are_for_tests_alone_stay_out_and_so_it_is_small(wheel: ZipFile, wheel_file: Path) -> None:
+    assert not [name for name in wheel.namelist() if "/demo-" in name]
+    assert wheel_file.stat().st_size < MAX_BYTES
 
 
 def test_it_has_the_console_command(wheel: ZipFile) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from mlx_specprefill import __version__
 
 from .calibrating import calibrate
 from .generating import generate
@@ -41,6 +43,21 @@ app = typer.Typer(
 )
 for command in (serve, pull, generate, inspect, calibrate, top):
     app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mlx-specprefill {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Serve long prompts with SpecPrefill over MLX."""
 
 
 def main() -> None:

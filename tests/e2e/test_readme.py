@@ -1,4 +1,4 @@
-"""The README's first question, asked as it stands there: a real model, a real text, a sparse prefill, a right
+"""The README's programs and commands as they stand there, on the real model: a real text, a sparse prefill, a right
 answer."""
 
 from __future__ import annotations
@@ -6,28 +6,63 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.serving import start_named
+from tests.serving import Server, start_named
 
 README = Path(__file__).parents[2] / "README.md"
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+ADDRESS = "http://127.0.0.1:8000"
+STARTS_A_SERVER = ("scripts/serve", "mlx-specprefill serve")  # test_start.py and try_install.py do
+NEEDS_ANOTHER_PROGRAM = ("export ANTHROPIC_BASE_URL", "pip install", "uv tool", "mlx-specprefill pull")
+FIRST = re.compile(r"python3 -c '\n(.*?)' \| curl", re.DOTALL)
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("readme") / "log"
+    with start_named(log, "smollm2", "--specprefill-threshold", "1024") as running:
+        yield running
 
 
 def first_request() -> bytes:
     """What the README's first command pipes into curl."""
-    program = re.search(r"python3 -c '\n(.*?)' \| curl", README.read_text(encoding="utf-8"), re.DOTALL)
+    program = FIRST.search(README.read_text(encoding="utf-8"))
     assert program is not None
     return subprocess.run([sys.executable, "-c", program[1]], capture_output=True, check=True).stdout
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("smollm2")
-def test_the_first_answer_is_right_and_the_prefill_was_sparse(tmp_path: Path) -> None:
-    with start_named(tmp_path / "log", "smollm2", "--specprefill-threshold", "1024") as server:
-        answer = httpx.post(f"{server.base}/v1/chat/completions", content=first_request(), timeout=800).json()
+def test_the_first_answer_is_right_and_the_prefill_was_sparse(server: Server) -> None:
+    answer = httpx.post(f"{server.base}/v1/chat/completions", content=first_request(), timeout=800).json()
     assert "BeOpen.com" in answer["choices"][0]["message"]["content"]
     assert answer["specprefill"]["mode"] == "sparse"
     assert answer["usage"]["prompt_tokens"] > 2000
+
+
+def test_every_block_is_run_or_known_not_to_be() -> None:
+    assert {language for language, _ in BLOCKS} == {"sh", "python"}
+    rest = [text for language, text in BLOCKS if language == "sh" and not FIRST.search(text)]
+    assert [text for text in rest if not text.startswith((*STARTS_A_SERVER, *NEEDS_ANOTHER_PROGRAM, "curl "))] == []
+    assert len(BLOCKS) > len(rest) > 2
+
+
+@pytest.mark.parametrize("program", [text for language, text in BLOCKS if language == "python"])
+def test_the_programs_print_what_their_comments_say(server: Server, program: str) -> None:
+    text = program.replace(ADDRESS, server.base)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=800)
+    assert "471128" in done.stdout
+    assert "'mode': 'sparse'" in done.stdout or "sparse" in done.stdout
+
+
+@pytest.mark.parametrize("command", [text for _, text in BLOCKS if text.startswith("curl ")])
+def test_the_commands_are_answered(server: Server, command: str) -> None:
+    text = command.replace(ADDRESS, server.base)
+    done = subprocess.run(["sh", "-euc", text], capture_output=True, text=True, check=True, timeout=800)
+    assert "Paris" in done.stdout
+    assert done.stdout.rstrip().endswith("data: [DONE]")

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import typer
 from pydantic import ValidationError
@@ -15,21 +14,17 @@ from rich.console import Console
 
 from mlx_specprefill import (
     BLAS,
-    DraftHeads,
     ModelPair,
     SpecPrefillError,
     SpecPrefillOptions,
-    SpecPrefillPolicy,
-    calibrated_heads,
     keep_share,
-    load_pair,
     max_loss,
-    with_calibrated_shares,
-    with_heads,
 )
 
+from .. import pair_loading
 from ..monitoring.logs import configure_logging
 from ..packages import PackageError
+from ..pair_loading import ONE_SHOT, make_settings
 from ..pairs import MissingPairError, Pair, PairsError, find_pair
 from ..prompting.conversation import conversation
 from ..prompting.prompt import Prompt, PromptBuilder
@@ -55,9 +50,7 @@ __all__ = [
 
 USAGE_ERROR = 2  # the exit status of everything the user can put right
 FAILED = 1
-ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
 _DEFAULT_PAIR, _SUBSTITUTE = "smollm2", "demo"
-_ONE_SHOT_THRESHOLD = SpecPrefillPolicy().threshold  # measuring takes longer than one request saves
 
 
 class OptionError(SpecPrefillError):
@@ -141,27 +134,6 @@ def _default_pair() -> Pair:
     return substitute
 
 
-def make_settings(pair: Pair, *, one_shot: bool = False, **given: Any) -> Settings:
-    """Options first, then the environment, then the pair's own values, then the built-in defaults.
-
-    Args:
-        given: by the settings' names; None or empty: not given.
-    """
-    options = {name: value for name, value in given.items() if value not in (None, (), [])}
-    known = Settings(**options).model_fields_set
-    pair_says = {
-        "specprefill_threshold": _ONE_SHOT_THRESHOLD if one_shot and pair.threshold is None else pair.threshold,
-        "specprefill_keep_pct": pair.keep_pct,
-        "model_alias": pair.alias,
-        "model_origin": pair.origin,
-        "model_licence": pair.licence,
-    }
-    for name, value in pair_says.items():
-        if value is not None and name not in known:
-            options[name] = value
-    return Settings(**options)
-
-
 def options_of(enabled: bool | None, keep: str | None, loss: str | None = None) -> SpecPrefillOptions:
     """What one request asks for."""
     return SpecPrefillOptions(
@@ -172,47 +144,8 @@ def options_of(enabled: bool | None, keep: str | None, loss: str | None = None) 
 
 
 def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False) -> ModelPair:
-    """The pair in memory, with the calibrated heads of its draft where they are known.
-
-    Args:
-        settings: where calibrations are kept; None: nowhere.
-        calibrate: measure them where they are not known.
-    """
-    names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
-    heads = None if pair.heads is None else Path(pair.heads)
-    # A draft that may have to propose tokens needs all of its layers.
-    early = settings is None or settings.speculative == "off"
-    with notes().status(f"Loading {names}"):
-        loaded = load_pair(
-            pair.target,
-            pair.draft,
-            draft_layers=pair.draft_layers,
-            draft_heads=pair.draft_heads,
-            heads=heads,
-            exit_early=early,
-            dtype=dtype,
-        )
-    if loaded.heads is None and settings is not None and pair.draft_layers is None:
-        found = _heads(loaded, settings, calibrate)
-        loaded = loaded if found is None else with_heads(loaded, found, exit_early=early)
-    return loaded if settings is None else _with_shares(loaded, settings, calibrate)
-
-
-def _with_shares(pair: ModelPair, settings: Settings, calibrate: bool) -> ModelPair:
-    """What the draft loses when shares are chosen per prompt; measured only where the server's own are."""
-    config, measure = settings.engine_config(), calibrate and settings.specprefill_keep_pct == "auto"
-    with _progress("Calibrating how much to keep, once") as tell:
-        return with_calibrated_shares(
-            pair, config.scoring, config.selection, settings.heads_folder, measure=measure, on_progress=tell
-        )
-
-
-def _heads(pair: ModelPair, settings: Settings, calibrate: bool) -> DraftHeads | None:
-    config = settings.engine_config()
-    with _progress("Calibrating the draft's heads, once") as tell:
-        return calibrated_heads(
-            pair, config.scoring, config.selection, settings.heads_folder, measure=calibrate, on_progress=tell
-        )
+    """`pair_loading.load`, which says on standard error what it does."""
+    return pair_loading.load(pair, dtype, settings, calibrate=calibrate, tell=_progress)
 
 
 @contextmanager

@@ -1,0 +1,160 @@
+"""A pair in this process, for Python programs: conversations in, text out, without a server.
+
+Example::
+
+    with open_pair("demo") as pair:
+        answer = pair.chat([{"role": "user", "content": text + question}], specprefill=True)
+        print(answer.text, answer.report.mode, answer.report.kept_tokens)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_specprefill import (
+    DtypeName,
+    Engine,
+    EngineClosedError,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    Keep,
+    PrefillReport,
+    SamplingParams,
+    SpecPrefillOptions,
+    TokenEvent,
+    keep_share,
+)
+
+from .pair_loading import load, make_settings
+from .pairs import Pair, PairsError, find_pair
+from .prompting.conversation import conversation
+from .prompting.prompt import Prompt, PromptBuilder
+
+__all__ = ["Answer", "LocalPair", "open_pair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What `LocalPair.chat` returns.
+
+    Attributes:
+        finish_reason: "stop", or "length" where `max_tokens` ended it.
+        report: how the prompt was prefilled, how many tokens the target read, the times of the stages.
+    """
+
+    text: str
+    finish_reason: FinishReason
+    completion_tokens: int
+    report: PrefillReport
+
+
+class LocalPair:
+    """A loaded pair and the thread that runs it, as a context manager; later turns use what earlier ones left cached.
+
+    Attributes:
+        engine: for requests in tokens.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._prompts = PromptBuilder(engine.pair.tokenizer, engine.pair.context_length)
+
+    def __enter__(self) -> LocalPair:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        specprefill: bool | None = None,
+        keep: Keep | float | None = None,
+        max_tokens: int = 512,
+        temperature: float = 0.0,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Answer:
+        """Answer a conversation, rendered with the model's own chat template.
+
+        Args:
+            messages: as OpenAI's chat completions take them.
+            specprefill: True: sparse prefill, False: in full, None: sparse where it is predicted to save enough.
+            keep: share of the prompt's chunks to keep, in (0, 1], or "auto"; None: the pair's.
+            on_text: gets the answer piece by piece, while it is written.
+
+        Raises:
+            InvalidRequestError: the conversation is malformed or does not fit the context.
+            SpecPrefillError, MemoryError: the request failed.
+        """
+        prompt = self._prompt([dict(message) for message in messages])
+        share = None if keep is None else keep_share(keep, "keep")
+        request = GenerationRequest(
+            prompt.tokens,
+            max_tokens,
+            SamplingParams(temperature=temperature),
+            SpecPrefillOptions(specprefill, share),
+            spans=prompt.spans,
+            stop_token_ids=self.engine.pair.eos_token_ids,
+        )
+        return self._answer(request, on_text or (lambda text: None))
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
+        """On a thread of its own, since a notebook's has an event loop that is running."""
+        work = self._prompts.chat(conversation(messages))
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, work).result()
+
+    def _answer(self, request: GenerationRequest, on_text: Callable[[str], None]) -> Answer:
+        text = self.engine.pair.tokenizer.detokenizer
+        for event in self.engine.generate(request):
+            match event:
+                case TokenEvent() if event.token not in request.stop_token_ids:
+                    text.add_token(event.token)
+                    on_text(text.last_segment)
+                case Failed():
+                    raise event.error
+                case Finished():
+                    text.finalize()
+                    on_text(text.last_segment)
+                    return Answer(text.text, event.reason, event.completion_tokens, event.account)
+        raise EngineClosedError("the engine stopped before the answer was complete")
+
+
+def open_pair(
+    name: str | None = None,
+    *,
+    target: str | None = None,
+    draft: str | None = None,
+    draft_layers: int | None = None,
+    draft_heads: str | None = None,
+    pairs_file: Path | None = None,
+    dtype: DtypeName = "auto",
+    **settings: Any,
+) -> LocalPair:
+    """Load a pair as `mlx-specprefill serve` does; its draft is calibrated at the first time.
+
+    Args:
+        name: of a pair, like "demo" or "smollm2"; or `target` and `draft`: folders, GGUF files or repository ids.
+        settings: the server's, by name, like `max_rows=4`; the environment's MLX_SPECPREFILL_* count too.
+
+    Raises:
+        PairsError: neither a name nor a target, no such pair, or its models are not on this machine.
+        SpecPrefillError: the models can't be loaded.
+    """
+    if (name is None) == (target is None):
+        raise PairsError("open_pair takes either the name of a pair or a target")
+    if target is None:
+        pair = find_pair(str(name), pairs_file)
+    else:
+        pair = Pair(target=target, draft=draft, draft_layers=draft_layers, draft_heads=draft_heads)
+    known = make_settings(pair, **settings)
+    return LocalPair(Engine(load(pair, dtype, known, calibrate=True), known.engine_config()))

@@ -1,0 +1,103 @@
+"""From a pair's description to loaded models, with the settings that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlx_specprefill import (
+    DraftHeads,
+    DtypeName,
+    ModelPair,
+    SpecPrefillPolicy,
+    calibrated_heads,
+    load_pair,
+    with_calibrated_shares,
+    with_heads,
+)
+
+from .pairs import Pair
+from .settings import Settings
+
+__all__ = ["ONE_SHOT", "Tell", "load", "make_settings", "silent"]
+
+ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
+_ONE_SHOT_THRESHOLD = SpecPrefillPolicy().threshold  # measuring takes longer than one request saves
+
+Tell = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+"""Says what is being done while it lasts; what it gives takes how much of it is done."""
+
+
+@contextmanager
+def silent(words: str) -> Iterator[Callable[[int, int], None]]:
+    """Says nothing."""
+    yield lambda done, total: None
+
+
+def make_settings(pair: Pair, *, one_shot: bool = False, **given: Any) -> Settings:
+    """Options first, then the environment, then the pair's own values, then the built-in defaults.
+
+    Args:
+        given: by the settings' names; None or empty: not given.
+    """
+    options = {name: value for name, value in given.items() if value not in (None, (), [])}
+    known = Settings(**options).model_fields_set
+    pair_says = {
+        "specprefill_threshold": _ONE_SHOT_THRESHOLD if one_shot and pair.threshold is None else pair.threshold,
+        "specprefill_keep_pct": pair.keep_pct,
+        "model_alias": pair.alias,
+        "model_origin": pair.origin,
+        "model_licence": pair.licence,
+    }
+    for name, value in pair_says.items():
+        if value is not None and name not in known:
+            options[name] = value
+    return Settings(**options)
+
+
+def load(
+    pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False, tell: Tell = silent
+) -> ModelPair:
+    """The pair in memory, with the calibrated heads of its draft where they are known.
+
+    Args:
+        settings: where calibrations are kept; None: nowhere.
+        calibrate: measure them where they are not known.
+    """
+    names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
+    heads = None if pair.heads is None else Path(pair.heads)
+    # A draft that may have to propose tokens needs all of its layers.
+    early = settings is None or settings.speculative == "off"
+    with tell(f"Loading {names}"):
+        loaded = load_pair(
+            pair.target,
+            pair.draft,
+            draft_layers=pair.draft_layers,
+            draft_heads=pair.draft_heads,
+            heads=heads,
+            exit_early=early,
+            dtype=dtype,
+        )
+    if loaded.heads is None and settings is not None and pair.draft_layers is None:
+        found = _heads(loaded, settings, calibrate, tell)
+        loaded = loaded if found is None else with_heads(loaded, found, exit_early=early)
+    return loaded if settings is None else _with_shares(loaded, settings, calibrate, tell)
+
+
+def _with_shares(pair: ModelPair, settings: Settings, calibrate: bool, tell: Tell) -> ModelPair:
+    """What the draft loses when shares are chosen per prompt; measured only where the server's own are."""
+    config, measure = settings.engine_config(), calibrate and settings.specprefill_keep_pct == "auto"
+    with tell("Calibrating how much to keep, once") as progress:
+        return with_calibrated_shares(
+            pair, config.scoring, config.selection, settings.heads_folder, measure=measure, on_progress=progress
+        )
+
+
+def _heads(pair: ModelPair, settings: Settings, calibrate: bool, tell: Tell) -> DraftHeads | None:
+    config = settings.engine_config()
+    with tell("Calibrating the draft's heads, once") as progress:
+        return calibrated_heads(
+            pair, config.scoring, config.selection, settings.heads_folder, measure=calibrate, on_progress=progress
+        )

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The README's picture: a real server on the bundled pair, a real browser, a real question; needs Chromium.
+"""The README's picture: a real server on the bundled pair, a real browser, its sample; needs Chromium.
 
 scripts/make_screenshot.py [docs/images/page.png]
 """
@@ -19,7 +19,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.e2e.conftest import PAIR, haystack  # noqa: E402
+from tests.e2e.conftest import PAIR  # noqa: E402
 from tests.serving import start  # noqa: E402
 
 SIZE = {"width": 1360, "height": 860, "deviceScaleFactor": 1, "mobile": False}
@@ -45,13 +45,12 @@ def main() -> None:
 
 
 def ask(browser: webdriver.Chrome) -> None:
-    """One question about a long document, answered twice."""
-    document, question = haystack("Anna", "471128", 2600, 0.4, seed=5).rsplit("\n\n", 1)
-    browser.execute_script("document.getElementById('document').value = arguments[0]", document)
-    browser.find_element(By.ID, "question").send_keys(question)
-    browser.find_element(By.ID, "compare").click()
+    """What a new user sees: the sample, asked with one click."""
+    wait = WebDriverWait(browser, 300)
+    wait.until(lambda page: "tokens" in page.find_element(By.ID, "documents").text)
     browser.find_element(By.ID, "send").click()
-    WebDriverWait(browser, 300).until(lambda page: not page.find_element(By.ID, "stop").is_displayed())
+    wait.until(lambda page: page.find_elements(By.CSS_SELECTOR, ".headline:not([hidden])"))
+    wait.until(lambda page: not page.find_element(By.ID, "stop").is_displayed())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from ..e2e.conftest import server as server  # the bundled pair, one server for all tests
 from ..server.conftest import live as live  # the fixtures of the server's tests
 from ..server.fakes import FakeEngine, FakePair
 
@@ -28,11 +29,28 @@ class Page:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
-    def open(self, address: str) -> None:
+    def open(self, address: str, sample: bool = False) -> None:
         """A tab without memory of others."""
+        self.driver.get("about:blank")  # lets go of the stores
+        self.driver.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": address, "storageTypes": "all"})
         self.driver.get(address)
-        self.driver.execute_script("sessionStorage.clear(); localStorage.clear()")
+        self.run("sessionStorage.clear()")
         self.driver.get(address)
+        self.ready()
+        if not sample and not self.find("#key-dialog").is_displayed():
+            self.find("#new").click()
+            self.until(lambda: not self.all("#documents .chip"))
+
+    def ready(self) -> None:
+        """The page has loaded what it shows first, unless it asks for a key."""
+        begun = "document.documentElement.dataset.ready || document.getElementById('key-dialog').open"
+        self.until(lambda: self.run(f"return {begun}"))
+
+    def reload(self) -> None:
+        """When what there is has been kept, within a second of the last change."""
+        self.until(lambda: self.find("#chat").get_attribute("data-kept") == "yes")
+        self.driver.refresh()
+        self.ready()
 
     def find(self, css: str) -> WebElement:
         return self.driver.find_element(By.CSS_SELECTOR, css)
@@ -51,19 +69,38 @@ class Page:
             time.sleep(0.05)
         return value
 
-    def drop(self, text: str) -> None:
-        """A file from the desktop."""
+    def drop(self, text: str | bytes, name: str = "notes.txt") -> None:
+        """A file from the desktop; waits until it is a document or was refused."""
+        data = list(text.encode() if isinstance(text, str) else text)
+        before = len(self.all("#documents .chip")), self.find("#notice").text
         self.run(
-            "const files = new DataTransfer(); files.items.add(new File([arguments[0]], 'notes.txt'));"
-            "document.getElementById('drop').dispatchEvent("
+            "const files = new DataTransfer(); files.items.add(new File([new Uint8Array(arguments[0])], arguments[1]));"
+            "document.getElementById('chat').dispatchEvent("
             "  new DragEvent('drop', {dataTransfer: files, bubbles: true, cancelable: true}))",
-            text,
+            data,
+            name,
         )
-        self.until(lambda: self.find("#document").get_property("value") == text)
+        self.until(lambda: (len(self.all("#documents .chip")), self.find("#notice").text) != before)
+        self.until(lambda: "…" not in self.run("return document.getElementById('documents').textContent"))
+
+    def ask(self, question: str) -> WebElement:
+        """One question, to the end of its answer: the turn."""
+        self.find("#question").send_keys(question)
+        self.press("#send")
+        return self.all(".turn")[-1]
+
+    def set(self, css: str, value: str) -> None:
+        """A switch of the form."""
+        self.run(
+            "const field = document.querySelector(arguments[0]);"
+            "field.value = arguments[1]; field.dispatchEvent(new Event('input', {bubbles: true}))",
+            css,
+            value,
+        )
 
     def press(self, css: str) -> None:
         """Ask or score, and wait for the end."""
-        self.find(css).click()
+        self.run("arguments[0].click()", self.find(css))  # also where it is folded away
         self.until(lambda: not self.find("#stop").is_displayed() and self.find("#send").is_enabled(), 120)
 
     def look(self, theme: str, width: str = "wide") -> None:
@@ -73,6 +110,10 @@ class Page:
         )
         feature = {"name": "prefers-color-scheme", "value": theme}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+    def fits(self) -> bool:
+        """Whether nothing has to be scrolled sideways."""
+        return bool(self.run("return document.documentElement.scrollWidth <= innerWidth"))
 
     def shoot(self, name: str) -> None:
         folder = os.environ.get("MLX_SPECPREFILL_SHOTS")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from ..e2e.conftest import PAIR, haystack
+from ..e2e.conftest import haystack
 from ..server.fakes import FakeEngine
-from ..serving import start
+from ..serving import Server
 from .conftest import Page
 
 AXE = Path(__file__).parent / "axe.min.js"  # axe-core 4.14.1, MPL-2.0, as published
@@ -20,9 +21,13 @@ WATCH_STAGES = """
 window.seen = new Set();
 new MutationObserver((changes) => {
   for (const { target: { dataset } } of changes) {
-    if (dataset.stage) window.seen.add(`${dataset.stage} ${dataset.state}`);
+    if (dataset.stage) window.seen.add(dataset.stage);
   }
 }).observe(document.getElementById("turns"), { attributes: true, subtree: true });
+"""
+BAR_ENDS = """
+return [...document.querySelectorAll(".timeline .bar")].map(
+  (bar) => bar.lastElementChild.getBoundingClientRect().left - bar.getBoundingClientRect().left);
 """
 
 
@@ -39,77 +44,72 @@ def serious(page: Page) -> list[str]:
     ]
 
 
-def test_a_dropped_document_is_asked_and_what_was_kept_lights_up(page: Page, tmp_path: Path) -> None:
+def test_two_arms_share_one_axis_and_the_text_shows_what_was_read(page: Page, server: Server) -> None:
     document, question = haystack("Anna", "471128", 2600, 0.4, seed=5).rsplit("\n\n", 1)
-    with start(tmp_path / "log", *PAIR, "--specprefill-threshold", "512", "--prefill-step", "256") as server:
-        page.open(server.base)
-        page.run(WATCH_STAGES)
-        page.drop(document)
-        page.find("#question").send_keys(question)
-        page.find("#compare").click()
-        page.press("#send")
-        sparse, full = page.all(".lane")
-        for lane, title in ((sparse, "Sparse"), (full, "Full")):
-            assert title in lane.text
-            assert "471128" in lane.find_element("css selector", ".answer").text
-            assert lane.find_element("css selector", ".big").text[0].isdigit()
-        states = set(page.run("return [...window.seen]"))
-        assert {"draft working", "prefill working", "draft done", "decode done"} <= states
-        (lit,) = [span for span in page.all("#prompt .kept") if "471128" in span.text]
-        box, frame = lit.rect, page.find("#prompt").rect
-        assert frame["y"] <= box["y"] <= frame["y"] + frame["height"]
-        assert "The target reads" in page.find("#map-facts").text
-        for theme in ("light", "dark"):
-            for width in ("wide", "narrow"):
-                page.look(theme, width)
-                page.shoot(f"ask-{theme}-{width}")
-                assert page.run("return document.documentElement.scrollWidth <= innerWidth")
-            assert serious(page) == []
+    page.open(server.base)
+    page.run(WATCH_STAGES)
+    page.drop(document)
+    page.find("#compare").click()
+    turn = page.ask(question)
+    arms = turn.find_elements("css selector", ".arm")
+    for arm, title in zip(arms, ("Selective reading", "Full reading"), strict=True):
+        assert arm.find_element("css selector", "h3").text == title
+        assert "471128" in arm.find_element("css selector", ".answer").text
+    assert {"draft", "prefill", "decode"} <= set(page.run("return [...window.seen]"))
+    said = turn.find_element("css selector", ".headline").text
+    found = re.fullmatch(
+        r"First word after ([\d.]+) s instead of ([\d.]+) s\. 80 % of the document was not read\. Same answer\.", said
+    )
+    assert found, said
+    ends = page.run(BAR_ENDS)
+    assert ends[0] / ends[1] == pytest.approx(float(found[1]) / float(found[2]), abs=0.08)  # the answers' own time
+    (lit,) = [span for span in page.all("#prompt .kept") if "471128" in span.text]
+    box, frame = lit.rect, page.find("#prompt").rect
+    assert frame["y"] <= box["y"] <= frame["y"] + frame["height"]
+    assert page.find("#map-facts").text.startswith("The large model read 812 of 4,050 tokens (20 %)")
+    for theme in ("light", "dark"):
+        for width in ("wide", "narrow"):
+            page.look(theme, width)
+            page.shoot(f"ask-{theme}-{width}")
+            assert page.fits()
+        assert serious(page) == []
+
+
+def test_one_click_shows_what_it_is_about(page: Page, server: Server) -> None:
+    page.open(server.base, sample=True)
+    page.until(lambda: "tokens" in page.find("#documents").text)
+    assert "Press Ask." in page.find("#sample-ready").text
+    assert page.find("#send").is_enabled()
+    page.press("#send")
+    said = page.find(".headline").text
+    assert re.match(
+        r"First word after [\d.]+ m?s instead of [\d.]+ m?s\. \d\d % of the document was not read\. Same answer\.", said
+    )
+    assert all("482913" in arm.text for arm in page.all(".arm"))
+    page.reload()
+    assert page.find(".headline").text == said  # and no second sample
+    assert page.all("#documents .chip") == []
 
 
 def test_what_declined_says_why(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)
-    page.find("#question").send_keys("Hello")
-    page.press("#send")
-    assert page.find(".why").text == "Why full: short prompt."
-    assert page.find(".answer").text == "Hello"
+    turn = page.ask("Hello")
+    assert turn.find_element("css selector", ".why").text == "Why everything was read: short prompt."
+    assert turn.find_element("css selector", ".answer").text == "Hello"
+    assert "All of the text was read." in turn.find_element("css selector", ".headline").text
 
 
 def test_prompts_full_of_markup_are_text(page: Page, live: Any, engine: FakeEngine) -> None:
     engine.says(HOSTILE)
     base, _ = live()
     page.open(base)
-    page.drop(HOSTILE * 20)
-    page.find("#question").send_keys(HOSTILE)
-    page.press("#send")
-    assert page.find(".answer").text.strip() == HOSTILE.strip()
-    assert HOSTILE.strip() in page.run("return document.getElementById('prompt').textContent.replace(/[✓◆]/g, '')")
-    assert not page.all("#prompt script, #prompt img, #turns script, #turns img")
+    page.drop(HOSTILE * 20, name=f"{HOSTILE[:30]}.txt")
+    turn = page.ask(HOSTILE)
+    assert turn.find_element("css selector", ".answer").text.strip() == HOSTILE.strip()
+    assert HOSTILE.strip() in page.run("return document.getElementById('prompt').textContent")
+    assert not page.all("#prompt script, #prompt img, #turns script, #turns img, #shelf script")
     assert page.run("return window.pwned") is None
-
-
-def test_chunks_are_explained_by_mouse_and_keyboard(page: Page, live: Any) -> None:
-    base, _ = live()
-    page.open(base)
-    page.drop("The river waited for the stone bridge. " * 20)
-    page.find("#question").send_keys("Where?")
-    page.press("#score")
-    prompt, detail = page.find("#prompt"), page.find("#detail")
-    prompt.send_keys(Keys.HOME)
-    assert "Chunk 0" in detail.text
-    assert "kept by rule: first chunk" in detail.text
-    prompt.send_keys(Keys.ARROW_DOWN)
-    assert "Chunk 1" in detail.text
-    assert "dropped, score 2 of" in detail.text
-    prompt.send_keys("n")
-    assert "Chunk 2" in detail.text
-    assert page.find("[aria-selected=true]").get_attribute("id") == prompt.get_attribute("aria-activedescendant")
-    page.run("document.getElementById('chunk-3').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))")
-    assert "Chunk 3" in detail.text
-    page.find("[data-show=kept]").click()
-    assert not page.find("#chunk-3").is_displayed()
-    assert page.find("#chunk-2").is_displayed()
 
 
 LARGE = """
@@ -118,7 +118,7 @@ const chunks = Array.from({ length: 3125 }, (_, index) => ({
   text: "The old clock remembered a row of lamps behind the school. ".repeat(2),
   kept: index % 5 === 0, forced: index % 50 === 0,
 }));
-const body = JSON.stringify({ mode: "sparse", reason: "test", prompt_tokens: 100000, kept_tokens: 20000, chunks });
+const body = JSON.stringify({ mode: "sparse", reason: "test", prompt_tokens: 100000, kept_tokens: 20000, chunks, forced: [] });
 const serve = window.fetch;
 window.fetch = async (path, options) => (path.endsWith("/explain") ? new Response(body) : serve(path, options));
 """
@@ -127,7 +127,7 @@ const done = arguments[arguments.length - 1], begun = performance.now();
 document.getElementById("prompt").replaceChildren();
 new MutationObserver((_, observer) => {
   observer.disconnect();
-  if (document.querySelectorAll("#prompt > span").length !== 3125) throw new Error("not all chunks are there");
+  if (document.querySelectorAll("#prompt [data-index]").length !== 3125) throw new Error("not all chunks are there");
   requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - begun)));
 }).observe(document.getElementById("prompt"), { childList: true });
 document.getElementById("score").click();
@@ -157,6 +157,7 @@ def test_a_hundred_thousand_tokens_render_and_scroll(page: Page, live: Any) -> N
     page.open(base)
     page.run(LARGE)
     page.find("#question").send_keys("Where?")
+    page.press("#score")
     # The best of three: what else the machine does is not the page's doing.
     renders, frames = zip(*((rendered(page), page.driver.execute_async_script(FRAMES)) for _ in range(3)), strict=True)
     assert min(renders) < 20_000
@@ -174,22 +175,25 @@ def test_the_key_is_asked_for_and_nothing_shows_without_it(page: Page, live: Any
     assert page.find("#models").text == ""
     page.find("#key").send_keys("geheim", Keys.ENTER)
     page.until(lambda: "demo/target" in page.find("#models").text)
-    assert page.run("return [sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
+    kept = page.run("return [JSON.stringify(localStorage), document.cookie]")
+    assert kept == ["{}", ""]
+    assert page.run("return sessionStorage.getItem('api-key')") == "geheim"
     assert "geheim" not in page.driver.current_url + page.driver.page_source
 
 
 def test_the_live_panel_lists_and_drops(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live()
     page.open(base)
-    page.find("#question").send_keys("Hello")
-    page.press("#send")
+    page.ask("Hello")
     page.find("nav a[href='#server']").click()
     page.until(lambda: len(page.all("#cache [data-entry]")) == 2)
     page.until(lambda: "short prompt" in page.find("#recent").text)
     assert "Prefix hits" in page.find("#now").text
     for theme in ("light", "dark"):
-        page.look(theme)
-        page.shoot(f"server-{theme}")
+        for width in ("narrow", "wide"):
+            page.look(theme, width)
+            page.shoot(f"server-{theme}-{width}")
+            assert page.fits()
         assert serious(page) == []
     page.find("#cache [data-entry] button").click()
     page.until(lambda: len(page.all("#cache [data-entry]")) == 1)
@@ -216,13 +220,13 @@ def test_everything_is_reached_with_the_tab_key(page: Page, live: Any, width: st
     page.open(base)
     page.look("light", width)
     reached = set()
-    for _ in range(20):
+    for _ in range(30):
         page.driver.switch_to.active_element.send_keys(Keys.TAB)
         reached.add(page.driver.switch_to.active_element.get_attribute("id"))
-    assert {"theme", "browse", "document", "question", "keep", "compare", "send", "score", "clear"} <= reached
+    assert {"theme", "browse", "question", "compare", "send", "new"} <= reached
 
 
-def test_a_key_can_be_declined_and_entered_later(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_a_refused_key_leaves_a_way_back(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live(api_keys=("geheim",))
     page.open(base)
     page.until(lambda: page.find("#key-dialog").is_displayed())
@@ -230,38 +234,55 @@ def test_a_key_can_be_declined_and_entered_later(page: Page, live: Any, engine: 
     page.find("#key").send_keys(Keys.ESCAPE)
     page.until(lambda: "Incorrect API key" in page.find("#notice").text)
     assert not page.find("#key-dialog").is_displayed()
-    page.find("#question").send_keys("Hello")
-    page.find("#send").click()
-    page.until(lambda: page.find("#key-dialog").is_displayed())
+    page.find("#key-button").click()
     page.find("#key").send_keys("wrong", Keys.ENTER)
     page.until(lambda: page.find("#key-refused").is_displayed())
     page.find("#key").send_keys("geheim", Keys.ENTER)
-    page.until(lambda: page.all(".answer") and page.find(".answer").text == "Hello")
+    page.until(lambda: "demo/target" in page.find("#models").text)
+    assert page.find("#notice").text == ""
+    assert page.ask("Hello").find_element("css selector", ".answer").text == "Hello"
+
+
+def test_the_server_view_takes_a_key_without_a_reload(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live(api_keys=("geheim",))
+    page.open(base)
+    page.until(lambda: page.find("#key-dialog").is_displayed())
+    page.find("#key").send_keys(Keys.ESCAPE)
+    page.find("nav a[href='#server']").click()
+    page.until(lambda: page.find("#key-dialog").is_displayed())
+    page.find("#key").send_keys(Keys.ESCAPE)
+    page.until(lambda: "Enter a key" in page.find("#live-state").text)
+    page.find("#key-button").click()
+    page.find("#key").send_keys("geheim", Keys.ENTER)
+    page.until(lambda: page.all("#cache [data-entry]"))
+    assert page.find("#live-state").text == ""
 
 
 def test_reasoning_is_shown_apart_from_the_answer(page: Page, live: Any, engine: FakeEngine) -> None:
     engine.says("<think>Let me see.</think>Good day", end=False)
     base, _ = live()
     page.open(base)
-    page.find("#question").send_keys("Hello")
-    page.press("#send")
-    assert page.find(".thought").text == "Let me see."
-    assert page.find(".answer").text == "Good day"
-    assert "cut off there" in page.find(".lane").text
+    turn = page.ask("Hello")
+    turn.find_element("css selector", ".thinking summary").click()
+    assert turn.find_element("css selector", ".thought").text == "Let me see."
+    assert turn.find_element("css selector", ".answer").text == "Good day"
+    assert "cut off there" in turn.text
 
 
-@pytest.mark.parametrize("status", [400, 503])
-def test_a_refusal_is_told_in_the_servers_words(page: Page, live: Any, engine: FakeEngine, status: int) -> None:
-    engine.full = status == 503
+def test_a_busy_server_leaves_the_question_and_no_empty_card(page: Page, live: Any, engine: FakeEngine) -> None:
+    engine.full = True
     base, _ = live()
     page.open(base)
-    page.drop("words " * (20_000 if status == 400 else 1))
+    page.drop("some words")
     page.find("#question").send_keys("Hello")
     page.press("#send")
-    said = "maximum context length" if status == 400 else "requests are waiting already"
-    assert said in page.find("#notice").text
-    assert page.find(".ttft .big").text == "–"
-    assert page.find("#question").get_property("value") == "Hello"  # to be asked again
+    assert "requests are waiting already" in page.find("#notice").text
+    assert page.all(".turn") == []
+    assert page.find("#question").get_property("value") == "Hello"
+    assert "notes.txt" in page.find("#documents").text
+    engine.full = False
+    page.press("#send")
+    assert page.find(".answer").text == "Hello"
     page.driver.get_log("browser")  # the browser notes what the page has handled
 
 

@@ -5,9 +5,10 @@ import { find } from "./format.js";
 const KEY = "api-key";
 
 export class ApiError extends Error {
-  constructor(status, message) {
+  constructor(status, message, code) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -32,6 +33,9 @@ function askForKey(refused) {
   return asking;
 }
 
+/** On the person's own wish, whenever it is. */
+export const enterKey = () => askForKey(null);
+
 /** A response that succeeded; asks for a key as often as one is needed, until the dialog is closed without one. */
 export async function request(path, { method = "GET", body, signal } = {}) {
   for (;;) {
@@ -39,17 +43,21 @@ export async function request(path, { method = "GET", body, signal } = {}) {
     const headers = body === undefined ? {} : { "content-type": "application/json" };
     if (key) headers.authorization = `Bearer ${key}`;
     const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
-    if (response.status === 401 && await askForKey(key)) continue;
-    if (!response.ok) throw new ApiError(response.status, await failure(response));
+    if (response.status === 401) {
+      find("key-button").hidden = false;
+      if (await askForKey(key)) continue;
+    }
+    if (!response.ok) throw await failure(response);
     return response;
   }
 }
 
 async function failure(response) {
   try {
-    return (await response.json()).error.message;
+    const { message, code } = (await response.json()).error;
+    return new ApiError(response.status, message, code);
   } catch {
-    return `The server answered ${response.status}.`;
+    return new ApiError(response.status, `The server answered ${response.status}.`);
   }
 }
 

@@ -1,16 +1,18 @@
-// Which view is shown, the theme, and who answers.
+// Which view is shown, the theme, the key, and who answers.
 
-import { json } from "./api.js";
-import { Conversation } from "./ask.js";
+import { enterKey, json } from "./api.js";
+import { Chat } from "./chat.js";
+import { Conversations } from "./conversations.js";
 import { count, find } from "./format.js";
 import { LivePanel } from "./live.js";
-import { HeatMap } from "./map.js";
+import { TextMap } from "./map.js";
 
 const THEMES = ["auto", "light", "dark"];
 
-const map = new HeatMap();
+const map = new TextMap();
 const live = new LivePanel();
-new Conversation(map);
+const chat = new Chat(map, () => shelf.show());
+const shelf = new Conversations(chat);
 
 function showView() {
   const server = location.hash === "#server";
@@ -30,19 +32,37 @@ function showTheme() {
   map.redraw();
 }
 
+/** And a sample for somebody who has nothing here yet. */
+async function showModels() {
+  try {
+    const { model, draft, context_length: room } = await json("/v1/specprefill/stats");
+    const small = draft ? `small model ${draft}` : "no small model: everything is read";
+    find("models").textContent = `Large model ${model}, ${small}, window of ${count(room)} tokens`;
+    chat.documents.window = room;
+    chat.documents.show();
+    if (!known) await chat.offer();
+  } catch (error) {
+    chat.tell(error.message);
+  }
+}
+
 find("theme").addEventListener("click", () => {
   const { dataset } = document.documentElement;
   dataset.theme = THEMES[(THEMES.indexOf(dataset.theme) + 1) % THEMES.length];
   localStorage.setItem("theme", dataset.theme);
   showTheme();
 });
+find("key-button").addEventListener("click", async () => {
+  if (!await enterKey()) return;
+  chat.tell("");
+  live.hide();
+  showView();
+  await showModels();
+});
 addEventListener("hashchange", showView);
 showTheme();
 showView();
 
-try {
-  const { model, draft, context_length: room } = await json("/v1/specprefill/stats");
-  find("models").textContent = `${model}, draft ${draft ?? "none"}, ${count(room)} tokens of context`;
-} catch (error) {
-  find("notice").textContent = error.message;
-}
+const known = await chat.restore();
+await showModels();
+document.documentElement.dataset.ready = "yes";

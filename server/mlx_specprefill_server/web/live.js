@@ -63,7 +63,7 @@ export class LivePanel {
   /** Nobody is asked for the key every few seconds. */
   #refused(error) {
     this.hide();
-    find("live-state").textContent = `${error.message} Reload the page to enter a key.`;
+    find("live-state").textContent = `${error.message} Enter a key with the button above.`;
   }
 
   async #drop(id) {

@@ -1,42 +1,42 @@
-// The prompt as a heat map: every chunk as text, a bar in the minimap, and a line that says why it is kept or dropped.
+// The text as it was read: kept parts on paper, the rest greyed, and why. It belongs to one question at a time.
 
 import { count, element, find, percent } from "./format.js";
+import { Minimap } from "./minimap.js";
+import { readTokens, whatIf } from "./selection.js";
 
 const LEVELS = 6;
-const MARKS = { forced: "◆", kept: "✓" };
+const STEPS = [
+  { scores: true, show: "all", plain: true, text: "The small model reads everything and scores each part by how much it looks at it when the question comes." },
+  { scores: false, show: "all", plain: false, text: "The best parts are chosen, with their sentences. Some are always kept: the beginning, instructions, the question." },
+  { scores: false, show: "kept", plain: false, text: "The large model reads only these, each at its original place in the text." },
+];
+const EMPTY = "Ask something, and the text appears here: which parts of it were read, which were not, and why.";
+const HINT = "Click a part to see why it was read or not. With the keyboard: arrow keys, and N and P for the next and the previous part that was read.";
 
-const stateOf = (chunk) => (chunk.forced ? "forced" : chunk.kept ? "kept" : "dropped");
-
-export class HeatMap {
+export class TextMap {
   constructor() {
-    this.chunks = [];
-    this.spans = [];
     this.current = -1;
+    this.step = 1;
     this.list = find("prompt");
-    this.canvas = find("minimap");
-    this.detail = find("detail");
-    this.list.addEventListener("mouseover", (event) => this.#describe(this.#indexOf(event.target)));
-    this.list.addEventListener("mouseleave", () => this.#describe(this.current));
-    this.list.addEventListener("click", (event) => this.select(this.#indexOf(event.target)));
-    this.list.addEventListener("focus", () => this.current < 0 && this.chunks.length && this.select(0));
+    this.minimap = new Minimap(find("minimap"), this.list, (share) => this.#jump(share));
+    this.list.addEventListener("click", (event) => this.select(Number(event.target.closest("[data-index]")?.dataset.index ?? -1)));
+    this.list.addEventListener("focus", () => this.current < 0 && this.chunks.length && this.select(this.#visible(0, 1)));
     this.list.addEventListener("keydown", (event) => this.#key(event));
-    this.list.addEventListener("scroll", () => this.#later(), { passive: true });
-    this.canvas.addEventListener("pointerdown", (event) => this.#drag(event));
-    this.canvas.addEventListener("pointermove", (event) => event.buttons && this.#drag(event));
-    new ResizeObserver(() => this.#later()).observe(this.canvas);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
-    for (const button of find("show").children) button.addEventListener("click", () => this.#show(button));
+    for (const button of find("show").children) button.addEventListener("click", () => this.#filter(button.dataset.show));
+    find("scores").addEventListener("change", () => this.#layer());
+    find("what-if").addEventListener("input", () => this.#suppose(Number(find("what-if").value)));
+    find("as-read").addEventListener("click", () => this.#suppose(null));
+    find("step-back").addEventListener("click", () => this.#go(this.step - 1));
+    find("step-on").addEventListener("click", () => this.#go(this.step + 1));
+    this.clear();
   }
 
-  /** An explanation of the server's; `facts` is the line above it. */
-  render(explanation) {
-    this.chunks = explanation.chunks;
-    this.current = -1;
+  /** An explanation of the server's, and the account of the answer; null: nothing has been answered. */
+  show(explanation, account, title) {
+    Object.assign(this, { explanation, account, chunks: explanation.chunks, current: -1 });
     const pieces = document.createDocumentFragment();
     this.spans = this.chunks.map((chunk, index) => {
-      const begins = chunk.kept && (index === 0 || stateOf(this.chunks[index - 1]) !== stateOf(chunk));
-      const span = element("span", { id: `chunk-${index}`, className: `${stateOf(chunk)} s${this.#level(chunk)}` },
-        ...(begins ? [element("b", { textContent: MARKS[stateOf(chunk)] })] : []), chunk.text);
+      const span = element("span", { id: `chunk-${index}`, textContent: chunk.text });
       span.dataset.index = index;
       span.setAttribute("role", "option");
       span.setAttribute("aria-selected", "false");
@@ -45,19 +45,108 @@ export class HeatMap {
     });
     this.list.replaceChildren(pieces);
     this.list.scrollTop = 0;
-    this.list.hidden = this.canvas.hidden = false;
     this.list.removeAttribute("aria-activedescendant");
-    find("map-facts").textContent = facts(explanation);
+    find("map-body").hidden = false;
+    find("map-title").textContent = account ? "What was read" : "What would be read";
+    find("map-question").textContent = title;
+    this.#suppose(null);
+    this.#go(1);
     this.#describe(-1);
-    this.redraw();
     this.#reveal();
   }
 
-  clear() {
-    this.chunks = this.spans = [];
+  clear(text = EMPTY) {
+    this.chunks = this.spans = this.states = [];
+    this.account = this.explanation = null;
     this.list.replaceChildren();
-    this.list.hidden = this.canvas.hidden = true;
-    this.detail.textContent = "";
+    this.minimap.set([], []);
+    find("map-body").hidden = true;
+    find("map-title").textContent = "What was read";
+    find("map-question").textContent = find("detail").textContent = "";
+    find("map-facts").textContent = text;
+  }
+
+  redraw() {
+    this.minimap.redraw();
+  }
+
+  /** As it was read, or with another share, in whole percent. */
+  #suppose(share) {
+    this.share = share;
+    const sizes = this.chunks.map(({ start, end }) => end - start);
+    if (share !== null) this.read = whatIf(this.explanation, share);
+    else if (!this.account) this.read = this.chunks.map((chunk) => chunk.kept_tokens);
+    else if (this.account.mode === "full") this.read = sizes;
+    else this.read = readTokens(this.chunks, this.account.kept_spans);
+    this.states = this.chunks.map((chunk, index) =>
+      this.read[index] < sizes[index] ? "dropped" : chunk.forced ? "always" : "kept");
+    this.spans.forEach((span, index) => { span.className = `${this.states[index]} s${this.#level(this.chunks[index])}`; });
+    const read = this.read.reduce((sum, tokens) => sum + tokens, 0);
+    const all = this.chunks.at(-1)?.end ?? 0;
+    find("as-read").hidden = share === null;
+    if (share === null) find("what-if").value = Math.max(5, Math.min(100, Math.round((100 * read) / all)));
+    find("what-if-value").textContent = `${find("what-if").value} %`;
+    find("map-facts").textContent = this.#facts(read, all);
+    this.minimap.set(this.chunks, this.states);
+    this.#gaps();
+    this.#describe(this.current);
+  }
+
+  #facts(read, all) {
+    const share = `${count(read)} of ${count(all)} tokens (${percent(read / all)})`;
+    if (this.share !== null) return `With ${this.share} % kept, the large model would read ${share}.`;
+    if (!this.account) return `The large model would read ${share}${this.#chosen(this.explanation)}.`;
+    if (this.account.mode === "full") return `The large model read all ${count(all)} tokens.`;
+    return `The large model read ${share}${this.#chosen(this.account)}.`;
+  }
+
+  #chosen({ keep, share }) {
+    return keep === "auto" ? `; the share was chosen for this document: ${percent(share)}` : "";
+  }
+
+  #layer() {
+    this.list.dataset.scores = find("scores").checked ? "yes" : "no";
+  }
+
+  #go(step) {
+    this.step = Math.max(0, Math.min(STEPS.length - 1, step));
+    const { scores, show, plain, text } = STEPS[this.step];
+    find("scores").checked = scores;
+    this.list.dataset.plain = plain ? "yes" : "no";
+    find("step").textContent = `Step ${this.step + 1} of ${STEPS.length}. ${text}`;
+    find("step-back").disabled = this.step === 0;
+    find("step-on").disabled = this.step === STEPS.length - 1;
+    this.#layer();
+    this.#filter(show);
+  }
+
+  #filter(wanted) {
+    for (const button of find("show").children) button.setAttribute("aria-pressed", String(button.dataset.show === wanted));
+    this.list.dataset.show = wanted;
+    this.#gaps();
+  }
+
+  /** Hides what is not asked for; a separator says how much is missing there. */
+  #gaps() {
+    const { show } = this.list.dataset;
+    for (const gap of this.list.querySelectorAll(".gap")) gap.remove();
+    let missing = 0;
+    const separate = (before) => {
+      if (missing) {
+        const gap = element("span", { className: "gap", textContent: `${count(missing)} tokens ${show === "kept" ? "not read" : "read"}` });
+        gap.setAttribute("aria-hidden", "true");
+        this.list.insertBefore(gap, before);
+      }
+      missing = 0;
+    };
+    this.spans.forEach((span, index) => {
+      const kept = this.states[index] !== "dropped";
+      span.hidden = show !== "all" && kept !== (show === "kept");
+      if (span.hidden) missing += this.chunks[index].end - this.chunks[index].start;
+      else separate(span);
+    });
+    separate(null);
+    this.minimap.later();
   }
 
   select(index) {
@@ -69,47 +158,67 @@ export class HeatMap {
     this.list.setAttribute("aria-activedescendant", span.id);
     span.scrollIntoView({ block: "nearest" });
     this.#describe(index);
-    this.#later();
   }
 
-  redraw() {
-    this.bars = null;
-    this.#later();
-  }
-
-  /** To the best chunk that was kept for its score: what the answer most likely comes from. */
+  /** To the best part that was kept for its score: what the answer most likely comes from. */
   #reveal() {
-    const kept = this.chunks.filter((chunk) => chunk.kept && !chunk.forced);
+    const kept = this.chunks.filter((chunk, index) => this.states[index] === "kept");
     if (!kept.length) return;
-    const best = kept.reduce((a, b) => (a.rank < b.rank ? a : b));
-    const span = this.spans[this.chunks.indexOf(best)];
-    this.list.scrollTop = span.offsetTop - this.list.offsetTop - this.list.clientHeight / 3;
+    const best = kept.reduce((one, other) => (one.rank < other.rank ? one : other));
+    this.#scrollTo(this.chunks.indexOf(best));
+  }
+
+  #scrollTo(index) {
+    this.list.scrollTop = this.spans[index].offsetTop - this.list.clientHeight / 3;
+  }
+
+  #jump(share) {
+    const index = this.#visible(Math.floor(share * this.chunks.length), 1);
+    if (!this.spans[index]) return;
+    this.#scrollTo(index);
+    this.select(index);
   }
 
   #level(chunk) {
     return LEVELS - 1 - Math.floor(((chunk.rank - 1) * LEVELS) / this.chunks.length);
   }
 
-  #indexOf(target) {
-    return Number(target.closest("[data-index]")?.dataset.index ?? -1);
-  }
-
   #describe(index) {
     const chunk = this.chunks[index];
     if (!chunk) {
-      this.detail.textContent = this.chunks.length
-        ? "Point at a chunk, or move with the arrow keys; N and P go to the next and previous kept chunk." : "";
+      find("detail").textContent = this.chunks.length ? HINT : "";
       return;
     }
-    this.detail.replaceChildren(
-      element("strong", { textContent: `Chunk ${index}` }),
-      ` · tokens ${count(chunk.start)} to ${count(chunk.end - 1)} · score ${chunk.score.toExponential(2)} · ${chunk.reason}`,
-    );
+    find("detail").replaceChildren(...this.#why(index), element("span", { className: "faint",
+      textContent: ` Tokens ${count(chunk.start)} to ${count(chunk.end - 1)}, score ${chunk.score.toExponential(2)}.` }));
+  }
+
+  #why(index) {
+    const chunk = this.chunks[index];
+    const place = `Its score is number ${count(chunk.rank)} of ${count(this.chunks.length)}.`;
+    const rules = this.#rules(chunk);
+    const shared = [index - 1, index + 1].some((other) => this.chunks[other]?.score === chunk.score);
+    const sentence = shared ? " It has the score of its whole line or sentence." : "";
+    const said = (head, text) => [element("strong", { textContent: head }), ` ${text}`];
+    if (this.states[index] === "always") return said("Always kept:", `${rules}.`);
+    if (this.share === null && this.account?.mode === "full") return said("Read, like everything.", place);
+    if (this.states[index] === "dropped") {
+      const part = this.read[index] ? ` ${this.read[index]} tokens of it are always kept: ${rules}.` : "";
+      return said(this.account || this.share !== null ? "Not read." : "Would not be read.", `${place}${sentence}${part}`);
+    }
+    if (this.share === null && !chunk.kept) return said("Read for an earlier question.", place);
+    return said("Read for its score.", `${place}${sentence}`);
+  }
+
+  #rules({ start, end }) {
+    const named = this.explanation.forced.filter((range) => range.start < end && range.end > start);
+    return [...new Set(named.map(({ reason }) => reason))].join(", ");
   }
 
   #key(event) {
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, PageDown: 20, PageUp: -20 }[event.key];
     const last = this.chunks.length - 1;
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (step) this.select(this.#visible(Math.max(0, Math.min(last, this.current + step)), Math.sign(step)));
     else if (event.key === "Home") this.select(this.#visible(0, 1));
     else if (event.key === "End") this.select(this.#visible(last, -1));
@@ -121,89 +230,12 @@ export class HeatMap {
 
   #search(step) {
     let index = this.current + step;
-    while (this.chunks[index] && !this.chunks[index].kept) index += step;
+    while (this.states[index] === "dropped" || this.spans[index]?.hidden) index += step;
     return index;
   }
 
   #visible(index, step) {
-    while (this.spans[index] && this.spans[index].hidden) index += step;
+    while (this.spans[index]?.hidden) index += step;
     return index;
   }
-
-  #show(button) {
-    for (const other of find("show").children) other.setAttribute("aria-pressed", String(other === button));
-    const wanted = button.dataset.show;
-    this.spans.forEach((span, index) => {
-      span.hidden = wanted !== "all" && this.chunks[index].kept !== (wanted === "kept");
-    });
-    this.list.dataset.show = wanted;
-    this.#later();
-  }
-
-  #drag(event) {
-    const share = event.offsetX / this.canvas.clientWidth;
-    const index = Math.max(0, Math.min(this.chunks.length - 1, Math.floor(share * this.chunks.length)));
-    this.list.scrollTop = this.spans[index].offsetTop - this.list.offsetTop - this.list.clientHeight / 3;
-    this.select(index);
-  }
-
-  #later() {
-    this.frame ??= requestAnimationFrame(() => {
-      this.frame = null;
-      this.#draw();
-    });
-  }
-
-  /** The bars are drawn once per size and prompt; what is in view is drawn over them. */
-  #draw() {
-    const { canvas } = this;
-    const scale = devicePixelRatio || 1;
-    const width = Math.round(canvas.clientWidth * scale);
-    const height = Math.round(canvas.clientHeight * scale);
-    if (!width || !this.chunks.length) return;
-    if (!this.bars || canvas.width !== width || canvas.height !== height) {
-      canvas.width = width;
-      canvas.height = height;
-      this.bars = this.#drawBars(width, height);
-    }
-    const context = canvas.getContext("2d");
-    context.clearRect(0, 0, width, height);
-    context.drawImage(this.bars, 0, 0);
-    const { scrollTop, clientHeight, scrollHeight } = this.list;
-    context.fillStyle = getComputedStyle(canvas).getPropertyValue("--window");
-    context.fillRect((scrollTop / scrollHeight) * width, 0, Math.max(2, (clientHeight / scrollHeight) * width), height);
-  }
-
-  /** One bar per chunk, or per column of pixels: then the best chunk of the column stands for it. */
-  #drawBars(width, height) {
-    const bars = Object.assign(document.createElement("canvas"), { width, height });
-    const context = bars.getContext("2d");
-    const style = getComputedStyle(this.canvas);
-    const colours = Object.fromEntries(["kept", "forced", "dropped"].map((s) => [s, style.getPropertyValue(`--${s}`)]));
-    const total = this.chunks.length;
-    const columns = Math.min(width, total);
-    for (let column = 0; column < columns; column++) {
-      const first = Math.floor((column * total) / columns);
-      const end = Math.max(first + 1, Math.floor(((column + 1) * total) / columns));
-      let best = this.chunks[first];
-      for (let index = first + 1; index < end; index++) {
-        const chunk = this.chunks[index];
-        if (chunk.kept > best.kept || (chunk.kept === best.kept && chunk.rank < best.rank)) best = chunk;
-      }
-      const tall = height * (0.12 + 0.88 * (1 - (best.rank - 1) / total) ** 2);
-      context.fillStyle = colours[stateOf(best)];
-      const left = Math.round((column * width) / columns);
-      const right = Math.round(((column + 1) * width) / columns);
-      context.fillRect(left, height - tall, Math.max(1, right - left - (right - left > 3 ? 1 : 0)), tall);
-    }
-    return bars;
-  }
-}
-
-function facts(explanation) {
-  const { mode, reason, kept_tokens: kept, prompt_tokens: all, predicted } = explanation;
-  const lead = mode === "sparse" ? "The target reads" : "Prefilled in full; sparse, the target would read";
-  const times = predicted
-    ? ` Predicted: ${(predicted.sparse_ms / 1e3).toFixed(2)} s sparse, ${(predicted.full_ms / 1e3).toFixed(2)} s full.` : "";
-  return `${lead} ${count(kept)} of ${count(all)} tokens, ${percent(kept / all)}. ${mode === "sparse" ? "" : `Why full: ${reason}.`}${times}`;
 }

@@ -1,0 +1,128 @@
+// One answer while it comes, and afterwards: its text, its reasoning, what was read for it.
+
+import { events } from "./api.js";
+import { count, element, percent, seconds } from "./format.js";
+import { render } from "./markdown.js";
+
+export const TITLES = { auto: "Selective reading", sparse: "Selective reading", full: "Full reading" };
+const STREAM = { stream: true, stream_options: { include_usage: true }, return_progress: true };
+
+export class BrokenOff extends Error {}
+
+/** A new record; `mode` is what was asked for, the account says what was done. */
+export const newArm = (mode) => ({ mode, text: "", thought: "", first: null, account: null, tokens: 0, state: "running" });
+
+export class Arm {
+  constructor(record, timeline) {
+    this.record = record;
+    this.lane = timeline.lane(TITLES[record.mode]);
+    this.title = element("h3", { textContent: TITLES[record.mode] });
+    this.thought = element("div", { className: "thought faint" });
+    this.thinking = element("details", { className: "thinking", hidden: true },
+      element("summary", { textContent: "Reasoning" }), this.thought);
+    this.answer = element("div", { className: "answer" });
+    this.answer.dir = "auto";
+    this.why = element("p", { className: "why", hidden: true });
+    this.facts = element("p", { className: "facts faint" });
+    this.element = element("article", { className: "arm" }, this.title, this.thinking, this.answer, this.why, this.facts);
+    this.element.setAttribute("aria-live", "polite"); // read out when it is no longer busy
+    this.#show();
+    if (record.account) this.#account();
+    else if (record.state !== "running") this.facts.textContent = "Broken off.";
+  }
+
+  async run(messages, options, signal) {
+    const begun = performance.now();
+    const { record } = this;
+    this.element.setAttribute("aria-busy", "true");
+    this.lane.enter("queue", 0);
+    this.progress = undefined;
+    const tick = setInterval(() => this.lane.moveTo(performance.now() - begun, this.progress), 100);
+    try {
+      const body = { messages, ...STREAM, ...options };
+      for await (const chunk of events("/v1/chat/completions", { method: "POST", body, signal })) {
+        this.#take(chunk, performance.now() - begun);
+      }
+      if (!record.account) throw new BrokenOff("the server closed the connection.");
+      record.state = "done";
+    } catch (error) {
+      record.state = error.name === "AbortError" ? "stopped" : "broken";
+      throw error;
+    } finally {
+      clearInterval(tick);
+      if (!record.account) this.facts.textContent = record.state === "stopped" ? "Stopped." : "Broken off.";
+      this.element.removeAttribute("aria-busy");
+      this.#draw();
+    }
+  }
+
+  #take(chunk, ms) {
+    const { record } = this;
+    if (chunk.prompt_progress) this.#read(chunk.prompt_progress, ms);
+    const choice = chunk.choices?.[0];
+    const { content, reasoning_content: thought } = choice?.delta ?? {};
+    if (content || thought) this.#add(content ?? "", thought ?? "", ms);
+    record.cut ||= choice?.finish_reason === "length";
+    if (chunk.specprefill) {
+      record.account = chunk.specprefill;
+      record.tokens = chunk.usage?.completion_tokens ?? record.tokens;
+      this.#account();
+    }
+    if (chunk.engine_error) throw new BrokenOff(chunk.engine_error.message);
+  }
+
+  #read({ stage, total, processed }, ms) {
+    this.lane.enter(stage, ms);
+    this.progress = total ? processed / total : undefined;
+    this.lane.moveTo(ms, this.progress);
+  }
+
+  #add(content, thought, ms) {
+    const { record } = this;
+    record.first ??= ms;
+    record.text += content;
+    record.thought += thought;
+    record.tokens += 1;
+    this.lane.enter("decode", ms);
+    this.progress = undefined;
+    this.#later();
+  }
+
+  /** At most once a frame, however fast tokens come. */
+  #later() {
+    this.frame ??= requestAnimationFrame(() => {
+      this.#draw();
+    });
+  }
+
+  #draw() {
+    cancelAnimationFrame(this.frame);
+    this.frame = null;
+    this.#show();
+  }
+
+  #show() {
+    this.answer.replaceChildren(...render(this.record.text));
+    this.thought.textContent = this.record.thought;
+    this.thinking.hidden = !this.record.thought;
+  }
+
+  #account() {
+    const { account, mode, tokens, cut, first } = this.record;
+    const sparse = account.mode === "sparse";
+    this.title.textContent = this.lane.name.textContent = sparse ? "Selective reading" : "Full reading";
+    this.lane.finish(account, first ?? account.timings.queue_ms + account.timings.ttft_ms);
+    const read = sparse
+      ? `The large model read ${count(account.kept_tokens)} of ${count(account.prompt_tokens)} tokens (${percent(account.kept_tokens / account.prompt_tokens)})`
+      : `The large model read all ${count(account.prompt_tokens)} tokens`;
+    const chosen = sparse && account.keep === "auto" ? `, a share chosen for this document: ${percent(account.share)}` : "";
+    const known = account.cached_tokens
+      ? ` Already read: ${count(account.cached_tokens)} of ${count(account.kept_tokens)} tokens.` : "";
+    const answered = ` ${count(tokens)} ${tokens === 1 ? "token" : "tokens"} answered${cut ? ", cut off there" : ""}`;
+    const rate = account.timings.decode_ms > 0 && tokens > 1
+      ? `, ${seconds(account.timings.decode_ms / (tokens - 1))} each` : "";
+    this.facts.textContent = `${read}${chosen}.${known}${answered}${rate}.`;
+    this.why.hidden = sparse || mode === "full";
+    this.why.textContent = sparse ? "" : `Why everything was read: ${account.reason}.`;
+  }
+}

@@ -1,0 +1,181 @@
+// The documents that go with the next question: chips with their tokens, and how much of the window all of it takes.
+
+import { ApiError, json } from "./api.js";
+import { count, element, find } from "./format.js";
+import { textOf, UnreadableError } from "./reading.js";
+
+const LONG_PASTE = 2000; // characters; what is longer becomes a document
+const PAUSE_MS = 400; // of typing, before the question is counted
+
+/** Tokens of a text; Infinity where the server finds it too long to count. */
+export async function tokensOf(text) {
+  if (!text) return 0;
+  try {
+    return (await json("/tokenize", { method: "POST", body: { content: text } })).count;
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 400) return Infinity;
+    throw error;
+  }
+}
+
+export class Documents {
+  /** `changed`: called after every change; `tell`: shows a sentence. */
+  constructor(changed, tell) {
+    this.list = [];
+    this.window = Infinity; // tokens of the model's context
+    this.before = 0; // tokens of the conversation so far
+    this.question = 0; // tokens of what is typed
+    this.changed = changed;
+    this.tell = tell;
+    find("browse").addEventListener("click", () => find("file").click());
+    find("file").addEventListener("change", async () => {
+      await this.take(find("file").files);
+      find("file").value = "";
+    });
+    find("shorten").addEventListener("click", () => this.#shorten());
+    find("question").addEventListener("paste", (event) => this.#paste(event));
+    find("question").addEventListener("input", () => this.#typed());
+    this.#drops(find("chat"));
+  }
+
+  #drops(place) {
+    for (const name of ["dragenter", "dragover"]) {
+      place.addEventListener(name, (event) => {
+        event.preventDefault();
+        place.dataset.over = "yes";
+      });
+    }
+    for (const name of ["dragleave", "drop"]) place.addEventListener(name, () => delete place.dataset.over);
+    place.addEventListener("drop", (event) => {
+      event.preventDefault();
+      this.take(event.dataTransfer.files);
+    });
+  }
+
+  #paste(event) {
+    const text = event.clipboardData.getData("text/plain");
+    if (text.length <= LONG_PASTE) return;
+    event.preventDefault();
+    this.add("Pasted text", text);
+    this.tell("The long text that you pasted is a document now.");
+  }
+
+  #typed() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.measure(), PAUSE_MS);
+  }
+
+  /** Files, one after the other; those that are no text are named. */
+  async take(files) {
+    const refused = [];
+    for (const file of files) {
+      try {
+        this.add(file.name, await textOf(file));
+      } catch (error) {
+        if (!(error instanceof UnreadableError)) throw error;
+        refused.push(error.message);
+      }
+    }
+    this.tell(refused.join(" "));
+  }
+
+  add(name, text) {
+    const added = { name, text, tokens: null };
+    this.list.push(added);
+    this.#recount(added);
+    find("question").focus({ preventScroll: true });
+  }
+
+  set(list) {
+    this.list = list;
+    for (const one of list) if (one.tokens === null) this.#recount(one);
+    this.show();
+  }
+
+  async #recount(one) {
+    this.show();
+    this.changed();
+    try {
+      const { text } = one;
+      const tokens = await tokensOf(text);
+      if (one.text === text) one.tokens = tokens;
+    } catch {
+      one.tokens = Math.ceil(one.text.length / 4); // no server to ask: English has about 4 characters per token
+    }
+    this.show();
+    this.changed();
+  }
+
+  /** Counts what is typed. */
+  async measure() {
+    const text = find("question").value;
+    try {
+      this.question = await tokensOf(text);
+    } catch {
+      this.question = Math.ceil(text.length / 4);
+    }
+    this.show();
+    this.changed();
+  }
+
+  get tokens() {
+    return this.before + this.question + this.list.reduce((sum, one) => sum + (one.tokens ?? 0), 0);
+  }
+
+  /** Why nothing can be asked like this; empty where it can. */
+  get excess() {
+    if (this.tokens < this.window) return "";
+    const over = Number.isFinite(this.tokens) ? `${count(this.tokens - this.window + 1)} tokens` : "far";
+    return `Too long by ${over}: the model's window holds ${count(this.window)} tokens. Remove a document, shorten it, or begin a new conversation.`;
+  }
+
+  show() {
+    find("documents").replaceChildren(...this.list.map((one) => this.#chip(one)));
+    find("documents").hidden = !this.list.length;
+    const all = this.tokens;
+    const known = Number.isFinite(this.window);
+    find("meter").hidden = !known || !all;
+    find("meter").max = known ? this.window : 1;
+    find("meter").value = Math.min(all, known ? this.window : 1);
+    find("meter-text").textContent = known && all
+      ? `${Number.isFinite(all) ? `about ${count(all)}` : "far more than"} ${Number.isFinite(all) ? "of " : ""}${count(this.window)} tokens` : "";
+    find("excess").textContent = this.excess;
+    find("shorten").hidden = !this.excess || !this.list.length;
+  }
+
+  #chip(one) {
+    const button = element("button", { type: "button", className: "quiet", textContent: "×" });
+    button.setAttribute("aria-label", `Remove ${one.name}`);
+    button.addEventListener("click", () => {
+      this.list = this.list.filter((other) => other !== one);
+      this.show();
+      this.changed();
+      find("question").focus();
+    });
+    return chip(one, button);
+  }
+
+  /** Cuts the longest document until all of it fits, with a quarter of the window left for the answer. */
+  async #shorten() {
+    const longest = this.list.reduce((one, other) => (one.text.length > other.text.length ? one : other));
+    const room = 0.75 * this.window - (this.tokens - longest.tokens || this.before + this.question);
+    if (room < 1) {
+      this.tell("There is no room for a document in this conversation. Begin a new one.");
+      return;
+    }
+    if (!Number.isFinite(longest.tokens)) longest.text = longest.text.slice(0, 8 * this.window);
+    while ((longest.tokens = await tokensOf(longest.text)) > room) {
+      const share = Number.isFinite(longest.tokens) ? Math.min(0.98, room / longest.tokens) : 0.5;
+      longest.text = longest.text.slice(0, Math.floor(longest.text.length * share));
+    }
+    longest.name = longest.name.replace(/( \(beginning\))?$/, " (beginning)");
+    this.show();
+    this.changed();
+  }
+}
+
+export function chip({ name, tokens }, ...more) {
+  const size = tokens === null ? "…" : Number.isFinite(tokens) ? `${count(tokens)} tokens` : "too long";
+  return element("li", { className: "chip" }, element("span", { className: "name", textContent: name }),
+    element("span", { className: "faint figure", textContent: size }), ...more);
+}

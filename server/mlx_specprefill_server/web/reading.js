@@ -1,0 +1,43 @@
+// A file as text, or a reason why it is none.
+
+const LARGEST = 16 * 1024 * 1024; // bytes; the server takes 32 MB in all
+const MARKUP = /\.x?html?$/i;
+const UNSEEN = "script, style, noscript, template, svg, nav, head";
+const BLOCKS = "p, div, section, article, li, tr, h1, h2, h3, h4, h5, h6, pre, blockquote, br, dt, dd";
+
+export class UnreadableError extends Error {}
+
+/** The text of a dropped or chosen file. */
+export async function textOf(file) {
+  if (file.size > LARGEST) throw new UnreadableError(`${file.name} is larger than ${LARGEST >> 20} MB.`);
+  const bytes = new Uint8Array(await file.arrayBuffer());
+  if (beginsWith(bytes, "%PDF-")) {
+    throw new UnreadableError(`${file.name} is a PDF, which this page can't read. Save it as text, or copy its text and paste it here.`);
+  }
+  const text = decoded(bytes);
+  if (text === null) throw new UnreadableError(`${file.name} is not a text file.`);
+  const plain = MARKUP.test(file.name) || file.type === "text/html" ? withoutMarkup(text) : text;
+  if (!plain.trim()) throw new UnreadableError(`${file.name} has no text in it.`);
+  return plain.replaceAll("\r\n", "\n").trimEnd();
+}
+
+const beginsWith = (bytes, word) => [...word].every((letter, index) => bytes[index] === letter.charCodeAt(0));
+
+/** UTF-8, or UTF-16 with its mark; null for what is neither, or has zero bytes in it. */
+function decoded(bytes) {
+  const wide = { "255 254": "utf-16le", "254 255": "utf-16be" }[`${bytes[0]} ${bytes[1]}`];
+  try {
+    const text = new TextDecoder(wide ?? "utf-8", { fatal: true }).decode(bytes);
+    return text.includes("\0") ? null : text;
+  } catch {
+    return null;
+  }
+}
+
+/** What a page says. It is parsed into a document that runs no script and loads nothing. */
+function withoutMarkup(text) {
+  const parsed = new DOMParser().parseFromString(text, "text/html");
+  for (const part of parsed.querySelectorAll(UNSEEN)) part.remove();
+  for (const block of parsed.querySelectorAll(BLOCKS)) block.before("\n");
+  return parsed.body.textContent.replace(/[ \t]+/g, " ").replace(/ ?\n\s*\n\s*/g, "\n\n").trim();
+}

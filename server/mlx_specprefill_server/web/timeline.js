@@ -1,0 +1,123 @@
+// Where the time of one or two answers went: lanes on one common axis, so that a lane three times as long took that long.
+
+import { element, seconds } from "./format.js";
+
+export const STAGES = {
+  queue: "waiting",
+  draft: "small model reads",
+  select: "choosing",
+  prefill: "large model reads",
+  decode: "answer",
+};
+const TICKS = [1, 2, 5];
+const MOST_TICKS = 6;
+
+export class Timeline {
+  constructor() {
+    this.lanes = [];
+    this.axis = element("div", { className: "axis" });
+    this.rows = element("div", { className: "bars" });
+    this.element = element("div", { className: "timeline", hidden: true }, this.rows, this.axis);
+  }
+
+  lane(title) {
+    const lane = new Lane(this, title);
+    this.lanes.push(lane);
+    this.rows.append(lane.element);
+    this.element.hidden = false;
+    return lane;
+  }
+
+  /** What reading everything would have taken, where nobody has tried. */
+  predict(title, ms) {
+    const lane = this.lane(title);
+    lane.predicted = true;
+    lane.parts = [["prefill", 0, ms]];
+    lane.note(`about ${seconds(ms)} to the first word, predicted`);
+    this.draw();
+  }
+
+  /** Every lane to the same scale: that of the longest. */
+  draw() {
+    const longest = Math.max(1, ...this.lanes.map((lane) => lane.end));
+    for (const lane of this.lanes) lane.draw(longest);
+    const step = stepOf(longest);
+    const ticks = Array.from({ length: Math.floor(longest / step) + 1 }, (_, index) => {
+      const tick = element("span", { textContent: index ? tickText(index * step, step) : "0" });
+      tick.style.insetInlineStart = `${(100 * index * step) / longest}%`;
+      return tick;
+    });
+    this.axis.replaceChildren(...ticks);
+  }
+}
+
+/** Milliseconds between two ticks: 1, 2 or 5 times a power of ten. */
+function stepOf(longest) {
+  for (let power = 1; ; power *= 10) {
+    for (const one of TICKS) if (longest / (one * power) <= MOST_TICKS) return one * power;
+  }
+}
+
+const tickText = (ms, step) => (step < 1000 ? (step < 100 ? `${ms} ms` : `${(ms / 1000).toFixed(1)} s`) : `${ms / 1000} s`);
+
+class Lane {
+  constructor(timeline, title) {
+    this.timeline = timeline;
+    this.parts = []; // [stage, from, to] in ms since the question was sent
+    this.predicted = false;
+    this.bar = element("div", { className: "bar" });
+    this.bar.setAttribute("aria-hidden", "true");
+    this.legend = element("p", { className: "legend figure" });
+    this.name = element("p", { className: "lane-name", textContent: title });
+    this.element = element("div", { className: "lane" }, this.name, this.bar, this.legend);
+  }
+
+  get end() {
+    return this.parts.at(-1)?.[2] ?? 0;
+  }
+
+  note(text) {
+    this.legend.textContent = text;
+  }
+
+  /** Something begins now, `ms` after the question; what went on before ends. */
+  enter(stage, ms) {
+    const last = this.parts.at(-1);
+    if (last?.[0] === stage) return;
+    if (last) last[2] = ms;
+    this.parts.push([stage, ms, ms]);
+  }
+
+  /** The stage that goes on has come so far; `share` of it is done. */
+  moveTo(ms, share) {
+    const last = this.parts.at(-1);
+    if (!last) return;
+    last[2] = Math.max(last[1], ms);
+    this.element.dataset.stage = last[0];
+    this.note(`${STAGES[last[0]]}${share === undefined ? "" : `, ${Math.round(100 * share)} %`} · ${seconds(ms)}`);
+    this.timeline.draw();
+  }
+
+  /** The account's own times; what the first word took beyond them was waiting. */
+  finish({ timings: times }, first) {
+    const { draft_ms: draft, select_ms: select, prefill_ms: prefill, decode_ms: decode } = times;
+    const spent = { queue: Math.max(0, first - draft - select - prefill), draft, select, prefill, decode };
+    let at = 0;
+    this.parts = Object.entries(spent).filter(([, ms]) => ms > 0).map(([stage, ms]) => [stage, at, (at += ms)]);
+    delete this.element.dataset.stage;
+    const shown = Object.entries(spent).filter(([stage, ms]) => ms > 0 && (stage !== "queue" || ms > 0.02 * at));
+    this.legend.replaceChildren(...shown.map(([stage, ms]) => element("span", { className: stage },
+      element("i", { className: `swatch ${stage}` }), `${STAGES[stage]} ${seconds(ms)}`)));
+    this.timeline.draw();
+  }
+
+  draw(longest) {
+    this.element.classList.toggle("predicted", this.predicted);
+    this.bar.replaceChildren(...this.parts.map(([stage, from, to]) => {
+      const part = element("span", { className: stage });
+      part.style.insetInlineStart = `${(100 * from) / longest}%`;
+      part.style.inlineSize = `${(100 * (to - from)) / longest}%`;
+      return part;
+    }));
+  }
+}

@@ -1,0 +1,111 @@
+// One question of a conversation: what was asked, the headline, where the time went, and the answers.
+
+import { Arm } from "./arm.js";
+import { chip } from "./documents.js";
+import { element, percent, seconds } from "./format.js";
+import { Timeline } from "./timeline.js";
+
+/** What one turn says to the model. Documents beside others, and those of later turns, carry their names. */
+export function contentOf({ question, documents }, first) {
+  const named = documents.length > 1 || !first;
+  const texts = documents.map(({ name, text }) => (named ? `${name}\n\n${text.trimEnd()}` : text.trimEnd()));
+  return [...texts, question].filter(Boolean).join("\n\n");
+}
+
+/** The messages up to and with turn `last`; answers are those of the first arm. */
+export function messagesOf(turns, system) {
+  const messages = system ? [{ role: "system", content: system }] : [];
+  turns.forEach((turn, index) => {
+    messages.push({ role: "user", content: contentOf(turn, index === 0) });
+    const text = turn.arms?.[0]?.text;
+    if (text && index < turns.length - 1) messages.push({ role: "assistant", content: text });
+  });
+  return messages;
+}
+
+export class Turn {
+  /** `actions`: what the buttons do: map, again, each with the turn. */
+  constructor(record, actions) {
+    this.record = record;
+    this.actions = actions;
+    const { question, documents } = record;
+    const asked = element("p", { className: "question", textContent: question });
+    asked.dir = "auto";
+    this.headline = element("p", { className: "headline", hidden: true });
+    this.timelines = element("div");
+    this.answers = element("div", { className: "arms" });
+    this.copy = button("Copy", () => this.#copy());
+    this.map = button("What was read", () => actions.map(this));
+    this.again = button("Ask again", () => actions.again(this));
+    this.map.setAttribute("aria-pressed", "false");
+    this.foot = element("div", { className: "turn-actions", hidden: true }, this.map, this.copy, this.again);
+    this.element = element("li", { className: "turn" },
+      element("div", { className: "asked" }, asked,
+        ...(documents.length ? [element("ul", { className: "chips" }, ...documents.map((one) => chip(one)))] : [])),
+      this.headline, this.timelines, this.answers, this.foot);
+    this.#arms();
+    if (record.arms.every(({ state }) => state !== "running")) this.finish();
+  }
+
+  #arms() {
+    this.timeline = new Timeline();
+    this.arms = this.record.arms.map((arm) => new Arm(arm, this.timeline));
+    this.timelines.replaceChildren(this.timeline.element);
+    this.answers.replaceChildren(...this.arms.map((arm) => arm.element));
+    this.answers.dataset.count = this.arms.length;
+  }
+
+  /** To be answered once more. */
+  reset(arms) {
+    this.record.arms = arms;
+    this.record.explanation = null;
+    this.headline.hidden = this.foot.hidden = true;
+    this.#arms();
+  }
+
+  /** The answers are there, or will not come. */
+  finish() {
+    const [one, other] = this.record.arms;
+    this.foot.hidden = false;
+    if (one.account && one.account.mode === "sparse" && !other && one.account.predicted && this.timeline.lanes.length === 1) {
+      this.timeline.predict("Full reading", one.account.predicted.full_ms);
+    }
+    this.timeline.draw();
+    const parts = headlineOf(one, other, this.record.documents.length > 0);
+    this.headline.hidden = !parts.length;
+    this.headline.replaceChildren(...parts);
+  }
+
+  async #copy() {
+    const { text } = this.record.arms[0];
+    try {
+      await navigator.clipboard.writeText(text);
+      this.copy.textContent = "Copied";
+    } catch {
+      this.copy.textContent = "Copying was refused";
+    }
+    setTimeout(() => { this.copy.textContent = "Copy"; }, 2000);
+  }
+}
+
+function button(text, act) {
+  const made = element("button", { type: "button", className: "quiet", textContent: text });
+  made.addEventListener("click", act);
+  return made;
+}
+
+/** The result in a sentence or three. */
+function headlineOf({ account, first, text, state }, other, documents) {
+  if (!account || first === null) return [];
+  const what = documents ? "document" : "text";
+  const strong = (ms) => element("strong", { className: "figure", textContent: seconds(ms) });
+  const parts = ["First word after ", strong(first)];
+  const sparse = account.mode === "sparse";
+  if (other?.account && other.first !== null) parts.push(" instead of ", strong(other.first));
+  else if (sparse && account.predicted) parts.push(" instead of about ", strong(account.predicted.full_ms));
+  parts.push(". ");
+  if (sparse) parts.push(`${percent(1 - account.kept_tokens / account.prompt_tokens)} of the ${what} was not read. `);
+  else if (!other) parts.push(`All of the ${what} was read. `);
+  if (other?.account && state === "done") parts.push(text.trim() === other.text.trim() ? "Same answer." : "The answers differ.");
+  return parts;
+}

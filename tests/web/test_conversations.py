@@ -1,0 +1,62 @@
+"""Conversations: kept over a reload, several of them, renamed, exported, deleted."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ..server.fakes import FakeEngine
+from .conftest import Page
+
+
+def test_a_reload_loses_nothing(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The text. " * 30)
+    page.set("#system", "Be brief.")
+    page.ask("What is it?")
+    before = page.find("#turns").text, page.find("#prompt").text, page.find("#map-facts").text
+    page.drop("Another text.", "more.txt")
+    page.find("#question").send_keys("And n")
+    page.reload()
+    assert (page.find("#turns").text, page.find("#prompt").text, page.find("#map-facts").text) == before
+    assert page.find("#question").get_property("value") == "And n"
+    assert "more.txt" in page.find("#documents").text
+    page.ask("ow?")
+    said = engine.pair.tokenizer.decode(engine.requests[-2].prompt.tolist())
+    for part in ("Be brief.", "The text. The text.", "What is it?", "Hello", "Another text.", "And now?"):
+        assert part in said
+
+
+def test_an_answer_that_was_coming_when_the_page_was_left(page: Page, live: Any, engine: FakeEngine) -> None:
+    release = threading.Event()
+    engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]
+    base, _ = live()
+    page.open(base)
+    page.find("#question").send_keys("Hello")
+    page.find("#send").click()
+    page.until(lambda: page.all(".answer") and page.find(".answer").text == "The beginning")
+    page.reload()
+    release.set()
+    assert page.find(".question").text == "Hello"
+    assert "Broken off" in page.find(".turn").text
+
+
+def test_a_new_conversation_begins_with_nothing_of_the_old_one(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    untouched = page.find("#map-facts").text
+    page.drop("The text. " * 30)
+    page.ask("What is it?")
+    assert page.find("#map-facts").text != untouched
+    page.find("#new").click()
+    page.until(lambda: not page.all(".turn"))
+    assert page.find("#map-facts").text == untouched
+    assert not page.find("#prompt").is_displayed()
+    assert page.find("#detail").text == ""
+    page.ask("Something else")
+    assert "The text." not in engine.pair.tokenizer.decode(engine.requests[-2].prompt.tolist())
+    page.until(lambda: len(page.all("#conversations li")) == 2)
+    page.all("#conversations button")[1].click()
+    page.until(lambda: page.all(".question") and page.find(".question").text == "What is it?")
+    assert "The text." in page.find("#prompt").text

@@ -1,0 +1,123 @@
+"""Documents: which ones are sent, which are refused, and what fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ..server.fakes import FakeEngine
+from .conftest import Page
+
+
+def heard(engine: FakeEngine, number: int = -1) -> str:
+    """The prompt of a request, as text."""
+    asked = [request for request in engine.requests if request.max_tokens > 1]  # the others are explanations
+    return str(engine.pair.tokenizer.decode(asked[number].prompt.tolist()))
+
+
+def test_a_document_that_comes_later_goes_with_the_next_question(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The first text.", "first.txt")
+    page.ask("What does it say?")
+    assert page.all("#documents .chip") == []
+    page.drop("Quite another text.", "second.txt")
+    turn = page.ask("And this one?")
+    assert "second.txt" in turn.find_element("css selector", ".chips").text
+    second = heard(engine)
+    assert second.count("The first text.") == second.count("Quite another text.") == 1
+    assert second.index("The first text.") < second.index("Quite another text.") < second.index("And this one?")
+
+
+def test_several_documents_are_told_apart_and_can_be_taken_away(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    for name in ("one", "two", "three"):
+        page.drop(f"The text of {name}.", f"{name}.md")
+    page.find("[aria-label='Remove two.md']").click()
+    page.ask("Which is longer?")
+    assert "one.md\n\nThe text of one.\n\nthree.md\n\nThe text of three.\n\nWhich is longer?" in heard(engine)
+    assert "two" not in heard(engine)
+
+
+def test_what_is_too_long_is_said_before_it_is_asked_and_can_be_shortened(
+    page: Page, live: Any, engine: FakeEngine
+) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("A line of words.\n" * 12_000)  # 204 KB, as many tokens here; the window holds 100,000
+    assert "Too long by" in page.find("#excess").text
+    assert "100,000 tokens" in page.find("#excess").text
+    assert not page.find("#send").is_enabled()
+    page.find("#shorten").click()
+    page.until(lambda: page.find("#send").is_enabled())
+    assert "(beginning)" in page.find("#documents").text
+    page.ask("What is it?")
+    assert 50_000 < len(heard(engine)) < 100_000
+    page.driver.get_log("browser")  # it notes the refusal of the server to count all of it
+
+
+def test_the_servers_own_refusal_of_a_length_leaves_no_card(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    page.run("const serve = fetch; window.fetch = (path, options) => path === '/tokenize' ? "
+             "Promise.resolve(new Response('{\"count\": 1}')) : serve(path, options)")  # fmt: skip
+    page.drop("words " * 20_000)
+    page.find("#question").send_keys("Hello")
+    page.press("#send")
+    assert "longer than the model's window" in page.find("#notice").text
+    assert page.all(".turn") == []
+    assert page.find("#question").get_property("value") == "Hello"
+    page.driver.get_log("browser")
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "says"),
+    [
+        (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj", "paper.pdf", "is a PDF"),
+        (b"%PDF-1.4 all of it letters", "letter.txt", "is a PDF"),
+        (bytes(range(256)) * 4, "photo.jpg", "photo.jpg is not a text file"),
+        (b"text\0with zeros", "core", "core is not a text file"),
+        (b"  \n", "empty.txt", "has no text"),
+    ],
+)
+def test_what_is_no_text_is_refused(page: Page, live: Any, data: bytes, name: str, says: str) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop(data, name)
+    assert says in page.find("#notice").text
+    assert page.all("#documents .chip") == []
+
+
+def test_html_source_and_wide_encodings_become_text(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("<title>no</title><style>p{}</style><h1>Head</h1><p>A &amp; B</p><script>alert(1)</script>", "page.html")
+    page.drop("def f(x):\r\n    return x\r\n", "code.py")
+    page.drop("\ufeffgr\xfc\xdfe".encode("utf-16-le"), "wide.txt")
+    page.ask("Well?")
+    said = heard(engine)
+    assert "page.html\n\nHead\nA & B\n" in said
+    assert "code.py\n\ndef f(x):\n    return x\n" in said
+    assert "wide.txt\n\ngr\xfc\xdfe\n" in said
+    assert "alert" not in said
+    page.driver.get_log(
+        "browser"
+    )  # it notes that the page's policy keeps the style of the HTML file from being applied
+
+
+def test_a_long_paste_becomes_a_document(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    paste = (
+        "const data = new DataTransfer(); data.setData('text/plain', arguments[0]);"
+        "return document.getElementById('question').dispatchEvent("
+        "  new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true}))"
+    )
+    assert page.run(paste, "a short one")  # goes into the field, as ever
+    assert not page.run(paste, "a long one. " * 300)
+    page.until(lambda: "3,600 tokens" in page.find("#documents").text)
+    assert "of 100,000 tokens" in page.find("#meter-text").text
+    page.ask("What?")
+    assert "a long one. a long one." in heard(engine)

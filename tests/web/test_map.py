@@ -1,0 +1,124 @@
+"""The text as it was read: it agrees with the answer beside it, and says why."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+from selenium.webdriver.common.keys import Keys
+
+from ..e2e.conftest import haystack
+from ..serving import Server
+from .conftest import Page
+
+
+def figures(text: str) -> tuple[str, ...]:
+    found = re.search(r"read ([\d,]+) of ([\d,]+) tokens \((\d+) %\)", text)
+    assert found, text
+    return found.groups()
+
+
+def test_the_map_agrees_with_the_answer_of_every_question(page: Page, server: Server) -> None:
+    document, question = haystack("Berta", "903344", 1400, 0.5, seed=21).rsplit("\n\n", 1)
+    later, other = haystack("Carla", "118822", 900, 0.3, seed=22).rsplit("\n\n", 1)
+    page.open(server.base)
+    page.drop(document)
+    first = page.ask(question)
+    said = [figures(first.text)]
+    assert figures(page.find("#map-facts").text) == said[0]
+    page.drop(later, "later.txt")
+    second = page.ask(other)
+    assert "118822" in second.find_element("css selector", ".answer").text
+    assert "Already read:" in second.text
+    said.append(figures(second.text))
+    assert figures(page.find("#map-facts").text) == said[1]
+    assert page.find("#map-question").text == other
+    marked = sum(len(span.get_attribute("textContent")) for span in page.all("#prompt .kept, #prompt .always"))
+    assert marked
+    first.find_element("xpath", ".//button[.='What was read']").click()
+    assert figures(page.find("#map-facts").text) == said[0]
+    assert page.find("#map-question").text == question
+
+
+def test_a_full_reading_is_shown_as_one(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The river waited for the stone bridge. " * 20)
+    page.set("#mode", "full")
+    turn = page.ask("Where?")
+    assert "The large model read all" in turn.text
+    assert "The large model read all" in page.find("#map-facts").text
+    assert page.all("#prompt .dropped") == []
+
+
+def test_the_share_that_was_chosen_is_told(page: Page, server: Server) -> None:
+    document, question = haystack("Dora", "556677", 900, 0.5, seed=23).rsplit("\n\n", 1)
+    page.open(server.base)
+    page.set("#keep", "auto")
+    page.drop(document)
+    turn = page.ask(question)
+    assert re.search(r"a share chosen for this document: \d+ %", turn.text)
+    assert re.search(r"the share was chosen for this document: \d+ %", page.find("#map-facts").text)
+
+
+def test_another_share_is_what_the_server_would_choose(page: Page, server: Server) -> None:
+    document, question = haystack("Emma", "667788", 900, 0.5, seed=24).rsplit("\n\n", 1)
+    page.open(server.base)
+    page.drop(document)
+    page.find("#question").send_keys(question)
+    page.press("#score")
+    for percent in (5, 12, 33, 70, 100):
+        page.set("#what-if", str(percent))
+        body = {"messages": [{"role": "user", "content": f"{document}\n\n{question}"}]}
+        body["specprefill_keep_pct"] = percent / 100  # type: ignore[assignment]
+        told = httpx.post(f"{server.base}/v1/specprefill/explain", json=body, timeout=120).json()
+        shown = page.run(
+            "return [...document.querySelectorAll('#prompt [data-index]')].map((s) => s.className.split(' ')[0])"
+        )
+        whole = [chunk["kept_tokens"] == chunk["end"] - chunk["start"] for chunk in told["chunks"]]
+        assert [state != "dropped" for state in shown] == whole
+        assert figures(page.find("#map-facts").text)[0].replace(",", "") == str(told["kept_tokens"])
+    page.find("#as-read").click()
+    assert "would read" in page.find("#map-facts").text
+
+
+def test_parts_are_explained_by_mouse_and_keyboard(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The river waited for the stone bridge. " * 20)
+    page.find("#question").send_keys("Where?")
+    page.press("#score")
+    prompt, detail = page.find("#prompt"), page.find("#detail")
+    prompt.send_keys(Keys.HOME)
+    assert "Always kept: first chunk." in detail.text
+    prompt.send_keys(Keys.ARROW_DOWN)
+    assert "Would not be read. Its score is number 2 of" in detail.text
+    prompt.send_keys("n")
+    assert "Read for its score. Its score is number 3 of" in detail.text
+    assert page.find("[aria-selected=true]").get_attribute("id") == prompt.get_attribute("aria-activedescendant")
+    page.find("#chunk-3").click()
+    assert "number 4 of" in detail.text
+    page.find("[data-show=kept]").click()
+    assert not page.find("#chunk-3").is_displayed()
+    assert page.find("#chunk-2").is_displayed()
+    page.find("[data-show=dropped]").click()
+    assert page.find("#chunk-3").is_displayed()
+    assert page.find("#prompt .gap").text == "32 tokens read"
+
+
+def test_the_three_steps_can_be_walked_through(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The river waited for the stone bridge. " * 20)
+    page.find("#question").send_keys("Where?")
+    page.press("#score")
+    page.find("#step-back").click()
+    assert "Step 1 of 3. The small model reads everything" in page.find("#step").text
+    assert page.find("#scores").is_selected()
+    assert not page.find("#step-back").is_enabled()
+    page.find("#step-on").click()
+    assert "Step 2 of 3. The best parts are chosen" in page.find("#step").text
+    page.find("#step-on").click()
+    assert "Step 3 of 3. The large model reads only these" in page.find("#step").text
+    assert not page.find("#chunk-3").is_displayed()

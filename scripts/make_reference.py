@@ -36,7 +36,17 @@ Times are seconds unless the name says otherwise. A named pair may set the thres
 CLI_HEAD = f"""# Command line
 
 {NOTE}
-`scripts/serve` passes its arguments to `mlx-specprefill serve`. The command itself is in `.venv/bin`.
+`scripts/serve` passes its arguments to `mlx-specprefill serve`. In a clone the command itself is in `.venv/bin`.
+
+`mlx-specprefill --version` prints the version. `mlx-specprefill --install-completion` installs completion for the shell
+that it is called from, bash, zsh or fish; `--show-completion` prints it.
+
+| exit status | |
+|---|---|
+| 0 | done |
+| 1 | a request failed on the way; the reason is on standard error |
+| 2 | something in the call has to change: an option, a variable, a file, a model, a port; one line says what |
+| 130, 143 | ended by Ctrl-C, by SIGTERM: the way in which a server ends |
 """
 
 

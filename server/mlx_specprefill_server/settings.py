@@ -25,8 +25,9 @@ from mlx_specprefill import (
 
 from .parsers.formats import ReasoningParser, ToolParser
 
-__all__ = ["KeepShare", "LogFormat", "LogLevel", "Settings", "default_text"]
+__all__ = ["ENV_PREFIX", "KeepShare", "LogFormat", "LogLevel", "Settings", "default_text"]
 
+ENV_PREFIX = "MLX_SPECPREFILL_"
 ENGINE = EngineConfig()  # where the engine's defaults are stated
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -61,9 +62,7 @@ KeepShare = Annotated[Keep, BeforeValidator(keep_share)]
 class Settings(BaseSettings):
     """What can be set, with the defaults that the documentation states."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="MLX_SPECPREFILL_", frozen=True, extra="ignore", protected_namespaces=()
-    )
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore", protected_namespaces=())
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,3 +58,26 @@ def test_a_server_of_another_kind_or_none_is_an_error_in_one_line(live: Any, pat
     assert status == 2
     assert text.startswith("error: ")
     assert len(text.splitlines()) == 1
+
+
+def test_the_key_comes_from_the_servers_own_variable(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, _ = live(api_keys=("geheim", "other"))
+    monkeypatch.setenv("MLX_SPECPREFILL_API_KEYS", "geheim, other")
+    assert top("--url", base)[0] == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX terminal")
+def test_q_ends_it_and_the_terminal_is_as_before(live: Any) -> None:
+    base, _ = live()
+    outside, inside = os.openpty()
+    before = termios.tcgetattr(inside)
+    command = [sys.executable, "-m", "mlx_specprefill_server", "top", "--url", base, "--interval", "60"]
+    with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside) as process:
+        try:
+            while b"prefix hits" not in os.read(outside, 1 << 16):
+                assert process.poll() is None
+            os.write(outside, b"q")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert termios.tcgetattr(inside) == before

@@ -12,6 +12,7 @@ from mlx_specprefill import __version__
 
 from .calibrating import calibrate
 from .generating import generate
+from .grouped import SettingsCommand
 from .inspecting import inspect
 from .pulling import pull
 from .serving import serve
@@ -37,11 +38,11 @@ app = typer.Typer(
     cls=_Commands,
     help="Serve long prompts with SpecPrefill over MLX.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (serve, pull, generate, inspect, calibrate, top):
+app.command(cls=SettingsCommand)(serve)
+for command in (pull, generate, inspect, calibrate, top):
     app.command()(command)
 
 

@@ -28,6 +28,7 @@ from ..pair_loading import ONE_SHOT, make_settings
 from ..pairs import MissingPairError, Pair, PairsError, find_pair
 from ..prompting.conversation import conversation
 from ..prompting.prompt import Prompt, PromptBuilder
+from ..setting_errors import unknown_variables, what_is_wrong
 from ..settings import LogLevel, Settings
 from .options import DtypeName
 
@@ -41,7 +42,7 @@ __all__ = [
     "load",
     "make_prompt",
     "make_settings",
-    "note_blas",
+    "note_environment",
     "notes",
     "one_line_errors",
     "options_of",
@@ -67,8 +68,7 @@ def one_line_errors() -> Iterator[None]:
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except ValidationError as error:
-        first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ")
+        message = what_is_wrong(error)
     else:
         return
     typer.echo(f"error: {' '.join(message.split())}", err=True)
@@ -77,13 +77,16 @@ def one_line_errors() -> Iterator[None]:
 
 def begin(level: LogLevel) -> None:
     configure_logging(level)
-    note_blas()
+    note_environment()
 
 
-def note_blas() -> None:
-    """Say on standard error what would make this machine faster."""
+def note_environment() -> None:
+    """Say on standard error what would make this machine faster, and which variables are misspelled."""
     if BLAS.notice:
         typer.echo(f"note: {BLAS.notice}", err=True)
+    for name, nearest in unknown_variables().items():
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        typer.echo(f"note: the environment variable {name} is no setting{hint}", err=True)
 
 
 def notes() -> Console:

@@ -16,7 +16,7 @@ from ..monitoring.logs import configure_logging
 from ..parsers.formats import ReasoningParser, ToolParser
 from ..settings import LogFormat, LogLevel
 from ..sockets import bound_sockets, is_exposed
-from .common import choose, load, make_settings, note_blas, one_line_errors
+from .common import choose, load, make_settings, note_environment, one_line_errors
 from .options import (
     ChunkSize,
     Draft,
@@ -170,7 +170,7 @@ def serve(
     ] = None,
 ) -> None:
     """Start the OpenAI-compatible server. Every setting also has an environment variable: MLX_SPECPREFILL_PORT, ..."""
-    note_blas()
+    note_environment()
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _OF_THE_PAIR}
     with one_line_errors():
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)

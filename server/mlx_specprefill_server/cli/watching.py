@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -18,7 +17,9 @@ from rich.text import Text
 
 from mlx_specprefill import SpecPrefillError
 
+from ..setting_errors import variable
 from .common import one_line_errors
+from .keyboard import pressed
 
 __all__ = ["StatsError", "StatsReader", "top"]
 
@@ -39,14 +40,15 @@ _CONSUMERS = {
 def top(
     url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, typer.Option(envvar="MLX_SPECPREFILL_API_KEY", help="If the server asks for one.")
+        str | None,
+        typer.Option(envvar=variable("api_keys"), help="If the server asks for one. Of several the first is sent."),
     ] = None,
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the numbers once and end.")] = False,
 ) -> None:
-    """Watch a running server: what it does, where its memory goes, what its last answers cost."""
+    """Watch a running server: what it does, where its memory goes, what its last answers cost. q or Ctrl-C ends it."""
     with one_line_errors():
-        reader = StatsReader(url, api_key)
+        reader = StatsReader(url, api_key and api_key.partition(",")[0].strip())
         if once:
             _show_once(reader, Console())
             return
@@ -100,11 +102,13 @@ def _show_once(reader: StatsReader, console: Console) -> None:
 
 
 def _watch(reader: StatsReader, console: Console, interval: float) -> None:
-    """Show the numbers until interrupted. A server that goes away is waited for."""
+    """Show the numbers until interrupted or q is pressed. A server that goes away is waited for."""
     stats = reader.read()
-    with Live(_panel(stats, console.size.height), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
+    with (
+        pressed() as next_key,
+        Live(_panel(stats, console.size.height), console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while next_key(interval) not in ("q", "Q"):
             try:
                 stats, trouble = reader.read(), ""
             except StatsError as error:

@@ -1,0 +1,98 @@
+"""The help of `serve`: options in groups, each with its default and its environment variable."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from typer.core import TyperCommand
+
+from ..setting_errors import variable
+from ..settings import Settings, default_text
+
+__all__ = ["GROUPS", "SettingsCommand"]
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Models": (
+        "pair",
+        "pairs_file",
+        "target",
+        "draft",
+        "draft_layers",
+        "draft_heads",
+        "dtype",
+        "kv_bits",
+        "model_alias",
+        "tool_parser",
+        "reasoning_parser",
+    ),
+    "Sparse prefill": (
+        "specprefill",
+        "specprefill_threshold",
+        "specprefill_keep_pct",
+        "specprefill_max_loss",
+        "rule",
+        "chunk_size",
+        "forced_rule",
+        "densify",
+    ),
+    "Answers": ("speculative", "prefill_step", "max_rows", "target_itl_ms"),
+    "Memory and caches": (
+        "memory_limit",
+        "wired_limit",
+        "prefix_cache_size",
+        "prefix_cache_dir",
+        "prefix_cache_optional",
+        "prefix_disk_size",
+    ),
+    "Address and access": (
+        "host",
+        "port",
+        "api_keys",
+        "admin_keys",
+        "share_cache",
+        "allowed_hosts",
+        "cors_origins",
+        "strict_model",
+        "allow_special_tokens",
+    ),
+    "Limits": (
+        "max_connections",
+        "max_requests_per_key",
+        "request_timeout_s",
+        "queue_timeout_s",
+        "shutdown_grace_s",
+    ),
+    "Logs": ("log_level", "log_format", "otel"),
+}
+
+
+class SettingsCommand(TyperCommand):
+    """A command whose parameters have their settings' names."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        parameters = {str(parameter.name): parameter for parameter in self.get_params(ctx)}
+        for group, names in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl([_record(ctx, name, parameters.pop(name)) for name in names if name in parameters])
+        with formatter.section("Other"):
+            formatter.write_dl([_record(ctx, name, parameter) for name, parameter in parameters.items()])
+        with formatter.section("Settings without an option"):
+            formatter.write_dl(list(_without_option({str(parameter.name) for parameter in self.params})))
+
+
+def _record(ctx: Any, name: str, parameter: Any) -> tuple[str, str]:
+    spelled, text = parameter.get_help_record(ctx)
+    return spelled, _with_setting(name, text) if name in Settings.model_fields else text
+
+
+def _with_setting(name: str, text: str) -> str:
+    default = "" if re.search("Default[: ]", text) else f" Default {default_text(name)}."
+    return f"{text}{default} [{variable(name)}]"
+
+
+def _without_option(options: set[str]) -> Iterator[tuple[str, str]]:
+    for name, field in Settings.model_fields.items():
+        if name not in options:
+            yield variable(name), _with_setting(name, field.description or "").rpartition(" [")[0]

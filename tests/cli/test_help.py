@@ -1,0 +1,69 @@
+"""What `--help` says, and what a shell completes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mlx_specprefill_server import cli
+from mlx_specprefill_server.cli.grouped import GROUPS
+from mlx_specprefill_server.settings import Settings
+
+
+def serve_command() -> Any:
+    group: Any = typer.main.get_command(cli.app)
+    return group.commands["serve"]
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["serve", "--help"])
+    assert done.exit_code == 0
+    return " ".join(done.stdout.split())
+
+
+def test_every_option_of_serve_is_in_one_group() -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == {parameter.name for parameter in serve_command().params} - {"context"}
+
+
+def test_every_setting_is_there_with_its_variable(text: str) -> None:
+    named = set(re.findall(r"MLX_SPECPREFILL_(\w+)", text))
+    assert named == {name.upper() for name in Settings.model_fields}
+
+
+def test_options_have_their_defaults_once(text: str) -> None:
+    assert "Port to listen at, 0: a free one. Default 8000. [MLX_SPECPREFILL_PORT]" in text
+    assert "Off: sparse only when a request asks. Default on. [MLX_SPECPREFILL_SPECPREFILL]" in text
+    assert "as SpecPrefill was published. Default default. [MLX_SPECPREFILL_RULE]" in text
+    assert not re.search(r"Default[^\[]*Default", text.partition("Sparse prefill:")[2].partition("Other:")[0])
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed_and_understood_by_the_shell(shell: str) -> None:
+    environment = {"_MLX_SPECPREFILL_COMPLETE": f"source_{shell}"}
+    done = CliRunner(env=environment).invoke(cli.app, [], prog_name="mlx-specprefill")
+    assert done.exit_code == 0, done.output
+    assert "_MLX_SPECPREFILL_COMPLETE" in done.stdout
+    if (program := shutil.which(shell)) is not None:
+        subprocess.run([program, "-n"], input=done.stdout, text=True, check=True)
+
+
+def test_bash_completes_commands_and_options() -> None:
+    def completed(words: str, index: int) -> list[str]:
+        environment = {"_MLX_SPECPREFILL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(index)}
+        command = [sys.executable, "-m", "mlx_specprefill_server"]
+        return subprocess.check_output(command, env={**os.environ, **environment}, text=True).split()
+
+    assert completed("mlx-specprefill cal", 1) == ["calibrate"]
+    assert completed("mlx-specprefill serve --api", 2) == ["--api-key"]
+    assert completed("mlx-specprefill serve --rule pa", 3) == ["paper"]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .config import Keep, RuleName, SpecPrefillPolicy, SpeculationName
+from .config import Keep, RuleName, Scope, SpecPrefillPolicy, SpeculationName
 from .token_ids import TokenIds, as_token_ids
 
 __all__ = [
@@ -81,7 +81,8 @@ class PromptSpan:
     """One rendered message: prompt indices of the whole message and of its content, both [start, end).
 
     `start..content_start` is the role header, `content_end..end` the end-of-turn marker. Tool definitions that the
-    template puts into the system message belong to it, or form a span of kind "tools".
+    template puts into the system message belong to it, or form a span of kind "tools". `documents` are the parts of a
+    system message's content that tell nobody what to do, [start, end), ascending.
     """
 
     kind: SpanKind
@@ -89,10 +90,14 @@ class PromptSpan:
     content_start: int
     content_end: int
     end: int
+    documents: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.content_start <= self.content_end <= self.end:
             raise ValueError(f"span bounds must be ordered: {self}")
+        inside = [self.content_start, *(at for document in self.documents for at in document), self.content_end]
+        if inside != sorted(inside):
+            raise ValueError(f"documents must be ordered and lie in the content: {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,7 @@ class SpecPrefillOptions:
         rule: how tokens are scored and chosen; None: as the server does.
         importance: the caller's own scores, float32 (M,), finite, used instead of asking the draft.
         speculative: how the answer is drafted; None: as the server does. It never changes the answer's distribution.
+        scope: what competes, as in `SpecPrefillPolicy.scope`; None: server policy.
     """
 
     enabled: bool | None = None
@@ -145,6 +151,7 @@ class SpecPrefillOptions:
     importance: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     speculative: SpeculationName | None = None
     max_loss: float | None = None
+    scope: Scope | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +308,7 @@ class PrefillReport:
     speculation: SpeculationReport | None = None  # None: not asked for
     auto_share: float | None = None  # of chunks, chosen for this prompt, 1: all; None where the share was given
     scoring: str | None = None  # how it was scored, by which rule and on what, in words
+    scope: Scope | None = None  # what competed; None in full mode
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON shape that clients get next to `usage`."""
@@ -315,6 +323,7 @@ class PrefillReport:
             "keep_pct": self.kept_share,  # its name in earlier versions
             "scorer": self.scorer,
             "scoring": self.scoring,
+            "scope": self.scope,
             "continuation": self.continuation,
             "timings": {
                 name: round(getattr(times, name), 3)

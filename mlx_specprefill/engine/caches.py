@@ -130,6 +130,10 @@ class EngineCaches:
         full = next((part for part in leaves(hit.cache) if isinstance(part, PositionedKVCache)), None)
         return None if full is None else Session(hit.length, hit.cache, full.runs.expand())
 
+    def session_length(self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel) -> int:
+        """For how many of these tokens `session` would find one."""
+        return self.sessions.covers(tokens, label, f"{self._pair_name}:{choice}") if self.enabled else 0
+
     def keep_session(self, tokens: Sequence[int] | TokenIds, cache: list[Any], choice: str, label: CacheLabel) -> None:
         """Store a sparse cache under the tokens it stands for; it never answers a dense request."""
         if not self.enabled:

@@ -199,7 +199,9 @@ class Engine:
         if request.constraint is not None:
             self._grammars.check(request.constraint)
         plan = self.prefiller.planner.plan(request)
-        need = self.memory.need(request, plan.mode)
+        need = self.memory.need(request, "sparse" if plan.crowded else plan.mode)
+        if plan.crowded and not self.memory.admission.can_ever(need):
+            plan, need = replace(plan, crowded=False), self.memory.need(request, "full")
         if not self.memory.admission.can_ever(need):
             raise InvalidRequestError(
                 f"the request needs {need >> 20} MiB of memory, more than the limit leaves", field="messages"

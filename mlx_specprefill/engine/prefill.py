@@ -16,7 +16,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from .._steps import Steps
 from ..cache.positioned import PositionedRotatingKVCache, leaves
-from ..config import EngineConfig, SelectionConfig
+from ..config import SCOPES, EngineConfig, SelectionConfig
 from ..errors import RequestCancelled
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest, Progress, PromptLogprobs
@@ -40,8 +40,8 @@ __all__ = ["Prefiller"]
 log = logging.getLogger(__name__)
 Slices = Generator[Progress | PromptLogprobs, None, mx.array]
 Kept = npt.NDArray[np.int32]
-_WORTH_KEEPING = 128  # tokens of a dense beginning, for which a forward has to end there
 _OPENING = 32  # tokens of a message whose first line may be an instruction
+_WORTH_KEEPING = 128  # tokens of a dense beginning, for which a forward has to end there
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
 
 
@@ -103,7 +103,7 @@ class Prefiller:
         request = sequence.request
         yield Progress("queued", 0, len(request.prompt))
         assert sequence.plan is not None
-        if sequence.plan.mode == "sparse":
+        if sequence.plan.mode == "sparse" or sequence.plan.crowded:
             logits = yield from self._sparse_or_full(sequence)
         else:
             self._from_prefix(sequence)
@@ -125,18 +125,38 @@ class Prefiller:
     def _sparse_or_full(self, sequence: Sequence) -> Slices:
         try:
             self._from_prefix(sequence)
-            if sequence.cached:
-                sequence.plan = self.planner.plan(sequence.request, sequence.cached)
-            if sequence.plan is not None and sequence.plan.mode == "sparse":
+            sequence.plan = self._revised(sequence)
+            if sequence.plan.mode == "sparse":
                 yield Progress("draft", 0, len(sequence.request.prompt))
                 logits = yield from self._sparse(sequence)
                 if logits is not None:
                     return logits
+            else:
+                yield Progress("prefill", 0, len(sequence.request.prompt) - sequence.cached)
         except RequestCancelled:
             raise
         except Exception as error:  # noqa: BLE001 - whatever breaks in the optional stages, the request must not
             self._fall_back(sequence, error)
         return (yield from self._full(sequence))
+
+    def _revised(self, sequence: Sequence) -> PrefillPlan:
+        """The plan, now that it is known what is cached. A conversation stays in the scope of its sparse cache."""
+        request, plan = sequence.request, sequence.plan
+        assert plan is not None
+        if sequence.cached:
+            plan = self.planner.plan(request, sequence.cached)
+        if plan.mode == "full" or request.specprefill.scope or self.config.policy.scope:
+            return plan
+        earlier = request.prompt[: request.usable_prefix]
+        held = {
+            scope: self.caches.session_length(earlier, replace(plan, scope=scope).choice, request.label)
+            for scope in SCOPES
+        }
+        longest = max(held, key=lambda scope: (held[scope], scope == plan.scope))
+        if longest == plan.scope or held[longest] <= sequence.cached:
+            return plan
+        other = self.planner.plan(request, sequence.cached, longest)
+        return other if other.mode == "sparse" else plan
 
     def _fall_back(self, sequence: Sequence, error: Exception) -> None:
         """Back to an untouched sequence, on mlx-lm's own caches: nothing that may have failed is used again."""
@@ -244,6 +264,7 @@ class Prefiller:
         prompt = sequence.request.prompt
         run = int((np.arange(kept.size) == kept - start).sum()) if start == sequence.cached else 0
         run = run if run >= _WORTH_KEEPING else 0
+        cuts = tuple(sorted({run, *(cut - start for cut in self._checkpoints(sequence) if start < cut < start + run)}))
         steps = Steps(
             prefill(
                 self.pair.target,
@@ -252,14 +273,14 @@ class Prefiller:
                 kept - start,
                 lambda: self.slice_size("prefill"),
                 offset=start,
-                cuts=(run,) if run else (),
+                cuts=cuts if run else (),
                 forward=self._watcher.forward(sequence, kept),
                 last_forward=self._watcher.last_forward(sequence),
             )
         )
         for progress in steps:
-            if run and progress.done == run and run < kept.size:
-                self.caches.keep_target(prompt[: start + run], sequence.cache, sequence.request.label)
+            if run and progress.done in cuts and progress.done < kept.size:
+                self.caches.keep_target(prompt[: start + progress.done], sequence.cache, sequence.request.label)
             yield progress
         return steps.result
 

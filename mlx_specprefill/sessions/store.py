@@ -89,10 +89,14 @@ class SessionStore:
         stores = tuple(self._sessions.values())
         return sum(session.nbytes for sessions in stores for session in tuple(sessions.values()))
 
-    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED) -> int:
-        """How many tokens a session of the label stands for, in any namespace. Nothing is counted by it."""
+    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, namespace: str | None = None) -> int:
+        """How many tokens a session of the label stands for, in one namespace or in any. Nothing is counted by it."""
         wanted = np.asarray(tokens, dtype=np.int32)
-        places = (sessions for (_, theirs), sessions in self._sessions.items() if theirs == label)
+        places = (
+            sessions
+            for (name, theirs), sessions in self._sessions.items()
+            if theirs == label and namespace in (None, name)
+        )
         return max((one.common(wanted) for sessions in places for one in sessions.values()), default=0)
 
     def lookup(self, namespace: str, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED) -> CacheHit | None:

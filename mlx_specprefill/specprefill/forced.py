@@ -2,7 +2,8 @@
 
 The paper keeps nothing by force and so may drop the end of the chat template, or even the last prompt token, whose
 logits are the answer's first token. Everything here protects structure: what the template adds, what the system says,
-what the user asks. Long documents inside the last user message stay open to selection.
+what the user asks. Long documents inside the last user message stay open to selection, and in a wider scope also those
+inside system messages, or all of a long system text between its ends.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..config import SelectionConfig
+from ..config import Scope, SelectionConfig
 from ..request import PromptSpan
 
 __all__ = ["ForcedRange", "forced_mask", "forced_ranges", "template_mask"]
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result that follows the last user message
+SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in any scope; of a longer one both ends
 
 
 class ForcedRange(NamedTuple):
@@ -31,19 +33,22 @@ class ForcedRange(NamedTuple):
     reason: str
 
 
-def forced_ranges(spans: Sequence[PromptSpan], prompt_len: int, config: SelectionConfig) -> list[ForcedRange]:
+def forced_ranges(
+    spans: Sequence[PromptSpan], prompt_len: int, config: SelectionConfig, scope: Scope = "user"
+) -> list[ForcedRange]:
     """The ranges that are always kept, clipped to the prompt, in no particular order; they may overlap.
 
     Args:
         spans: rendered messages in prompt order; none for a raw completion, which is treated as one user message.
         prompt_len: M >= 1.
+        scope: what competes, as in `SpecPrefillPolicy.scope`.
     """
     last = ForcedRange(prompt_len - 1, prompt_len, "last prompt token")
     if config.forced == "last-token":
         return [last]
     ranges = [ForcedRange(0, config.chunk_size, "first chunk"), last]
     ranges += _structure(spans, prompt_len)
-    ranges += _system(spans, config.verbatim_system_limit)
+    ranges += _system(spans, config.verbatim_system_limit, scope)
     ranges += _last_turn(spans or [PromptSpan("user", 0, 0, prompt_len, prompt_len)], prompt_len)
     return [ForcedRange(r.start, min(r.end, prompt_len), r.reason) for r in ranges if r.start < min(r.end, prompt_len)]
 
@@ -84,32 +89,59 @@ def _structure(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedR
         yield ForcedRange(spans[-1].end, prompt_len, "template tail")
 
 
-def _system(spans: Sequence[PromptSpan], limit: int) -> Iterator[ForcedRange]:
+def _system(spans: Sequence[PromptSpan], limit: int, scope: Scope) -> Iterator[ForcedRange]:
     for span in spans:
         if span.kind in ("system", "tools") and limit > 0:
-            end = min(span.content_end, span.content_start + limit)
-            limit -= end - span.content_start
-            yield ForcedRange(span.content_start, end, "system prompt and tools")
+            at, end = span.content_start, min(span.content_end, span.content_start + limit)
+            limit -= end - at
+            for begin, stop in [*_open(span, scope), (end, end)]:
+                yield ForcedRange(at, min(begin, end), "system prompt and tools")
+                at = stop
+
+
+def _open(span: PromptSpan, scope: Scope) -> list[tuple[int, int]]:
+    """What of a system message competes. What a template says of tools in a span of its own never does."""
+    first, last = span.content_start + SYSTEM_ENDS, span.content_end - SYSTEM_ENDS
+    if scope == "user" or span.kind == "tools" or span.content_end - span.content_start <= SYSTEM_WHOLE:
+        return []
+    passages = span.documents if scope == "documents" else [(first, last)]
+    cut = [(max(start, first), min(end, last)) for start, end in passages]
+    return [(start, end) for start, end in cut if start < end]
 
 
 def _last_turn(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedRange]:
-    """The last user message (or the last message, when no user speaks) and what follows it."""
+    """The last user message (or the last message, when no user speaks) and what follows it.
+
+    Of what follows, the newest is kept whole, up to as much as of a user message. Agents call tools many times for one
+    user message: of what was said before that, the ends are kept.
+    """
     users = [i for i, span in enumerate(spans) if span.kind == "user"]
     asked = users[-1] if users else len(spans) - 1
     yield from _ends(spans[asked], prompt_len, USER_HEAD, USER_TAIL, "last user message")
-    for span in spans[asked + 1 :]:
+    whole = _share(prompt_len, USER_WHOLE)
+    for span in reversed(spans[asked + 1 :]):
         if span.kind == "tool":
-            yield from _ends(span, prompt_len, (TOOL_HEAD, 1), (TOOL_TAIL, 1), "tool result")
+            yield from _ends(span, prompt_len, (TOOL_HEAD, 1), (TOOL_TAIL, 1), "tool result", whole)
         else:
-            yield from _ends(span, prompt_len, USER_HEAD, USER_TAIL, "after the last user message")
+            yield from _ends(span, prompt_len, USER_HEAD, USER_TAIL, "after the last user message", whole)
+        whole = max(0, whole - (span.content_end - span.content_start))
 
 
 def _ends(
-    span: PromptSpan, prompt_len: int, head: tuple[int, int], tail: tuple[int, int], reason: str
+    span: PromptSpan,
+    prompt_len: int,
+    head: tuple[int, int],
+    tail: tuple[int, int],
+    reason: str,
+    whole: int | None = None,
 ) -> Iterator[ForcedRange]:
-    """The whole content when it is short, else its two ends."""
+    """The whole content when it is short, else its two ends.
+
+    Args:
+        whole: tokens that are short; None: as many as of a user message.
+    """
     start, end = span.content_start, span.content_end
-    if end - start <= _share(prompt_len, USER_WHOLE):
+    if end - start <= (_share(prompt_len, USER_WHOLE) if whole is None else whole):
         yield ForcedRange(start, end, reason)
         return
     yield ForcedRange(start, min(end, start + _share(prompt_len, head)), f"{reason}: head")

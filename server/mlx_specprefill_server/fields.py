@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from mlx_specprefill import Keep, RuleName, SpecPrefillOptions, SpeculationName, keep_share
+from mlx_specprefill import Keep, RuleName, Scope, SpecPrefillOptions, SpeculationName, keep_share
 
 __all__ = ["Body", "Number", "SpecPrefillFields", "Texts", "TokenIds", "Whole"]
 
@@ -59,6 +59,7 @@ class SpecPrefillFields(Body):
     specprefill_max_loss: Loss | None = None
     specprefill_return_spans: bool = False
     specprefill_rule: RuleName | None = None
+    specprefill_scope: Scope | None = None
     speculative: SpeculationName | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None  # vLLM's
 
@@ -71,4 +72,5 @@ class SpecPrefillFields(Body):
             self.specprefill_rule,
             speculative=self.speculative,
             max_loss=self.specprefill_max_loss,
+            scope=self.specprefill_scope,
         )

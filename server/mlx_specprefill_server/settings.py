@@ -15,6 +15,7 @@ from mlx_specprefill import (
     ForcedRule,
     Keep,
     RuleName,
+    Scope,
     SelectionConfig,
     SpecPrefillPolicy,
     SpeculationConfig,
@@ -123,6 +124,7 @@ class Settings(BaseSettings):
     )
     specprefill_keep_pct: KeepShare = ENGINE.policy.keep_pct
     specprefill_max_loss: Annotated[float, BeforeValidator(max_loss)] = ENGINE.policy.max_loss  # of keep auto
+    specprefill_scope: Scope | None = ENGINE.policy.scope  # what competes when a request doesn't say; None: a ladder
     rule: RuleName = ENGINE.rule  # how tokens are scored and chosen when a request doesn't say
     forced_rule: ForcedRule = ENGINE.selection.forced
     chunk_size: int = Field(default=ENGINE.selection.chunk_size, ge=1)  # tokens
@@ -163,6 +165,7 @@ class Settings(BaseSettings):
                 keep_pct=self.specprefill_keep_pct,
                 max_loss=self.specprefill_max_loss,
                 densify=self.densify,
+                scope=self.specprefill_scope,
             ),
             speculation=SpeculationConfig(strategy=self.speculative),
             prefill_step=self.prefill_step,

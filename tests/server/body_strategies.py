@@ -44,6 +44,7 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": JSON,
     "specprefill": JSON,
     "specprefill_keep_pct": JSON,
+    "specprefill_scope": JSON,
     "specprefill_return_spans": JSON,
     "repetition_penalty": JSON,
     "presence_penalty": JSON,

@@ -155,3 +155,64 @@ def test_ranges_lie_in_the_prompt_and_hold_its_last_token(case):
 def test_spans_must_be_ordered():
     with pytest.raises(ValueError, match="ordered"):
         PromptSpan("user", 5, 4, 6, 7)
+
+
+def agent(system=3000, documents=((1000, 2000),), results=(900,) * 8):
+    """An agent's request: a system message, a short order, calls and their results. Spans and prompt length."""
+    first = message("system", 0, system)
+    inside = tuple((first.content_start + a, first.content_start + b) for a, b in documents)
+    first = PromptSpan("system", 0, first.content_start, first.content_end, first.end, inside)
+    spans = [first, message("user", first.end, 40)]
+    for length in results:
+        spans.append(message("assistant", spans[-1].end, 30))
+        spans.append(message("tool", spans[-1].end, length))
+    return spans, spans[-1].end + 3
+
+
+def dropped(spans, M, scope):
+    """What competes, as ranges of indices."""
+    mask = forced_mask(forced_ranges(spans, M, CONFIG, scope), M)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], ~mask, [0]])))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def test_each_scope_opens_exactly_its_part_of_the_system_message():
+    spans, M = agent(results=())
+    start, end = spans[0].content_start, spans[0].content_end
+    assert dropped(spans, M, "user") == []
+    assert dropped(spans, M, "documents") == [(start + 1000, start + 2000)]
+    assert dropped(spans, M, "all") == [(start + 256, end - 256)]
+
+
+def test_the_ends_of_the_system_message_stay_even_in_a_document():
+    spans, M = agent(documents=((0, 3000),), results=())
+    start, end = spans[0].content_start, spans[0].content_end
+    assert dropped(spans, M, "documents") == [(start + 256, end - 256)]
+
+
+@pytest.mark.parametrize("scope", ["user", "documents", "all"])
+def test_short_system_messages_and_tool_definitions_are_whole_in_every_scope(scope):
+    short, tools = message("system", 0, 512), message("tools", 518, 4000)
+    order = message("user", tools.end, 40)
+    assert dropped([short, tools, order], order.end + 3, scope) == []
+
+
+def test_of_many_tool_results_only_the_newest_are_kept_whole():
+    """One order, then call after call: forced as a whole they would leave nothing to choose."""
+    spans, M = agent(system=100, documents=(), results=(900,) * 8)
+    mask = kept(spans, M)
+    results = [span for span in spans if span.kind == "tool"]
+    whole = [bool(mask[span.content_start : span.content_end].all()) for span in results]
+    assert M // 8 < 2 * 900
+    assert whole == [False] * 7 + [True]
+    for span in results[:-1]:
+        assert mask[span.content_start : span.content_start + 64].all()
+        assert mask[span.content_end - 128 : span.content_end].all()
+        assert not mask[span.content_start + 64 : span.content_end - 128].any()
+    assert all(mask[span.start : span.end].all() for span in spans if span.kind == "assistant")
+
+
+def test_documents_must_lie_in_the_content_in_order():
+    for wrong in [((3, 8),), ((5, 9), (8, 10)), ((9, 5),), ((5, 30),)]:
+        with pytest.raises(ValueError, match="documents"):
+            PromptSpan("system", 0, 4, 20, 22, wrong)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from ...config import EngineConfig
+from ...config import EngineConfig, Scope
 from ...loading import ModelPair
 from ...request import GenerationRequest, Prediction
 from ...specprefill.plan import PrefillPlan, plan_prefill
@@ -59,12 +59,13 @@ class Planner:
         self._costs = costs
         self._slice_size = slice_size
 
-    def plan(self, request: GenerationRequest, cached: int = 0) -> PrefillPlan:
-        """How to prefill a request of which the target's cache holds the first `cached` tokens."""
+    def plan(self, request: GenerationRequest, cached: int = 0, scope: Scope | None = None) -> PrefillPlan:
+        """How to prefill a request of which the target's cache holds the first `cached` tokens; `scope` as there."""
         cost = self._costs.measured
         return plan_prefill(
             request,
             self._config,
+            scope=scope,
             sparse_refusal=self._pair.sparse_refusal,
             draft_context=self._pair.draft_context,
             cached_tokens=cached,

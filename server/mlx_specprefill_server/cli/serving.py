@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_specprefill import Engine, ForcedRule, SpeculationName
+from mlx_specprefill import Engine, ForcedRule, Scope, SpeculationName
 
 from ..app import serve as serve_forever
 from ..monitoring.logs import configure_logging
@@ -78,6 +78,13 @@ def serve(
     specprefill_max_loss: MaxLoss = None,
     specprefill: Annotated[
         bool | None, typer.Option("--specprefill/--no-specprefill", help="Off: sparse only when a request asks.")
+    ] = None,
+    specprefill_scope: Annotated[
+        Scope | None,
+        typer.Option(
+            help="What may be dropped: user, nothing of the system prompt; documents, also documents in it; all, also "
+            "a long system text but for its ends. Default: as much as is needed to save a wait of 10 s."
+        ),
     ] = None,
     rule: Rule = None,
     chunk_size: ChunkSize = None,

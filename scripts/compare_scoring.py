@@ -8,7 +8,8 @@
 Compared are the arms of `mlx-specprefill eval` that ask the draft, by default both rules: `sparse` (the default, with
 the pair's calibrated heads; without any it scores as the paper does) and `paper`. Then the default rule with the heads
 of each `--heads` file, and with those of the pair's heads that lie in its first `--depth` layers (not with trained
-heads). A new rule is a scorer in `specprefill/scorers.py` and an arm in `mlx_specprefill_evals/arms.py`; new heads are a file.
+heads). A new rule is a scorer in `specprefill/scorers.py` and an arm in `mlx_specprefill_evals/arms.py`; new heads are
+a file.
 
 Tasks whose answers are known word for word (the suite `real`) are measured as by `eval`: after each arm's prefill of
 the target one forward over the gold answer. NLL (nats per token), share of its tokens that are the likeliest ("tokens

@@ -5,8 +5,10 @@ array, right-justified on a common write slot; what differs per row (where its t
 the host. Rows are fed one token each per step.
 
 Joining and leaving cost what the joining or leaving row costs: a newcomer is written into a spare row, and the last row
-takes the place of one that leaves. MLX writes in place only into an array that nothing else uses, which an array that
-waits to be computed from it does: what is extracted has to be evaluated before `filter`, or everything is copied.
+takes the place of one that leaves. Where there is no spare row, or too much lies idle, all rows are copied: `make_room`
+and `compact` do that to the cache of one layer at any time between two steps, so that no step has to wait for all. MLX
+writes in place only into an array that nothing else uses, which an array that waits to be computed from it does: what
+is extracted has to be evaluated before `filter`, or everything is copied.
 
 Stored order is position order in every row, so whatever a row may see is its last few tokens, window or not. A mask is
 therefore one number per row: how many of the most recent slots are visible.
@@ -15,14 +17,13 @@ therefore one number per row: how many of the most recent slots are visible.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from mlx_lm.models.cache import RotatingKVCache, _BaseCache
+from mlx_lm.models.cache import _BaseCache
 
-from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Positions, Runs
+from .batch_storage import BatchRow, last_tokens, stacked
+from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Runs
 
 __all__ = ["PositionedBatch", "PositionedBatchKVCache", "PositionedBatchRotatingKVCache"]
 
@@ -30,24 +31,6 @@ _STEP = 256  # slots added at a time, on the average over layers, as in mlx-lm
 # Of one batch, all layers: what may lie idle to save copies. Some rows of small models, whose forwards take less time
 # than a copy of their caches; less than a row of large models, in which a copy is little next to a forward.
 _IDLE_BYTES = 512 << 20
-
-
-class _Row:
-    """Where one row's tokens lie: those it joined with, and one more per step since."""
-
-    def __init__(self, runs: Runs, slots: int, start: int, joined_at: int) -> None:
-        self.runs = runs  # positions of the tokens it joined with, as far as they were stored
-        self.slots = slots  # tokens it had been fed by then
-        self.start = start  # position of the first token after them
-        self.joined_at = joined_at  # step of the batch
-
-    @cached_property
-    def _positions(self) -> Positions:
-        return self.runs.expand()
-
-    def count_from(self, position: int) -> int:
-        """How many of the tokens that it joined with lie at or after `position`."""
-        return self.runs.size - int(self._positions.searchsorted(np.int32(position)))
 
 
 _Part = tuple[mx.array | None, mx.array | None, int]  # keys (B, H, S, D), values and B; None: nothing is stored
@@ -73,7 +56,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         self._write = 0  # slot of the next token
         self._wrapped = False
         self._steps = 0
-        self._rows: list[_Row] = []
+        self._rows: list[BatchRow] = []
         self._offset: mx.array | None = None
 
     # --- what models use ---------------------------------------------------------------------------------------------
@@ -163,8 +146,8 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
             runs = Runs(cache.runs.pairs())
             if batch.max_size is not None:
                 runs.keep_last(batch.max_size)
-            batch._rows.append(_Row(runs, cache.slots, cache.next, 0))
-            parts.append((*_last(cache, runs.size), 1))
+            batch._rows.append(BatchRow(runs, cache.slots, cache.next, 0))
+            parts.append((*last_tokens(cache, runs.size), 1))
         batch._lay(parts, max(row.runs.size for row in batch._rows))
         return batch
 
@@ -172,14 +155,14 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         """Add the rows of `other` after these."""
         count, more = len(self._rows), len(other._rows)
         theirs = other._in_order(slice(more))
-        if self._has_room(other):
-            self._place(count, more, *theirs)
+        if self.keys is None:
+            self._lay([(None, None, count), (*theirs, more)], other._used())
         else:
-            used = max(self._used(), other._used())
-            ours = self._in_order(slice(count))
-            self._lay([(*ours, count), (*theirs, more)], used, *self._spare(count + more, used))
+            if not self.fits(more, other._used()):
+                self.make_room(more, other._used())
+            self._place(count, more, *theirs)
         later = self._steps - other._steps
-        self._rows += [_Row(row.runs, row.slots, row.start, row.joined_at + later) for row in other._rows]
+        self._rows += [BatchRow(row.runs, row.slots, row.start, row.joined_at + later) for row in other._rows]
         self._first = self._unused(self._rows)
         self._offset = None
 
@@ -221,12 +204,32 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         """Rows to move as (to, from); None if those that stay had better be copied."""
         assert self.keys is not None
         moves = [(to, row) for to, row in enumerate(keep) if row != to]
-        if any(row < len(keep) for _, row in moves) or 2 * len(moves) > len(keep):
-            return None
+        return None if any(row < len(keep) for _, row in moves) or 2 * len(moves) > len(keep) else moves
+
+    @property
+    def oversized(self) -> bool:
+        """Whether more lies idle than may: `compact` ends it."""
+        if self.keys is None:
+            return False
         capacity, _, slots, _ = self.keys.shape
-        needed = len(keep) * (slots - self._unused([self._rows[row] for row in keep]))
+        needed = len(self._rows) * (slots - self._unused(self._rows))
         idle = self.nbytes - self.nbytes * needed // (capacity * slots)
-        return moves if idle <= min(self._idle_bytes, self.nbytes // 2) else None
+        return idle > min(self._idle_bytes, self.nbytes // 2)
+
+    def compact(self) -> None:
+        """Copy these rows to where nothing lies idle."""
+        self._compact(range(len(self._rows)))
+
+    def fits(self, rows: int, slots: int) -> bool:
+        """Whether `extend` writes so many newcomers, the longest of which has so many tokens, into spare rows."""
+        return self.keys is None or (len(self._rows) + rows <= self.keys.shape[0] and slots <= self._end)
+
+    def make_room(self, rows: int, slots: int) -> None:
+        """Copy these rows to where newcomers fit."""
+        count, used = len(self._rows), max(self._used(), slots)
+        spare, front = self._spare(count + rows, used)
+        self._lay([(*self._in_order(slice(count)), count)], used, rows + spare, front)
+        self._first = self._unused(self._rows)
 
     def _compact(self, keep: Sequence[int]) -> None:
         assert self.keys is not None
@@ -261,17 +264,17 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
             cache.inner.state = keys, values, row.slots + generated, 0, self.max_size, count
         return cache
 
-    def _next(self, row: _Row) -> int:
+    def _next(self, row: BatchRow) -> int:
         return row.start + self._steps - row.joined_at
 
-    def _stored(self, row: _Row) -> int:
+    def _stored(self, row: BatchRow) -> int:
         count = row.runs.size + self._steps - row.joined_at
         return count if self.max_size is None else min(count, self.max_size)
 
-    def _longest(self, rows: Sequence[_Row]) -> int:
+    def _longest(self, rows: Sequence[BatchRow]) -> int:
         return max((self._stored(row) for row in rows), default=0)
 
-    def _unused(self, rows: Sequence[_Row]) -> int:
+    def _unused(self, rows: Sequence[BatchRow]) -> int:
         """Slots in front that none of these rows uses."""
         return self._write - self._longest(rows) if self.max_size is None else 0
 
@@ -279,7 +282,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         """Slots in use."""
         return self._end - self._first
 
-    def _visible(self, row: _Row, window: int | None, size: int) -> int:
+    def _visible(self, row: BatchRow, window: int | None, size: int) -> int:
         """How many of the last tokens the next one of this row sees, itself included."""
         held = min(self._stored(row) + 1, size)
         if self.max_size is not None:  # a dense ring holds no more, whatever window is asked for
@@ -306,11 +309,6 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
     def _idle_bytes(self) -> int:
         return _IDLE_BYTES // self.part[1]
 
-    def _has_room(self, other: PositionedBatch) -> bool:
-        if self.keys is None:
-            return False
-        return len(self._rows) + len(other._rows) <= self.keys.shape[0] and other._used() <= self._end
-
     def _place(self, first: int, count: int, keys: mx.array | None, values: mx.array | None) -> None:
         """Write `count` rows, all of their slots, into spare ones from `first` on."""
         for array, new in ((self.keys, keys), (self.values, values)):
@@ -327,8 +325,8 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         if self.max_size is not None:
             room = min(room, self.max_size - size)
         rows, size = [number for _, _, number in parts], front + size
-        self.keys = _stacked([keys for keys, _, _ in parts], rows, spare, size, room)
-        self.values = _stacked([values for _, values, _ in parts], rows, spare, size, room)
+        self.keys = stacked([keys for keys, _, _ in parts], rows, spare, size, room)
+        self.values = stacked([values for _, values, _ in parts], rows, spare, size, room)
         self._first, self._write, self._wrapped = front, size, False
 
     def _spare(self, rows: int, slots: int) -> tuple[int, int]:
@@ -366,32 +364,3 @@ class PositionedBatchKVCache(PositionedBatch):
 
 class PositionedBatchRotatingKVCache(PositionedBatch):
     """Sliding windows over original positions, of `PositionedRotatingKVCache` rows of one size."""
-
-
-def _last(cache: Positioned, count: int) -> tuple[mx.array | None, mx.array | None]:
-    """Keys and values of the last `count` tokens of a single row, in order."""
-    inner = cache.inner
-    if inner.keys is None or count == 0:
-        return None, None
-    if isinstance(inner, RotatingKVCache):
-        keys, values = inner._temporal_order(inner.keys), inner._temporal_order(inner.values)
-    else:
-        keys, values = inner.keys_and_values()
-    return keys[..., -count:, :], values[..., -count:, :]
-
-
-def _stacked(
-    parts: Sequence[mx.array | None], rows: Sequence[int], spare: int, size: int, room: int
-) -> mx.array | None:
-    """Parts (B_i, H, S_i, D) as one array (sum of B_i + spare, H, size + room, D) in which they all end at `size`."""
-    example = next((part for part in parts if part is not None), None)
-    if example is None:
-        return None
-    _, H, _, D = example.shape
-    stacked = mx.zeros((sum(rows) + spare, H, size + room, D), example.dtype)
-    at = 0
-    for part, count in zip(parts, rows, strict=True):
-        if part is not None:
-            stacked[at : at + count, :, size - part.shape[2] : size] = part
-        at += count
-    return stacked

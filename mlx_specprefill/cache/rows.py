@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+import time
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from .batched import PositionedBatch, PositionedBatchKVCache, PositionedBatchRotatingKVCache
 from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
 
-__all__ = ["batch_key", "extend_batch", "extract_row", "filter_batch", "merge_rows"]
+__all__ = ["batch_key", "extend_batch", "extract_row", "filter_batch", "give_back", "make_room", "merge_rows"]
 
 
 def batch_key(cache: Sequence[Any]) -> Hashable | None:
@@ -32,7 +34,7 @@ def _kind(leaf: Any) -> Hashable | None:
 def merge_rows(caches: Sequence[Sequence[Any]]) -> list[Any]:
     """One batch cache per layer of prefilled prompt caches with one row each."""
     batch = [_merge(layer) for layer in zip(*caches, strict=True)]
-    parts = [part for part in leaves(batch) if isinstance(part, PositionedBatch)]
+    parts = _positioned(batch)
     for index, part in enumerate(parts):
         part.part = index, len(parts)
     return batch
@@ -51,6 +53,54 @@ def filter_batch(batch: Sequence[Any], keep: Sequence[int]) -> None:
     mx.eval(lifted)  # all at once
     for part, rows in zip(parts, lifted, strict=True):
         part.filter(list(keep)) if rows is None else part.filter(list(keep), rows)
+
+
+def make_room(batch: Sequence[Any], rows: int, longest: Sequence[Any], until: float = math.inf) -> bool:
+    """Copy what has to be copied before `rows` newcomers can join, layer by layer; whether they can.
+
+    Args:
+        longest: one of them, a prompt cache; its tokens are those for which there has to be room.
+        until: by `time.monotonic`, when no further layer is begun; the first one always is.
+    """
+    slots = {id(ours): theirs.size() for ours, theirs in zip(leaves(batch), leaves(longest), strict=True)}
+    return _copied(
+        batch,
+        lambda part: not part.fits(rows, slots[id(part)]),
+        lambda part: part.make_room(rows, slots[id(part)]),
+        until,
+    )
+
+
+def give_back(batch: Sequence[Any], until: float = math.inf) -> bool:
+    """Compact the caches in which too much lies idle, layer by layer; whether that was all.
+
+    Args:
+        until: as in `make_room`.
+    """
+    return _copied(batch, lambda part: part.oversized, lambda part: part.compact(), until)
+
+
+def _positioned(batch: Sequence[Any]) -> list[PositionedBatch]:
+    return [part for part in leaves(batch) if isinstance(part, PositionedBatch)]
+
+
+def _copied(
+    batch: Sequence[Any],
+    wanted: Callable[[PositionedBatch], bool],
+    copy: Callable[[PositionedBatch], None],
+    until: float,
+) -> bool:
+    """All rings or none: how many slots of one are in use depends on how it is laid, and layers share a mask."""
+    parts = _positioned(batch)
+    rings = [part for part in parts if part.max_size is not None]
+    units = [rings, *([part] for part in parts if part.max_size is None)]
+    for done, unit in enumerate([unit for unit in units if any(wanted(part) for part in unit)]):
+        if done and time.monotonic() >= until:
+            return False
+        for part in unit:
+            copy(part)
+        mx.eval([part.state for part in unit])
+    return True
 
 
 def extract_row(batch: Sequence[Any], index: int) -> list[Any]:

@@ -25,7 +25,15 @@ from mlx_lm.models.cache import (
 from mlx_specprefill.cache import batched
 from mlx_specprefill.cache.batched import PositionedBatchKVCache, PositionedBatchRotatingKVCache
 from mlx_specprefill.cache.positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, place
-from mlx_specprefill.cache.rows import batch_key, extend_batch, extract_row, filter_batch, merge_rows
+from mlx_specprefill.cache.rows import (
+    batch_key,
+    extend_batch,
+    extract_row,
+    filter_batch,
+    give_back,
+    make_room,
+    merge_rows,
+)
 from mlx_specprefill.sampling import greedy
 from tests.oracle import build
 from tests.rows import alone, assert_same_contents, contents, make_rows, prefilled, tokens
@@ -91,6 +99,8 @@ moves = st.one_of(
     st.tuples(st.just("join"), st.lists(prompts, min_size=1, max_size=3)),
     st.tuples(st.just("leave"), st.integers(0, 20)),
     st.tuples(st.just("step"), st.integers(1, 9)),
+    st.tuples(st.just("room"), prompts),
+    st.tuples(st.just("compact"), st.none()),
 )
 
 
@@ -170,6 +180,11 @@ def follow(ring: bool, window: int | None, chunk: int, schedule: list[Any]) -> N
         elif name == "step" and model.rows:
             for _ in range(argument):
                 decode_step(batch, model, window)
+        elif name == "room" and len(model.rows) > 1:
+            assert make_room(batch, 2, [single(ring, argument, chunk)])
+        elif name == "compact" and len(model.rows) > 1:
+            give_back(batch)
+            assert not batch[0].oversized
     while model.rows:
         leave(batch, model, 0)
 
@@ -305,14 +320,37 @@ def count_of(batch: list[Any]) -> int:
     return int(batch[0].offset.size)
 
 
+def test_room_is_made_layer_by_layer_and_a_newcomer_then_copies_itself() -> None:
+    rows = [[wide_rows([count])[0][0] for _ in range(4)] for count in (400, 350, 300, 300, 300, 300)]
+    batch = merge_rows(rows)
+    mx.eval([part.state for part in batch])
+    longest = [wide_rows([500])[0][0] for _ in range(4)]
+    layer = batch[0].nbytes * 8 * 500 // (6 * 400)  # with the rows and slots that it then has
+    done: list[bool] = []
+    while not done or not done[-1]:
+        assert peak(lambda: done.append(make_room(batch, 1, longest, until=0))) < 2 * layer
+    assert done == [False, False, False, True]
+    alone, sizes = merge_rows([longest]), [part.nbytes for part in batch]
+    mx.eval([part.state for part in alone])
+
+    def join() -> None:
+        extend_batch(batch, alone)
+        mx.eval([part.state for part in batch])
+
+    assert peak(join) < 2 * layer
+    assert [part.nbytes for part in batch] == sizes
+
+
 def test_what_lies_idle_is_bounded() -> None:
     """By half of the batch, whoever leaves: the longest row, or most rows."""
     batch = merge_rows(wide_rows([2000, *[100] * 8]))
     wide_step(batch)
     filter_batch(batch, others(0, 9, True))
+    give_back(batch)
     assert batch[0].nbytes <= 2 * merge_rows(wide_rows([101] * 8))[0].nbytes
     for count in range(8, 2, -1):
         filter_batch(batch, others(1, count, True))
+        give_back(batch)
     assert batch[0].nbytes <= 2 * merge_rows(wide_rows([101] * 2))[0].nbytes
 
 
@@ -320,6 +358,7 @@ def test_rows_of_gigabytes_leave_none_of_them_idle(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(batched, "_IDLE_BYTES", 300 << 10)  # less than a row
     batch = merge_rows(wide_rows([200] * 6))
     filter_batch(batch, others(2, 6, True))
+    give_back(batch)
     assert batch[0].keys.shape[0] == 5
     extend_batch(batch, merge_rows(wide_rows([150])))
     assert batch[0].keys.shape[0] == 6

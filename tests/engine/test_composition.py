@@ -87,7 +87,7 @@ def test_state_that_cannot_be_trimmed_is_kept_at_message_boundaries(family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_sparse_prefill_of_the_suffix_only(family):
-    """Prefix hit of S: everything kept lies in [S, M), the threshold looks at M - S, the answer is that of a masked dense run."""
+    """Everything kept lies in [S, M), the threshold looks at M - S, the answer is that of a masked dense run."""
     pair = tiny_pair(family)
     prompt, spans = chat(150, 400)
     S = spans[0].end

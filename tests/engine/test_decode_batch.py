@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache
 
+from mlx_specprefill.cache import batched
 from mlx_specprefill.cache.positioned import leaves, quantize_kv
+from mlx_specprefill.engine import decode_batch
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow, RowFailed
 from mlx_specprefill.request import SamplingParams, TokenEvent
 from mlx_specprefill.sampling import greedy
@@ -175,6 +178,26 @@ def test_joining_and_leaving_copy_one_row() -> None:
     assert peak(lambda: batch.add(joining)) < whole / 3
     assert batch.caches[0][0].nbytes == whole
     assert batch.caches[0][0].keys.shape[0] > 12
+
+
+def test_a_newcomer_without_room_goes_on_alone_until_all_layers_have_some(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer a step: no step copies the caches of all layers, and no answer changes."""
+    monkeypatch.setattr(decode_batch, "COPYING_S", 0.0)
+    rows = make_rows(VOCAB, 4, seed=5)
+    batch, forwards = counted(llama)
+    got: dict[int, list[int]] = {}
+    for uid, row in enumerate(rows):
+        batch.add(batch_row(llama, uid, row))
+        got[uid] = []
+        for _ in range(6):
+            for key, event in batch.step():
+                got[key].append(event.token)
+    layers = len(batch.caches[0])
+    joined = forwards.index(3)
+    assert forwards[joined - 2 * (layers - 1) : joined + 1] == [*[2, 1] * (layers - 1), 3]
+    assert [got[uid] for uid in got] == [tokens(alone(llama, row, len(got[uid]))[0]) for uid, row in enumerate(rows)]
 
 
 def test_names_and_numbers(llama: Any) -> None:
@@ -379,9 +402,21 @@ steps = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), min_size=1, ma
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
 @settings(max_examples=15)
-@given(schedule=steps)
-def test_any_schedule_gives_every_row_its_own_answer(family: str, schedule: list[tuple[int, int]]) -> None:
-    """Each entry toggles one row (in or out) and then takes some steps; a row that returns starts over."""
+@given(schedule=steps, copying=st.sampled_from([0.0, math.inf]), idle=st.sampled_from([0, 1 << 30]))
+def test_any_schedule_gives_every_row_its_own_answer(
+    family: str, schedule: list[tuple[int, int]], copying: float, idle: int
+) -> None:
+    """Each entry toggles one row (in or out) and then takes some steps; a row that returns starts over.
+
+    With one layer's cache copied per step, and all of them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_batch, "COPYING_S", copying)
+        patch.setattr(batched, "_IDLE_BYTES", idle)
+        follow(family, schedule)
+
+
+def follow(family: str, schedule: list[tuple[int, int]]) -> None:
     model, _, answers, ready = known(family)
     batch = DecodeBatch(model)
     got: dict[int, list[int]] = {}

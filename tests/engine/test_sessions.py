@@ -160,7 +160,7 @@ def wants(patch: pytest.MonkeyPatch, *chunks: int) -> None:
 def test_starting_over_keeps_what_lies_before_the_missing_chunk(
     family: str, cuttable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer is that of a masked dense run over all that was kept, and the target reads less where its cache can be cut."""
+    """The answer is that of a masked dense run; the target reads less where its cache can be cut."""
     pair = tiny_pair(family, "llama")
     meter = Meter(pair, monkeypatch)
     wants(monkeypatch, 12)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
+
+from selenium.webdriver.common.keys import Keys
 
 from ..server.fakes import FakeEngine
 from .conftest import Page
@@ -60,3 +63,34 @@ def test_a_new_conversation_begins_with_nothing_of_the_old_one(page: Page, live:
     page.all("#conversations button")[1].click()
     page.until(lambda: page.all(".question") and page.find(".question").text == "What is it?")
     assert "The text." in page.find("#prompt").text
+
+
+def test_a_conversation_is_renamed_exported_and_deleted(page: Page, live: Any, engine: FakeEngine) -> None:
+    engine.says("An *answer*")
+    base, _ = live()
+    page.open(base)
+    page.run(
+        "window.saved = []; URL.createObjectURL = (blob) => { blob.text().then((text) => window.saved.push(text)); "
+        "return '#ask' }; HTMLAnchorElement.prototype.click = function () { window.saved.push(this.download) }"
+    )
+    page.drop("The text.")
+    page.ask("What is it?")
+    page.until(lambda: page.find("#rename").is_enabled())
+    page.find("#rename").click()
+    page.find("#title").clear()
+    page.find("#title").send_keys("My file: a/b", Keys.ENTER)
+    page.until(lambda: page.find("#conversations").text == "My file: a/b")
+    page.find("#export-markdown").click()
+    page.find("#export-json").click()
+    page.until(lambda: page.run("return window.saved.length") == 4)
+    saved = page.run("return window.saved")
+    assert {"My file a b.md", "My file a b.json"} < set(saved)
+    assert "# My file: a/b\n\n## What is it?\n\n- notes.txt (9 tokens)\n\nAn *answer*\n" in saved
+    (whole,) = [json.loads(text) for text in saved if text.startswith("{")]
+    assert whole["turns"][0]["documents"][0]["text"] == "The text."
+    page.find("#delete").click()
+    page.find("#delete-dialog .primary").click()
+    page.until(lambda: not page.all("#conversations li") and not page.all(".turn"))
+    page.driver.refresh()
+    page.ready()
+    assert page.all(".turn") == []

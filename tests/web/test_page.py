@@ -72,7 +72,10 @@ def test_two_arms_share_one_axis_and_the_text_shows_what_was_read(page: Page, se
             page.look(theme, width)
             page.shoot(f"ask-{theme}-{width}")
             assert page.fits()
-        assert serious(page) == []
+        for _ in range(3):  # the steps, the first one with its scores
+            page.run("document.getElementById('step-back').click()")
+            assert serious(page) == []
+        page.run("for (const _ of [1, 2]) document.getElementById('step-on').click()")
 
 
 def test_one_click_shows_what_it_is_about(page: Page, server: Server) -> None:
@@ -118,7 +121,8 @@ const chunks = Array.from({ length: 3125 }, (_, index) => ({
   text: "The old clock remembered a row of lamps behind the school. ".repeat(2),
   kept: index % 5 === 0, forced: index % 50 === 0,
 }));
-const body = JSON.stringify({ mode: "sparse", reason: "test", prompt_tokens: 100000, kept_tokens: 20000, chunks, forced: [] });
+const body = JSON.stringify({ mode: "sparse", reason: "test", prompt_tokens: 100000, kept_tokens: 20000, chunks,
+  forced: [] });
 const serve = window.fetch;
 window.fetch = async (path, options) => (path.endsWith("/explain") ? new Response(body) : serve(path, options));
 """
@@ -315,3 +319,33 @@ def test_the_focus_is_not_lost_when_an_answer_is_stopped(page: Page, live: Any, 
     page.until(lambda: page.find("#notice").text == "Stopped.")
     assert page.driver.switch_to.active_element.get_attribute("id") == "question"
     release.set()
+
+
+@pytest.mark.parametrize("width", ["wide", "narrow"])
+def test_right_to_left_and_large_type_fit(page: Page, live: Any, engine: FakeEngine, width: str) -> None:
+    engine.says("שלום. " * 40)
+    base, _ = live()
+    page.open(base)
+    page.drop("טקסט ארוך. " * 60, "מסמך ארוך.txt")
+    page.look("light", width)
+    turn = page.ask("מה הקוד?")
+    answer = turn.find_element("css selector", ".answer")
+    assert page.run("return getComputedStyle(arguments[0]).direction", answer) == "rtl"
+    assert page.run("return getComputedStyle(document.getElementById('prompt')).direction") in ("ltr", "rtl")
+    for direction, zoom in (("ltr", "200%"), ("rtl", "100%"), ("rtl", "200%")):
+        page.run("document.documentElement.dir = arguments[0]", direction)
+        page.run("document.documentElement.style.fontSize = arguments[0] === '200%' ? '30px' : ''", zoom)
+        page.shoot(f"{direction}-{zoom.rstrip('%')}-{width}")
+        assert page.fits()
+
+
+def test_who_wants_no_motion_gets_none(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
+    )
+    page.drop("The river waited for the stone bridge. " * 20)
+    page.ask("Where?")
+    moving = "(e) => getComputedStyle(e).transitionDuration !== '0s'"
+    assert page.run(f"return [...document.querySelectorAll('*')].filter({moving}).length") == 0

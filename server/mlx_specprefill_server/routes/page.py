@@ -26,7 +26,17 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-FILES = {file.name: file.read_bytes() for file in (files("mlx_specprefill_server") / "web").iterdir() if file.is_file()}
+WEB = files("mlx_specprefill_server") / "web"
+
+
+def _served() -> dict[str, bytes]:
+    """By the path below /web/, but for licences and notes."""
+    folders = {"": WEB, "vendor/": WEB / "vendor"}
+    found = {prefix + file.name: file for prefix, folder in folders.items() for file in folder.iterdir()}
+    return {name: file.read_bytes() for name, file in found.items() if name.rpartition(".")[2] in TYPES}
+
+
+FILES = _served()
 
 
 @router.get("/")
@@ -35,7 +45,7 @@ async def index() -> Response:
     return _file("index.html")
 
 
-@router.get("/web/{name}")
+@router.get("/web/{name:path}")
 async def part(name: str) -> Response:
     """A script, a style or an image of the page."""
     if name not in FILES:

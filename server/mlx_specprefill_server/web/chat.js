@@ -33,6 +33,7 @@ export class Chat {
     find("stop").addEventListener("click", () => this.running?.abort());
     find("question").addEventListener("input", () => this.#changed());
     find("question").addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.running?.abort();
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
       find("form").requestSubmit();

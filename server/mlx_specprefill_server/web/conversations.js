@@ -64,7 +64,7 @@ export class Conversations {
 
   #export(kind, write) {
     const { conversation } = this.chat;
-    const name = (conversation.title || UNNAMED).replace(/[^\p{L}\p{N} _-]+/gu, " ").trim().slice(0, 60);
+    const name = (conversation.title || UNNAMED).replace(/[^\p{L}\p{N}_-]+/gu, " ").trim().slice(0, 60);
     const link = element("a", { download: `${name || UNNAMED}.${kind}`,
       href: URL.createObjectURL(new Blob([write(conversation)], { type: kind === "md" ? "text/markdown" : "application/json" })) });
     link.click();

@@ -3,6 +3,7 @@
 import { Arm } from "./arm.js";
 import { chip } from "./documents.js";
 import { element, percent, seconds } from "./format.js";
+import { copyText } from "./markdown.js";
 import { Timeline } from "./timeline.js";
 
 /** What one turn says to the model. Documents beside others, and those of later turns, carry their names. */
@@ -34,7 +35,7 @@ export class Turn {
     this.headline = element("p", { className: "headline", hidden: true });
     this.timelines = element("div");
     this.answers = element("div", { className: "arms" });
-    this.copy = button("Copy", () => this.#copy());
+    this.copy = button("Copy", () => copyText(this.record.arms[0].text, this.copy));
     this.map = button("What was read", () => actions.map(this));
     this.again = button("Ask again", () => actions.again(this));
     this.map.setAttribute("aria-pressed", "false");
@@ -74,17 +75,6 @@ export class Turn {
     const parts = headlineOf(one, other, this.record.documents.length > 0);
     this.headline.hidden = !parts.length;
     this.headline.replaceChildren(...parts);
-  }
-
-  async #copy() {
-    const { text } = this.record.arms[0];
-    try {
-      await navigator.clipboard.writeText(text);
-      this.copy.textContent = "Copied";
-    } catch {
-      this.copy.textContent = "Copying was refused";
-    }
-    setTimeout(() => { this.copy.textContent = "Copy"; }, 2000);
   }
 }
 

@@ -1,0 +1,140 @@
+"""Answers: Markdown as elements, copied, made again, stopped, made with instructions."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from selenium.webdriver.common.keys import Keys
+
+from ..server.fakes import FakeEngine
+from .conftest import Page
+from .test_documents import heard
+
+MARKDOWN = """# Head
+
+A *quiet* and **loud** line with `a < b` and [a link](https://example.org/x?a=1&b=2).
+Second line.
+
+1. one
+2. two
+   - deeper
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+> said
+
+- [x] done
+
+```python
+def f(x):
+    return x < 1  # <b>
+```
+"""
+BAD = """<img src=x onerror="window.pwned=1"> <b>bold</b>
+
+[click](javascript:window.pwned=2) [data](data:text/html,x) ![pic](https://example.org/p.png)
+
+<script>window.pwned=3</script>
+"""
+
+
+def test_markdown_becomes_elements(page: Page, live: Any, engine: FakeEngine) -> None:
+    engine.says(MARKDOWN)
+    base, _ = live()
+    page.open(base)
+    answer = page.ask("Show me").find_element("css selector", ".answer")
+    found = {css: [part.text for part in answer.find_elements("css selector", css)] for css in (
+        "h4", "em", "strong", "p code", "ol > li", "ul > li", "th", "td", "blockquote", "pre code", ".code-head span",
+    )}  # fmt: skip
+    assert found == {
+        "h4": ["Head"],
+        "em": ["quiet"],
+        "strong": ["loud"],
+        "p code": ["a < b"],
+        "ol > li": ["one", "two\ndeeper"],
+        "ul > li": ["deeper", "☑ done"],
+        "th": ["a", "b"],
+        "td": ["1", "2"],
+        "blockquote": ["said"],
+        "pre code": ["def f(x):\n    return x < 1  # <b>"],
+        ".code-head span": ["python"],
+    }
+    link = answer.find_element("css selector", "a")
+    assert link.get_attribute("href") == "https://example.org/x?a=1&b=2"
+    assert link.get_attribute("rel") == "noopener noreferrer"
+    assert answer.find_element("css selector", "p").text.endswith("a link.\nSecond line.")
+
+
+def test_nothing_of_an_answer_runs_or_loads(page: Page, live: Any, engine: FakeEngine) -> None:
+    engine.says(BAD)
+    base, _ = live()
+    page.open(base)
+    answer = page.ask("Show me").find_element("css selector", ".answer")
+    assert '<img src=x onerror="window.pwned=1"> <b>bold</b>' in answer.text
+    assert "<script>window.pwned=3</script>" in answer.text
+    assert page.all(".answer img, .answer script, .answer b") == []
+    assert [a.get_attribute("href") for a in page.all(".answer a")] == ["https://example.org/p.png"]
+    assert "[click](javascript:window.pwned=2)" in answer.text
+    assert page.run("return window.pwned") is None
+
+
+def test_answers_and_code_are_copied_as_they_were_written(page: Page, live: Any, engine: FakeEngine) -> None:
+    engine.says(MARKDOWN)
+    base, _ = live()
+    page.open(base)
+    page.run("window.copied = []; navigator.clipboard.writeText = async (text) => { window.copied.push(text) }")
+    turn = page.ask("Show me")
+    page.run("arguments[0].click()", turn.find_element("css selector", ".code button"))
+    copy = next(b for b in turn.find_elements("css selector", ".turn-actions button") if b.text == "Copy")
+    page.run("arguments[0].click()", copy)
+    page.until(lambda: copy.text == "Copied")
+    assert page.run("return window.copied") == ["def f(x):\n    return x < 1  # <b>", MARKDOWN]
+
+
+def test_an_answer_is_made_again(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The text.")
+    page.ask("What is it?")
+    page.ask("And then?")
+    engine.says("Another answer")
+    page.all(".turn")[0].find_element("xpath", ".//button[.='Ask again']").click()
+    page.until(lambda: len(page.all(".turn")) == 1 and page.find(".answer").text == "Another answer")
+    assert "The text.\n\nWhat is it?" in heard(engine)
+    assert "And then?" not in heard(engine)
+
+
+def test_instructions_temperature_and_length_reach_the_model(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    page.find(".settings summary").click()
+    page.find("#system").send_keys("Be brief.")
+    page.find("#temperature").send_keys("0.7")
+    page.set("#length", "33")
+    page.set("#keep", "share")
+    page.set("#share", "35")
+    page.ask("Hello")
+    asked = engine.requests[-2]
+    assert heard(engine).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert (asked.sampling.temperature, asked.max_tokens) == (0.7, 33)
+    assert float(asked.specprefill.keep_pct or 0) == 0.35
+    page.find("#new").click()
+    page.until(lambda: page.find("#system").get_property("value") == "")  # of that conversation only
+
+
+def test_escape_stops_and_what_was_said_stays(page: Page, live: Any, engine: FakeEngine) -> None:
+    release = threading.Event()
+    engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]
+    base, _ = live()
+    page.open(base)
+    page.find("#question").send_keys("Hello", Keys.ENTER)
+    page.until(lambda: page.all(".answer") and page.find(".answer").text == "The beginning")
+    page.find("#question").send_keys(Keys.ESCAPE)
+    page.until(lambda: page.find("#notice").text == "Stopped.")
+    release.set()
+    assert page.find(".answer").text == "The beginning"
+    page.find("#question").send_keys("a", Keys.SHIFT, Keys.ENTER, Keys.NULL, "b")
+    assert page.find("#question").get_property("value") == "a\nb"

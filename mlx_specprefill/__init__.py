@@ -42,6 +42,7 @@ from .engine.admission.time_calibration import calibrate
 from .engine.engine import Engine, EngineHealth
 from .engine.handle import RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
+from .engine.machine import Machine, machine
 from .engine.replay import Replay
 from .engine.stats import EngineStats, MemoryUse
 from .errors import (
@@ -120,6 +121,7 @@ __all__ = [
     "Keep",
     "LoadError",
     "Logprob",
+    "Machine",
     "MemoryUse",
     "Mode",
     "ModelPair",
@@ -164,6 +166,7 @@ __all__ = [
     "keep_pct",
     "keep_share",
     "load_pair",
+    "machine",
     "make_pair",
     "max_loss",
     "read_heads",

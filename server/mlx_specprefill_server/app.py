@@ -22,12 +22,14 @@ from .auth import AuthMiddleware
 from .connections import Connections, LimitedProtocol, raise_open_files_limit
 from .deps import Service
 from .generating.engine_protocol import EngineLike
+from .greeting import greeting
 from .middleware import HeadMiddleware, TrailingSlashMiddleware
 from .monitoring.access_log import AccessLogMiddleware
 from .openai import chat, completions, models, responses
 from .request_limits import RequestLimitMiddleware
 from .routes import about, explain, health, live, page, tokens
 from .settings import Settings
+from .sockets import address
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +97,9 @@ class Server(uvicorn.Server):
         """uvicorn says where it listens only when it has bound the sockets itself."""
         await super().startup(sockets)
         for listener in sockets or []:
-            host, port = listener.getsockname()[:2]
-            logger.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
+            logger.info("running on %s (Ctrl-C ends it)", address(listener))
+        for line in greeting(self._service, sockets or []):
+            logger.info("%s", line)
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; true: shut down."""

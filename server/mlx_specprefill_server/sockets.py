@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from ipaddress import ip_address
 
-__all__ = ["bound_sockets", "is_exposed"]
+__all__ = ["address", "bound_sockets", "is_exposed"]
 
 
 @contextlib.contextmanager
@@ -26,6 +26,18 @@ def bound_sockets(host: str, port: int) -> Iterator[list[socket.socket]]:
             taken = sockets[0].getsockname()[1] if sockets else port  # one port for all, also where any will do
             sockets.append(stack.enter_context(_bind(family, address, taken)))
         yield sockets
+
+
+def address(listener: socket.socket, reachable: bool = False) -> str:
+    """The URL of what listens there.
+
+    Args:
+        reachable: this machine's own name for it, where the socket listens at every address.
+    """
+    host, port = listener.getsockname()[:2]
+    if reachable and ip_address(host.partition("%")[0]).is_unspecified:
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_exposed(sockets: Sequence[socket.socket]) -> bool:

@@ -33,7 +33,7 @@ def test_the_reference_has_every_setting_and_command(reference: ModuleType) -> N
     pages = reference.pages()
     assert "| `MLX_SPECPREFILL_MEMORY_LIMIT` | `--memory-limit` | none | For weights" in pages["settings.md"]
     assert "| `MLX_SPECPREFILL_PREFIX_DISK_SIZE` | `--prefix-disk-size` | 20GB |" in pages["settings.md"]
-    commands = ["serve", "pull", "generate", "inspect", "calibrate", "top", "eval"]
+    commands = ["serve", "pull", "generate", "inspect", "calibrate", "top", "doctor", "eval"]
     assert re.findall(r"^## (\w+)$", pages["cli.md"], re.MULTILINE) == commands
 
 

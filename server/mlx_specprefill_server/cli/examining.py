@@ -1,0 +1,215 @@
+"""`mlx-specprefill doctor`: what this installation is and runs on, what is wrong with it, and what to do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import typer
+from packaging.requirements import Requirement
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from mlx_specprefill import BLAS, machine
+
+from .. import __version__
+from ..pairs import NAMED_PAIRS, MissingPairError, PairsError, Row, find_pair, read_pairs
+from ..setting_errors import unknown_variables, what_is_wrong
+from ..settings import ENV_PREFIX, Settings
+from .common import FAILED
+
+__all__ = ["Finding", "doctor", "examine"]
+
+_SECRETS = ("API_KEYS", "ADMIN_KEYS")
+_SHOWN = ("mlx", "mlx-lm", "transformers", "numpy", "llguidance", "fastapi")
+_LOW_MEMORY = 4 << 30  # bytes: below that only the bundled pair fits comfortably
+
+
+@dataclass(slots=True)
+class Finding:
+    """One part that was looked at: what it is, and what is wrong with it, each with what to do."""
+
+    name: str
+    said: str
+    problems: list[str] = field(default_factory=list)
+
+
+def doctor() -> None:
+    """Print the machine, the installation, the models and the settings, what is wrong and what to do.
+
+    Ends with status 1 where something is wrong. Loads no model and needs no network.
+    """
+    findings = list(examine())
+    table = Table(show_edge=False, show_header=False, pad_edge=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        table.add_row(finding.name, finding.said)
+    console = Console()
+    console.print(table, markup=False, highlight=False)
+    problems = [problem for finding in findings for problem in finding.problems]
+    typer.echo("\nNothing is wrong." if not problems else "\nWhat is wrong:")
+    for problem in problems:
+        typer.echo(f"- {problem}")
+    if problems:
+        raise typer.Exit(FAILED)
+
+
+def examine() -> Iterator[Finding]:
+    """Everything that is looked at, one after the other."""
+    parts: tuple[Callable[[], Finding], ...] = (
+        _program,
+        _machine,
+        _memory,
+        _blas,
+        _versions,
+        _settings,
+        _cache,
+        _address,
+        _pairs,
+    )
+    for part in parts:
+        yield part()
+
+
+def _program() -> Finding:
+    said = f"mlx-specprefill {__version__}, Python {platform.python_version()} ({sys.executable})"
+    return Finding("program", said)
+
+
+def _machine() -> Finding:
+    found = machine()
+    said = f"{found.device}: {found.name}, {found.cores} cores; {platform.platform()}"
+    finding = Finding("machine", said)
+    if sys.platform == "darwin" and platform.machine() == "x86_64":
+        finding.problems.append(
+            "this Python runs under Rosetta or on an Intel Mac, where MLX has no GPU: install a Python for arm64"
+        )
+    return finding
+
+
+def _memory() -> Finding:
+    found = machine()
+    if found.memory is None:
+        return Finding("memory", "unknown; set --memory-limit")
+    limit = f", {_size(found.memory_limit)} for weights, requests and caches" if found.memory_limit else ""
+    finding = Finding("memory", f"{_size(found.memory)}{limit}")
+    if found.memory < _LOW_MEMORY:
+        finding.problems.append(f"{_size(found.memory)} of memory are enough for the pairs demo and smollm2 only")
+    return finding
+
+
+def _blas() -> Finding:
+    finding = Finding("BLAS", f"{BLAS.state}{f': {BLAS.library}' if BLAS.library else ''}")
+    if BLAS.notice:
+        finding.problems.append(BLAS.notice)
+    return finding
+
+
+def _versions() -> Finding:
+    finding = Finding("packages", ", ".join(f"{name} {_installed(name) or 'missing'}" for name in _SHOWN))
+    try:
+        wanted = [Requirement(text) for text in requires("mlx-specprefill") or ()]
+    except PackageNotFoundError:  # run from a folder of sources
+        return finding
+    finding.problems += [
+        f"{need.name} {found or 'is missing'}, but {need.name}{need.specifier} is needed: "
+        f'{sys.executable} -m pip install "{need.name}{need.specifier}"'
+        for need in wanted
+        if need.marker is None or need.marker.evaluate({"extra": ""})
+        for found in [_installed(need.name)]
+        if found is None or not need.specifier.contains(found, prereleases=True)
+    ]
+    return finding
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _settings() -> Finding:
+    given = {name: value for name, value in sorted(os.environ.items()) if name.upper().startswith(ENV_PREFIX)}
+    finding = Finding("settings", ", ".join(_shown(given)) or "no variables are set")
+    finding.problems += [
+        f"the environment variable {name} is no setting{f'; did you mean {nearest}?' if nearest else ''}"
+        for name, nearest in unknown_variables().items()
+    ]
+    try:
+        Settings()
+    except ValidationError as error:
+        finding.problems.append(what_is_wrong(error))
+    return finding
+
+
+def _shown(given: Mapping[str, str]) -> Iterator[str]:
+    for name, value in given.items():
+        yield f"{name}={'(hidden)' if name.upper().endswith(_SECRETS) else value}"
+
+
+def _current() -> Settings:
+    """The settings of the environment, with defaults instead of those that are wrong, which `_settings` says."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        wrong = {str(mistake["loc"][0]) for mistake in error.errors() if mistake["loc"]}
+        fields = Settings.model_fields
+        return Settings(**{name: fields[name].get_default(call_default_factory=True) for name in wrong})
+
+
+def _cache() -> Finding:
+    file = _current().calibration_file
+    if file is None:
+        return Finding("cache", "none: what is measured is forgotten")
+    folder = file.parent
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+    finding = Finding("cache", f"{folder} ({_size(size) if folder.exists() else 'not made yet'})")
+    if not os.access(nearest, os.W_OK) or not nearest.is_dir():
+        finding.problems.append(
+            f"{folder} can't be written, so that every start measures again: "
+            f"make it writable, or set {ENV_PREFIX}CALIBRATION_FILE"
+        )
+    return finding
+
+
+def _address() -> Finding:
+    settings = _current()
+    finding = Finding("address", f"http://{settings.host}:{settings.port}")
+    try:
+        with socket.create_connection((settings.host, settings.port), timeout=1):
+            finding.said += ", where something answers already"
+    except OSError:
+        finding.said += ", which is free"
+    return finding
+
+
+def _pairs() -> Finding:
+    states = {name: _state(name, row) for name, row in read_pairs(NAMED_PAIRS).items()}
+    finding = Finding("pairs", "; ".join(f"{name}: {state}" for name, (state, _) in states.items()))
+    finding.problems += [problem for _, problem in states.values() if problem]
+    return finding
+
+
+def _state(name: str, row: Row) -> tuple[str, str | None]:
+    """What can be said of a pair in a word, and what is wrong with it."""
+    try:
+        pair = find_pair(name)
+    except MissingPairError:
+        return ("not installed" if not isinstance(row.target, str) else "only in a clone"), None
+    except PairsError as error:
+        return "damaged", str(error)
+    return ("ready" if Path(pair.target).exists() else "from its repository"), None
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GB" if count >= 1 << 30 else f"{count / 2**20:.1f} MB"

@@ -1,0 +1,44 @@
+"""What the server says when it is ready: what it serves, where the page is, an example to paste."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+from collections.abc import Iterator, Sequence
+
+from .deps import Service
+from .sockets import address
+
+__all__ = ["greeting"]
+
+
+def greeting(service: Service, sockets: Sequence[socket.socket]) -> Iterator[str]:
+    """Lines for the log. A key that the server asks for is never in them."""
+    yield f"serving {service.model_id}: {_draft(service)}, context {service.context_length} tokens"
+    if not sockets:
+        return
+    base = address(sockets[0], reachable=True)
+    keyed = bool(service.settings.api_keys or service.settings.admin_keys)
+    yield f"open {base} in a browser{', with one of the keys,' if keyed else ''} or ask:"
+    yield _example(base, keyed)
+
+
+def _draft(service: Service) -> str:
+    pair = service.engine.pair
+    if pair.sparse_refusal is not None:
+        return f"full prefill only ({pair.sparse_refusal})"
+    if service.draft_id is None:
+        return "no draft, full prefill only"
+    threshold = service.settings.specprefill_threshold
+    if not service.settings.specprefill:
+        when = "a request asks for it"
+    else:
+        when = "it is predicted to pay" if threshold is None else f"a prompt is longer than {threshold} tokens"
+    return f"draft {service.draft_id}, sparse where {when}"
+
+
+def _example(base: str, keyed: bool) -> str:
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 40}
+    key = ' -H "authorization: Bearer $KEY"' if keyed else ""
+    return f"curl -s {base}/v1/chat/completions{key} -d {shlex.quote(json.dumps(body))}"

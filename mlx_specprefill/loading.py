@@ -19,9 +19,10 @@ from .adapters.gguf import is_gguf, load_gguf
 from .adapters.heads import DraftHeads, read_heads
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
-from .adapters.probe import probe_sparse
+from .adapters.probe import probe_sparse, staged_model
 from .adapters.registry import adapter_for, architecture_of
 from .adapters.retrieval_heads import RetrievalDraft, attach_heads, heads_file_layers, known_heads
+from .adapters.staged import StagedModel
 from .cache.positioned import make_positioned_cache
 from .errors import LoadError, PairMismatchError, SparseUnsupportedError
 
@@ -47,6 +48,8 @@ class ModelPair:
         dtype: of the target's floating-point weights.
         target_config, draft_config: what their config.json held.
         heads: the draft's calibrated heads, None where it was not calibrated.
+        staged: the target in two parts, where the draft is the target's own first layers; or why prompts can't be
+            prefilled in stages.
     """
 
     target: nn.Module
@@ -64,6 +67,12 @@ class ModelPair:
     draft_config: dict[str, Any] | None
     mtp: MTPHead | str
     heads: DraftHeads | None = None
+    staged: StagedModel | str = "the draft is not the target's own first layers"
+
+    @property
+    def stages(self) -> StagedModel | None:
+        """The target in two parts, if sparse prompts are prefilled so."""
+        return None if isinstance(self.staged, str) else self.staged
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -144,9 +153,9 @@ def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -
     draft, draft_id = pair.draft, pair.draft_id
     if exit_early and heads.depth < runs and adapter_for(architecture_of(whole)).depth_refusal is None:
         draft, draft_id = first_layers(whole, heads.depth), f"{draft_id} ({heads.depth} of {total} layers)"
-    return replace(
-        pair, draft=draft, draft_id=draft_id, heads=heads, sparse_refusal=pair.sparse_refusal or heads.refusal
-    )
+    refusal = pair.sparse_refusal or heads.refusal
+    staged = pair.staged if draft is pair.draft else staged_model(pair.target, draft)
+    return replace(pair, draft=draft, draft_id=draft_id, heads=heads, sparse_refusal=refusal, staged=staged)
 
 
 def _calibrated_heads(
@@ -213,6 +222,7 @@ def make_pair(
         draft_config=draft_config,
         mtp=mtp,
         heads=known_heads(draft) if isinstance(draft, RetrievalDraft) else None,
+        staged=staged_model(target, draft) if refusal is None else refusal,
     )
 
 

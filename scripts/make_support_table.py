@@ -20,7 +20,7 @@ import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402
 from mlx_lm.utils import MODEL_REMAPPING  # noqa: E402
 
-from tests import oracle  # noqa: E402
+from tests import oracle, staged_oracle  # noqa: E402
 
 TABLE = ROOT / "mlx_specprefill" / "adapters" / "verified.json"
 PAGE = ROOT / "docs" / "reference" / "supported-models.md"
@@ -33,20 +33,23 @@ sparse prefill and 16 decoded tokens against a dense run in which the dropped to
 *Max error* is the largest difference of any logit, relative to the largest logit. *Sparse target*: the model may be
 prefilled sparsely. *Draft*: its attention over the whole prompt can be read, so it can score a prompt for another
 model. *First layers*: so can its first layers alone, if one of them sees the whole prompt: hidden states, attention and
-caches are bit for bit those of the whole model. What is refused still works, with an ordinary full prefill.
+caches are bit for bit those of the whole model. *Staged*: it can be prefilled without a draft: its first layers read
+the whole prompt and score it, the others the kept tokens, which equals a dense run in which the dropped tokens are
+masked out of the latter alone. Models whose layers share keys can be split at some depths only; that is checked when
+one is loaded. What is refused still works, with an ordinary full prefill.
 
-{targets} of {total} architectures can be prefilled sparsely, {drafts} can score a prompt, {depths} with their first
-layers alone. Other names for them:
+{targets} of {total} architectures can be prefilled sparsely, {staged} of them without a draft; {drafts} can score a
+prompt, {depths} with their first layers alone. Other names for them:
 {aliases}.
 
-| architecture | family | attention | sparse target | draft | first layers | max error | why not |
+| architecture | attention | sparse target | draft | first layers | staged | max error | why not |
 |---|---|---|---|---|---|---|---|
 """
 
 
 def main() -> None:
     mx.set_default_device(mx.cpu)
-    rows = {name: oracle.table_row(name) for name in oracle.architectures()}
+    rows = {name: staged_oracle.with_staged(name, oracle.table_row(name)) for name in oracle.architectures()}
     lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     registry.verified.cache_clear()
@@ -62,6 +65,7 @@ def page(rows: dict[str, dict[str, object]]) -> str:
         targets=sum(bool(row["sparse"]) for row in rows.values()),
         drafts=sum(bool(row["capture"]) for row in rows.values()),
         depths=sum(bool(row["depth"]) for row in rows.values()),
+        staged=sum(bool(row["staged"]) for row in rows.values()),
         total=len(rows),
         aliases=aliases,
     )
@@ -72,14 +76,16 @@ def line(name: str, row: dict[str, object]) -> str:
     reasons = {str(row["reason"])} if row["reason"] else set()
     if not row["capture"]:
         reasons.add(registry.DRAFT_REFUSALS[name])
+    if row["sparse"] and row["depth"] and not row["staged"]:
+        reasons.add(f"staged: {registry.STAGED_REFUSALS[name]}")
     error = f"{row['error']:.0e}" if row["error"] is not None else ""
     cells = [
         name,
-        registry.adapter_for(name).family,
         attention(name),
         "yes" if row["sparse"] else "no",
         "yes" if row["capture"] else "no",
         "yes" if row["depth"] else "no",
+        "yes" if row["staged"] else "no",
         error,
         "; ".join(sorted(reasons)),
     ]

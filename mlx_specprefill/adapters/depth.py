@@ -20,7 +20,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..cache.positioned import leaves
 from ..errors import SparseUnsupportedError
 
-__all__ = ["FirstLayers", "first_layers", "layers_of", "smallest_depth", "whole_draft"]
+__all__ = ["FirstLayers", "first_layers", "layers_of", "replacing", "smallest_depth", "whole_draft"]
 
 
 class FirstLayers(nn.Module):  # type: ignore[misc]
@@ -32,6 +32,7 @@ class FirstLayers(nn.Module):  # type: ignore[misc]
         whole: the model; not one of this module's children.
         count: layers that run.
         model: the shallow copy, with stops.
+        slots: which of the whole model's caches these layers have.
     """
 
     whole: nn.Module
@@ -39,13 +40,13 @@ class FirstLayers(nn.Module):  # type: ignore[misc]
 
     def __init__(self, whole: nn.Module, count: int) -> None:
         super().__init__()
-        stops = {id(layer): _Stop(layer) for layer in layers_of(whole)[count:]}
-        self.model = _replacing(whole, stops)
+        stops: dict[int, nn.Module] = {id(layer): _Stop(layer) for layer in layers_of(whole)[count:]}
+        self.model = replacing(whole, stops)
         if self.model is whole:
             raise SparseUnsupportedError("its layers are not kept in a list")
         object.__setattr__(self, "whole", whole)
         self.count = count
-        self._slots = self._used_caches()
+        self.slots = self._used_caches()
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -59,13 +60,13 @@ class FirstLayers(nn.Module):  # type: ignore[misc]
     def make_cache(self) -> list[Any]:
         """Caches of these layers alone, as `make_prompt_cache` makes them for the whole model."""
         whole = make_prompt_cache(self.whole)
-        return [whole[slot] for slot in self._slots]
+        return [whole[slot] for slot in self.slots]
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         if cache is None:
             return self._hidden(inputs, None)
         every = list(make_prompt_cache(self.whole))  # those of the other layers stay empty
-        for slot, part in zip(self._slots, cache, strict=True):
+        for slot, part in zip(self.slots, cache, strict=True):
             every[slot] = part
         return self._hidden(inputs, every)
 
@@ -148,13 +149,13 @@ class _Stop(nn.Module):  # type: ignore[misc]
         raise _Stopped(next(value for value in (*args, *kwargs.values()) if isinstance(value, mx.array)))
 
 
-def _replacing(module: nn.Module, stops: Mapping[int, _Stop]) -> nn.Module:
-    """The module, or a shallow copy of it if some list below it holds layers that stops, by the layer's id, replace."""
+def replacing(module: nn.Module, twins: Mapping[int, nn.Module]) -> nn.Module:
+    """The module, or a shallow copy of it if some list below it holds layers that have a twin, by the layer's id."""
     changed: dict[str, Any] = {}
     for name, value in module.items():
-        if isinstance(value, list) and any(id(part) in stops for part in value):
-            changed[name] = [stops.get(id(part), part) for part in value]
-        elif isinstance(value, nn.Module) and (twin := _replacing(value, stops)) is not value:
+        if isinstance(value, list) and any(id(part) in twins for part in value):
+            changed[name] = [twins.get(id(part), part) for part in value]
+        elif isinstance(value, nn.Module) and (twin := replacing(value, twins)) is not value:
             changed[name] = twin
     if not changed:
         return module

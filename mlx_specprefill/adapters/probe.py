@@ -17,9 +17,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache.positioned import Positioned, leaves, make_positioned_cache, place
 from ..errors import SparseUnsupportedError
+from .depth import FirstLayers
 from .registry import adapter_for, architecture_of
+from .staged import StagedModel
 
-__all__ = ["probe_sparse"]
+__all__ = ["probe_sparse", "probe_staged", "staged_model"]
 
 Positions = npt.NDArray[np.int32]
 
@@ -39,6 +41,67 @@ def probe_sparse(model: nn.Module) -> str | None:
         return error.reason
     except Exception as error:  # noqa: BLE001 - whatever model code raises here means the same: not this model
         return f"its forward pass fails at explicit positions ({type(error).__name__}: {error})"
+
+
+def staged_model(target: nn.Module, draft: nn.Module | None) -> StagedModel | str:
+    """The target in two parts, the first of which is this draft, or why it can't be run so."""
+    if not isinstance(draft, FirstLayers) or draft.whole is not target:
+        return "the draft is not the target's own first layers"
+    refusal = adapter_for(architecture_of(target)).staged_refusal
+    if refusal is not None:
+        return refusal
+    try:
+        model = StagedModel(target, draft.count)
+        _, upper = model.split(make_positioned_cache(target))
+    except SparseUnsupportedError as error:
+        return error.reason
+    if not any(isinstance(part, Positioned) for part in leaves(upper)):
+        return f"no layer behind the first {draft.count} has attention"
+    return probe_staged(model) or model
+
+
+def probe_staged(model: StagedModel) -> str | None:
+    """None if the model's two parts together are the model, and the second one follows positions, else the reason."""
+    try:
+        return _probe_parts(model)
+    except SparseUnsupportedError as error:
+        return error.reason
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"its forward pass fails in two parts ({type(error).__name__}: {error})"
+
+
+def _probe_parts(model: StagedModel) -> str | None:
+    stock = _forward(model.whole, make_prompt_cache(model.whole), [_COUNT])
+    tolerance = max(_TOLERANCE.get(stock.dtype, 4e-2), 4 * _distance(stock, _one_by_one_stock(model.whole)))
+    contiguous = np.arange(_COUNT, dtype=np.int32)
+    if not _distance(_in_parts(model, contiguous, [_SPLIT, _COUNT - _SPLIT])[:_COUNT], stock) < tolerance:
+        return "its layers in two parts differ from the model"
+    chunks, single = (_in_parts(model, _GAPPED, sizes) for sizes in ([_SPLIT, _COUNT - _SPLIT], [1] * _COUNT))
+    if not _distance(chunks, single) < tolerance:
+        return "behind the first layers, a chunk with gaps differs from the same tokens fed one by one"
+    return None
+
+
+def _in_parts(model: StagedModel, positions: Positions, sizes: Sequence[int]) -> mx.array:
+    """The first layers over a longer text, the others over the probe's tokens in chunks, which lie in it at these
+    positions, then both over one more; logits (13, V)."""
+    text = np.arange(positions[-1] + 1, dtype=np.int32) % 29
+    text[positions] = _TOKENS
+    cache = make_positioned_cache(model.whole)
+    lower, upper = model.split(cache)
+    hidden = model.lower(mx.array(text)[None], cache=lower)[:, mx.array(positions)]
+
+    def read(tokens: mx.array, start: int) -> mx.array:
+        return model.upper(tokens, hidden[:, start : start + tokens.shape[1]], upper)
+
+    logits, start = [], 0
+    for size in sizes:
+        place(upper, positions[start : start + size])
+        logits.append(read(mx.array(_TOKENS[start : start + size])[None], start)[0])
+        mx.eval(logits[-1], [part.state for part in cache])
+        start += size
+    logits.append(model(mx.array([_TOKENS[:1]]), cache=cache)[0])
+    return mx.concatenate(logits)
 
 
 def _probe(model: nn.Module) -> str | None:

@@ -24,6 +24,7 @@ __all__ = [
     "DRAFT_REFUSALS",
     "SPARSE_REFUSALS",
     "SPECULATION_REFUSALS",
+    "STAGED_REFUSALS",
     "Adapter",
     "adapter_for",
     "architecture_of",
@@ -91,6 +92,16 @@ SPECULATION_REFUSALS: Mapping[str, str] = {
     "plamo3": "its window is one token wider when it is fed several tokens than when it is fed one",
 }
 
+# Why its forward can't be run in two parts, the first layers over the prompt and the others over the kept tokens.
+STAGED_REFUSALS: Mapping[str, str] = {
+    "gemma3n": "its layers pass on several hidden states per token and share keys with earlier ones",
+    "iquestloopcoder": "its forward runs over its layers twice and calls parts of them",
+    "kimi_k3": "its layers read what all earlier layers returned",
+    "nanbeige": "its forward runs over its layers twice",
+    "plamo3": SPECULATION_REFUSALS["plamo3"],
+    "talkie": "its layers are given the embeddings beside the hidden states",
+}
+
 # Queries scaled by position, weighted norms after the rotation, a gate computed from rotated queries.
 _ABSOLUTE = frozenset({"hunyuan", "hunyuan_v1_dense", "iquestloopcoder", "ministral3", "mistral3", "mistral4"})
 
@@ -105,6 +116,7 @@ class Adapter:
         depth_refusal: why its first layers can't do so alone; None if they can.
         batch_refusal: why it can't decode several sequences in one forward; None if it can.
         speculation_refusal: why it can't verify several tokens in one forward; None if it can.
+        staged_refusal: why its layers can't be run in two parts; None if they can, at some depth at least.
         absolute: it depends on absolute positions by design, so moving a whole sequence changes its logits.
     """
 
@@ -113,12 +125,13 @@ class Adapter:
     depth_refusal: str | None = None
     batch_refusal: str | None = None
     speculation_refusal: str | None = None
+    staged_refusal: str | None = None
     absolute: bool = False
 
 
 @cache
 def verified() -> Mapping[str, Mapping[str, Any]]:
-    """The rows of `verified.json`: architecture -> sparse, reason, error, capture, depth, mlx_lm."""
+    """The rows of `verified.json`: architecture -> sparse, reason, error, capture, depth, staged, mlx_lm."""
     rows: dict[str, dict[str, Any]] = json.loads((files(__package__) / "verified.json").read_text(encoding="utf-8"))
     return rows
 
@@ -135,13 +148,17 @@ def adapter_for(model_type: str) -> Adapter:
             depth_refusal=reason,
             batch_refusal=reason,
             speculation_refusal=reason,
+            staged_refusal=reason,
         )
+    sparse_refusal = None if row["sparse"] else str(row["reason"])
+    depth_refusal = None if row["depth"] else DRAFT_REFUSALS.get(architecture, _DEPTH_DIFFERS)
     return Adapter(
-        sparse_refusal=None if row["sparse"] else str(row["reason"]),
+        sparse_refusal=sparse_refusal,
         draft_refusal=None if row["capture"] else DRAFT_REFUSALS[architecture],
-        depth_refusal=None if row["depth"] else DRAFT_REFUSALS.get(architecture, _DEPTH_DIFFERS),
+        depth_refusal=depth_refusal,
         batch_refusal=BATCH_REFUSALS.get(architecture),
         speculation_refusal=SPECULATION_REFUSALS.get(architecture),
+        staged_refusal=None if row["staged"] else sparse_refusal or depth_refusal or STAGED_REFUSALS[architecture],
         absolute=architecture in _ABSOLUTE,
     )
 

@@ -366,9 +366,11 @@ def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[
     """mlx-lm's quantised KV caches in place of the plain ones, and the shift that they can't carry themselves.
 
     Raises:
-        SparseUnsupportedError: a window layer or composite; mlx-lm can't quantise those.
+        SparseUnsupportedError: a window layer or composite, which mlx-lm can't quantise, or layers whose shifts differ.
     """
     shift = shift_of(cache)
+    if any(part.shift != shift for part in leaves(cache) if isinstance(part, Positioned)):
+        raise SparseUnsupportedError("its layers hold different numbers of tokens")
     quantized: list[Any] = []
     for part in cache:
         if isinstance(part, PositionedKVCache):

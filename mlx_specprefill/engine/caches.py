@@ -22,7 +22,7 @@ from ..request import CacheLabel
 from ..sessions.store import Session, SessionStore
 from ..token_ids import TokenIds
 
-__all__ = ["EngineCaches", "empty_cache"]
+__all__ = ["EngineCaches", "empty_cache", "empty_draft_cache"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,12 @@ def empty_cache(model: nn.Module) -> list[Any]:
         return make_positioned_cache(model)
     except SparseUnsupportedError:
         return list(make_prompt_cache(model))
+
+
+def empty_draft_cache(pair: ModelPair) -> list[Any]:
+    """With positions where it becomes a part of the target's."""
+    assert pair.draft is not None
+    return make_positioned_cache(pair.draft) if pair.stages is not None else list(make_prompt_cache(pair.draft))
 
 
 class EngineCaches:
@@ -61,10 +67,9 @@ class EngineCaches:
         self._target = PrefixCache(identity, lambda: empty_cache(pair.target), self.budget, self._disk)
         self._pair_name = identity
         if pair.draft is not None:
-            draft = pair.draft
-            draft_identity = model_identity(draft, pair.draft_config or {})
+            draft_identity = model_identity(pair.draft, pair.draft_config or {})
             # The draft costs little to run again: its prefixes stay in memory.
-            self._draft = PrefixCache(draft_identity, lambda: list(make_prompt_cache(draft)), self.budget, kind="draft")
+            self._draft = PrefixCache(draft_identity, lambda: empty_draft_cache(pair), self.budget, kind="draft")
             self._pair_name = f"{identity}:{draft_identity}:{config.selection}:{config.scoring}:{pair.heads}"
 
     @property

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..adapters.registry import adapter_for, architecture_of
 from ..adapters.rope import adjusted_offsets
+from ..adapters.staged import StagedModel
 from ..cache.rows import batch_key, extend_batch, extract_row, filter_batch, give_back, make_room, merge_rows
 from ..constraints import GrammarState, Mask
 from ..errors import InvalidRequestError
@@ -45,6 +46,7 @@ class DecodeRow:
         shift: positions minus slots for caches that can't carry it; 0 for positioned ones.
         grammar: masks what the row's grammar forbids; the batch tells it of every token.
         generated: tokens of the answer that the cache and the grammar hold already.
+        staged: the caches of its first layers hold more tokens than the others.
     """
 
     uid: int
@@ -56,6 +58,7 @@ class DecodeRow:
     shift: int = 0
     grammar: GrammarState | None = None
     generated: tuple[int, ...] = ()
+    staged: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class _Row:
         self.logprobs = spec.logprobs
         self.shift = spec.shift
         self.grammar = spec.grammar
+        self.staged = spec.staged
         self.tokens = list(spec.generated)
         self.told = False  # that the token chosen next is known already
         self.history: mx.array | None = None
@@ -127,8 +131,9 @@ class _Choice(NamedTuple):
 class _Group:
     """Rows that share a forward. A single row keeps its own cache and costs what it costs alone."""
 
-    def __init__(self, model: nn.Module, spec: DecodeRow, key: Hashable | None) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, staged: StagedModel | None, spec: DecodeRow, key: Hashable | None) -> None:
+        self._model = model
+        self._staged = staged
         self.key = key
         self.rows = [_Row(spec)]
         self.cache = spec.cache
@@ -140,10 +145,18 @@ class _Group:
         """Feed every row's token and queue the choice that follows; what was fed."""
         fed = self.next
         with adjusted_offsets([row.shift for row in self.rows]):
-            logits = self.model(fed.tokens[:, None], cache=self.cache)[:, -1, :]
+            logits = self._forward(fed.tokens[:, None])[:, -1, :]
         self.next = self._choose(logits, fed.tokens, self._allowed(logits, fed.tokens))
         self._queue()
         return fed
+
+    def _forward(self, tokens: mx.array) -> mx.array:
+        """In two parts only if a row needs it: masks are made once per part."""
+        if any(row.staged for row in self.rows):
+            assert self._staged is not None
+            return self._staged(tokens, cache=self.cache)
+        logits: mx.array = self._model(tokens, cache=self.cache)
+        return logits
 
     def events(self, fed: _Choice) -> list[tuple[int, TokenEvent]]:
         events = []
@@ -277,8 +290,12 @@ class DecodeBatch:
     anything but `RowFailed`, no row's cache can be used any more.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, staged: StagedModel | None = None) -> None:
+        """Args:
+        staged: the same model in two parts, for rows that need it.
+        """
         self._model = model
+        self._staged = staged
         self._batched = adapter_for(architecture_of(model)).batch_refusal is None
         self._groups: list[_Group] = []
 
@@ -303,7 +320,7 @@ class DecodeBatch:
         if row.uid in self.uids:
             raise ValueError(f"row {row.uid} is decoding already")
         key = batch_key(row.cache) if self._batched and row.shift == 0 else None
-        self._groups.append(_Group(self._model, row, key))
+        self._groups.append(_Group(self._model, self._staged, row, key))
 
     def first_token(self, uid: int) -> TokenEvent:
         """What the newest row begins with, before a step feeds it, which will not return it again.

@@ -284,7 +284,8 @@ class Loop:
             self._caches.keep_target(tokens, cache, sequence.request.label)
             return
         assert sequence.plan is not None
-        self._caches.keep_session(tokens, cache, sequence.plan.choice, sequence.request.label)
+        if not sequence.staged:
+            self._caches.keep_session(tokens, cache, sequence.plan.choice, sequence.request.label)
         if self._config.policy.densify and self._caches.enabled:
             request = sequence.request
             self._densifier.turns.add(SparseTurn(request.prompt, tuple(sequence.tokens), job.handle, request.label))

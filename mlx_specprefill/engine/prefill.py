@@ -34,6 +34,7 @@ from .admission.planner import Planner
 from .caches import EngineCaches, empty_cache
 from .scoring import PromptScorer
 from .sequence import Sequence
+from .staged import hidden_states, read_upper
 
 __all__ = ["Prefiller"]
 
@@ -166,7 +167,7 @@ class Prefiller:
         reason = f"fallback: {sequence.stage} failed: {type(error).__name__}: {error}"
         sequence.plan = sequence.plan.as_full(reason)
         sequence.kept, sequence.continuation, sequence.cached, sequence.reused = None, None, 0, 0
-        sequence.cache = list(make_prompt_cache(self.pair.target))
+        sequence.cache, sequence.staged, sequence.hidden = list(make_prompt_cache(self.pair.target)), False, None
         mx.clear_cache()
 
     # --- sparse ------------------------------------------------------------------------------------------------------
@@ -180,13 +181,15 @@ class Prefiller:
         if sequence.plan.multiple is not None and (words := about_everything(self._asked(request, text))):
             sequence.plan = sequence.plan.with_choice(Choice.everything(words))
             return None
-        scores = yield from self.scorer.scores(request, sequence.plan, text)
+        sequence.hidden = hidden_states(self.pair, sequence)
+        scores = yield from self.scorer.scores(request, sequence.plan, text, sequence.hidden)
         sequence.scorer, sequence.scoring = scores.scorer, scores.words
         sequence.stage = "select"
         # Chunks lie where an earlier turn's lay.
         first = sequence.cached - sequence.cached % self.config.selection_by(sequence.plan.rule).chunk_size
         sequence.plan = self.chosen(request, text, scores, sequence.plan, first)
         if sequence.plan.mode == "full":
+            sequence.hidden = None
             return None
         selection = self.select(text, scores, sequence.plan, first)
         beginning = self._begin(sequence, selection, first)
@@ -195,6 +198,8 @@ class Prefiller:
         sequence.stage = "prefill"
         if self._watcher.begin(sequence, beginning.held.size + beginning.read, read=True):
             sequence.draft_cache, sequence.lookahead = scores.cache, scores.lookahead
+        if sequence.hidden is not None:
+            return (yield from read_upper(self.pair, sequence, beginning, scores.cache, self.slice_size))
         del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
         logits = yield from self._read(sequence, beginning)
         sequence.kept = beginning.all_kept
@@ -204,7 +209,7 @@ class Prefiller:
         """Behind an earlier sparse turn of the conversation, if there is one; own scores mean what they say."""
         request, session = sequence.request, None
         assert sequence.plan is not None
-        if request.specprefill.importance is None:
+        if request.specprefill.importance is None and sequence.hidden is None:
             earlier = request.prompt[: request.usable_prefix]
             session = self.caches.session(earlier, sequence.plan.choice, request.label)
         calibrated = self.pair.heads.stands_out if self.pair.heads and sequence.plan.rule == "default" else None

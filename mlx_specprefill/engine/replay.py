@@ -57,7 +57,7 @@ def replay_continuation(
     if T > 0:
         seen = nullcontext() if capture is None else capture.of_passage(M + T, T, slice(0, T))
         with adjusted_offsets([sequence.shift]), seen:
-            rows = prefiller.pair.target(mx.array(continuation[:-1])[None], cache=sequence.cache)[0]
+            rows = sequence.model(prefiller.pair)(mx.array(continuation[:-1])[None], cache=sequence.cache)[0]
         logits = mx.concatenate([logits, rows])
     if keep and sequence.shift == 0:
         _keep(prefiller, sequence, continuation[:-1])
@@ -72,6 +72,8 @@ def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> No
     request, plan = sequence.request, sequence.plan
     assert plan is not None
     tokens = joined(request.prompt, read)
+    if sequence.staged:
+        return
     if sequence.kept is None:
         prefiller.caches.keep_target(tokens, sequence.cache, request.label)
     else:

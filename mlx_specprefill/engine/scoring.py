@@ -20,8 +20,9 @@ from ..specprefill.forced import template_mask
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores, ToScore, question_span
 from ..specprefill.scorers import scorer_for
+from ..specprefill.staged_prefill import HiddenStates
 from ..specprefill.text import PromptText
-from .caches import EngineCaches
+from .caches import EngineCaches, empty_draft_cache
 
 __all__ = ["PromptScorer"]
 
@@ -41,15 +42,24 @@ class PromptScorer:
         self.caches = caches
         self.slice_size = slice_size
 
-    def scores(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> Scoring:
+    def scores(
+        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
+    ) -> Scoring:
         """The request's own scores, else the draft's; its dense prefix cache saves it from reading things twice.
+
+        Args:
+            hidden: keeps what the draft, the target's own first layers, passes on; from its `first` on it is read anew.
 
         Raises:
             SparseUnsupportedError: there is no draft, or it can't score.
         """
         if request.specprefill.importance is not None:
             return Scores(request.specprefill.importance)
-        return (yield from self._by_draft(request, plan, self._task(request, plan, text)))
+        task = self._task(request, plan, text)
+        if hidden is None:
+            return (yield from self._by_draft(request, plan, task, task.question[0]))
+        task = replace(task, seen=hidden.keep)
+        return (yield from self._by_draft(request, plan, task, min(task.question[0], hidden.first)))
 
     def asked(self, request: GenerationRequest, text: PromptText) -> tuple[int, int]:
         """[start, end) of the prompt's tokens that ask."""
@@ -67,15 +77,17 @@ class PromptScorer:
             step=lambda: self.slice_size("draft"),
         )
 
-    def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ToScore) -> Scoring:
+    def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ToScore, known: int) -> Scoring:
+        """`known`: tokens that a cached prefix may cover."""
         if self.pair.draft is None:
             raise SparseUnsupportedError("no draft model is loaded")
         draft = whole_draft(self.pair.draft) if plan.rule == "paper" else self.pair.draft
         stored = draft is self.pair.draft  # the cache of prefixes is that of the layers that score by default
         prompt, label, done = task.prompt, request.label, 0
         # What asks is read anew even if the cache holds it: a hit must not change the scores.
-        hit = self.caches.draft_prefix(prompt[: task.question[0] + 1], label) if stored else None
-        task = replace(task, cache=hit.cache if hit is not None else list(make_prompt_cache(draft)))
+        hit = self.caches.draft_prefix(prompt[: known + 1], label) if stored and known else None
+        empty = empty_draft_cache(self.pair) if stored else list(make_prompt_cache(draft))
+        task = replace(task, cache=empty if hit is None else hit.cache)
         steps = Steps(scorer_for(plan.rule, self.pair.heads, self.config.scoring).score(draft, task))
         try:
             for progress in steps:
@@ -87,4 +99,5 @@ class PromptScorer:
             raise
         if stored:
             self.caches.keep_draft(prompt, task.cache, label)
-        return steps.result
+        own = whole_draft(self.pair.draft) is self.pair.target
+        return replace(steps.result, scorer="self") if own else steps.result

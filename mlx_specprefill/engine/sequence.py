@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from ..constraints import GrammarState
+from ..loading import ModelPair
 from ..request import GenerationRequest, PrefillReport, ScorerKind, SpeculationReport, Stage, Timings
 from ..sessions.continuing import Continuation
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
+from ..specprefill.staged_prefill import HiddenStates
 from ..speculative.mtp_proposer import PromptReader
 from ..speculative.proposers import Proposer
 from ..speculative.row import LastForward, SpeculativeRow
@@ -74,6 +78,8 @@ class Sequence:
         scorer, scoring: who scored the prompt, if somebody did, and how, in words.
         continuation: how a sparse prefill followed an earlier sparse turn, if it did.
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
+        staged: the caches of the target's first layers hold more tokens than the others.
+        hidden: what those layers passed on of the prompt, until the others have read it.
         stage: what the current slice works on.
         tokens: generated so far.
         grammar: the request's grammar and budget on their way through the answer.
@@ -96,6 +102,8 @@ class Sequence:
     continuation: Continuation | None = None
     cache: list[Any] = field(default_factory=list)
     shift: int = 0
+    staged: bool = False
+    hidden: HiddenStates | None = None
     stage: Stage = "queued"
     tokens: list[int] = field(default_factory=list)
     spent_ms: dict[str, float] = field(default_factory=dict)
@@ -104,6 +112,13 @@ class Sequence:
     speculation: Speculation | None = None
     draft_cache: list[Any] | None = None
     lookahead: tuple[int, ...] = ()
+
+    def model(self, pair: ModelPair) -> Callable[..., mx.array]:
+        """What reads on with the sequence's cache."""
+        if not self.staged:
+            return pair.target  # type: ignore[no-any-return]
+        assert pair.stages is not None
+        return pair.stages
 
     def spend(self, stage: Stage, ms: float) -> None:
         """Add a slice's own time to its stage; what other requests did in between does not count."""

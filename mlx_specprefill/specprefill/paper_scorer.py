@@ -43,7 +43,7 @@ class PaperScorer:
         yield from read_prompt(draft, task, M - 1)
         last = mx.array(task.prompt[-1:])[None]
         if isinstance(draft, FirstLayers):
-            looked_ahead = _last_row(draft, last, capture, task.cache)
+            looked_ahead = _last_row(draft, last, capture, task)
         else:
             looked_ahead = _look_ahead(draft, last, capture, task.cache, self.config)
         yield Progress("draft", M, M)
@@ -77,11 +77,13 @@ def _look_ahead(
     return looked_ahead
 
 
-def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, cache: list[Any]) -> mx.array:
+def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: ToScore) -> mx.array:
     """Feed the last prompt token to layers that can't say what comes next: its own row, and no token."""
     with capture.row(capture.prompt_len):
-        draft(last, cache=cache)
-    mx.eval(capture.rows, [part.state for part in cache])
+        returned = draft(last, cache=task.cache)
+    if task.seen is not None:
+        task.seen(task.prompt.size - 1, returned)
+    mx.eval(capture.rows, [part.state for part in task.cache])
     return mx.array([], dtype=mx.uint32)
 
 

@@ -39,6 +39,7 @@ class ToScore:
         cache: the draft's own mlx-lm cache, which may hold a dense prefix of the prompt up to the question at most.
             Afterwards it holds exactly the prompt.
         step: asked for the tokens of each forward.
+        seen: gets what the draft returns of the tokens from an index on, at every forward; None: nobody wants it.
     """
 
     prompt: npt.NDArray[np.int32]
@@ -47,6 +48,7 @@ class ToScore:
     stop_ids: frozenset[int]
     cache: list[Any]
     step: Callable[[], int]
+    seen: Callable[[int, mx.array], None] | None = None
 
     @classmethod
     def alone(cls, draft: nn.Module, prompt: Any, config: ScoringConfig, **given: Any) -> ToScore:
@@ -142,7 +144,9 @@ def read_prompt(
         if passage is not None and capturing is not None and passage[0] < stop:
             captured = capturing(stop, stop - start, slice(max(passage[0] - start, 0), passage[1] - start))
         with captured:
-            draft(tokens[:, start:stop], cache=task.cache)
+            returned = draft(tokens[:, start:stop], cache=task.cache)
+        if task.seen is not None:
+            task.seen(start, returned)
         mx.eval([part.state for part in task.cache])
         yield Progress("draft", stop, M)
         start = stop

@@ -1,4 +1,7 @@
-"""A draft that runs its first layers only: alone, and as the target's own layers inside the engine."""
+"""A draft that runs its first layers only: alone, and as the target's own layers inside the engine.
+
+Where the target can't be prefilled in stages (`test_staged`): all layers then read what is kept.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,8 @@ def scored(draft: nn.Module, prompt: tuple[int, ...], config: ScoringConfig, cac
 
 def own_pair(family: str = "llama", count: int | None = LAYERS, target: nn.Module | None = None) -> ModelPair:
     config = {"max_position_embeddings": 4096, "vocab_size": VOCAB}
-    return make_pair(target or tiny_model(family, 1), tokenizer(), config, draft="self", draft_layers=count)
+    pair = make_pair(target or tiny_model(family, 1), tokenizer(), config, draft="self", draft_layers=count)
+    return replace(pair, staged="the layers above read the kept tokens from the first one on")
 
 
 def asked(length: int = 200, how: SpeculationName | None = None) -> GenerationRequest:

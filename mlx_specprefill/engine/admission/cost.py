@@ -10,7 +10,7 @@ counts: the share of parameters that a token activates predicts times badly on m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -63,6 +63,11 @@ class ModelCost:
         middle += self.pair_ms * pairs + self.square_ms * squares
         return middle + self.end_ms + self.end_token_ms * (offset + tokens)
 
+    def without(self, first: ModelCost) -> ModelCost:
+        """Of the layers behind its first ones, which cost so much by themselves."""
+        names = ("fixed_ms", "token_ms", "pair_ms", "square_ms")
+        return replace(self, **{name: max(0.0, getattr(self, name) - getattr(first, name)) for name in names})
+
 
 @dataclass(frozen=True, slots=True)
 class PairCost:
@@ -70,12 +75,16 @@ class PairCost:
 
     The draft's are no more than the target's: a forward's activations grow with them, and a sparse prefill should never
     need more memory than a full one.
+
+    Attributes:
+        staged: the draft is the target's own first layers, which don't read the kept tokens again.
     """
 
     target: ModelCost
     draft: ModelCost
     target_step: int
     draft_step: int
+    staged: bool = False
 
     def steps(self, longest: int) -> tuple[int, int]:
         """The best tokens per forward of target and draft, none above `longest`."""
@@ -95,7 +104,8 @@ class PairCost:
         step, draft_step = (self.target_step, self.draft_step) if steps is None else steps
         full = self.target.prefill_ms(tokens - cached, cached, step)
         draft = self.draft.prefill_ms(tokens - draft_cached, draft_cached, draft_step)
-        return Prediction(full, draft + self.target.prefill_ms(kept, cached, step))
+        other = self.target.without(self.draft) if self.staged else self.target
+        return Prediction(full, draft + other.prefill_ms(kept, cached, step))
 
 
 def break_even(cost: PairCost, policy: SpecPrefillPolicy, longest: int = _LONGEST) -> int | None:

@@ -9,10 +9,11 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 
 from ...adapters.depth import FirstLayers
 from ...adapters.mtp import MTPHead
+from ...adapters.staged import StagedModel
 from ...cache.positioned import leaves
 from .admission import Footprint, physical_memory
 
-__all__ = ["default_limit", "measure_footprint", "measure_head_footprint", "weight_bytes"]
+__all__ = ["default_limit", "hidden_bytes", "measure_footprint", "measure_head_footprint", "weight_bytes"]
 
 _PROBE = 128  # tokens of the measuring forward
 _SHARE_OF_RAM = 0.8  # of physical memory, where the device recommends no working set
@@ -62,6 +63,11 @@ def measure_footprint(model: nn.Module | None, step: int) -> Footprint:
         elif getattr(part, "keys", None) is not None:
             per_token += _bytes_per_token(part)
     return Footprint(per_token, constant, max(0, peak) * step // _PROBE)
+
+
+def hidden_bytes(model: StagedModel) -> int:
+    """Bytes that the first layers pass on per token; nothing is computed."""
+    return int(model.lower(mx.zeros((1, 1), dtype=mx.int32), cache=model.lower.make_cache()).nbytes)
 
 
 def measure_head_footprint(head: MTPHead | str) -> Footprint:

@@ -16,7 +16,7 @@ from ..caches import EngineCaches
 from ..job import Job
 from ..stats import MemoryUse
 from .admission import Admission, Footprint
-from .footprint import default_limit, measure_footprint, measure_head_footprint, weight_bytes
+from .footprint import default_limit, hidden_bytes, measure_footprint, measure_head_footprint, weight_bytes
 from .ledger import Ledger, cache_bytes
 from .planner import Costs
 
@@ -41,6 +41,7 @@ class Memory:
         self._costs = costs
         self._target = self._draft = self._head = Footprint(0, 0, 0)
         self._weights = (0, 0)  # bytes of target and draft
+        self._hidden_bytes = 0  # per token, of what the target's first layers pass on
         self._ledger = Ledger()
         self._spare_before: int | None = None  # MLX's own limit
         self.admission = Admission(None, 0)
@@ -54,6 +55,7 @@ class Memory:
             self._target = measure_footprint(pair.target, self._costs.longest_slice("prefill"))
             self._draft = measure_footprint(pair.draft, self._costs.longest_slice("draft"))
             self._head = measure_head_footprint(pair.mtp)
+            self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
         except Exception:
             log.exception("could not measure memory use: requests are admitted without a prediction")
             limit = None
@@ -81,6 +83,8 @@ class Memory:
         need = self._target.of(tokens)
         if (request.specprefill.speculative or self._config.speculation.strategy) in ("mtp", "auto"):
             need += self._head.of(tokens)
+        if mode == "sparse" and self._hidden_bytes:  # the caches of the first layers are the target's
+            return need + self._hidden_bytes * len(request.prompt)
         return need + (self._draft.of(len(request.prompt)) if mode == "sparse" else 0)
 
     def need_dense(self, tokens: int) -> int:
@@ -129,6 +133,8 @@ class Memory:
             read = self._draft.of_held(job.done.get("draft", 0)) + self._target.of_held(job.done.get("prefill", 0))
             return max(read, self.admission.of(job.uid))
         total = cache_bytes(sequence.cache) + cache_bytes(sequence.draft_cache or ())
+        if sequence.hidden is not None:
+            total += sequence.hidden.nbytes
         if sequence.stage == "draft" and sequence.draft_cache is None:
             total += self._draft.of_held(job.done.get("draft", 0))
         drafted = sequence.speculation
@@ -147,6 +153,8 @@ class Memory:
         if sequence.stage == "decode":
             read = len(sequence.request.prompt) if sequence.kept is None else int(sequence.kept.size)
             stored = read + len(sequence.tokens)
+            if sequence.staged:
+                return self._target.of_held(stored) + self._draft.per_token * (len(sequence.request.prompt) - read)
         return self._target.of_held(stored)
 
 

@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -54,7 +54,7 @@ def calibrated(pair: ModelPair, config: EngineConfig, given_up: Callable[[], boo
     try:
         known = _known(_stored(config.calibration_file).get(_key(pair, config)))
         if known is not None:
-            return known
+            return replace(known, staged=pair.stages is not None)
         log.info("measuring what target and draft cost on this machine, once")
         return calibrate(pair, config, given_up)
     except RequestCancelled:
@@ -99,14 +99,20 @@ def calibrate(pair: ModelPair, config: EngineConfig, given_up: Callable[[], bool
 
     def read_draft(tokens: list[int], step: int) -> Generator[Progress, None, Any]:
         cache = list(make_prompt_cache(draft))
-        task = ToScore.alone(draft, tokens, config.scoring, cache=cache, step=lambda: step)
+        seen = None if pair.stages is None else _computed
+        task = ToScore.alone(draft, tokens, config.scoring, cache=cache, step=lambda: step, seen=seen)
         return scorer_for(config.rule, pair.heads, config.scoring).score(draft, task)
 
     models = (_Model(partial(_until, given_up, read), prompt) for read in (read_target, read_draft))
-    cost = _measure(*models)
+    cost = replace(_measure(*models), staged=pair.stages is not None)
     mx.clear_cache()
     _store(config.calibration_file, _key(pair, config), cost)
     return cost
+
+
+def _computed(_: int, hidden: mx.array) -> None:
+    """What the first layers of a target pass on, MLX would leave out if nobody asked for it."""
+    mx.eval(hidden)
 
 
 def _until(given_up: Callable[[], bool], read: Read, tokens: list[int], step: int) -> Generator[Progress, None, None]:

@@ -1,0 +1,185 @@
+"""A model in two parts: its first layers read the whole prompt, the others the kept tokens alone.
+
+The counterpart of `depth`: again a shallow copy of the modules around the list of layers, in which each of the first
+layers is replaced, here by an entrance that gives the hidden states of the first part in place of what it was called
+with. Embeddings, which the forward still looks up, are never computed.
+
+Forwards make one mask per kind of attention, from the cache of the first layer of that kind, and read positions there.
+In the second part that layer may be one that does not run; in its slot lies the cache of the first layer of the same
+kind that does. So each part works with its own caches alone, and these may hold different numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+from ..cache.positioned import leaves
+from ..errors import SparseUnsupportedError
+from .active import Active
+from .depth import FirstLayers, layers_of, replacing
+
+__all__ = ["StagedModel", "UpperLayers"]
+
+_hidden: Active[mx.array] = Active()
+
+
+class UpperLayers:
+    """The layers of a model behind its first ones: hidden states (B, L, ...) of the latter to logits (B, L, V).
+
+    Attributes:
+        slots: which of the whole model's caches these layers have.
+    """
+
+    def __init__(self, lower: FirstLayers) -> None:
+        whole = lower.whole
+        first = layers_of(whole)[: lower.count]
+        results = zip(first, _results(whole, first), strict=True)
+        self._model = replacing(whole, {id(layer): _Entrance(layer, count) for layer, count in results})
+        self._whole = whole
+        caches = make_prompt_cache(whole)
+        self.slots = tuple(slot for slot in range(len(caches)) if slot not in lower.slots)
+        self._instead = {slot: _stand_in(caches, slot, self.slots) for slot in lower.slots}
+
+    def __call__(self, inputs: mx.array, hidden: mx.array, cache: Sequence[Any]) -> mx.array:
+        """
+        Args:
+            inputs: the tokens (B, L) of these hidden states; some models read them in every layer.
+            cache: of these layers alone.
+        """
+        every: list[Any] = list(make_prompt_cache(self._whole))
+        for slot, part in zip(self.slots, cache, strict=True):
+            every[slot] = part
+        for slot, other in self._instead.items():
+            every[slot] = every[slot] if other is None else every[other]
+        with _hidden.during(hidden):
+            logits: mx.array = self._model(inputs, cache=every)
+        return logits
+
+
+class StagedModel:
+    """Both parts as one model, whose caches may hold more tokens in the first layers than in the others.
+
+    With caches of one length it computes what the whole model does.
+
+    Attributes:
+        whole: the model; its weights are used in place.
+        count: first layers.
+    """
+
+    def __init__(self, whole: nn.Module, count: int) -> None:
+        """
+        Raises:
+            SparseUnsupportedError: its layers can't be run in two parts.
+        """
+        self.whole = whole
+        self.count = count
+        self.lower = FirstLayers(whole, count)
+        self.upper = UpperLayers(self.lower)
+        self._check()
+
+    def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Tokens (B, L) to logits (B, L, V), with all caches of the whole model."""
+        lower, upper = self.split(cache)
+        return self.upper(inputs, self.lower(inputs, cache=lower), upper)
+
+    def split(self, cache: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The caches of the first layers, and those of the others."""
+        return [cache[slot] for slot in self.lower.slots], [cache[slot] for slot in self.upper.slots]
+
+    def join(self, lower: Sequence[Any], upper: Sequence[Any]) -> list[Any]:
+        """All caches of the whole model, in order; what `lower` has beyond those of the first layers is left out."""
+        by_slot = dict(zip(self.lower.slots, lower, strict=False)) | dict(zip(self.upper.slots, upper, strict=True))
+        return [by_slot[slot] for slot in sorted(by_slot)]
+
+    def _check(self) -> None:
+        """Nothing is computed for it."""
+        tokens = mx.zeros((1, 2), dtype=mx.int32)
+        cache = make_prompt_cache(self.whole)
+        _, upper = self.split(cache)
+        try:
+            hidden = self.lower(tokens, cache=self.lower.make_cache())
+            self.upper(tokens, hidden, upper)
+        except (TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+            raise SparseUnsupportedError(f"its layers from {self.count} on can't be run alone ({error})") from error
+        if hidden.ndim != 3 or hidden.shape[:2] != (1, 2):
+            raise SparseUnsupportedError("its layers pass on more than one hidden state per token")
+        if any(leaf.empty() for leaf in leaves(upper)):
+            raise SparseUnsupportedError(f"some of its layers from {self.count} on have no cache of their own")
+
+
+class _Entrance(nn.Module):  # type: ignore[misc]
+    """Takes the place of a layer: has its attributes, and returns the hidden states that were given instead.
+
+    Args:
+        results: how many things the layer returns; those behind the hidden states are None.
+    """
+
+    def __init__(self, layer: nn.Module, results: int | None) -> None:
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        self.results = results
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(object.__getattribute__(self, "_layer"), name)
+        return _Part(value) if isinstance(value, nn.Module) else value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = _hidden.value
+        return hidden if self.results is None else (hidden, *[None] * (self.results - 1))
+
+
+class _Part(nn.Module):  # type: ignore[misc]
+    """Part of a layer that does not run; only its attributes can be used."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_part", part)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(object.__getattribute__(self, "_part"), name)
+        return _Part(value) if isinstance(value, nn.Module) else value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("its forward calls parts of layers")
+
+
+class _Observed(nn.Module):  # type: ignore[misc]
+    """A layer whose result is looked at."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        object.__setattr__(self, "result", None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        object.__setattr__(self, "result", object.__getattribute__(self, "_layer")(*args, **kwargs))
+        return object.__getattribute__(self, "result")
+
+
+def _results(whole: nn.Module, layers: Sequence[nn.Module]) -> list[int | None]:
+    """How many things each of the layers returns, None for one that is no tuple; nothing is computed to find out."""
+    observed = {id(layer): _Observed(layer) for layer in layers}
+    replacing(whole, observed)(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(whole))
+    results = (observed[id(layer)].result for layer in layers)
+    return [len(result) if isinstance(result, tuple) else None for result in results]
+
+
+def _stand_in(caches: Sequence[Any], slot: int, others: Sequence[int]) -> int | None:
+    """The slot whose cache a forward is to find in this one: the first of its kind, else any with positions."""
+    alike = (other for other in others if _kind(caches[other]) == _kind(caches[slot]))
+    positioned = (other for other in others if hasattr(caches[slot], "offset") and hasattr(caches[other], "offset"))
+    return next(alike, next(positioned, None))
+
+
+def _kind(cache: Any) -> Hashable:
+    if isinstance(cache, CacheList):
+        return tuple(_kind(part) for part in cache.caches)
+    return type(cache), getattr(cache, "max_size", None)

@@ -1,0 +1,263 @@
+"""The target's own first layers score a prompt, and the others go on from there with what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+    make_pair,
+)
+from mlx_specprefill.adapters.staged import StagedModel
+from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, quantize_kv
+from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
+from mlx_specprefill.errors import SparseUnsupportedError
+from mlx_specprefill.sampling import greedy
+from mlx_specprefill.specprefill.staged_prefill import HiddenStates, prefill_upper
+from tests.oracle import Case, build, make_case, relative_error, vocabulary
+from tests.rows import alone, logprob_error, make_rows, prefilled
+from tests.rows import tokens as tokens_of
+from tests.slices import finish
+from tests.staged_oracle import deep_enough, masked_from, splits
+from tests.tiny import FAMILIES, VOCAB, generated, random_prompt, tiny_model, tokenizer
+
+CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0, densify=False), prefill_step=32, prefix_cache_bytes=0)
+COUNT = 12
+
+
+def own_pair(family: str = "llama", count: int = 2) -> ModelPair:
+    config = {"max_position_embeddings": 4096, "vocab_size": VOCAB}
+    return make_pair(tiny_model(family, 1), tokenizer(), config, draft="self", draft_layers=count)
+
+
+def asked(length: int = 200, seed: int = 0, **options: Any) -> GenerationRequest:
+    how = SpecPrefillOptions(**({"enabled": True, "return_spans": True} | options))
+    return GenerationRequest(random_prompt(length, seed), COUNT, specprefill=how)
+
+
+def kept_of(last: Any) -> np.ndarray:
+    return np.concatenate([np.arange(start, end) for start, end in last.account.kept_spans]).astype(np.int32)
+
+
+def assert_is_the_masked_run(pair: ModelPair, request: GenerationRequest, tokens: list[int], last: Any) -> None:
+    """Every token is what the target chooses in whose upper layers the dropped tokens are masked."""
+    assert pair.stages is not None
+    case = Case(np.asarray(request.prompt, dtype=np.int32), kept_of(last), np.array(tokens[:-1], dtype=np.int32))
+    truth = masked_from(pair.target, case, pair.stages.count)
+    assert truth.argmax(axis=-1).tolist() == tokens
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_is_that_of_a_run_masked_from_the_first_layers_on(family: str) -> None:
+    pair = own_pair(family)
+    assert pair.stages is not None, pair.staged
+    with Engine(pair, CONFIG) as engine:
+        tokens, last = generated(engine.generate(asked()))
+        assert engine.stats().fallbacks == {}
+    assert isinstance(last, Finished)
+    assert last.account.mode == "sparse"
+    assert last.account.scorer == "self"
+    assert 0 < last.account.kept_tokens < 120
+    assert_is_the_masked_run(pair, asked(), tokens, last)
+
+
+def test_the_first_layers_read_the_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = own_pair()
+    read, calls = [], type(pair.draft).__call__
+
+    def counting(module: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+        read.append(inputs.shape)
+        return calls(module, inputs, cache)
+
+    monkeypatch.setattr(type(pair.draft), "__call__", counting)
+    with Engine(pair, CONFIG) as engine:
+        read.clear()
+        tokens, _ = generated(engine.generate(asked()))
+    prompt = [length for _, length in read if length > 1]
+    assert sum(prompt) in (199, 200)  # the last token may come alone
+    assert len([1 for _, length in read if length == 1]) <= len(tokens) + 1
+
+
+def test_dense_answers_are_those_of_the_target_alone() -> None:
+    pair, request = own_pair(), asked(enabled=False)
+    with Engine(pair, CONFIG) as engine:
+        tokens, _ = generated(engine.generate(request))
+    with Engine(replace(pair, draft=None, draft_id=None, staged="no draft"), CONFIG) as engine:
+        assert generated(engine.generate(request))[0] == tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_all_kinds_answer_together_what_they_answer_alone(family: str) -> None:
+    """Staged, sparse by own scores, and dense."""
+    pair = own_pair(family)
+    scores = np.random.default_rng(0).random(150).astype(np.float32)
+    requests = [
+        asked(200, 1),
+        asked(90, 2, enabled=False),
+        asked(150, 3, importance=scores),
+        asked(260, 4),
+        asked(40, 5, enabled=False),
+    ]
+    with Engine(pair, CONFIG) as engine:
+        expected = [generated(engine.generate(request))[0] for request in requests]
+        streams = [engine.generate(request) for request in requests]
+        first = [next(stream) for stream in streams]
+        assert len(first) == len(requests)
+        assert [generated(stream)[0] for stream in streams] == expected
+
+
+def test_the_papers_rule_reads_with_all_layers() -> None:
+    """Its look-ahead needs them, so nothing is left for a second part."""
+    pair = own_pair()
+    with Engine(pair, CONFIG) as engine:
+        _, last = generated(engine.generate(asked(rule="paper")))
+    assert isinstance(last, Finished)
+    assert last.account.mode == "sparse"
+
+
+def test_answers_are_not_drafted_and_the_report_says_why() -> None:
+    with Engine(own_pair(), CONFIG) as engine:
+        _, last = generated(engine.generate(asked(speculative="retrieval")))
+    assert isinstance(last, Finished)
+    assert last.account.mode == "sparse"
+    assert last.account.speculation is not None
+    assert last.account.speculation.strategy == "autoregressive"
+    assert "different numbers of tokens" in last.account.speculation.reason
+
+
+def test_a_dense_prefix_is_not_read_again_by_the_upper_layers() -> None:
+    pair, config = own_pair(), replace(CONFIG, prefix_cache_bytes=1 << 26)
+    first = asked(300, 7, enabled=False)
+    longer = replace(asked(472, 8, enabled=None), prompt=np.concatenate([first.prompt, random_prompt(172, 9)]))
+    with Engine(pair, config) as engine:
+        generated(engine.generate(first))
+        tokens, last = generated(engine.generate(longer))
+        again, same = generated(engine.generate(longer))
+    assert isinstance(last, Finished)
+    assert isinstance(same, Finished)
+    assert last.account.cached_tokens >= 256
+    assert kept_of(last)[: last.account.cached_tokens].tolist() == list(range(last.account.cached_tokens))
+    assert_is_the_masked_run(pair, longer, tokens, last)
+    assert tokens == again
+
+
+def test_a_conversation_goes_on_right() -> None:
+    pair, config = own_pair(), replace(CONFIG, prefix_cache_bytes=1 << 26)
+    turn = asked(200, 3, enabled=None)
+    with Engine(pair, config) as engine:
+        tokens, _ = generated(engine.generate(turn))
+        prompt = np.concatenate([turn.prompt, tokens, random_prompt(60, 4)]).astype(np.int32)
+        following = replace(turn, prompt=prompt)
+        answer, last = generated(engine.generate(following))
+    assert_is_the_masked_run(pair, following, answer, last)
+
+
+def test_quantised_caches_stay_unquantised() -> None:
+    config = replace(CONFIG, kv_bits=8, kv_group_size=32)
+    pair = own_pair()
+    with Engine(pair, config) as engine:
+        tokens, last = generated(engine.generate(asked()))
+    assert_is_the_masked_run(pair, asked(), tokens, last)
+
+
+def test_layers_of_different_lengths_can_not_be_quantised() -> None:
+    split = StagedModel(tiny_model("llama", 1), 2)
+    cache = staged_cache(split, Case(*(np.arange(9, dtype=np.int32),) * 2, np.arange(0)), np.array([0, 8]))[0]
+    with pytest.raises(SparseUnsupportedError, match="different numbers of tokens"):
+        quantize_kv(cache, 32, 8)
+
+
+def test_memory_is_predicted_for_what_the_first_layers_pass_on() -> None:
+    pair = own_pair()
+    with Engine(pair, CONFIG) as engine:
+        sparse, full = (engine.memory.need(asked(400), mode) for mode in ("sparse", "full"))
+    assert sparse - full == 400 * 48 * 4  # hidden size, float32
+
+
+# --- the batch -------------------------------------------------------------------------------------------------------
+
+
+def staged_cache(split: StagedModel, case: Case, kept: np.ndarray) -> tuple[list[Any], mx.array]:
+    cache = make_positioned_cache(split.whole)
+    lower, upper = split.split(cache)
+    hidden = HiddenStates()
+    for start in range(0, case.prompt.size, 16):
+        part = mx.array(case.prompt[start : start + 16])[None]
+        hidden.keep(start, split.lower(part, cache=lower))
+    steps = prefill_upper(split, upper, case.prompt, hidden.of(kept.astype(np.int32)), kept.astype(np.int32), 11)
+    return cache, finish(steps)
+
+
+@pytest.mark.parametrize("name", ["llama+window", "qwen3_moe", "gpt_oss", "gemma3_text", "nemotron_h", "deepseek_v3"])
+def test_staged_rows_beside_dense_and_sparse_ones(name: str) -> None:
+    """Six rows that join one after the other and leave at different steps; the oracle speaks for the staged ones."""
+    model = deep_enough(name)
+    split = StagedModel(model, splits(model)[0])
+    others = make_rows(vocabulary(model), 4, seed=3)
+    cases = [make_case(vocabulary(model), 0.4, 70, COUNT, 1), make_case(vocabulary(model), 0.3, 96, COUNT, 2)]
+    batch, events = DecodeBatch(model, split), dict[int, list[Any]]()
+    for step in range(COUNT + 6):
+        if step < 4:
+            cache, logits = prefilled(model, others[step])
+            batch.add(DecodeRow(step, cache, logits, greedy, logprobs=3))
+        if step in (1, 5):
+            uid = 4 + step // 5
+            cache, logits = staged_cache(split, cases[uid - 4], cases[uid - 4].kept)
+            batch.add(DecodeRow(uid, cache, logits, greedy, logprobs=3, staged=True))
+        for uid, event in batch.step():
+            events.setdefault(uid, []).append(event)
+            if len(events[uid]) == COUNT:
+                batch.remove(uid)
+    assert len(batch) == 0
+    for uid, row in enumerate(others):
+        expected, _ = alone(model, row, COUNT)
+        assert tokens_of(events[uid]) == tokens_of(expected)
+        assert logprob_error(events[uid], expected) < 1e-4
+    for uid, case in enumerate(cases, 4):
+        following = np.array(tokens_of(events[uid])[:-1], dtype=np.int32)
+        truth = masked_from(model, replace(case, continuation=following), split.count)
+        assert truth.argmax(axis=-1).tolist() == tokens_of(events[uid])
+
+
+def test_a_staged_row_that_leaves_is_as_it_was_alone() -> None:
+    split = StagedModel(build("llama"), 2)
+    cases = [make_case(vocabulary(split.whole), 0.4, 70, 0, seed) for seed in (1, 2)]
+    batch = DecodeBatch(split.whole, split)
+    for uid, case in enumerate(cases):
+        batch.add(DecodeRow(uid, *staged_cache(split, case, case.kept), greedy, staged=True))
+    for _ in range(5):
+        batch.step()
+    left = batch.remove(0)
+    cache, logits = staged_cache(split, cases[0], cases[0].kept)
+    for token in left.tokens:
+        assert int(logits.argmax(axis=-1).item()) == token
+        logits = split(mx.array([[token]]), cache=cache)[:, -1]
+    assert relative_error(np.array(left.logits), np.array(logits)) < 1e-5
+    assert [leaf.runs.pairs() for leaf in leaves(left.cache)] == [leaf.runs.pairs() for leaf in leaves(cache)]
+
+
+# --- hidden states ---------------------------------------------------------------------------------------------------
+
+
+def test_hidden_states_are_found_by_index_across_forwards() -> None:
+    states = mx.arange(60.0).reshape(1, 20, 3)
+    hidden = HiddenStates(first=5)
+    for start, end in ((0, 4), (4, 9), (9, 10), (10, 20)):
+        hidden.keep(start, states[:, start:end])
+    kept = np.array([5, 8, 9, 13, 19], dtype=np.int32)
+    assert mx.array_equal(hidden.of(kept), states[:, mx.array(kept)]).item()
+    assert hidden.nbytes == 15 * 3 * 4

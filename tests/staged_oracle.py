@@ -1,0 +1,183 @@
+"""The truth about staged prefill: a dense run in which dropped tokens are masked in the layers from one on only.
+
+As `tests/oracle.py`, with mlx-lm's own caches, masks and rotation, and without the code under test. The layers below
+see everything; in the others a dropped token is seen by itself alone, and recurrent modules skip it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_specprefill.adapters.depth import layers_of, smallest_depth
+from mlx_specprefill.adapters.registry import STAGED_REFUSALS
+from mlx_specprefill.adapters.staged import StagedModel
+from mlx_specprefill.cache.positioned import make_positioned_cache, place
+from mlx_specprefill.errors import SparseUnsupportedError
+from tests.oracle import (
+    CHUNKS,
+    EXACT,
+    Case,
+    Logits,
+    _MaskedDense,
+    build,
+    make_case,
+    relative_error,
+    variants,
+    vocabulary,
+)
+
+
+def masked_from(model: nn.Module, case: Case, first: int) -> Logits:
+    """Logits of the last prompt token and of every continuation token, (1 + T, V); layers below `first` see all."""
+    return _MaskedFrom(model, case, first).run()
+
+
+class _MaskedFrom(_MaskedDense):
+    def __init__(self, model: nn.Module, case: Case, first: int) -> None:
+        super().__init__(model, case)
+        self.first, self.layer = first, 0
+        self.some = self.kept
+        self.kept = np.ones_like(self.some)  # what masks made from caches hide: nothing
+
+    def run(self) -> Logits:
+        with self._following_layers():
+            return super().run()
+
+    @contextmanager
+    def _following_layers(self) -> Iterator[None]:
+        """`layer` is the one that is running."""
+        numbers = {id(layer): number for number, layer in enumerate(self.model.layers)}
+        calls = {kind: kind.__call__ for kind in {type(layer) for layer in self.model.layers}}
+
+        def entering(call: Callable[..., Any]) -> Callable[..., Any]:
+            def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                self.layer = numbers.get(id(module), self.layer)
+                return call(module, *args, **kwargs)
+
+            return enter
+
+        for kind, call in calls.items():
+            kind.__call__ = entering(call)
+        try:
+            yield
+        finally:
+            for kind, call in calls.items():
+                kind.__call__ = call
+
+    def _attend(self, q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
+        if self.layer < self.first:
+            return super()._attend(q, k, v, **kwargs)
+        everything, self.kept = self.kept, self.some
+        try:
+            return super()._attend(q, k, v, **kwargs)
+        finally:
+            self.kept = everything
+
+    @contextmanager
+    def _stock_primitives(self) -> Iterator[None]:
+        """Hand-written attention hides them in its softmax."""
+        installed = mx.softmax
+
+        def normalise(logits: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+            keys = self._keys_of(logits.shape[-1]) if logits.ndim >= 4 and self.layer >= self.first else None
+            if keys is not None and logits.shape[-2] == self.coming.size:
+                everything, self.kept = self.kept, self.some
+                logits, self.kept = mx.where(self._visible(keys, None), logits, -mx.inf), everything
+            return installed(logits, *args, **kwargs)
+
+        with super()._stock_primitives():
+            mx.softmax = normalise
+            try:
+                yield
+            finally:
+                mx.softmax = installed
+
+    def _skipping(self, call: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        skip = super()._skipping(call)
+
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
+            return (call if self.layer < self.first else skip)(module, *args, **kwargs)
+
+        return run
+
+
+# --- the library's ---------------------------------------------------------------------------------------------------
+
+
+def staged(model: nn.Module, case: Case, first: int, chunks: tuple[int, ...] = CHUNKS) -> Logits:
+    """The first layers over the whole prompt, the others over the kept tokens, then one token after the other."""
+    split, caches = StagedModel(model, first), make_positioned_cache(model)
+    lower, upper = split.split(caches)
+    hidden = []
+    for start, end in _parts(case.prompt.size, chunks):
+        hidden.append(split.lower(mx.array(case.prompt[start:end])[None], cache=lower))
+        mx.eval(hidden[-1], [part.state for part in lower])
+    states = mx.concatenate(hidden, axis=1)[:, mx.array(case.kept)]
+    for start, end in _parts(case.kept.size, chunks):
+        place(upper, case.kept[start:end])
+        tokens = mx.array(case.prompt[case.kept[start:end]])[None]
+        logits = split.upper(tokens, states[:, start:end], upper)
+        mx.eval(logits, [part.state for part in upper])
+    rows = [logits[0, -1]]
+    for token in case.continuation.tolist():
+        rows.append(split(mx.array([[token]]), cache=caches)[0, -1])
+        mx.eval(rows[-1], [part.state for part in caches])
+    return np.stack([np.array(row.astype(mx.float32)) for row in rows])
+
+
+def _parts(size: int, chunks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Ends of forwards; the last token alone."""
+    start = turn = 0
+    while start < size:
+        count = 1 if start == size - 1 else min(chunks[turn % len(chunks)], size - 1 - start)
+        yield start, start + count
+        start, turn = start + count, turn + 1
+
+
+def splits(model: nn.Module) -> list[int]:
+    """Numbers of first layers among which one sees the whole prompt; of deep models the first and the last two."""
+    counts = list(range(smallest_depth(model), len(layers_of(model))))
+    return counts if len(counts) <= 4 else [*counts[:2], *counts[-2:]]
+
+
+def deep_enough(name: str) -> nn.Module:
+    """The tiny model, with twice as many layers where only the last one sees the whole prompt."""
+    model = build(name)
+    return model if splits(model) else build(name, times=2)
+
+
+@cache
+def staged_errors(name: str) -> dict[int, float | str]:
+    """By number of first layers: the error relative to the truth, or why that split is refused."""
+    model = deep_enough(name)
+    case = make_case(vocabulary(model))
+    return {first: _error(model, case, first) for first in splits(model)}
+
+
+def _error(model: nn.Module, case: Case, first: int) -> float | str:
+    try:
+        got = staged(model, case, first)
+    except SparseUnsupportedError as error:
+        return error.reason
+    return relative_error(got, masked_from(model, case, first))
+
+
+def can_be_staged(architecture: str) -> bool:
+    """What `verified.json` must say: some split is exact, and none is wrong."""
+    found = [error for name in variants(architecture) for error in staged_errors(name).values()]
+    errors = [error for error in found if isinstance(error, float)]
+    return bool(errors) and max(errors) < EXACT
+
+
+def with_staged(architecture: str, row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `verified.json` with what it says about staged prefill."""
+    version = row.pop("mlx_lm")
+    possible = row["sparse"] and row["depth"] and architecture not in STAGED_REFUSALS
+    return row | {"staged": bool(possible and can_be_staged(architecture)), "mlx_lm": version}

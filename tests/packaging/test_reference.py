@@ -29,11 +29,17 @@ def test_the_page_is_what_the_code_says(reference: ModuleType, name: str) -> Non
     assert written == reference.pages()[name], "run scripts/make_reference.py"
 
 
+def test_the_page_on_clients_has_what_connect_says(reference: ModuleType) -> None:
+    written = (DOCS / "clients" / "README.md").read_text(encoding="utf-8")
+    assert written == reference.clients_page(), "run scripts/make_reference.py"
+    assert set(re.findall(r"<!-- connect (\S+) -->", written)) == set(reference.AGENTS)
+
+
 def test_the_reference_has_every_setting_and_command(reference: ModuleType) -> None:
     pages = reference.pages()
     assert "| `MLX_SPECPREFILL_MEMORY_LIMIT` | `--memory-limit` | none | For weights" in pages["settings.md"]
     assert "| `MLX_SPECPREFILL_PREFIX_DISK_SIZE` | `--prefix-disk-size` | 20GB |" in pages["settings.md"]
-    commands = ["serve", "pull", "generate", "inspect", "calibrate", "top", "doctor", "eval"]
+    commands = ["serve", "pull", "connect", "generate", "inspect", "calibrate", "top", "doctor", "eval"]
     assert re.findall(r"^## (\w+)$", pages["cli.md"], re.MULTILINE) == commands
 
 

@@ -1,4 +1,4 @@
-"""The console command `mlx-specprefill`: serve, pull, generate, inspect, calibrate, top, doctor, eval."""
+"""The console command `mlx-specprefill`: serve, pull, connect, generate, inspect, calibrate, top, doctor, eval."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from mlx_specprefill import __version__
 
 from .calibrating import calibrate
+from .connecting import connect
 from .examining import doctor
 from .generating import generate
 from .grouped import SettingsCommand
@@ -43,7 +44,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(cls=SettingsCommand)(serve)
-for command in (pull, generate, inspect, calibrate, top, doctor):
+for command in (pull, connect, generate, inspect, calibrate, top, doctor):
     app.command()(command)
 
 

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""What the release workflow needs of this repository; tests run it.
+
+    scripts/release.py check v0.1.0          is the tag the version, and does the changelog have a section for it?
+    scripts/release.py notes 0.1.0           that section, as the release's text
+    scripts/release.py formula 0.1.0 dist/mlx_specprefill-0.1.0.tar.gz owner/name     a Homebrew formula for the sdist
+
+A release: give the changelog's "Unreleased" section its version and date, set `__version__`, commit, tag, push the tag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FORMULA = ROOT / "deploy" / "homebrew.rb.in"
+
+
+class ReleaseError(Exception):
+    """The release can't be made; says what to change."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check").add_argument("tag")
+    commands.add_parser("notes").add_argument("version")
+    brew = commands.add_parser("formula")
+    brew.add_argument("version")
+    brew.add_argument("sdist", type=Path)
+    brew.add_argument("repository")
+    options = parser.parse_args(arguments)
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    try:
+        if options.command == "check":
+            check(options.tag, version_of((ROOT / "mlx_specprefill" / "__init__.py").read_text("utf-8")), changelog)
+        elif options.command == "notes":
+            print(notes(options.version, changelog))
+        else:
+            print(formula(options.version, options.sdist, options.repository), end="")
+    except ReleaseError as error:
+        sys.exit(f"release.py: {error}")
+
+
+def version_of(source: str) -> str:
+    """`__version__` of the library's source, read without importing it."""
+    found = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
+    if found is None:
+        raise ReleaseError("mlx_specprefill/__init__.py has no __version__")
+    return found[1]
+
+
+def check(tag: str, version: str, changelog: str) -> None:
+    """Raises ReleaseError: tag, version and changelog don't agree."""
+    if tag != f"v{version}":
+        raise ReleaseError(f"the tag is {tag}, but __version__ is {version}: the tag has to be v{version}")
+    notes(version, changelog)
+
+
+def notes(version: str, changelog: str) -> str:
+    """The changelog's section of a version, without its heading.
+
+    Raises:
+        ReleaseError: there is none, or it is empty.
+    """
+    sections = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
+    for section in sections:
+        heading, _, text = section.partition("\n")
+        if re.fullmatch(rf"\[?{re.escape(version)}\]?( - \d{{4}}-\d\d-\d\d)?", heading.strip()) and text.strip():
+            return text.strip()
+    raise ReleaseError(f"CHANGELOG.md has no section `## {version} - YYYY-MM-DD` with text in it")
+
+
+def formula(version: str, sdist: Path, repository: str) -> str:
+    """The Homebrew formula that installs an sdist of a GitHub release."""
+    values = {
+        "url": f"https://github.com/{repository}/releases/download/v{version}/{sdist.name}",
+        "homepage": f"https://github.com/{repository}",
+        "sha256": hashlib.sha256(sdist.read_bytes()).hexdigest(),
+    }
+    return re.sub(r"@(\w+)@", lambda match: values[match[1]], FORMULA.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

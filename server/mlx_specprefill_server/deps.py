@@ -29,6 +29,7 @@ from .identity import Identity
 from .monitoring.access_log import current_exchange
 from .monitoring.metrics import Metrics
 from .monitoring.recent import RecentAnswers
+from .monitoring.running import RunningRequest
 from .parsers.formats import detect
 from .prompting.prompt import PromptBuilder
 from .request_body import SMALL, decompress, parse_json, read_body, validate
@@ -57,6 +58,7 @@ class Service:
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
         self.started = int(time.time())
         self._live: WeakSet[Generation | RunningInspection] = WeakSet()
+        self._lines: WeakKeyDictionary[Generation, RunningRequest] = WeakKeyDictionary()
         self._loop_calls: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopCalls] = WeakKeyDictionary()
         self._converters = ThreadPoolExecutor(CONVERTERS, thread_name_prefix="bodies")
         self.requests = 0  # POST requests that have no response yet
@@ -107,13 +109,21 @@ class Service:
         loop = asyncio.get_running_loop()
         calls = self._loop_calls.setdefault(loop, LoopCalls(loop))
         on_end = self._counted(len(jobs), identity)
-        generation = Generation(self.engine, jobs, calls, on_end, self.settings.stream_buffer, warnings)
+        exchange = current_exchange()
+        line = RunningRequest(None if exchange is None else exchange.id, identity.name, len(jobs[0].request.prompt))
+        generation = Generation(self.engine, jobs, calls, on_end, self.settings.stream_buffer, warnings, line.saw)
         self._live.add(generation)
+        self._lines[generation] = line
         if (deadline := _deadline()) is not None:
             generation.end_at(*deadline)
         if (patience := self.settings.queue_timeout_s) is not None:
             generation.begin_within(patience, QueueTimeoutError(patience))
         return generation
+
+    def running(self, identity: str | None) -> list[RunningRequest]:
+        """Requests in work, oldest first, as `RecentAnswers.newest_first` shows them to one API key or to all."""
+        lines = [line for generation, line in self._lines.items() if generation.running]
+        return sorted((one for one in lines if identity in (None, one.identity)), key=lambda line: line.begun)
 
     def inspect(self, request: GenerationRequest, identity: Identity, cache_salt: str | None) -> RunningInspection:
         """Starts an inspection; raises as `submit`."""

@@ -7,8 +7,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
+
+from mlx_specprefill import Progress
 
 from ..e2e.conftest import haystack
 from ..server.fakes import FakeEngine
@@ -192,7 +195,9 @@ def test_the_live_panel_lists_and_drops(page: Page, live: Any, engine: FakeEngin
     page.find("nav a[href='#server']").click()
     page.until(lambda: len(page.all("#cache [data-entry]")) == 2)
     page.until(lambda: "short prompt" in page.find("#recent").text)
-    assert "Prefix hits" in page.find("#now").text
+    assert "Found read before" in page.find("#now").text
+    assert "demo/target" in page.find("#model-list").text
+    page.until(lambda: len(page.find("#plots polyline").get_attribute("points").split()) > 1)
     for theme in ("light", "dark"):
         for width in ("narrow", "wide"):
             page.look(theme, width)
@@ -204,6 +209,24 @@ def test_the_live_panel_lists_and_drops(page: Page, live: Any, engine: FakeEngin
     page.find("#drop-all").click()
     page.until(lambda: "Nothing is kept" in page.find("#cache").text)
     assert engine.kept == []
+
+
+def test_requests_in_work_are_lanes(page: Page, live: Any, engine: FakeEngine) -> None:
+    release = threading.Event()
+    engine.script = lambda request: [Progress("draft", 3, 12), release, *engine.tokens("end")]
+    base, _ = live()
+    page.open(base)
+    page.find("nav a[href='#server']").click()
+    page.until(lambda: page.find("#running").text == "Nothing is being answered.")
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    call = threading.Thread(target=lambda: httpx.post(f"{base}/v1/chat/completions", json=body, timeout=60))
+    call.start()
+    page.until(lambda: "small model reads, 25 %" in page.find("#running").text)
+    assert page.all("#running .bar .queue, #running .bar .draft")
+    assert serious(page) == []
+    release.set()
+    call.join()
+    page.until(lambda: page.find("#running").text == "Nothing is being answered.")
 
 
 def test_the_theme_is_chosen_and_remembered(page: Page, live: Any) -> None:

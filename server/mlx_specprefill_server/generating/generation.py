@@ -94,11 +94,13 @@ class Generation:
         on_end: Callable[[Outcome], None] = lambda _: None,
         buffer: int = 1 << 20,
         warnings: Sequence[str] = (),
+        saw: Callable[[Event], None] = lambda _: None,
     ) -> None:
         """Submits all jobs, or none.
 
         Args:
             calls: to the running loop.
+            saw: called with every event as it arrives, whether or not its reader is there yet.
             on_end: called with every answer's outcome, before the answer's end is streamed.
             buffer: events that may wait for a reader; beyond it the answers are given up.
 
@@ -111,6 +113,8 @@ class Generation:
         self._calls = calls
         self._buffer = buffer
         self.warnings = warnings
+        self._saw = saw
+        self._closed = False
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()  # None: nothing came for a while
         self._handles: dict[int, Handle] = {}
@@ -126,6 +130,11 @@ class Generation:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def running(self) -> bool:
+        """Whether an answer is still to come, and wanted."""
+        return bool(self._open) and not self._closed
 
     @property
     def prompt(self) -> TokenIds:
@@ -148,6 +157,7 @@ class Generation:
 
     def close(self) -> None:
         """Stops whatever is still being made, within one step of the engine."""
+        self._closed = True
         self._cancel_timers()
         for index in self._open & self._handles.keys():
             self._handles[index].cancel()
@@ -221,6 +231,7 @@ class Generation:
         if self._queue_timer is not None:
             self._queue_timer.cancel()
             self._queue_timer = None
+        self._saw(item[1])
         if self._events.qsize() < self._buffer:
             self._events.put_nowait(item)
         elif self._buffer:

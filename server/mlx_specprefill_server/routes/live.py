@@ -82,6 +82,7 @@ def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
         "heartbeat_age_s": round(health.heartbeat_age_s, 3),
         **numbers,
         "memory": memory,
+        "running": [line.to_dict() for line in service.running(identity.visible_answers)],
         "recent": service.recent.newest_first(identity.visible_answers),
     }
 

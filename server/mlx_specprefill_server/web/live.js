@@ -2,19 +2,28 @@
 
 import { events, json } from "./api.js";
 import { ago, bytes, count, element, find, seconds } from "./format.js";
+import { Plot } from "./plots.js";
+import { Timeline } from "./timeline.js";
 
 const CACHE_EVERY_MS = 3000;
 const CONSUMERS = [
-  ["target_weights", "Target weights"],
-  ["draft_weights", "Draft weights"],
+  ["target_weights", "Large model"],
+  ["draft_weights", "Small model"],
   ["requests", "Requests in work"],
-  ["prefix_cache", "Prefix cache"],
-  ["sessions", "Sparse sessions"],
+  ["prefix_cache", "Texts read before"],
+  ["sessions", "Conversations read in parts"],
 ];
 
 export class LivePanel {
   constructor() {
     this.looking = null;
+    this.plots = [
+      new Plot("Tokens per second", (stats) => stats.tokens_per_second, (value) => value.toFixed(1)),
+      new Plot("Requests in work", (stats) => stats.prefilling + stats.decoding, count),
+      new Plot("Requests that wait", (stats) => stats.waiting, count),
+      new Plot("Memory in use", (stats) => stats.memory.active, bytes),
+    ];
+    find("plots").replaceChildren(...this.plots.map((plot) => plot.element));
     find("drop-all").addEventListener("click", () => this.#drop());
   }
 
@@ -23,6 +32,7 @@ export class LivePanel {
     this.looking = new AbortController();
     this.#follow(this.looking.signal);
     this.#refresh();
+    this.#models();
     this.timer = setInterval(() => this.#refresh(), CACHE_EVERY_MS);
   }
 
@@ -38,6 +48,7 @@ export class LivePanel {
         for await (const stats of events("/v1/specprefill/stats/stream", { signal })) {
           find("live-state").textContent = stats.alive ? "" : "The engine has stopped.";
           render(stats);
+          for (const plot of this.plots) plot.add(stats);
         }
       } catch (error) {
         if (signal.aborted) return;
@@ -48,6 +59,15 @@ export class LivePanel {
         find("live-state").textContent = `No connection to the server: ${error.message}`;
       }
       await new Promise((resolve) => setTimeout(resolve, 2000));
+    }
+  }
+
+  async #models() {
+    try {
+      find("model-list").replaceChildren(...(await json("/v1/models")).data.map(modelRow));
+    } catch (error) {
+      if (error.status === 401) this.#refused(error);
+      else find("live-state").textContent = error.message;
     }
   }
 
@@ -79,6 +99,7 @@ export class LivePanel {
 
 function render(stats) {
   renderNow(stats);
+  renderRunning(stats);
   renderMemory(stats.memory);
   const rows = stats.recent.map((answer) => recentRow(answer, stats.time));
   find("recent").replaceChildren(...(rows.length ? rows : [empty(9, "No answer yet.")]));
@@ -87,16 +108,38 @@ function render(stats) {
 function renderNow(stats) {
   const lookups = stats.prefix_hits + stats.prefix_misses;
   const tiles = {
-    Decoding: count(stats.decoding),
-    Prefilling: count(stats.prefilling),
+    Answering: count(stats.decoding),
+    Reading: count(stats.prefilling),
     Waiting: count(stats.waiting),
-    "Tokens per second": stats.tokens_per_second.toFixed(1),
-    "Prefix hits": lookups ? `${count(stats.prefix_hits)} of ${count(lookups)}` : "–",
+    "Found read before": lookups ? `${count(stats.prefix_hits)} of ${count(lookups)}` : "–",
     "Engine's last step": `${seconds(1000 * stats.heartbeat_age_s)} ago`,
   };
   const parts = Object.entries(tiles).map(([name, value]) =>
     element("div", {}, element("dt", { textContent: name }), element("dd", { className: "figure", textContent: value })));
   find("now").replaceChildren(...parts);
+}
+
+/** One lane each, on one axis, from when it came until now. */
+function renderRunning({ running, time }) {
+  const lanes = new Timeline();
+  for (const request of running) {
+    const begun = request.stages[0].since;
+    const lane = lanes.lane(`${count(request.prompt_tokens)} tokens, for ${seconds(1000 * (time - begun))}`);
+    for (const { stage, since } of request.stages) lane.enter(stage === "queued" ? "queue" : stage, 1000 * (since - begun));
+    lane.moveTo(1000 * (time - begun), request.total ? request.done / request.total : undefined);
+    if (request.completion_tokens) lane.note(`answer, ${count(request.completion_tokens)} tokens so far`);
+  }
+  find("running").replaceChildren(running.length ? lanes.element
+    : element("p", { className: "faint", textContent: "Nothing is being answered." }));
+}
+
+function modelRow(model) {
+  const { specprefill, draft, licence, origin } = model;
+  const facts = [`answers as ${model.id}`, draft ? `small model ${draft}` : "no small model",
+    `window of ${count(model.context_window)} tokens`,
+    specprefill.available ? "reads selectively" : `reads everything: ${specprefill.reason}`];
+  return element("li", {}, element("strong", { textContent: model.display_name }),
+    element("span", { textContent: ` ${[...facts, ...[origin, licence].filter(Boolean)].join(" · ")}` }));
 }
 
 function renderMemory(memory) {
@@ -109,7 +152,7 @@ function renderMemory(memory) {
   });
   find("memory-bar").replaceChildren(...bars);
   const lines = CONSUMERS.map(([name, label]) => fact(label, bytes(memory[name]), name));
-  lines.push(fact("Prefixes on disk", bytes(memory.prefix_disk)), fact("Held free for requests", bytes(memory.reserved)));
+  lines.push(fact("Texts read before, on disk", bytes(memory.prefix_disk)), fact("Held free for requests", bytes(memory.reserved)));
   lines.push(fact("All arrays", bytes(memory.active)), fact("Limit", memory.limit ? bytes(memory.limit) : "unknown"));
   find("memory").replaceChildren(...lines);
 }

@@ -13,7 +13,12 @@ draft and the kept tokens with the target. Both parts are measured here, as plai
     between_growth  = exponent of that time over the prompt length, between the two longest; 1 is linear
 
 A draft with calibrated heads (`heads.json` beside it) runs up to the last of them and does not look ahead; `--rule
-paper` runs all of it.
+paper` runs all of it. Where the draft is the target's own first layers (`--no-draft`), the prefill is staged: the others
+go on from what those have read, T_target(kept) is the time of these others alone, and
+
+    staged_of_full  = TTFT_sparse / TTFT_full, to compare with `staged_limit` = s / L + kept / M + 0.08
+
+`--not-staged` lets all layers read the kept tokens instead.
 
 Memory is what the arms hold beside the weights: the KV caches when the prefill is done, what the look-ahead needs
 beyond the draft's cache, and the allocator's peak up to the first token.
@@ -41,10 +46,11 @@ from rich.console import Console
 from rich.progress import track
 
 from mlx_specprefill import RULE_NAMES, EngineConfig, ModelPair, keep_pct
-from mlx_specprefill.adapters.depth import whole_draft
+from mlx_specprefill.adapters.depth import layers_of, whole_draft
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.engine.admission.cost import PairCost
 from mlx_specprefill.engine.admission.time_calibration import calibrate
+from mlx_specprefill.engine.caches import empty_draft_cache
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.shapes import SHAPES
 from mlx_specprefill.specprefill.forced import forced_mask, forced_ranges
@@ -52,6 +58,7 @@ from mlx_specprefill.specprefill.scorer import ToScore
 from mlx_specprefill.specprefill.scorers import scorer_for
 from mlx_specprefill.specprefill.selector import select_tokens
 from mlx_specprefill.specprefill.sparse_prefill import prefill
+from mlx_specprefill.specprefill.staged_prefill import HiddenStates, prefill_upper
 from mlx_specprefill.specprefill.text import TextReader
 from mlx_specprefill.speculative.row import Limits
 
@@ -79,7 +86,7 @@ class Setup:
 
 def set_up(pair: ModelPair, config: EngineConfig) -> Setup:
     if config.rule == "paper":
-        pair = replace(pair, draft=whole_draft(pair.draft), heads=None)
+        pair = replace(pair, draft=whole_draft(pair.draft), heads=None, staged="the paper's rule")
     cost = calibrate(pair, config)
     return Setup(pair, config, cost, *cost.steps(config.prefill_step), TextReader(pair.tokenizer))
 
@@ -130,12 +137,16 @@ def full_arm(setup: Setup, prompt: list[int]) -> Run:
     return run | {"full_decode_tps": decode_tps(target, cache, logits)}
 
 
-def score(setup: Setup, prompt: list[int], peak: Peak) -> tuple[Run, np.ndarray]:
-    """The stages of the draft, and its importance; its cache is gone afterwards, as in the engine."""
+def score(
+    setup: Setup, prompt: list[int], peak: Peak, hidden: HiddenStates | None
+) -> tuple[Run, np.ndarray, list[Any]]:
+    """The stages of the draft, its importance, and its cache if it goes on as a part of the target's."""
     begun = mark = time.perf_counter()
     pair, config = setup.pair, setup.config
     stops, step = pair.eos_token_ids, lambda: setup.draft_step
-    task = ToScore.alone(pair.draft, prompt, config.scoring, stop_ids=stops, step=step)
+    cache = empty_draft_cache(pair)
+    seen = None if hidden is None else hidden.keep
+    task = ToScore.alone(pair.draft, prompt, config.scoring, stop_ids=stops, step=step, cache=cache, seen=seen)
 
     def note(progress: Any) -> None:
         # The paper's scorer reads the last token with the look-ahead, which counts as one stage.
@@ -147,7 +158,8 @@ def score(setup: Setup, prompt: list[int], peak: Peak) -> tuple[Run, np.ndarray]
     scores = finish(scorer_for(config.rule, pair.heads, config.scoring).score(pair.draft, task), note)
     end = time.perf_counter()
     run = {"draft_ms": 1e3 * (end - begun), "lookahead_ms": 1e3 * (end - mark), "scoring_mib": peak.part()}
-    return run | {"draft_kv_mib": held_mib(scores.cache)}, scores.importance
+    run |= {"draft_kv_mib": held_mib(scores.cache)}
+    return run, scores.importance, [] if hidden is None else scores.cache
 
 
 def select(setup: Setup, prompt: list[int], importance: np.ndarray, keep: Fraction) -> np.ndarray:
@@ -158,11 +170,18 @@ def select(setup: Setup, prompt: list[int], importance: np.ndarray, keep: Fracti
 
 def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
     """The stages of a sparse request and their sum, then some decoding."""
-    target, peak = setup.pair.target, Peak()
-    run, importance = score(setup, prompt, peak)
+    target, stages, peak = setup.pair.target, setup.pair.stages, Peak()
+    hidden = None if stages is None else HiddenStates()
+    run, importance, lower = score(setup, prompt, peak, hidden)
     select_ms, kept = timed(lambda: select(setup, prompt, importance, keep))
     cache = make_positioned_cache(target)
-    prefill_ms, logits = timed(lambda: finish(prefill(target, cache, prompt, kept, setup.target_step)))
+    if stages is None or hidden is None:
+        prefill_ms, logits = timed(lambda: finish(prefill(target, cache, prompt, kept, setup.target_step)))
+    else:
+        _, upper = stages.split(cache)
+        cache = stages.join(lower, upper)
+        steps = prefill_upper(stages, upper, prompt, hidden.of(kept), kept, setup.target_step)
+        prefill_ms, logits = timed(lambda: finish(steps))
     token_ms, _ = timed(lambda: first_token(logits))
     return run | {
         "select_ms": select_ms,
@@ -173,7 +192,7 @@ def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
         "kept_tokens": float(kept.size),
         "sparse_peak_mib": peak.highest(),
         "sparse_kv_mib": held_mib(cache),
-        "sparse_decode_tps": decode_tps(target, cache, logits),
+        "sparse_decode_tps": decode_tps(target if stages is None else stages, cache, logits),
     }
 
 
@@ -186,7 +205,12 @@ def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[
     runs = []
     for keep in shares:
         run = full | sparse_arm(setup, prompt, keep)
-        kept_alone = plain_prefill_ms(pair.target, prompt[-int(run["kept_tokens"]) :], setup.target_step)
+        last = prompt[-int(run["kept_tokens"]) :]
+        kept_alone = plain_prefill_ms(pair.target, last, setup.target_step)
+        if pair.stages is not None:
+            kept_alone -= plain_prefill_ms(pair.stages.lower, last, setup.target_step)
+            run["staged_of_full"] = run["sparse_ttft_ms"] / run["full_ttft_ms"]
+            run["staged_limit"] = pair.stages.count / len(layers_of(pair.target)) + len(last) / len(prompt) + 0.08
         limit = draft_alone + kept_alone
         runs.append(
             run
@@ -217,6 +241,7 @@ def row(setup: Setup, tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", default="default", choices=RULE_NAMES, help="how tokens are scored and chosen")
+    parser.add_argument("--not-staged", action="store_true", help="all layers of the target read the kept tokens")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape, instead of checkpoints")
     parser.add_argument("--layers", type=int, help="of a shape's target; the draft gets the same share of its own")
     parser.add_argument("--experts", type=int, help="per expert layer of a shape; the work per token stays")
@@ -282,6 +307,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise BenchError("--lengths must be at least 64 tokens and --repeats at least 1")
     shares = [keep_pct(share, "--keep") for share in options.keep]
     pair, rng = load(options), np.random.default_rng(0)
+    if options.not_staged:
+        pair = replace(pair, staged="turned off")
     setup = set_up(pair, EngineConfig(rule=options.rule))
     repetition(setup, [int(token) for token in rng.integers(0, pair.vocab_size, 512)], shares[:1])  # not counted
     rows = []

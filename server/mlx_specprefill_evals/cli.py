@@ -24,6 +24,7 @@ from mlx_specprefill_server.cli.options import (
     Dtype,
     HeadsFile,
     Level,
+    NoDraft,
     PairName,
     PairsFile,
     Target,
@@ -71,6 +72,7 @@ def evaluate(
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,
+    no_draft: NoDraft = False,
     draft_layers: DraftLayers = None,
     draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
@@ -97,7 +99,7 @@ def evaluate(
                 raise OptionError("--chunk-size is for a pair that is loaded here; a server has its own")
             typer.echo(json.dumps(run(options, RemoteModel(server, model, api_key), _tell)))
             return
-        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         auto = "auto" if any(arm.keep == "auto" for arm in options.arms) else None
         selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
         with Engine(

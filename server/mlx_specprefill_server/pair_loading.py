@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from mlx_specprefill import (
 
 from .pairs import Pair
 from .settings import Settings
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["ONE_SHOT", "Tell", "load", "make_settings", "silent"]
 
@@ -62,18 +66,21 @@ def load(
 ) -> ModelPair:
     """The pair in memory, with the calibrated heads of its draft where they are known.
 
+    Without a draft the target's own first layers score prompts, where it can be prefilled in stages.
+
     Args:
         settings: where calibrations are kept; None: nowhere.
         calibrate: measure them where they are not known.
     """
     names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
     heads = None if pair.heads is None else Path(pair.heads)
-    # A draft that may have to propose tokens needs all of its layers.
-    early = settings is None or settings.speculative == "off"
+    own = pair.draft in (None, "self")
+    # A draft that may have to propose tokens needs all of its layers; the target's own propose nothing.
+    early = own or settings is None or settings.speculative == "off"
     with tell(f"Loading {names}"):
         loaded = load_pair(
             pair.target,
-            pair.draft,
+            "self" if own else pair.draft,
             draft_layers=pair.draft_layers,
             draft_heads=pair.draft_heads,
             heads=heads,
@@ -83,7 +90,18 @@ def load(
     if loaded.heads is None and settings is not None and pair.draft_layers is None:
         found = _heads(loaded, settings, calibrate, tell)
         loaded = loaded if found is None else with_heads(loaded, found, exit_early=early)
+    if pair.draft is None and loaded.stages is None:
+        return _alone(loaded)
     return loaded if settings is None else _with_shares(loaded, settings, calibrate, tell)
+
+
+def _alone(pair: ModelPair) -> ModelPair:
+    """The target without anything that scores prompts, and why that is so."""
+    refusal = pair.sparse_refusal or f"no draft model is loaded, and the target can't do without: {pair.staged}"
+    logger.warning("%s: full prefill only: %s", pair.target_id, refusal)
+    return replace(
+        pair, draft=None, draft_id=None, draft_context=None, draft_config=None, heads=None, sparse_refusal=refusal
+    )
 
 
 def _with_shares(pair: ModelPair, settings: Settings, calibrate: bool, tell: Tell) -> ModelPair:

@@ -17,6 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pair", default="demo", help="a name in models/pairs.toml, like demo or smollm2")
     parser.add_argument("--target", help="a folder, a GGUF file or a repository instead, with --draft")
     parser.add_argument("--draft", help="likewise; self: the target's own layers")
+    parser.add_argument("--no-draft", action="store_true", help="the target's own first layers, also of a pair")
 
 
 def loaded(options: argparse.Namespace, dtype: str = "auto") -> ModelPair:
@@ -25,7 +26,7 @@ def loaded(options: argparse.Namespace, dtype: str = "auto") -> ModelPair:
     Raises:
         OptionError, LoadError, PairsError: it is not named fully, or can't be found or read.
     """
-    return load(choose(options.pair, None, options.target, options.draft), dtype)
+    return load(choose(options.pair, None, options.target, options.draft, no_draft=options.no_draft), dtype)
 
 
 def checkpoints(options: argparse.Namespace) -> tuple[Path, Path]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import Sampler
 from mlx_specprefill.specprefill.sparse_prefill import prefill
@@ -44,8 +45,9 @@ def decode(
     model: Any, cache: list[Any], logits: mx.array, sampler: Sampler, limits: Limits
 ) -> tuple[list[int], dict[str, float]]:
     """An answer, decoded as the engine decodes a single row, and the time until its last token was read."""
-    clock, batch, tokens = Clock(), DecodeBatch(model), []
-    batch.add(DecodeRow(0, cache, logits, sampler))
+    staged = isinstance(model, StagedModel)
+    clock, batch, tokens = Clock(), DecodeBatch(model.whole, model) if staged else DecodeBatch(model), []
+    batch.add(DecodeRow(0, cache, logits, sampler, staged=staged))
     while len(tokens) < limits.max_tokens and limits.stop_ids.isdisjoint(tokens[-1:]):
         tokens += [event.token for _, event in batch.step()]
     spent = clock.read()

@@ -14,7 +14,7 @@ from mlx_specprefill import calibrate as measure_pair
 
 from .common import begin, choose, load, make_settings, notes, one_line_errors
 from .console import cost_table
-from .options import Draft, DraftLayers, Dtype, HeadsFile, Keep, Level, MaxLoss, PairName, PairsFile, Target
+from .options import Draft, DraftLayers, Dtype, HeadsFile, Keep, Level, MaxLoss, NoDraft, PairName, PairsFile, Target
 
 __all__ = ["calibrate"]
 
@@ -27,6 +27,7 @@ def calibrate(
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,
+    no_draft: NoDraft = False,
     draft_layers: DraftLayers = None,
     draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
@@ -39,7 +40,7 @@ def calibrate(
     """
     begin(log_level)
     with one_line_errors():
-        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         settings = make_settings(chosen, specprefill_keep_pct=keep, specprefill_max_loss=max_loss)
         config = settings.engine_config()
         loaded = load(chosen, dtype, settings, calibrate=True)

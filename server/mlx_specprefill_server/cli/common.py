@@ -101,15 +101,19 @@ def choose(
     draft: str | None,
     draft_layers: int | None = None,
     draft_heads: str | None = None,
+    no_draft: bool = False,
 ) -> Pair:
     """The pair that the options mean; without options the real model where it is installed, else the bundled one.
 
-    A named pair can be given another depth of its draft or other heads on it, or itself as the draft.
+    A named pair can be given another depth of its draft or other heads on it, or itself as the draft, which is what
+    `no_draft` means.
 
     Raises:
         PairsError: no such pair, or an unreadable file.
-        OptionError: a draft without a target, or a file of pairs without a name.
+        OptionError: a draft without a target or beside `no_draft`, or a file of pairs without a name.
     """
+    if no_draft and draft not in (None, "self"):
+        raise OptionError(f"--no-draft and --draft {draft} exclude each other")
     if target is not None:
         return Pair(target=target, draft=draft, draft_layers=draft_layers, draft_heads=draft_heads)
     if draft not in (None, "self"):
@@ -117,6 +121,8 @@ def choose(
     if name is None and pairs_file is not None:
         raise OptionError("--pairs-file needs --pair")
     found = _default_pair() if name is None else find_pair(name, pairs_file)
+    if no_draft and found.draft != "self":
+        draft = "self"
     # Heads fit one depth: all three change together.
     changed = {"draft_layers": draft_layers, "draft_heads": draft_heads, "heads": None}
     if draft is not None:

@@ -43,6 +43,7 @@ from .options import (
     KvBits,
     Level,
     MaxLoss,
+    NoDraft,
     PairName,
     PairsFile,
     PrefillStep,
@@ -73,6 +74,7 @@ def generate(
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,
+    no_draft: NoDraft = False,
     draft_layers: DraftLayers = None,
     draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
@@ -86,7 +88,7 @@ def generate(
     with one_line_errors():
         text = read_text(prompt_file)
         options = options_of(_ENABLED[mode], keep, max_loss)
-        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         settings = make_settings(
             chosen,
             one_shot=True,

@@ -37,6 +37,7 @@ from .options import (
     Keep,
     Level,
     MaxLoss,
+    NoDraft,
     PairName,
     PairsFile,
     Question,
@@ -65,6 +66,7 @@ def inspect(
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,
+    no_draft: NoDraft = False,
     draft_layers: DraftLayers = None,
     draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
@@ -81,7 +83,7 @@ def inspect(
             raise OptionError("--prompt-file or --shape is needed")
         text = read_text(prompt_file)
         options = options_of(None, keep, max_loss)
-        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         settings = make_settings(
             chosen, one_shot=True, rule=rule, chunk_size=chunk_size, forced_rule=forced, **ONE_SHOT
         )

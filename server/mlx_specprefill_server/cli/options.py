@@ -23,6 +23,7 @@ __all__ = [
     "KvBits",
     "Level",
     "MaxLoss",
+    "NoDraft",
     "PairName",
     "PairsFile",
     "PrefillStep",
@@ -49,7 +50,13 @@ PairsFile = Annotated[Path | None, typer.Option(help="Another file of named pair
 Target = Annotated[str | None, typer.Option(help="Folder, GGUF file or repository id of the target, not --pair.")]
 Draft = Annotated[
     str | None,
-    typer.Option(help="The same for the draft, or self: the target's own layers. None: full prefill only."),
+    typer.Option(
+        help="The same for the draft, or self: the target's own first layers. Default: self, where the target can be "
+        "prefilled in stages."
+    ),
+]
+NoDraft = Annotated[
+    bool, typer.Option("--no-draft", help="The target's own first layers score prompts, also in a pair with a draft.")
 ]
 DraftLayers = Annotated[
     int | None,

@@ -25,6 +25,7 @@ from .options import (
     HeadsFile,
     KvBits,
     MaxLoss,
+    NoDraft,
     PairName,
     PairsFile,
     PrefillStep,
@@ -42,6 +43,7 @@ _OF_THE_PAIR = (
     "pairs_file",
     "target",
     "draft",
+    "no_draft",
     "draft_layers",
     "draft_heads",
     "dtype",
@@ -54,6 +56,7 @@ def serve(
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,
+    no_draft: NoDraft = False,
     draft_layers: DraftLayers = None,
     draft_heads: HeadsFile = None,
     host: Annotated[str | None, setting("host", "Address to listen at.")] = None,
@@ -180,7 +183,7 @@ def serve(
     note_environment()
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _OF_THE_PAIR}
     with one_line_errors():
-        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads)
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         settings = make_settings(chosen, **given)
         configure_logging(settings.log_level, settings.log_format)
         outlive_the_terminal()

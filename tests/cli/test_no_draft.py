@@ -1,0 +1,71 @@
+"""A target without a draft: its own first layers score, where it can be prefilled in stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlx_specprefill import Engine, Finished, GenerationRequest, SpecPrefillOptions
+from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill_server.cli.common import OptionError, choose
+from mlx_specprefill_server.pair_loading import load, make_settings
+from mlx_specprefill_server.pairs import Pair
+from tests.tiny import generated, random_prompt, save_checkpoint
+
+PROMPT = random_prompt(200)
+
+
+def checkpoint(folder: Path, depth: int | None, family: str = "llama") -> str:
+    """A target of three layers, with calibrated heads in the first `depth` of them."""
+    target = save_checkpoint(folder / f"{family}-{depth}", family)
+    if depth is not None:
+        heads = DraftHeads((Head(depth - 1, 0, 1.0),), depth, 3, {"copy": 1.0})
+        (target / "heads.json").write_text(json.dumps(heads.to_dict()))
+    return str(target)
+
+
+def test_a_target_alone_is_prefilled_in_stages(tmp_path: Path) -> None:
+    pair = load(Pair(target=checkpoint(tmp_path, 2)), "auto")
+    assert pair.stages is not None
+    assert pair.stages.count == 2
+    assert pair.sparse_refusal is None
+    settings = make_settings(Pair(target=""), specprefill_threshold=0, prefix_cache_size=0)
+    with Engine(pair, settings.engine_config()) as engine:
+        request = GenerationRequest(PROMPT, 4, specprefill=SpecPrefillOptions(True))
+        _, last = generated(engine.generate(request))
+    assert isinstance(last, Finished)
+    assert (last.account.mode, last.account.scorer) == ("sparse", "self")
+
+
+@pytest.mark.parametrize("speculative", ["off", "auto"])
+def test_speculation_does_not_ask_for_the_layers_that_propose_nothing(tmp_path: Path, speculative: str) -> None:
+    chosen = Pair(target=checkpoint(tmp_path, 2))
+    settings = make_settings(chosen, specprefill_threshold=0, speculative=speculative)
+    assert load(chosen, "auto", settings).stages is not None
+
+
+@pytest.mark.parametrize("depth", [None, 3])
+def test_without_layers_that_score_it_is_the_target_alone(tmp_path: Path, depth: int | None) -> None:
+    """Nothing is calibrated, or its heads take all layers: then nothing is gained."""
+    pair = load(Pair(target=checkpoint(tmp_path, depth)), "auto")
+    assert (pair.draft, pair.draft_id, pair.heads) == (None, None, None)
+    assert pair.sparse_refusal is not None
+    assert "no draft model is loaded" in pair.sparse_refusal
+
+
+def test_a_pair_keeps_its_draft_unless_it_is_told_not_to(tmp_path: Path) -> None:
+    target, draft = checkpoint(tmp_path, 2), checkpoint(tmp_path / "draft", None)
+    assert load(Pair(target=target, draft=draft), "auto").stages is None
+    file = tmp_path / "pairs.toml"
+    file.write_text(f'[mine]\ntarget = "{target}"\ndraft = "{draft}"\n')
+    assert choose("mine", file, None, None).draft == draft
+    alone = choose("mine", file, None, None, no_draft=True)
+    assert (alone.draft, alone.target) == ("self", target)
+    assert load(alone, "auto").stages is not None
+
+
+def test_a_draft_and_none_exclude_each_other() -> None:
+    with pytest.raises(OptionError, match="--no-draft and --draft other exclude each other"):
+        choose(None, None, "target", "other", no_draft=True)

@@ -33,8 +33,9 @@ def test_the_page_asks_no_other_host_and_writes_no_markup() -> None:
         text = content.decode()
         if name not in ("icon.svg", "plots.js") and not name.startswith("vendor/"):  # namespaces and comments: names
             assert not re.search(r"(https?:)?//[a-z]+\.", text), name
-        assert "innerHTML" not in text
-        assert "insertAdjacentHTML" not in text
+        if not name.startswith("vendor/"):
+            assert "innerHTML" not in text
+            assert "insertAdjacentHTML" not in text
     page = FILES["index.html"].decode()
     for used in re.findall(r'(?:src|href)="(/web/[^"]+)"', page):
         assert used.removeprefix("/web/") in FILES

@@ -81,6 +81,7 @@ class Page:
             name,
         )
         self.until(lambda: (len(self.all("#documents .chip")), self.find("#notice").text) != before)
+        self.until(lambda: not self.find("#notice").text.startswith("Reading "))
         self.until(lambda: "…" not in self.run("return document.getElementById('documents').textContent"))
 
     def ask(self, question: str) -> WebElement:

@@ -16,6 +16,36 @@ def heard(engine: FakeEngine, number: int = -1) -> str:
     return str(engine.pair.tokenizer.decode(asked[number].prompt.tolist()))
 
 
+def pdf(*pages: str) -> bytes:
+    """A file of one line per page."""
+    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
+    objects = [
+        "<</Type/Catalog/Pages 2 0 R>>",
+        f"<</Type/Pages/Count {len(pages)}/Kids[{kids}]>>",
+        "<</Type/Font/Subtype/Type1/BaseFont/Helvetica/Encoding/WinAnsiEncoding>>",
+    ]
+    for i, line in enumerate(pages):
+        show = f"BT /F 12 Tf 20 100 Td ({line}) Tj ET"
+        box = "/MediaBox[0 0 400 200]/Resources<</Font<</F 3 0 R>>>>"
+        objects.append(f"<</Type/Page/Parent 2 0 R{box}/Contents {5 + 2 * i} 0 R>>")
+        objects.append(f"<</Length {len(show)}>>stream\n{show}\nendstream")
+    data, places = b"%PDF-1.4\n", []
+    for number, written in enumerate(objects, 1):
+        places.append(len(data))
+        data += f"{number} 0 obj {written} endobj\n".encode("latin-1")
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    end = f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}trailer<</Size {len(objects) + 1}/Root 1 0 R>>\n"
+    return data + end.encode() + f"startxref\n{len(data)}\n%%EOF".encode()
+
+
+def test_a_pdf_becomes_its_text(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop(pdf("The code is 471128.", "Caf\xe9 closed."), "paper.pdf")
+    page.ask("What is the code?")
+    assert "The code is 471128.\n\nCaf\xe9 closed.\n\nWhat is the code?" in heard(engine)
+
+
 def test_a_document_that_comes_later_goes_with_the_next_question(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live()
     page.open(base)
@@ -75,8 +105,9 @@ def test_the_servers_own_refusal_of_a_length_leaves_no_card(page: Page, live: An
 @pytest.mark.parametrize(
     ("data", "name", "says"),
     [
-        (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj", "paper.pdf", "is a PDF"),
-        (b"%PDF-1.4 all of it letters", "letter.txt", "is a PDF"),
+        (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj", "paper.pdf", "The PDF paper.pdf can't be read"),
+        (b"%PDF-1.4 all of it letters", "letter.txt", "The PDF letter.txt can't be read"),
+        (pdf(""), "scan.pdf", "The PDF scan.pdf has no text in it"),
         (bytes(range(256)) * 4, "photo.jpg", "photo.jpg is not a text file"),
         (b"text\0with zeros", "core", "core is not a text file"),
         (b"  \n", "empty.txt", "has no text"),

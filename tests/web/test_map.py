@@ -119,6 +119,9 @@ def test_the_three_steps_can_be_walked_through(page: Page, live: Any) -> None:
     assert not page.find("#step-back").is_enabled()
     page.find("#step-on").click()
     assert "Step 2 of 3. The best parts are chosen" in page.find("#step").text
+    page.find("#step-play").click()
+    assert "Step 1 of 3." in page.find("#step").text
+    page.until(lambda: "Step 2 of 3." in page.find("#step").text)
     page.find("#step-on").click()
     assert "Step 3 of 3. The large model reads only these" in page.find("#step").text
     assert not page.find("#chunk-3").is_displayed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from mlx_specprefill import Progress
+from mlx_specprefill import Prediction, Progress
 
 from ..e2e.conftest import haystack
+from ..server import fakes
 from ..server.fakes import FakeEngine
 from ..serving import Server
 from .conftest import Page
@@ -31,6 +33,12 @@ new MutationObserver((changes) => {
 BAR_ENDS = """
 return [...document.querySelectorAll(".timeline .bar")].map(
   (bar) => bar.lastElementChild.getBoundingClientRect().left - bar.getBoundingClientRect().left);
+"""
+
+
+BAR_WIDTHS = """
+return [...document.querySelectorAll(".timeline .bar")].map(
+  (bar) => bar.lastElementChild.getBoundingClientRect().right - bar.getBoundingClientRect().left);
 """
 
 
@@ -95,6 +103,24 @@ def test_one_click_shows_what_it_is_about(page: Page, server: Server) -> None:
     page.reload()
     assert page.find(".headline").text == said  # and no second sample
     assert page.all("#documents .chip") == []
+
+
+def test_without_a_comparison_the_other_way_is_predicted(page: Page, live: Any, monkeypatch: Any) -> None:
+    plain = fakes.account
+    monkeypatch.setattr(fakes, "account", lambda request: replace(plain(request), predicted=Prediction(13_300, 4_300)))
+    base, _ = live()
+    page.open(base)
+    page.set("#mode", "sparse")
+    turn = page.ask("Hello")
+    headline = turn.find_element("css selector", ".headline").text
+    assert re.fullmatch(
+        r"First word after \S+ m?s instead of about 13\.3 s\. 50 % of the text was not read\. Already read: 1 of .*",
+        headline,
+    )
+    guess = turn.find_element("css selector", ".predicted")
+    assert guess.text == "Full reading\nabout 13.3 s to the first word, predicted"
+    own, other = page.run(BAR_WIDTHS)
+    assert own < 0.3 * other
 
 
 def test_what_declined_says_why(page: Page, live: Any) -> None:

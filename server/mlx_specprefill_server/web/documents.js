@@ -69,6 +69,7 @@ export class Documents {
   async take(files) {
     const refused = [];
     for (const file of files) {
+      this.tell(`Reading ${file.name} …`);
       try {
         this.add(file.name, await textOf(file));
       } catch (error) {

@@ -5,6 +5,7 @@ import { Minimap } from "./minimap.js";
 import { readTokens, whatIf } from "./selection.js";
 
 const LEVELS = 6;
+const STEP_MS = 4000;
 const STEPS = [
   { scores: true, show: "all", plain: true, text: "The small model reads everything and scores each part by how much it looks at it when the question comes." },
   { scores: false, show: "all", plain: false, text: "The best parts are chosen, with their sentences. Some are always kept: the beginning, instructions, the question." },
@@ -26,8 +27,9 @@ export class TextMap {
     find("scores").addEventListener("change", () => this.#layer());
     find("what-if").addEventListener("input", () => this.#suppose(Number(find("what-if").value)));
     find("as-read").addEventListener("click", () => this.#suppose(null));
-    find("step-back").addEventListener("click", () => this.#go(this.step - 1));
-    find("step-on").addEventListener("click", () => this.#go(this.step + 1));
+    find("step-back").addEventListener("click", () => this.#walk(this.step - 1));
+    find("step-on").addEventListener("click", () => this.#walk(this.step + 1));
+    find("step-play").addEventListener("click", () => this.#play());
     this.clear();
   }
 
@@ -50,7 +52,7 @@ export class TextMap {
     find("map-title").textContent = account ? "What was read" : "What would be read";
     find("map-question").textContent = title;
     this.#suppose(null);
-    this.#go(1);
+    this.#walk(1);
     this.#describe(-1);
     this.#reveal();
   }
@@ -106,6 +108,18 @@ export class TextMap {
 
   #layer() {
     this.list.dataset.scores = find("scores").checked ? "yes" : "no";
+  }
+
+  /** By hand, which ends what plays by itself. */
+  #walk(step) {
+    clearTimeout(this.playing);
+    this.#go(step);
+  }
+
+  /** One step after the other, each long enough to be read. */
+  #play(step = 0) {
+    this.#walk(step);
+    if (step < STEPS.length - 1) this.playing = setTimeout(() => this.#play(step + 1), STEP_MS);
   }
 
   #go(step) {

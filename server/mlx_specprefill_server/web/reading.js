@@ -1,6 +1,9 @@
 // A file as text, or a reason why it is none.
 
+import { pdfText } from "./pdf.js";
+
 const LARGEST = 16 * 1024 * 1024; // bytes; the server takes 32 MB in all
+const LARGEST_PDF = 128 * 1024 * 1024; // most of which are pictures
 const MARKUP = /\.x?html?$/i;
 const UNSEEN = "script, style, noscript, template, svg, nav, head";
 const BLOCKS = "p, div, section, article, li, tr, h1, h2, h3, h4, h5, h6, pre, blockquote, br, dt, dd";
@@ -9,11 +12,11 @@ export class UnreadableError extends Error {}
 
 /** The text of a dropped or chosen file. */
 export async function textOf(file) {
-  if (file.size > LARGEST) throw new UnreadableError(`${file.name} is larger than ${LARGEST >> 20} MB.`);
+  const pdf = (await file.slice(0, 5).text()) === "%PDF-"; // whatever its name is
+  const most = pdf ? LARGEST_PDF : LARGEST;
+  if (file.size > most) throw new UnreadableError(`${file.name} is larger than ${most >> 20} MB.`);
   const bytes = new Uint8Array(await file.arrayBuffer());
-  if (beginsWith(bytes, "%PDF-")) {
-    throw new UnreadableError(`${file.name} is a PDF, which this page can't read. Save it as text, or copy its text and paste it here.`);
-  }
+  if (pdf) return textOfPdf(file.name, bytes);
   const text = decoded(bytes);
   if (text === null) throw new UnreadableError(`${file.name} is not a text file.`);
   const plain = MARKUP.test(file.name) || file.type === "text/html" ? withoutMarkup(text) : text;
@@ -21,7 +24,17 @@ export async function textOf(file) {
   return plain.replaceAll("\r\n", "\n").trimEnd();
 }
 
-const beginsWith = (bytes, word) => [...word].every((letter, index) => bytes[index] === letter.charCodeAt(0));
+async function textOfPdf(name, bytes) {
+  let text;
+  try {
+    text = await pdfText(bytes);
+  } catch (error) {
+    const why = error.name === "PasswordException" ? "is locked with a password" : `can't be read: ${error.message}`;
+    throw new UnreadableError(`The PDF ${name} ${why}`.replace(/\.?$/, "."));
+  }
+  if (!text) throw new UnreadableError(`The PDF ${name} has no text in it, only pictures of pages. Recognise its text with another program first.`);
+  return text;
+}
 
 /** UTF-8, or UTF-16 with its mark; null for what is neither, or has zero bytes in it. */
 function decoded(bytes) {

@@ -2,7 +2,7 @@
 
 import { Arm } from "./arm.js";
 import { chip } from "./documents.js";
-import { element, percent, seconds } from "./format.js";
+import { count, element, percent, seconds } from "./format.js";
 import { copyText } from "./markdown.js";
 import { Timeline } from "./timeline.js";
 
@@ -96,6 +96,8 @@ function headlineOf({ account, first, text, state }, other, documents) {
   parts.push(". ");
   if (sparse) parts.push(`${percent(1 - account.kept_tokens / account.prompt_tokens)} of the ${what} was not read. `);
   else if (!other) parts.push(`All of the ${what} was read. `);
+  const { cached_tokens: known, kept_tokens: kept } = account;
+  if (known) parts.push(`Already read: ${count(known)} of ${count(kept)} tokens. `);
   if (other?.account && state === "done") parts.push(text.trim() === other.text.trim() ? "Same answer." : "The answers differ.");
   return parts;
 }

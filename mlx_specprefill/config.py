@@ -33,7 +33,7 @@ __all__ = [
 _LONG_PROMPT = 8192  # tokens
 EXPECTED_AUTO = Fraction(3, 10)  # what "auto" is taken to keep before anything is scored
 
-SpeculationName = Literal["auto", "off", "draft", "retrieval", "triforce", "mtp"]
+SpeculationName = Literal["auto", "off", "draft", "retrieval", "triforce", "mtp", "ngram"]
 SPECULATION_NAMES: tuple[SpeculationName, ...] = get_args(SpeculationName)
 ForcedRule = Literal["template", "last-token"]
 RuleName = Literal["default", "paper"]
@@ -193,13 +193,16 @@ class SpeculationConfig:
     rebuild_below: float = 0.9  # moving average of acceptance under which they are chosen anew at once
     sinks: int = 16  # first tokens that triforce's small model keeps
     window: int = 1024  # recent tokens that it keeps
+    ngram: int = 8  # tokens that are proposed at a time of what followed an earlier place like this one
+    ngram_match: int = 3  # last tokens that have to be the same there
     gather_above: int = 16384  # prompt tokens above which a draft's cache is cut down to what the target kept
     min_gain: float = 1.15  # predicted speed-up at which "auto" engages
 
     def __post_init__(self) -> None:
         if self.strategy not in SPECULATION_NAMES:
             raise ValueError(f"speculation must be one of {', '.join(SPECULATION_NAMES)}, got {self.strategy!r}")
-        if min(self.gamma, self.gamma1, self.gamma2, self.chunk, self.stride, self.window) < 1 or self.sinks < 0:
+        counts = (self.gamma, self.gamma1, self.gamma2, self.chunk, self.stride, self.window, self.ngram)
+        if min(*counts, self.ngram_match) < 1 or self.sinks < 0:
             raise ValueError("numbers of tokens must be positive")
         if self.budget < 4 * self.chunk:
             raise ValueError(f"a budget of {self.budget} tokens is less than four chunks of {self.chunk}")

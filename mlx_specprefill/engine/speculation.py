@@ -33,8 +33,9 @@ from .sequence import Sequence, Speculation
 __all__ = ["Speculator"]
 
 log = logging.getLogger(__name__)
-_PRIORS: dict[StrategyName, float] = {"draft": 0.75, "retrieval": 0.9, "triforce": 0.9, "mtp": 0.7}
+_PRIORS: dict[StrategyName, float] = {"draft": 0.75, "retrieval": 0.9, "triforce": 0.9, "mtp": 0.7, "ngram": 0.7}
 _INNER_PRIOR = 0.7
+_COVERAGE_PRIORS: dict[StrategyName, float] = {"ngram": 0.5}  # the others propose in every round
 _ENOUGH = 24  # judged tokens after which a row's own acceptance counts
 
 
@@ -54,6 +55,7 @@ class Speculator:
         self._costs: DecodeCosts | None = None
         self._outer = {name: Acceptance(prior) for name, prior in _PRIORS.items()}
         self._inner = Acceptance(_INNER_PRIOR)
+        self._coverage = {name: Acceptance(_COVERAGE_PRIORS.get(name, 1.0)) for name in _PRIORS}
         self._rows: dict[int, Speculation] = {}
         self._turns: deque[int] = deque()
 
@@ -83,7 +85,7 @@ class Speculator:
         return self._refusals
 
     def _automatic(self, request: GenerationRequest, context: int, read: bool) -> Speculation:
-        for known in (*self._outer.values(), self._inner):
+        for known in (*self._outer.values(), *self._coverage.values(), self._inner):
             known.forget()
         if self._scheduler.decoding:
             return Speculation(None, "other answers are running, and a shared forward is cheaper")
@@ -94,23 +96,26 @@ class Speculator:
         if not possible:
             reasons = {reason for reason in self.refusals.values() if reason is not None}
             return Speculation(None, "; ".join(sorted(reasons)) or "the draft has not read the prompt")
-        gains = {name: self._gain(name, context, self._outer[name].rate, self._inner.rate) for name in possible}
+        gains = {
+            name: self._gain(name, context, self._outer[name].rate, self._inner.rate, self._coverage[name].rate)
+            for name in possible
+        }
         best = max(gains, key=lambda name: gains[name])
         said = f"{best} is predicted to be {gains[best]:.2f} times as fast, {self.config.min_gain:g} is needed"
         if gains[best] < self.config.min_gain:
             return Speculation(None, said)
         return Speculation(best, said, auto=True, context=context)
 
-    def _gain(self, name: StrategyName, context: int, outer: float, inner: float) -> float:
+    def _gain(self, name: StrategyName, context: int, outer: float, inner: float, coverage: float) -> float:
         draft_context = self.config.window if name == "triforce" else context
-        inputs = GainInputs(context, draft_context, outer, inner)
+        inputs = GainInputs(context, draft_context, outer, inner, coverage)
         return predicted_gain(name, self.costs, self.config, inputs)
 
     @property
     def costs(self) -> DecodeCosts:
         if self._costs is None:
             config = self.config
-            rows = (1, config.gamma + 1, config.gamma1 + 1, config.gamma2 + 1)
+            rows = (1, *(count + 1 for count in (config.gamma, config.gamma1, config.gamma2, config.ngram)))
             drafts = self.pair.draft is not None and self.refusals["draft"] is None
             draft = measure_forwards(self.pair.draft, (1,))[1] if drafts else None
             head = None if isinstance(self.pair.mtp, str) else measure_head(self.pair.mtp)
@@ -236,7 +241,7 @@ class Speculator:
             return None
         inner = row.proposer.inner
         rates = row.acceptance.rate or 0.0, (inner.rate if inner is not None else None) or 0.0
-        gain = self._gain(chosen.strategy, chosen.context + len(row.tokens), *rates)
+        gain = self._gain(chosen.strategy, chosen.context + len(row.tokens), *rates, row.coverage.rate or 1.0)
         return f"too few proposals were accepted ({rates[0]:.0%})" if gain < 1 else None
 
     def remove(self, uid: int) -> Speculation:
@@ -246,6 +251,7 @@ class Speculator:
         self._turns.remove(uid)
         if chosen.strategy is not None:
             self._outer[chosen.strategy].add(row.acceptance.accepted, row.acceptance.judged)
+            self._coverage[chosen.strategy].add(row.coverage.accepted, row.coverage.judged)
         if row.proposer.inner is not None:
             self._inner.add(row.proposer.inner.accepted, row.proposer.inner.judged)
         return chosen

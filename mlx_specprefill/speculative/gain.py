@@ -67,12 +67,14 @@ class GainInputs:
     Attributes:
         context: tokens in the target's cache; `draft_context` in the draft's.
         outer: acceptance of the target's verification; `inner` that of the level below, if there is one.
+        coverage: share of rounds in which something is proposed at all.
     """
 
     context: int
     draft_context: int
     outer: float
     inner: float = 0.0
+    coverage: float = 1.0
 
 
 def expected_tokens(acceptance: float, gamma: int) -> float:
@@ -89,6 +91,8 @@ def predicted_gain(strategy: str, costs: DecodeCosts, config: SpeculationConfig,
     draft = 0.0 if costs.draft is None else costs.draft.at(inputs.draft_context)
     if strategy == "draft":
         gamma, proposing = config.gamma, config.gamma * draft
+    elif strategy == "ngram":
+        gamma, proposing = config.ngram, 0.0
     elif strategy == "mtp":
         gamma, proposing = config.gamma, config.gamma * (0.0 if costs.head is None else costs.head.at(inputs.context))
     elif strategy == "retrieval":
@@ -99,7 +103,9 @@ def predicted_gain(strategy: str, costs: DecodeCosts, config: SpeculationConfig,
         rounds = max(1.0, gamma / expected_tokens(inputs.inner, config.gamma1))
         proposing = inner * rounds + _choosing(costs, config, inputs)
     verifying = costs.target[gamma + 1].at(inputs.context)
-    return expected_tokens(inputs.outer, gamma) * plain / (proposing + verifying)
+    drafted, rest = inputs.coverage, 1 - inputs.coverage
+    tokens = drafted * expected_tokens(inputs.outer, gamma) + rest
+    return tokens * plain / (drafted * (proposing + verifying) + rest * plain)
 
 
 def _choosing(costs: DecodeCosts, config: SpeculationConfig, inputs: GainInputs) -> float:

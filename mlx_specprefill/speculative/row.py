@@ -75,6 +75,7 @@ class SpeculativeRow:
         tokens: returned so far.
         steps: target forwards since the prefill.
         acceptance: of the proposed tokens.
+        coverage: rounds in which something was proposed, of all that could have had a proposal.
         early: events of the tokens that the prefill's last forward has verified.
         proposing: the proposer is at work: if it raises, the row itself is as good as before.
     """
@@ -101,6 +102,7 @@ class SpeculativeRow:
         self.tokens: list[int] = []
         self.steps = 0
         self.acceptance = AcceptanceCounts()
+        self.coverage = AcceptanceCounts()
         self.logits = logits[:1]
         self._sampler = sampler
         self._logprobs = logprobs
@@ -159,6 +161,8 @@ class SpeculativeRow:
         proposal = Proposal()
         if room > 0 and self._next not in self.limits.stop_ids:
             proposal = yield from self._propose(text, min(self.gamma, room))
+            self.coverage.judged += 1
+            self.coverage.accepted += bool(proposal.tokens)
         tokens, distributions = proposal.tokens[:room], proposal.distributions[:room]
         if tokens:
             yield

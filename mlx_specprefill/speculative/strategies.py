@@ -23,6 +23,7 @@ from ..errors import SparseUnsupportedError
 from ..request import Progress
 from ..token_ids import TokenIds
 from .mtp_proposer import MTPProposer, PromptReader
+from .ngram_proposer import NgramProposer
 from .proposers import Drafter, DraftModelProposer, Proposer
 from .retrieval_proposer import RetrievalPromptCache, RetrievalProposer, TriForceProposer
 from .rollback import rollback_refusal
@@ -30,7 +31,7 @@ from .streaming_cache import StreamingKVCache
 
 __all__ = ["STRATEGIES", "ProposerInputs", "Strategy", "StrategyName", "gathered", "refusals", "streaming_drafter"]
 
-StrategyName = Literal["draft", "retrieval", "triforce", "mtp"]
+StrategyName = Literal["draft", "retrieval", "triforce", "mtp", "ngram"]
 _STREAM_STEP = 256  # tokens per forward while the small model reads
 
 
@@ -107,11 +108,17 @@ def _mtp(given: ProposerInputs) -> Start:
     yield
 
 
+def _ngram(given: ProposerInputs) -> Start:
+    return NgramProposer(given.prompt, given.config)
+    yield
+
+
 STRATEGIES: dict[StrategyName, Strategy] = {
     "draft": Strategy(_draft, lambda config: config.gamma, needs_draft=True, needs_reading=True),
     "retrieval": Strategy(_retrieval, lambda config: config.gamma2, needs_retrieval=True),
     "triforce": Strategy(_triforce, lambda config: config.gamma2, needs_draft=True, needs_retrieval=True),
     "mtp": Strategy(_mtp, lambda config: config.gamma, needs_head=True),
+    "ngram": Strategy(_ngram, lambda config: config.ngram),
 }
 
 

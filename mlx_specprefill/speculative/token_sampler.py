@@ -38,8 +38,9 @@ class TokenSampler:
     ) -> None:
         self._filtered = None if params.temperature == 0 else filtered_logits(params, vocab_size)
         self._processors = processors
-        self._guide = grammar
+        self._grammar = grammar
         self._committed = 0
+        self._size = vocab_size
         self.stops = stops
         self.rng: Rng = NumpyRng(params.seed)
 
@@ -50,8 +51,8 @@ class TokenSampler:
             InvalidRequestError: the grammar has become too complex to follow.
         """
         rows = logits.astype(mx.float32)
-        if self._guide is not None:
-            rows = mx.where(self._allowed(self._guide, before, fed, rows.shape[-1]), rows, -mx.inf)
+        if self._grammar is not None:
+            rows = mx.where(self._allowed(self._grammar, before, fed, rows.shape[-1]), rows, -mx.inf)
         if self._processors:
             rows = mx.concatenate([self._processed(rows[i : i + 1], [*before, *fed[:i]]) for i in range(len(rows))])
         if self._filtered is None:
@@ -60,23 +61,44 @@ class TokenSampler:
         weights = np.exp(np.array(self._filtered(rows), dtype=np.float64))
         return list(weights / weights.sum(axis=-1, keepdims=True))
 
+    def permitted(self, before: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of `tokens`, from the first on, the grammar lets follow the generated tokens `before`.
+
+        Raises:
+            InvalidRequestError: the grammar has become too complex to follow.
+        """
+        if self._grammar is None:
+            return len(tokens)
+        ahead = self._ahead(self._grammar, before)
+        for count, token in enumerate(tokens):
+            mask = ahead.allowed(max(self._size, token + 1))
+            if mask is not None and not mask[token]:
+                return count
+            ahead.accept(token)
+        return len(tokens)
+
     def commit(self, tokens: Sequence[int]) -> None:
         """These tokens are part of the answer."""
-        if self._guide is not None:
+        if self._grammar is not None:
             for token in tokens:
-                self._guide.accept(token)
+                self._grammar.accept(token)
             self._committed += len(tokens)
 
     def _allowed(self, grammar: GrammarState, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:
         """What the grammar lets follow each row, (1 + F, V) bool."""
-        ahead = grammar.fork()
-        for token in before[self._committed :]:
-            ahead.accept(token)
+        ahead = self._ahead(grammar, before)
         masks = [ahead.allowed(size)]
         for token in fed:
             ahead.accept(token)
             masks.append(ahead.allowed(size))
         return mx.array(np.stack([np.ones(size, np.bool_) if mask is None else mask for mask in masks]))
+
+    def _ahead(self, grammar: GrammarState, before: Sequence[int]) -> GrammarState:
+        """After these generated tokens; the grammar itself stays where it is."""
+        ahead = grammar.fork()
+        for token in before[self._committed :]:
+            ahead.accept(token)
+        return ahead
 
     def _processed(self, row: mx.array, text: Sequence[int]) -> mx.array:
         history, row = mx.array(list(text), dtype=mx.int32), mx.array(row)  # mlx-lm's processors write in place

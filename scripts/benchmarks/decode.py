@@ -1,11 +1,12 @@
 """Answers by proposals against one token per forward, in one run.
 
-Four parts, chosen with `--parts`:
+Five parts, chosen with `--parts`:
 
 - `needle`: questions about codes in a long text, answered by the trained pair. Acceptance at both levels, tokens per
   target forward and time per token, for every strategy and for a StreamingLLM cache of the retrieval's budget that the
   target drafts on (the comparison of TriForce's table 1).
 - `real`: passages of the standard library's documentation, to be explained; for pairs that can (`--pair smollm2`).
+- `edit`: sources of the standard library, to be written again with an edit; the same.
 - `shape`: random weights in a shape whose decoding reads far more keys and values than weights, on a cache of random
   keys. The draft shares the target's embeddings up to noise, which controls how often it is right.
 - `gate`: requests that say `auto` and `off`, interleaved, through the engine, where speculation can't win.
@@ -51,12 +52,13 @@ from mlx_specprefill.speculative.token_sampler import TokenSampler
 
 from .harness import BenchError, pairs
 from .harness.figures import Clock, ratio, show_rows
-from .harness.prompts import codes_prompt, passage_prompt
+from .harness.prompts import codes_prompt, edit_prompt, passage_prompt
 from .harness.stages import decode, finish, full_prefill
 
 PLAIN, MEANS, STREAMING = "autoregressive", "means", "streaming"
 ARMS = (PLAIN, *(name for name, strategy in STRATEGIES.items() if not strategy.needs_head), MEANS, STREAMING)
-PARTS = ("needle", "real", "shape", "gate")
+PARTS = ("needle", "real", "edit", "shape", "gate")
+PROMPTS = {"real": passage_prompt, "edit": edit_prompt}
 SINKS = 16
 QUICK = {"lengths": [1024], "n": 2, "context": 4096, "noise": [0.3], "repeats": 1}
 
@@ -85,7 +87,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     pair = pairs.loaded(options)
     parts: dict[str, tuple[Sequence[Any], Callable[[Any], list[Row]]]] = {
         "needle": (options.lengths, lambda length: needle(pair, options, length)),
-        "real": (options.lengths, lambda length: real(pair, options, length)),
+        "real": (options.lengths, lambda length: real(pair, options, length, "real")),
+        "edit": (options.lengths, lambda length: real(pair, options, length, "edit")),
         "shape": (options.noise, lambda noise: shape(options, noise)),
     }
     for name, (values, part) in parts.items():
@@ -169,17 +172,17 @@ def needle(pair: ModelPair, options: argparse.Namespace, length: int) -> list[Ro
     return shown(head, answers, arms)
 
 
-def real(pair: ModelPair, options: argparse.Namespace, length: int) -> list[Row]:
-    """Explanations of real text, after a full prefill; of the arms, those that this pair can run."""
+def real(pair: ModelPair, options: argparse.Namespace, length: int, part: str) -> list[Row]:
+    """Answers to real text, after a full prefill; of the arms, those that this pair can run."""
     refused = refusals(pair.target, pair.draft, pair.mtp)
     needs = {MEANS: "retrieval", STREAMING: "retrieval"}
     possible = [arm for arm in options.arms if refused[needs.get(arm, arm)] is None]
     for arm in set(options.arms) - set(possible):
         print(f"no {arm}: {refused[needs.get(arm, arm)]}")
     arms = (PLAIN, *possible)
-    prompts = (passage_prompt(pair.tokenizer, 7000 + seed, length) for seed in range(options.n))
+    prompts = (PROMPTS[part](pair.tokenizer, 7000 + seed, length) for seed in range(options.n))
     answers = [answered(pair, options, prompt, arms, options.tokens) for prompt in prompts]
-    return shown({"part": "real", "context": length, "n": options.n}, answers, arms)
+    return shown({"part": part, "context": length, "n": options.n}, answers, arms)
 
 
 def answered(

@@ -37,8 +37,8 @@ from mlx_specprefill.speculative.gain import DecodeCosts, ForwardCost
 from tests.server.fakes import byte_tokenizer
 from tests.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
 
-SMALL = SpeculationConfig(budget=64, chunk=4, stride=12, sinks=4, window=16)
-NAMES: tuple[SpeculationName, ...] = ("draft", "retrieval", "triforce", "mtp")
+SMALL = SpeculationConfig(budget=64, chunk=4, stride=12, sinks=4, window=16, ngram_match=1)
+NAMES: tuple[SpeculationName, ...] = ("draft", "retrieval", "triforce", "mtp", "ngram")
 COUNT = 30
 
 

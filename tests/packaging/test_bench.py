@@ -121,7 +121,7 @@ def test_decode(report: Report) -> None:
     found = report("decode --quick --lengths 256 -n 1 --codes 1 --context 512 --tokens 4")
     assert found.keys() == {"bench", "budget", "needle", "shape", "gate", "seconds"}
     assert {row["arm"] for row in found["needle"]} == {
-        *("autoregressive", "draft", "retrieval", "triforce", "means", "streaming")
+        *("autoregressive", "draft", "retrieval", "triforce", "ngram", "means", "streaming")
     }
     assert all(row.keys() == {*DECODE_ROW, "codes", "right"} for row in found["needle"])
     assert all(row.keys() == {*DECODE_ROW, "noise"} for row in found["shape"])

@@ -118,7 +118,7 @@ def speculate(
     return events, running
 
 
-SMALL = SpeculationConfig(budget=64, chunk=4, stride=12, sinks=4, window=16)
+SMALL = SpeculationConfig(budget=64, chunk=4, stride=12, sinks=4, window=16, ngram_match=1)
 
 
 @pytest.mark.parametrize(("name", "strategy"), cases(*FAMILIES, *MORE))

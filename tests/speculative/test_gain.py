@@ -56,6 +56,15 @@ def test_choosing_chunks_anew_after_a_rejection_reads_means_and_the_shortlist() 
     assert predicted_gain("triforce", costs(1, 1e-3, 1), CONFIG, never) == expected
 
 
+def test_ngrams_pay_where_something_is_found() -> None:
+    """Half of the rounds propose 8 tokens, all accepted, at 20 ms instead of 10: 5 tokens for 15 ms instead of 50."""
+    found = GainInputs(context=100, draft_context=0, outer=1.0, coverage=0.5)
+    measured = DecodeCosts({1: ForwardCost(10, 0), 9: ForwardCost(20, 0)})
+    assert predicted_gain("ngram", measured, SpeculationConfig(ngram=8), found) == pytest.approx(50 / 15)
+    never = replace(found, coverage=0.0)
+    assert predicted_gain("ngram", measured, SpeculationConfig(ngram=8), never) == pytest.approx(1.0)
+
+
 def test_triforce_pays_for_inner_rounds() -> None:
     """An inner round gives 3 tokens for 2 drafts and a retrieved forward: 2 * 0.5 + 2 ms; 4 take 4 / 3 of that."""
     inputs = GainInputs(context=10_000, draft_context=0, outer=1.0, inner=1.0)

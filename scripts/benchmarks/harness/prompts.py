@@ -8,11 +8,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from training import tasks
 
 from mlx_specprefill_evals import words
-from mlx_specprefill_evals.corpus import paragraphs
+from mlx_specprefill_evals.corpus import modules, paragraphs
 from mlx_specprefill_evals.facts import Fact, needle, six_digits
 from mlx_specprefill_evals.haystack import FILLERS, document
 
-__all__ = ["codes_prompt", "needle_prompt", "passage_prompt"]
+__all__ = ["codes_prompt", "edit_prompt", "needle_prompt", "passage_prompt"]
 
 
 def needle_prompt(tokenizer: TokenizerWrapper, seed: int, length: int, depth: float) -> tuple[int, ...]:
@@ -61,3 +61,21 @@ def passage_prompt(tokenizer: TokenizerWrapper, seed: int, length: int) -> tuple
     text = "\n\n".join(parts)
     messages = [{"role": "user", "content": f"{text}\n\nExplain what this text says, with its own words."}]
     return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+def edit_prompt(tokenizer: TokenizerWrapper, seed: int, length: int) -> tuple[int, ...]:
+    """About `length` tokens of a module of the standard library, whose first 24 lines are to be written with an edit."""
+    rng, lines = random.Random(f"edit/{seed}"), list[str]()
+    while sum(map(len, lines)) < 6 * length:  # characters: more than enough
+        lines = rng.choice(modules()).source.splitlines(keepends=True)
+    start = rng.randrange(len(lines) // 2)
+    code, tokens = "", 0
+    for line in lines[start:]:
+        code, tokens = code + line, tokens + len(tokenizer.encode(line, add_special_tokens=False))
+        if tokens >= length:
+            break
+    asked = "Write the first 24 lines of this code again, with one more line at the beginning: `# edited`."
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"```python\n{code}```\n\n{asked}"}], add_generation_prompt=True
+    )
+    return (*prompt, *tokenizer.encode("```python\n# edited\n", add_special_tokens=False))

@@ -64,7 +64,7 @@ def passage_prompt(tokenizer: TokenizerWrapper, seed: int, length: int) -> tuple
 
 
 def edit_prompt(tokenizer: TokenizerWrapper, seed: int, length: int) -> tuple[int, ...]:
-    """About `length` tokens of a module of the standard library, whose first 24 lines are to be written with an edit."""
+    """About `length` tokens of a module of the standard library, whose first lines are to be written with an edit."""
     rng, lines = random.Random(f"edit/{seed}"), list[str]()
     while sum(map(len, lines)) < 6 * length:  # characters: more than enough
         lines = rng.choice(modules()).source.splitlines(keepends=True)

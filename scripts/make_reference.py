@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -121,8 +122,17 @@ def shown(name: str, value: Any) -> str:
 
 def cli_page(commands: TyperGroup) -> str:
     context = typer.Context(commands)
-    named = ((name, commands.get_command(context, name)) for name in commands.list_commands(context))
-    return CLI_HEAD + "".join(command_section(name, command) for name, command in named if command is not None)
+    return CLI_HEAD + "".join(command_section(name, command) for name, command in all_commands(commands, context))
+
+
+def all_commands(group: TyperGroup, context: typer.Context, before: str = "") -> Iterator[tuple[str, TyperCommand]]:
+    """The commands of a group by what is typed, those of its groups among them."""
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, TyperGroup):
+            yield from all_commands(command, context, f"{name} ")
+        elif command is not None:
+            yield before + name, command
 
 
 def command_section(name: str, command: TyperCommand) -> str:
@@ -130,7 +140,8 @@ def command_section(name: str, command: TyperCommand) -> str:
     usage = f"mlx-specprefill {name} [OPTIONS] {arguments}".rstrip()
     text = re.sub(r"\s*\n\s*(?!\n)", " ", (command.help or "").replace("\n\n", "\0")).replace("\0", "\n\n")
     rows = "".join(option_row(option) for option in command.params if not is_argument(option))
-    return f"\n## {name}\n\n`{usage}`\n\n{text.strip()}\n\n| option | values | default | |\n|---|---|---|---|\n{rows}"
+    table = f"\n\n| option | values | default | |\n|---|---|---|---|\n{rows}" if rows else "\n"
+    return f"\n## {name}\n\n`{usage}`\n\n{text.strip()}{table}"
 
 
 def is_argument(option: TyperOption | TyperArgument) -> bool:

@@ -1,4 +1,4 @@
-"""The console command `mlx-specprefill`: serve, pull, connect, generate, inspect, calibrate, top, doctor, eval."""
+"""The console command `mlx-specprefill` and its commands."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .generating import generate
 from .grouped import SettingsCommand
 from .inspecting import inspect
 from .pulling import pull
+from .service import app as service_app
 from .serving import serve
 from .watching import top
 
@@ -46,6 +47,7 @@ app = typer.Typer(
 app.command(cls=SettingsCommand)(serve)
 for command in (pull, connect, generate, inspect, calibrate, top, doctor):
     app.command()(command)
+app.add_typer(service_app, name="service")
 
 
 def _print_version(wanted: bool) -> None:

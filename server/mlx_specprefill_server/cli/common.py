@@ -28,6 +28,7 @@ from ..pair_loading import ONE_SHOT, make_settings
 from ..pairs import MissingPairError, Pair, PairsError, find_pair
 from ..prompting.conversation import conversation
 from ..prompting.prompt import Prompt, PromptBuilder
+from ..service_managers import ServiceError
 from ..setting_errors import unknown_variables, what_is_wrong
 from ..settings import LogLevel, Settings
 from .options import DtypeName
@@ -63,7 +64,7 @@ def one_line_errors() -> Iterator[None]:
     """What the user did wrong, in one line; everything else keeps its traceback."""
     try:
         yield
-    except (SpecPrefillError, PackageError, PairsError) as error:
+    except (SpecPrefillError, PackageError, PairsError, ServiceError) as error:
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)

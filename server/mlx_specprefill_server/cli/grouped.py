@@ -29,6 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Sparse prefill": (
         "specprefill",
+        "specprefill_scope",
         "specprefill_threshold",
         "specprefill_keep_pct",
         "specprefill_max_loss",

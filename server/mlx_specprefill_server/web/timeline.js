@@ -11,6 +11,7 @@ export const STAGES = {
 };
 const TICKS = [1, 2, 5];
 const MOST_TICKS = 6;
+const LAST_TICK = 0.9; // of the axis: behind it there is no room for its number
 
 export class Timeline {
   constructor() {
@@ -42,7 +43,7 @@ export class Timeline {
     const longest = Math.max(1, ...this.lanes.map((lane) => lane.end));
     for (const lane of this.lanes) lane.draw(longest);
     const step = stepOf(longest);
-    const ticks = Array.from({ length: Math.floor(longest / step) + 1 }, (_, index) => {
+    const ticks = Array.from({ length: Math.floor((LAST_TICK * longest) / step) + 1 }, (_, index) => {
       const tick = element("span", { textContent: index ? tickText(index * step, step) : "0" });
       tick.style.insetInlineStart = `${(100 * index * step) / longest}%`;
       return tick;

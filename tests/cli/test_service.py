@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import plistlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.service_managers import Launchd, ServiceError, Systemd
 
-AWKWARD = ["--model-alias", 'a "quoted" 50% $HOME \\name', "--api-key", "clé ä"]
+AWKWARD = ["--model-alias", 'a "quoted" 50% $HOME ${X} %h \\name', "--api-key", "clé ä"]
 SERVE = [sys.executable, "-m", "mlx_specprefill_server", "serve"]
 RECORDER = (
     '#!/bin/sh\necho "$(basename "$0") $*" >>"$CALLS"\n[ ! -e "$CALLS.fail" ] || { echo "no bus" >&2; exit 1; }\n'
@@ -113,12 +114,20 @@ class TestSystemd:
 
     @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
     def test_systemd_takes_the_file(self, calls: Path, tmp_path: Path) -> None:
+        """`verify` checks the file, and with debug messages it prints what systemd has read."""
         unit = tmp_path / "mlx-specprefill.service"
-        unit.write_bytes(Systemd().text([*SERVE, *AWKWARD], {"MLX_SPECPREFILL_MODEL_ORIGIN": '100 % "mine"'}))
+        unit.write_bytes(Systemd().text([*SERVE, *AWKWARD], {"MLX_SPECPREFILL_MODEL_ORIGIN": '100 % "mine" $HOME %h'}))
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
         command = ["systemd-analyze", "--user", "--man=no", "verify", str(unit)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
+        read = subprocess.run(
+            command, env={**environment, "SYSTEMD_LOG_LEVEL": "debug"}, capture_output=True, text=True
+        )
+        dump = {name: value for name, _, value in (line.strip().partition(": ") for line in read.stderr.splitlines())}
+        assert dump["Environment"] == 'MLX_SPECPREFILL_MODEL_ORIGIN=100 % "mine" $HOME %h'
+        words = [word.replace("$$", "$") for word in shlex.split(dump["Command Line"])]  # $$ is resolved when it is run
+        assert words == [*SERVE, *AWKWARD]
 
 
 class TestLaunchd:

@@ -18,6 +18,7 @@ _files.preload()
 
 from .adapters.heads import DraftHeads, read_heads
 from .adapters.shares import MULTIPLES, ShareCurve
+from .adapters.tokenizers import check_same_tokenizer
 from .cache.entry import CacheEntry
 from .config import (
     RULE_NAMES,
@@ -57,7 +58,7 @@ from .errors import (
     SparseUnsupportedError,
     SpecPrefillError,
 )
-from .loading import DtypeName, ModelPair, check_same_tokenizer, load_pair, make_pair, with_heads
+from .loading import DtypeName, ModelPair, load_pair, make_pair, with_heads
 from .request import (
     CacheLabel,
     Constraint,

@@ -4,7 +4,7 @@ SpecPrefillError
 ├── InvalidRequestError        the request itself is wrong (HTTP 400); `.field` names the offending field
 │   └── ContextLengthError     prompt + completion do not fit the context window (HTTP 400)
 ├── LoadError                  a checkpoint can't be loaded
-│   └── PairMismatchError      target and draft don't share one tokenizer
+│   └── PairMismatchError      a draft with another tokenizer can't read the target's text
 ├── SettingsError              the engine can't run as it is configured, here or with these models
 ├── SparseUnsupportedError     this model or cache can't be prefilled sparsely; `.reason` is shown to the user
 ├── EngineError                the engine failed on one request (HTTP 500)
@@ -60,7 +60,7 @@ class LoadError(SpecPrefillError):
 
 
 class PairMismatchError(LoadError):
-    """Target and draft do not map the same text to the same token ids."""
+    """Two tokenizers that were to be one differ, or a text can't be mapped from one to the other."""
 
 
 class SettingsError(SpecPrefillError):

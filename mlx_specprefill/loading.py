@@ -14,6 +14,7 @@ from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
 
+from .adapters.checkpoint import context_length, dtype_name, vocab_size
 from .adapters.depth import first_layers, layers_of, whole_draft
 from .adapters.gguf import is_gguf, load_gguf
 from .adapters.heads import DraftHeads, read_heads
@@ -23,15 +24,15 @@ from .adapters.probe import probe_sparse, staged_model
 from .adapters.registry import adapter_for, architecture_of
 from .adapters.retrieval_heads import RetrievalDraft, attach_heads, heads_file_layers, known_heads
 from .adapters.staged import StagedModel
+from .adapters.text_mapping import TextMapping
+from .adapters.tokenizers import mapping_between
 from .cache.positioned import make_positioned_cache
-from .errors import LoadError, PairMismatchError, SparseUnsupportedError
+from .errors import LoadError, SparseUnsupportedError
 
-__all__ = ["DtypeName", "ModelPair", "check_same_tokenizer", "load_pair", "make_pair", "with_heads"]
+__all__ = ["DtypeName", "ModelPair", "load_pair", "make_pair", "with_heads"]
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-# Text on which two tokenizers with one vocabulary can still differ: normalisers, pre-tokenizers, merges.
-_PROBE_TEXT = "Hello  World\n\tdéjà vu 12345.67 don't 中文 🙂 x_y=(a+b)[0]; ﬁ <|im_start|>"
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class ModelPair:
         heads: the draft's calibrated heads, None where it was not calibrated.
         staged: the target in two parts, where the draft is the target's own first layers; or why prompts can't be
             prefilled in stages.
+        mapping: the way from the target's tokens to those of a draft with another tokenizer; None: it has the target's.
     """
 
     target: nn.Module
@@ -68,11 +70,30 @@ class ModelPair:
     mtp: MTPHead | str
     heads: DraftHeads | None = None
     staged: StagedModel | str = "the draft is not the target's own first layers"
+    mapping: TextMapping | None = None
 
     @property
     def stages(self) -> StagedModel | None:
         """The target in two parts, if sparse prompts are prefilled so."""
         return None if isinstance(self.staged, str) else self.staged
+
+    @property
+    def draft_tokenizer(self) -> TokenizerWrapper:
+        return self.tokenizer if self.mapping is None else self.mapping.tokenizer
+
+    @property
+    def draft_ratio(self) -> float:
+        """How many tokens the draft reads for one of the target's, in English and code."""
+        return 1.0 if self.mapping is None else self.mapping.ratio
+
+    @property
+    def proposer(self) -> nn.Module | str:
+        """The model that may propose tokens of an answer, or why there is none."""
+        if self.draft is None:
+            return "there is no draft model"
+        if self.mapping is not None:
+            return "the draft has another tokenizer than the target: it can score prompts, not propose tokens"
+        return self.draft
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -105,16 +126,15 @@ def load_pair(
 
     Raises:
         LoadError: a checkpoint is missing or broken, or the draft can't score with so many layers.
-        PairMismatchError: the two don't share one tokenizer.
+        PairMismatchError: the draft has another tokenizer, and the target's text can't be mapped to its tokens.
     """
     model, tokenizer, config = _load(target, dtype)
     mtp = _load_head(model, target, dtype)
     draft_model: nn.Module | Literal["self"] | None = None if draft is None else "self"
-    draft_from, draft_config = target, None
+    draft_from, draft_config, draft_tokenizer = target, None, None
     if draft is not None and draft != "self":
         draft_from = draft
         draft_model, draft_tokenizer, draft_config = _load(draft, dtype)
-        check_same_tokenizer(tokenizer, draft_tokenizer)
     pair = make_pair(
         model,
         tokenizer,
@@ -125,6 +145,7 @@ def load_pair(
         draft_id=_name(draft_from),
         draft_layers=draft_layers,
         draft_heads=draft_heads,
+        draft_tokenizer=draft_tokenizer,
         mtp=mtp,
     )
     known = _calibrated_heads(pair, heads, draft_from, draft_layers, draft_heads)
@@ -153,9 +174,9 @@ def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -
     draft, draft_id = pair.draft, pair.draft_id
     if exit_early and heads.depth < runs and adapter_for(architecture_of(whole)).depth_refusal is None:
         draft, draft_id = first_layers(whole, heads.depth), f"{draft_id} ({heads.depth} of {total} layers)"
-    refusal = pair.sparse_refusal or heads.refusal
+    known, refusal = _for_mapping(heads, pair.mapping), pair.sparse_refusal or heads.refusal
     staged = pair.staged if draft is pair.draft else staged_model(pair.target, draft)
-    return replace(pair, draft=draft, draft_id=draft_id, heads=heads, sparse_refusal=refusal, staged=staged)
+    return replace(pair, draft=draft, draft_id=draft_id, heads=known, sparse_refusal=refusal, staged=staged)
 
 
 def _calibrated_heads(
@@ -186,15 +207,18 @@ def make_pair(
     draft_id: str = "draft",
     draft_layers: int | None = None,
     draft_heads: str | Path | None = None,
+    draft_tokenizer: TokenizerWrapper | None = None,
     mtp: MTPHead | str = "it was not loaded from a checkpoint",
 ) -> ModelPair:
     """Join loaded models: install what they need, once, and find out whether this pair can prefill sparsely.
 
     Args:
         draft, draft_layers, draft_heads: as in `load_pair`.
+        draft_tokenizer: None: the target's.
 
     Raises:
         LoadError: the draft can't score with so many layers.
+        PairMismatchError: as in `load_pair`.
     """
     install_patches()
     if isinstance(draft, str):
@@ -203,6 +227,7 @@ def make_pair(
         draft, draft_id = _with_retrieval_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
     elif draft_layers is not None:
         draft, draft_id = _shallow(draft, draft_id, draft_layers)
+    mapping = None if draft_tokenizer is None else mapping_between(tokenizer, draft_tokenizer, draft_id)
     refusal = _sparse_refusal(target, draft)
     if refusal is not None:
         log.warning("%s: full prefill only: %s", target_id, refusal)
@@ -212,18 +237,24 @@ def make_pair(
         tokenizer=tokenizer,
         target_id=target_id,
         draft_id=draft_id if draft is not None else None,
-        context_length=_context_length(config, tokenizer),
-        draft_context=_context_length(draft_config or {}, tokenizer) if draft is not None else None,
-        vocab_size=_vocab_size(config, tokenizer),
+        context_length=context_length(config, tokenizer),
+        draft_context=context_length(draft_config or {}, draft_tokenizer or tokenizer) if draft is not None else None,
+        vocab_size=vocab_size(config, tokenizer),
         model_type=architecture_of(target),
-        dtype=_dtype_name(target),
+        dtype=dtype_name(target),
         sparse_refusal=refusal,
         target_config=config,
         draft_config=draft_config,
         mtp=mtp,
-        heads=known_heads(draft) if isinstance(draft, RetrievalDraft) else None,
+        heads=_for_mapping(known_heads(draft), mapping) if isinstance(draft, RetrievalDraft) else None,
         staged=staged_model(target, draft) if refusal is None else refusal,
+        mapping=mapping,
     )
+
+
+def _for_mapping(heads: DraftHeads, mapping: TextMapping | None) -> DraftHeads:
+    """Shares were calibrated in the draft's own tokens and chunks: for other ones they are not known."""
+    return heads if mapping is None else replace(heads, shares=None, stands_out=None)
 
 
 def _shallow(draft: nn.Module | None, draft_id: str, count: int) -> tuple[nn.Module, str]:
@@ -265,31 +296,6 @@ def _check_depth(draft: nn.Module, draft_id: str, count: int) -> None:
     refusal = adapter_for(architecture_of(draft)).depth_refusal
     if refusal is not None:
         raise LoadError(f"draft_layers is {count}, but {draft_id} can't score: {refusal}")
-
-
-def check_same_tokenizer(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:
-    """The draft's indices must mean the target's tokens.
-
-    Raises:
-        PairMismatchError: vocabularies, special tokens or the tokens of a probe text differ.
-    """
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours != theirs:
-        differing = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
-        example = ", ".join(f"{token!r}={index}" for token, index in differing[:4])
-        raise PairMismatchError(
-            f"target and draft have different vocabularies ({len(ours)} and {len(theirs)} tokens; e.g. {example})"
-        )
-    if _added(target) != _added(draft):
-        differing_ids = sorted(_added(target) ^ _added(draft))[:4]
-        raise PairMismatchError(f"target and draft have different special tokens (e.g. ids {differing_ids})")
-    if target.encode(_PROBE_TEXT) != draft.encode(_PROBE_TEXT):
-        raise PairMismatchError("target and draft share a vocabulary but split text differently")
-
-
-def _added(tokenizer: TokenizerWrapper) -> set[int]:
-    """Ids of added tokens. Whether they are special is not compared: it matters for decoding, and GGUF files differ."""
-    return {int(index) for index in tokenizer.added_tokens_decoder}
 
 
 def _load(where: str | Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
@@ -365,33 +371,3 @@ def _name(where: str | Path) -> str:
     if is_gguf(path):
         return path.stem
     return path.resolve().name if path.exists() else str(where)
-
-
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, **(config.get("text_config") or {})}
-
-
-def _context_length(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
-    """The smaller of what the model was configured for and what its tokenizer says, in tokens."""
-    known = _text_config(config)
-    names = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length", "n_positions", "n_ctx")
-    limits = [known[name] for name in names if isinstance(known.get(name), int) and known[name] > 0]
-    stated = getattr(tokenizer, "model_max_length", None)
-    if isinstance(stated, int) and 0 < stated < 10**9:
-        limits.append(stated)
-    return min(limits) if limits else 2**31 - 1
-
-
-def _vocab_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
-    """Rows of the output projection; at least the tokenizer's vocabulary."""
-    stated = _text_config(config).get("vocab_size")
-    return stated if isinstance(stated, int) and stated > 0 else len(tokenizer.get_vocab())
-
-
-def _dtype_name(model: nn.Module) -> str:
-    sizes: dict[str, int] = {}
-    for _, array in nn.utils.tree_flatten(model.parameters()):
-        if mx.issubdtype(array.dtype, mx.floating):
-            name = str(array.dtype).removeprefix("mlx.core.")
-            sizes[name] = sizes.get(name, 0) + int(array.size)
-    return max(sizes, key=lambda name: sizes[name]) if sizes else "none"

@@ -32,7 +32,7 @@ from ..specprefill.text import PromptText, TextReader
 from ..token_ids import TokenIds
 from .admission.planner import Planner
 from .caches import EngineCaches, empty_cache
-from .scoring import PromptScorer
+from .scoring import DraftContextError, PromptScorer
 from .sequence import Sequence
 from .staged import hidden_states, read_upper
 
@@ -182,7 +182,11 @@ class Prefiller:
             sequence.plan = sequence.plan.with_choice(Choice.everything(words))
             return None
         sequence.hidden = hidden_states(self.pair, sequence)
-        scores = yield from self.scorer.scores(request, sequence.plan, text, sequence.hidden)
+        try:
+            scores = yield from self.scorer.scores(request, sequence.plan, text, sequence.hidden)
+        except DraftContextError as error:
+            sequence.plan = sequence.plan.as_full(error.reason)
+            return None
         sequence.scorer, sequence.scoring = scores.scorer, scores.words
         sequence.stage = "select"
         # Chunks lie where an earlier turn's lay.

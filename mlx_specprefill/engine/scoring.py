@@ -12,11 +12,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .._steps import Steps
 from ..adapters.depth import whole_draft
+from ..adapters.text_mapping import TextMapping
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress
 from ..specprefill.forced import template_mask
+from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores, ToScore, question_span
 from ..specprefill.scorers import scorer_for
@@ -24,9 +26,13 @@ from ..specprefill.staged_prefill import HiddenStates
 from ..specprefill.text import PromptText
 from .caches import EngineCaches, empty_draft_cache
 
-__all__ = ["PromptScorer"]
+__all__ = ["DraftContextError", "PromptScorer"]
 
 Scoring = Generator[Progress, None, Scores]
+
+
+class DraftContextError(SparseUnsupportedError):
+    """The prompt has more of the draft's tokens than the draft's context."""
 
 
 class PromptScorer:
@@ -52,14 +58,30 @@ class PromptScorer:
 
         Raises:
             SparseUnsupportedError: there is no draft, or it can't score.
+            DraftContextError: the draft has another tokenizer, and the prompt is too long for it.
         """
         if request.specprefill.importance is not None:
             return Scores(request.specprefill.importance)
         task = self._task(request, plan, text)
+        if self.pair.mapping is not None:
+            mapped = self._mapped(self.pair.mapping, task)
+            return mapped.scores((yield from self._by_draft(request, plan, mapped.task, mapped.task.question[0])))
         if hidden is None:
             return (yield from self._by_draft(request, plan, task, task.question[0]))
         task = replace(task, seen=hidden.keep)
         return (yield from self._by_draft(request, plan, task, min(task.question[0], hidden.first)))
+
+    def _mapped(self, mapping: TextMapping, task: ToScore) -> MappedTask:
+        """In the draft's own tokens.
+
+        Raises:
+            DraftContextError: they are too many for it.
+        """
+        mapped = map_task(mapping, task)
+        size, context = mapped.task.prompt.size, self.pair.draft_context
+        if context is not None and size > context:
+            raise DraftContextError(f"the prompt has {size} tokens of the draft's, the draft's context {context}")
+        return mapped
 
     def asked(self, request: GenerationRequest, text: PromptText) -> tuple[int, int]:
         """[start, end) of the prompt's tokens that ask."""

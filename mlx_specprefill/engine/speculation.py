@@ -81,7 +81,7 @@ class Speculator:
     def refusals(self) -> dict[StrategyName, str | None]:
         """Why a strategy can't run with this pair, None where it can."""
         if self._refusals is None:
-            self._refusals = refusals(self.pair.target, self.pair.draft, self.pair.mtp, self._quantized)
+            self._refusals = refusals(self.pair.target, self.pair.proposer, self.pair.mtp, self._quantized)
         return self._refusals
 
     def _automatic(self, request: GenerationRequest, context: int, read: bool) -> Speculation:

@@ -127,7 +127,7 @@ def calibrated_heads(
     if known is not None or not measure:
         return known
     try:
-        found = find_heads(draft, pair.tokenizer, scoring, selection, on_progress)
+        found = find_heads(draft, pair.draft_tokenizer, scoring, selection, on_progress)
     except SparseUnsupportedError as error:
         log.warning("the draft's heads can't be calibrated, so the paper's rule scores prompts: %s", error)
         return None

@@ -20,6 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .._steps import Steps
 from ..adapters.heads import DraftHeads
 from ..adapters.shares import MULTIPLES, ShareCurve
+from ..adapters.text_mapping import TextMapping
 from ..cache.fingerprint import model_identity
 from ..config import ScoringConfig, SelectionConfig
 from ..errors import SparseUnsupportedError
@@ -27,7 +28,8 @@ from ..loading import ModelPair
 from .calibration_items import CalibrationItem
 from .head_calibration import passage_mask, rendered, store_heads, stored_heads
 from .head_scorer import HeadScorer
-from .scorer import ToScore, question_span
+from .mapped import MappedScorer
+from .scorer import Scorer, ToScore, question_span
 from .selector import ordinary_of, select_tokens
 from .share import choose_share
 from .share_items import SHARE_KINDS, share_items
@@ -51,24 +53,29 @@ def find_shares(
     on_progress: Callable[[int, int], None] | None = None,
     items: int = ITEMS,
     seed: int = 1,
+    mapping: TextMapping | None = None,
 ) -> DraftHeads:
     """Let the draft read prompts of 300 to 1000 tokens: what every multiple loses of their answers, and how far codes
     that are asked for stand out, which is half of what the least of them does.
 
     Args:
         draft: as it scores.
+        tokenizer: the target's.
         on_progress: gets the number of items read and that of all.
         items: of each kind.
         seed: of the items; not that of the items by which the heads were chosen.
+        mapping: to the draft's tokens, where these are others.
 
     Raises:
         SparseUnsupportedError: a calibrated head does not see the whole prompt.
     """
     asked, reader = list(share_items(items, seed)), TextReader(tokenizer)
     misses, kept, of_kind = np.zeros(len(MULTIPLES), dtype=np.int64), np.zeros(len(MULTIPLES)), Counter[str]()
-    scorer, standing, by_sentence = HeadScorer(heads, scoring), math.inf, replace(selection, over_lines=True)
+    standing, by_sentence = math.inf, replace(selection, over_lines=True)
+    scorer: Scorer = HeadScorer(heads, scoring)
+    scorer = scorer if mapping is None else MappedScorer(scorer, mapping)
     for number, item in enumerate(asked, 1):
-        seen = _seen(draft, tokenizer, reader, scorer, item)
+        seen = _seen(draft, tokenizer, reader, scorer, scoring, item)
         lost, shares = _outcomes(seen, by_sentence)
         if item.kind == "needle":
             standing = min(standing, _standing(seen, selection))
@@ -104,20 +111,25 @@ def with_calibrated_shares(
     heads = pair.heads
     if pair.draft is None or heads is None or heads.shares is not None or pair.sparse_refusal is not None:
         return pair
-    name = f"{model_identity(pair.draft, pair.draft_config or {})}-shares.json"
-    file = None if folder is None else folder / name
+    file = None if folder is None else folder / f"{_identity(pair, pair.draft)}-shares.json"
     known = stored_heads(file)
     if known is not None and known.shares is not None and _found(known) == _found(heads):
         return replace(pair, heads=known)
     if not measure:
         return pair
     try:
-        heads = find_shares(pair.draft, pair.tokenizer, heads, scoring, selection, on_progress)
+        heads = find_shares(pair.draft, pair.tokenizer, heads, scoring, selection, on_progress, mapping=pair.mapping)
     except SparseUnsupportedError as error:
         log.warning("how much to keep can't be chosen per prompt: %s", error)
         return pair
     store_heads(file, heads)
     return replace(pair, heads=heads)
+
+
+def _identity(pair: ModelPair, draft: nn.Module) -> str:
+    """The draft's, and the target's where shares are counted in tokens of another tokenizer."""
+    identity = model_identity(draft, pair.draft_config or {})
+    return identity if pair.mapping is None else f"{identity}-for-{model_identity(pair.target, pair.target_config)}"
 
 
 def _found(heads: DraftHeads) -> dict[str, Any]:
@@ -137,14 +149,19 @@ class _Seen:
 
 
 def _seen(
-    draft: nn.Module, tokenizer: TokenizerWrapper, reader: TextReader, scorer: HeadScorer, item: CalibrationItem
+    draft: nn.Module,
+    tokenizer: TokenizerWrapper,
+    reader: TextReader,
+    scorer: Scorer,
+    scoring: ScoringConfig,
+    item: CalibrationItem,
 ) -> _Seen:
     prompt, places = rendered(tokenizer, item)
     text = reader.read(prompt.tolist())
-    question = question_span(prompt.size, scorer.config, places["question"][1], text.units)
+    question = question_span(prompt.size, scoring, places["question"][1], text.units)
     forced = ~passage_mask(prompt.size, places["document"])
     gold = passage_mask(prompt.size, *(place for name, place in places.items() if name.startswith("gold")))
-    task = ToScore.alone(draft, prompt, scorer.config, question=question, template=forced)
+    task = ToScore.alone(draft, prompt, scoring, question=question, template=forced)
     importance = Steps(scorer.score(draft, task)).finish().importance
     return _Seen(item.question, importance, forced, text, np.flatnonzero(gold))
 

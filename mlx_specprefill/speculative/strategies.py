@@ -123,16 +123,17 @@ STRATEGIES: dict[StrategyName, Strategy] = {
 
 
 def refusals(
-    target: nn.Module, draft: nn.Module | None, mtp: MTPHead | str, quantized: bool = False
+    target: nn.Module, draft: nn.Module | str, mtp: MTPHead | str, quantized: bool = False
 ) -> dict[StrategyName, str | None]:
     """Why each strategy can't run with these models; None where it can. Runs a few short forwards.
 
     Args:
+        draft: the model that may propose tokens, or why there is none.
         mtp: the target's MTP head, or why it has none.
         quantized: the target's cache will be.
     """
     general = _target_refusal(target)
-    small = "there is no draft model" if draft is None else _draft_refusal(draft)
+    small = draft if isinstance(draft, str) else _draft_refusal(draft)
     part = "parts of a quantised cache can't be retrieved" if quantized else general or _retrieval_refusal(target)
     headless = mtp if isinstance(mtp, str) else None
     return {

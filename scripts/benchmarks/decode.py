@@ -174,7 +174,7 @@ def needle(pair: ModelPair, options: argparse.Namespace, length: int) -> list[Ro
 
 def real(pair: ModelPair, options: argparse.Namespace, length: int, part: str) -> list[Row]:
     """Answers to real text, after a full prefill; of the arms, those that this pair can run."""
-    refused = refusals(pair.target, pair.draft, pair.mtp)
+    refused = refusals(pair.target, pair.proposer, pair.mtp)
     needs = {MEANS: "retrieval", STREAMING: "retrieval"}
     possible = [arm for arm in options.arms if refused[needs.get(arm, arm)] is None]
     for arm in set(options.arms) - set(possible):
@@ -190,7 +190,7 @@ def answered(
 ) -> dict[str, Row]:
     """Every arm's answer to a prompt. All are greedy, so every arm must give the same tokens."""
     config = SpeculationConfig(budget=options.budget, chunk=options.chunk, shortlist=options.shortlist)
-    draft = pair.draft if refusals(pair.target, pair.draft, pair.mtp)["draft"] is None else None
+    draft = pair.draft if refusals(pair.target, pair.proposer, pair.mtp)["draft"] is None else None
     cache, read = make_positioned_cache(pair.target), None if draft is None else list(make_prompt_cache(draft))
     logits = full_prefill(pair.target, cache, prompt, 512)
     if draft is not None:

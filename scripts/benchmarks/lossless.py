@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Answer, compare, report."""
     pair = pairs.loaded(options)
     config = EngineConfig(policy=SpecPrefillPolicy(densify=False), speculation=SpeculationConfig(budget=options.budget))
-    names = [name for name, why in refusals(pair.target, pair.draft, pair.mtp).items() if why is None]
+    names = [name for name, why in refusals(pair.target, pair.proposer, pair.mtp).items() if why is None]
     counts: Counter[str] = Counter()
     started = time.perf_counter()
     with Engine(pair, config) as engine:

@@ -68,6 +68,7 @@ class FakePair:
     context_length: int = 4096
     target_id: str = "demo/target"
     draft_id: str | None = "demo/draft"
+    mapping: Any = None
     sparse_refusal: str | None = None
     dtype: str = "float32"
 

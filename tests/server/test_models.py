@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from openai.types import Model
 from starlette.testclient import TestClient
@@ -15,6 +17,7 @@ def test_the_list_and_the_model(client: TestClient) -> None:
     Model.model_validate(model, strict=True)
     assert model["id"] == "demo/target"
     assert model["draft"] == "demo/draft"
+    assert model["draft_tokenizer"] == {"kind": "same tokenizer", "aligned": 1}
     assert (
         model["context_length"] == model["context_window"] == model["max_model_len"] == model["meta"]["n_ctx"] == 4096
     )
@@ -25,11 +28,17 @@ def test_the_list_and_the_model(client: TestClient) -> None:
 def test_a_model_served_dense_says_why(engine: FakeEngine) -> None:
     engine.pair = FakePair(draft_id=None)
     model = client_of(engine).get("/v1/models").json()["data"][0]
-    assert model["draft"] is None
+    assert (model["draft"], model["draft_tokenizer"]) == (None, None)
     assert model["specprefill"] == {"available": False, "reason": "no draft model is loaded"}
     engine.pair = FakePair(sparse_refusal="ALiBi positions can't be moved")
     model = client_of(engine).get("/v1/models").json()["data"][0]
     assert model["specprefill"] == {"available": False, "reason": "ALiBi positions can't be moved"}
+
+
+def test_a_draft_with_another_tokenizer_says_so(engine: FakeEngine) -> None:
+    engine.pair = FakePair(mapping=SimpleNamespace(aligned=0.99951234))
+    model = client_of(engine).get("/v1/models").json()["data"][0]
+    assert model["draft_tokenizer"] == {"kind": "mapped by text", "aligned": 0.999512}
 
 
 def test_a_named_pair_tells_its_origin_and_licence(engine: FakeEngine) -> None:

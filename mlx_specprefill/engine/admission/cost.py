@@ -78,6 +78,7 @@ class PairCost:
 
     Attributes:
         staged: the draft is the target's own first layers, which don't read the kept tokens again.
+        draft_ratio: how many tokens the draft reads for one of the target's.
     """
 
     target: ModelCost
@@ -85,6 +86,7 @@ class PairCost:
     target_step: int
     draft_step: int
     staged: bool = False
+    draft_ratio: float = 1.0
 
     def steps(self, longest: int) -> tuple[int, int]:
         """The best tokens per forward of target and draft, none above `longest`."""
@@ -103,7 +105,8 @@ class PairCost:
         """
         step, draft_step = (self.target_step, self.draft_step) if steps is None else steps
         full = self.target.prefill_ms(tokens - cached, cached, step)
-        draft = self.draft.prefill_ms(tokens - draft_cached, draft_cached, draft_step)
+        new, held = round((tokens - draft_cached) * self.draft_ratio), round(draft_cached * self.draft_ratio)
+        draft = self.draft.prefill_ms(new, held, draft_step)
         other = self.target.without(self.draft) if self.staged else self.target
         return Prediction(full, draft + other.prefill_ms(kept, cached, step))
 

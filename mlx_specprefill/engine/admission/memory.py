@@ -85,7 +85,7 @@ class Memory:
             need += self._head.of(tokens)
         if mode == "sparse" and self._hidden_bytes:  # the caches of the first layers are the target's
             return need + self._hidden_bytes * len(request.prompt)
-        return need + (self._draft.of(len(request.prompt)) if mode == "sparse" else 0)
+        return need + (self._draft.of(round(len(request.prompt) * self._pair.draft_ratio)) if mode == "sparse" else 0)
 
     def need_dense(self, tokens: int) -> int:
         """The same, of making a text of that many tokens dense."""

@@ -54,7 +54,7 @@ def calibrated(pair: ModelPair, config: EngineConfig, given_up: Callable[[], boo
     try:
         known = _known(_stored(config.calibration_file).get(_key(pair, config)))
         if known is not None:
-            return replace(known, staged=pair.stages is not None)
+            return replace(known, staged=pair.stages is not None, draft_ratio=pair.draft_ratio)
         log.info("measuring what target and draft cost on this machine, once")
         return calibrate(pair, config, given_up)
     except RequestCancelled:
@@ -92,7 +92,8 @@ def calibrate(pair: ModelPair, config: EngineConfig, given_up: Callable[[], bool
         raise SparseUnsupportedError("no draft model is loaded")
     longest = min(pair.context_length, pair.draft_context or pair.context_length)
     rng = np.random.default_rng(0)
-    prompt = [int(token) for token in rng.integers(0, pair.vocab_size, min(longest, _LONG))]
+    vocabulary = pair.vocab_size if pair.mapping is None else min(pair.vocab_size, len(pair.draft_tokenizer))
+    prompt = [int(token) for token in rng.integers(0, vocabulary, min(longest, _LONG))]
 
     def read_target(tokens: list[int], step: int) -> Generator[Progress, None, Any]:
         return prefill(pair.target, list(make_prompt_cache(pair.target)), tokens, None, step)
@@ -104,7 +105,7 @@ def calibrate(pair: ModelPair, config: EngineConfig, given_up: Callable[[], bool
         return scorer_for(config.rule, pair.heads, config.scoring).score(draft, task)
 
     models = (_Model(partial(_until, given_up, read), prompt) for read in (read_target, read_draft))
-    cost = replace(_measure(*models), staged=pair.stages is not None)
+    cost = replace(_measure(*models), staged=pair.stages is not None, draft_ratio=pair.draft_ratio)
     mx.clear_cache()
     _store(config.calibration_file, _key(pair, config), cost)
     return cost

@@ -55,8 +55,19 @@ def _model(service: Service) -> dict[str, Any]:
         "origin": service.settings.model_origin,
         "licence": service.settings.model_licence,
         "draft": service.draft_id,
+        "draft_tokenizer": _draft_tokenizer(service),
         "specprefill": _specprefill(service),
     }
+
+
+def _draft_tokenizer(service: Service) -> dict[str, Any] | None:
+    """How the draft's tokens and the target's meet."""
+    pair = service.engine.pair
+    if pair.draft_id is None:
+        return None
+    if pair.mapping is None:
+        return {"kind": "same tokenizer", "aligned": 1.0}
+    return {"kind": "mapped by text", "aligned": round(pair.mapping.aligned, 6)}
 
 
 def _specprefill(service: Service) -> dict[str, Any]:

@@ -1,0 +1,254 @@
+"""A draft with another tokenizer than the target's reads the text that the target's tokens say.
+
+The target's special tokens become line breaks in that text, so that two messages don't run together. The draft's chat
+template is not applied; what its tokenizer puts before every text (a start token) is. No text of the prompt becomes a
+special token of the draft.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise, starmap
+
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Encoding
+
+from ..errors import PairMismatchError, SparseUnsupportedError
+from ..token_ids import TokenIds
+from .token_bytes import TokenBytes, backend_of
+
+__all__ = ["LEAST_ALIGNED", "DraftText", "TextMapping", "map_text"]
+
+Ends = npt.NDArray[np.int64]
+
+LEAST_ALIGNED = 0.999  # share of bytes
+_BREAK, _UNKNOWN = b"\n", b"\0"  # what special tokens stand for: the target's, and the draft's
+_UNDECODABLE = re.compile("[\udc80-\udcff]")
+# English and code: how many tokens the draft makes of what the target makes one is measured on this.
+_PLAIN = """\
+The committee met on 14 March 2024 to discuss the report. Nobody had expected that the figures would differ so much from
+those of the previous year; the chairwoman asked whether "estimated" meant what it usually means. It didn't.
+
+def mean(values: Sequence[float], default: float = 0.0) -> float:
+    '''The arithmetic mean; `default` without values.'''
+    total = sum(value for value in values if value is not None)
+    return total / len(values) if values else default
+
+{"name": "Zo\u00eb", "items": [1, 2.5, -3e7], "path": "/usr/local/lib/python3.11", "done": true, "next": null}
+"""
+# Texts on which tokenizers differ: scripts, joined and decomposed characters, spaces, line ends, control characters.
+_SCRIPTS = """\
+D\u00e9j\u00e0 vu, na\u00efve, \u0141\u00f3d\u017a, stra\u00dfe, \u0130stanbul, ti\u1ebfng Vi\u1ec7t; decomposed\
+: e\u0301 n\u0303 A\u030a \u1100\u1161\u11a8.
+\u0412\u0441\u0435 \u0441\u0447\u0430\u0441\u0442\u043b\u0438\u0432\u044b\u0435 \u0441\u0435\u043c\u044c\u0438 \
+\u043f\u043e\u0445\u043e\u0436\u0438. \u038c\u03bb\u03bf\u03b9 \u03bf\u03b9 \u03ac\u03bd\u03b8\u03c1\u03c9\u03c0\
+\u03bf\u03b9. \u0540\u0561\u0575\u0565\u0580\u0565\u0576. \u10e5\u10d0\u10e0\u10d7\u10e3\u10da\u10d8.
+\u05d1\u05e8\u05d0\u05e9\u05d9\u05ea \u05d1\u05e8\u05d0. \u0628\u0650\u0633\u0652\u0645\u0650 \u0627\u0644\u0644\
+\u0647. \u0939\u093f\u0928\u094d\u0926\u0940 \u092d\u093e\u0937\u093e. \u09ac\u09be\u0982\u09b2\u09be. \u0ba4\
+\u0bae\u0bbf\u0bb4\u0bcd. \u0e20\u0e32\u0e29\u0e32\u0e44\u0e17\u0e22. \u1019\u103c\u1014\u103a\u1019\u102c.
+\u4e2d\u6587\u6587\u672c\uff0c\u7e41\u9ad4\u5b57\u3002\u65e5\u672c\u8a9e\u306e\u6587\u7ae0\u3067\u3059\u3002\
+\u30ab\u30bf\u30ab\u30ca\u3001\uff76\uff85\u3002\ud55c\uad6d\uc5b4 \ubb38\uc7a5\uc785\ub2c8\ub2e4.
+\U0001f642 \U0001f469\u200d\U0001f4bb \U0001f3f3\ufe0f\u200d\U0001f308 \U0001f1e9\U0001f1ea \U0001d49c \u222b\
+\u2202x \u2264 \ufb01 \u2122 \u00bd \u2460 \u20ac \u201cquoted\u201d \u2013 \u2014 \u2026
+\t  two  spaces,\ttab\r\n\r\nline ends\n\n\n   \u00a0\u3000wide spaces \u200b|\u2028|\u0085| 12345.67 x_y=(a+b)[\
+0]; <|im_start|> </s> <unk> [UNK] don't
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftText:
+    """One prompt as the draft reads it.
+
+    Attributes:
+        tokens: int32 (N,), the draft's.
+        target_ends, draft_ends: int64 (M,) and (N,), where in the text each token ends, in bytes. Start tokens of the
+            draft end at 0.
+    """
+
+    tokens: TokenIds
+    target_ends: Ends
+    draft_ends: Ends
+
+
+class TextMapping:
+    """Reads prompts of a target for a draft with another tokenizer. Not thread-safe.
+
+    Attributes:
+        tokenizer: the draft's.
+        aligned: share of the bytes of a text in many scripts that lie in draft tokens which say just these bytes, as
+            far as the draft's tokenizer does not change them.
+        ratio: draft tokens for one of the target's, in English and code.
+    """
+
+    def __init__(self, target: TokenizerWrapper, draft: TokenizerWrapper) -> None:
+        """
+        Raises:
+            PairMismatchError: one of the tokenizers is of a kind whose tokens can't be placed in the text.
+        """
+        self.tokenizer = draft
+        self._target = TokenBytes(target, _BREAK)
+        self._draft = TokenBytes(draft, _UNKNOWN)
+        self._backend = backend_of(draft)
+        self._start = self._start_tokens()
+        plain = self.read(target.encode(_PLAIN, add_special_tokens=False))
+        self.ratio = float(plain.draft_ends.size / plain.target_ends.size)
+        self.aligned = self._aligned_share(target.encode(_PLAIN + _SCRIPTS, add_special_tokens=False))
+
+    def read(self, tokens: TokenIds) -> DraftText:
+        """What the target's tokens say, in the draft's.
+
+        Raises:
+            SparseUnsupportedError: they say nothing.
+        """
+        text, target_ends = self._target.read(tokens)
+        said = _decoded(text)
+        if not said:
+            raise SparseUnsupportedError("the prompt has no text that the draft could read")
+        ids, draft_ends = self._tokens(said)
+        before = np.zeros(len(self._start), dtype=np.int64)
+        every = np.asarray([*self._start, *ids], dtype=np.int32)
+        return DraftText(every, target_ends, np.concatenate([before, draft_ends]))
+
+    def _start_tokens(self) -> list[int]:
+        """What the draft's tokenizer puts before a text."""
+        self._backend.encode_special_tokens = True
+        alone, whole = (self._backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+        found = next((at for at in range(len(whole)) if whole[at : at + len(alone)] == alone), 0)
+        return list(whole[:found])
+
+    def _tokens(self, text: str) -> tuple[list[int], Ends]:
+        """The draft's tokens, and where they end in the text's bytes.
+
+        Raises:
+            SparseUnsupportedError: there are none.
+        """
+        encoding = self._encoded(text)
+        data = text.encode()
+        own, own_ends = self._draft.read(encoding.ids)
+        exact = _placed(own, own_ends, data)
+        if exact is not None:
+            return encoding.ids, exact
+        pieces = _pieces(text, encoding.offsets)
+        ends = _shared(np.repeat(pieces.ends, np.diff(pieces.stops, prepend=0)))
+        for tokens, stands in pieces.of_several():
+            before = int(own_ends[tokens.start - 1]) if tokens.start else 0
+            exact = _placed(own[before : own_ends[tokens.stop - 1]], own_ends[tokens] - before, data[stands])
+            if exact is not None:
+                ends[tokens] = exact + stands.start
+        return encoding.ids, ends
+
+    def _encoded(self, text: str) -> Encoding:
+        self._backend.encode_special_tokens = True  # of what other users of the tokenizer set
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        if not encoding.ids:
+            raise SparseUnsupportedError("the prompt has no text that the draft could read")
+        return encoding
+
+    def _aligned_share(self, tokens: TokenIds) -> float:
+        text = _decoded(self._target.read(tokens)[0])
+        encoding, data = self._encoded(text), text.encode()
+        good = 0
+        for of_piece, stands in _pieces(text, encoding.offsets):
+            says = b"".join(self._draft[token] for token in encoding.ids[of_piece])
+            good += (stands.stop - stands.start) * self._same(data[stands], says)
+        return good / len(data)
+
+    def _same(self, stands: bytes, says: bytes) -> bool:
+        """Whether the draft's tokens say what stands there, but for what its normaliser changes."""
+        if stands == says or self._backend.normalizer is None:
+            return stands == says
+        normal = self._backend.normalizer.normalize_str(stands.decode(errors="replace"))
+        return bool(normal.replace("\u2581", " ").strip(" ") == says.decode(errors="replace").strip(" "))
+
+
+def map_text(target: TokenizerWrapper, draft: TokenizerWrapper) -> TextMapping:
+    """The way from a target's prompts to a draft with another tokenizer.
+
+    Raises:
+        PairMismatchError: the tokens of one of the two can't be placed in a text, or not all of them.
+    """
+    for whose, tokenizer in (("target", target), ("draft", draft)):
+        if not TokenBytes(tokenizer, b"").agrees(_PLAIN + _SCRIPTS):
+            raise PairMismatchError(f"the bytes of the {whose}'s tokens are not what its tokenizer decodes them to")
+    try:
+        mapping = TextMapping(target, draft)
+    except SparseUnsupportedError as nothing:
+        raise PairMismatchError("one of the two tokenizers knows nothing of a text in many scripts") from nothing
+    if mapping.aligned <= LEAST_ALIGNED:
+        raise PairMismatchError(
+            f"of a text in many scripts {mapping.aligned:.2%} of the bytes lie in tokens that say them, more than "
+            f"{LEAST_ALIGNED:.1%} are needed; take a draft whose tokenizer has a token for every byte"
+        )
+    return mapping
+
+
+def _decoded(text: bytes) -> str:
+    """As text of equally many bytes: a question mark stands for each that belongs to no character."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return _UNDECODABLE.sub("?", text.decode(errors="surrogateescape"))
+
+
+def _placed(own: bytes, ends: Ends, data: bytes) -> Ends | None:
+    """Where tokens end that say just this, or this after spaces, which some tokenizers put before a text."""
+    added = len(own) - len(data)
+    if added < 0 or not own.endswith(data) or own[:added].strip(b" "):
+        return None
+    return np.maximum(ends - added, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """A text cut where one token ends and another begins: most pieces are one token, a character that several tokens
+    share is in one piece with all of them.
+
+    Attributes:
+        stops: int64 (P,), the number of tokens up to each piece's end.
+        ends: int64 (P,), where each piece ends in the text's bytes.
+    """
+
+    stops: Ends
+    ends: Ends
+
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        """Of each piece the tokens and the bytes."""
+        stops, ends = [0, *self.stops.tolist()], [0, *self.ends.tolist()]
+        return zip(starmap(slice, pairwise(stops)), starmap(slice, pairwise(ends)), strict=True)
+
+    def of_several(self) -> Iterator[tuple[slice, slice]]:
+        """Those of more than one token."""
+        several = np.flatnonzero(np.diff(self.stops, prepend=0) > 1).tolist()
+        for at in several:
+            first, start = (int(self.stops[at - 1]), int(self.ends[at - 1])) if at else (0, 0)
+            yield slice(first, int(self.stops[at])), slice(start, int(self.ends[at]))
+
+
+def _pieces(text: str, offsets: list[tuple[int, int]]) -> _Pieces:
+    """From the characters [start, end) that the tokenizer says each token comes from.
+
+    What it leaves out between two tokens belongs to the earlier one, a mark that was joined to its letter for example;
+    white space at its end to the later one. What follows the last token belongs to that.
+    """
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    bytes_before = np.append(0, np.cumsum(1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)))
+    told = np.array(offsets, dtype=np.int64)
+    ends, following = np.maximum.accumulate(told[:, 1]), np.append(told[1:, 0], points.size)
+    last = np.flatnonzero(np.append(following[:-1] >= ends[:-1], True))
+    seen = np.array([not character.isspace() for character in text])
+    seen_before = np.append(0, np.maximum.accumulate(np.where(seen, np.arange(1, points.size + 1), 0)))
+    borders = np.maximum(ends[last], seen_before[following[last]])
+    borders[-1] = points.size
+    return _Pieces(last + 1, np.asarray(bytes_before[borders], dtype=np.int64))
+
+
+def _shared(ends: Ends) -> Ends:
+    """Where several tokens end at one place, what lies before it is divided among them."""
+    borders, first, count = np.unique(ends, return_index=True, return_counts=True)
+    length, group = np.diff(borders, prepend=0), np.repeat(np.arange(borders.size), count)
+    rank = np.arange(ends.size) - first[group] + 1
+    return np.asarray(borders[group] - length[group] + length[group] * rank // count[group], dtype=np.int64)

@@ -285,6 +285,7 @@ def test_predictions_count_the_drafts_tokens():
     assert made.draft_ratio > 1.2
     assert pair().draft_ratio == 1
     target, draft = ModelCost(0, 1, 0, 0, 0, 0, 1), ModelCost(0, 0.1, 0, 0, 0, 0, 1)
-    one, two = (PairCost(target, draft, 512, 512, draft_ratio=ratio).predict(1001, 201, 500, 500) for ratio in (1.0, 2.0))
+    costs = (PairCost(target, draft, 512, 512, draft_ratio=ratio) for ratio in (1.0, 2.0))
+    one, two = (cost.predict(1001, 201, 500, 500) for cost in costs)
     assert (one.full_ms, two.full_ms) == (500, 500)
     assert (one.sparse_ms, two.sparse_ms) == pytest.approx((200 + 50, 200 + 100.1))

@@ -121,12 +121,12 @@ class TestSystemd:
         command = ["systemd-analyze", "--user", "--man=no", "verify", str(unit)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
-        read = subprocess.run(
-            command, env={**environment, "SYSTEMD_LOG_LEVEL": "debug"}, capture_output=True, text=True
-        )
-        dump = {name: value for name, _, value in (line.strip().partition(": ") for line in read.stderr.splitlines())}
+        noisy = {**environment, "SYSTEMD_LOG_LEVEL": "debug"}
+        read = subprocess.run(command, env=noisy, capture_output=True, text=True, check=True)
+        said = (line.strip().partition(": ") for line in (read.stdout + read.stderr).splitlines())
+        dump = {name: value for name, _, value in said}
         assert dump["Environment"] == 'MLX_SPECPREFILL_MODEL_ORIGIN=100 % "mine" $HOME %h'
-        words = [word.replace("$$", "$") for word in shlex.split(dump["Command Line"])]  # $$ is resolved when it is run
+        words = [word.replace("\\$", "$").replace("$$", "$") for word in shlex.split(dump["Command Line"])]
         assert words == [*SERVE, *AWKWARD]
 
 

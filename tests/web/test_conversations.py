@@ -31,6 +31,16 @@ def test_a_reload_loses_nothing(page: Page, live: Any, engine: FakeEngine) -> No
         assert part in said
 
 
+def test_a_browser_that_keeps_nothing_can_still_ask(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    refuse = "IDBFactory.prototype.open = () => { throw new DOMException('not in this window', 'SecurityError') }"
+    made = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": refuse})
+    page.open(base)
+    assert page.ask("What is it?").find_element("css selector", ".answer").text == "Hello"
+    page.until(lambda: "can't be kept in the browser: not in this window" in page.find("#notice").text)
+    page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", made)
+
+
 def test_an_answer_that_was_coming_when_the_page_was_left(page: Page, live: Any, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]

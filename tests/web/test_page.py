@@ -267,6 +267,28 @@ def test_the_theme_is_chosen_and_remembered(page: Page, live: Any) -> None:
     assert dark != "rgb(246, 246, 243)"
 
 
+def test_every_state_is_fit_for_screen_readers(page: Page, live: Any, engine: FakeEngine) -> None:
+    engine.says("| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nx\n```\n<think>hm</think>")
+    base, _ = live()
+    page.open(base, sample=True)
+    page.until(lambda: "tokens" in page.find("#documents").text)
+    found = {"sample": serious(page)}
+    page.find(".settings summary").click()
+    page.set("#keep", "share")
+    found["settings"] = serious(page)
+    page.press("#send")
+    found["answer"] = serious(page)
+    page.until(lambda: page.find("#rename").is_enabled())
+    for name in ("rename", "delete"):
+        page.run(f"document.getElementById('{name}').click()")
+        found[name] = serious(page)
+        page.find(f"#{name}-dialog [value=cancel]").click()
+    page.look("dark", "narrow")
+    page.find("#shelf-toggle").click()
+    found["shelf"] = serious(page)
+    assert all(found == [] for found in found.values()), found
+
+
 @pytest.mark.parametrize("width", ["wide", "narrow"])
 def test_everything_is_reached_with_the_tab_key(page: Page, live: Any, width: str) -> None:
     base, _ = live()

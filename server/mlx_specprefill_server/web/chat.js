@@ -244,7 +244,10 @@ export class Chat {
   }
 
   async #again(turn) {
-    if (this.running) return;
+    if (this.running) {
+      this.tell("Stop the answer that is coming first.");
+      return;
+    }
     const index = this.turns.indexOf(turn);
     for (const later of this.turns.splice(index + 1)) later.element.remove();
     this.conversation.turns.splice(index + 1);

@@ -32,6 +32,7 @@ export class Conversations {
       if (one.id === id) button.setAttribute("aria-current", "true");
       button.addEventListener("click", async () => {
         await this.chat.open(one.id);
+        await this.show();
         find("conversations").querySelector("[aria-current]")?.focus();
       });
       return element("li", {}, button);

@@ -35,7 +35,7 @@ export class Documents {
     find("shorten").addEventListener("click", () => this.#shorten());
     find("question").addEventListener("paste", (event) => this.#paste(event));
     find("question").addEventListener("input", () => this.#typed());
-    this.#drops(find("chat"));
+    this.#drops(find("ask"));
   }
 
   #drops(place) {

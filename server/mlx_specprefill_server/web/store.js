@@ -28,13 +28,14 @@ async function transaction(mode, work) {
   });
 }
 
-/** Newest first. */
+/** Newest first; none where the browser keeps nothing, as in some private windows. */
 export async function listed() {
-  const all = await transaction("readonly", (list) => list.getAll());
+  const all = await transaction("readonly", (list) => list.getAll()).catch(() => []);
   return all.sort((one, other) => other.updated - one.updated);
 }
 
-export const load = (id) => transaction("readonly", (_, whole) => whole.get(id));
+/** undefined: there is none. */
+export const load = (id) => transaction("readonly", (_, whole) => whole.get(id)).catch(() => undefined);
 
 export function save(conversation) {
   const { id, title, updated } = conversation;

@@ -44,7 +44,9 @@ class _MaskedFrom(_MaskedDense):
         super().__init__(model, case)
         self.first, self.layer = first, 0
         self.some = self.kept
-        self.kept = np.ones_like(self.some)  # what masks made from caches hide: nothing
+        self.fed = self.turns
+        # What masks made from caches hide: nothing.
+        self.kept, self.turns = np.ones_like(self.some), np.zeros_like(self.fed)
 
     def run(self) -> Logits:
         with self._following_layers():
@@ -74,11 +76,17 @@ class _MaskedFrom(_MaskedDense):
     def _attend(self, q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
         if self.layer < self.first:
             return super()._attend(q, k, v, **kwargs)
-        everything, self.kept = self.kept, self.some
-        try:
+        with self._hiding():
             return super()._attend(q, k, v, **kwargs)
+
+    @contextmanager
+    def _hiding(self) -> Iterator[None]:
+        everything = self.kept, self.turns
+        self.kept, self.turns = self.some, self.fed
+        try:
+            yield
         finally:
-            self.kept = everything
+            self.kept, self.turns = everything
 
     @contextmanager
     def _stock_primitives(self) -> Iterator[None]:
@@ -88,8 +96,8 @@ class _MaskedFrom(_MaskedDense):
         def normalise(logits: mx.array, *args: Any, **kwargs: Any) -> mx.array:
             keys = self._keys_of(logits.shape[-1]) if logits.ndim >= 4 and self.layer >= self.first else None
             if keys is not None and logits.shape[-2] == self.coming.size:
-                everything, self.kept = self.kept, self.some
-                logits, self.kept = mx.where(self._visible(keys, None), logits, -mx.inf), everything
+                with self._hiding():
+                    logits = mx.where(self._visible(keys, None), logits, -mx.inf)
             return installed(logits, *args, **kwargs)
 
         with super()._stock_primitives():

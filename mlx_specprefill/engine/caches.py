@@ -51,6 +51,7 @@ class EngineCaches:
         self.budget = ByteBudget(config.prefix_cache_bytes)
         self.enabled = config.prefix_cache_bytes > 0
         self.sessions = SessionStore(self.budget)
+        self._stages = pair.stages
         self._disk: DiskTier | None = None
         self._target: PrefixCache | None = None
         self._draft: PrefixCache | None = None
@@ -125,12 +126,18 @@ class EngineCaches:
     def keep_draft(self, tokens: Sequence[int] | TokenIds, cache: list[Any], label: CacheLabel) -> None:
         _store(self._draft, tokens, cache, label)
 
-    def session(self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel) -> Session | None:
-        """The sparse turn, made with the same `PrefillPlan.choice`, that stands for the most of these tokens."""
+    def session(
+        self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel, staged: bool = False
+    ) -> Session | None:
+        """The sparse turn, made with the same `PrefillPlan.choice`, that stands for the most of these tokens.
+
+        Args:
+            staged: of the layers behind the first ones alone, which is what a staged turn leaves.
+        """
         if not self.enabled:
             return None
         hit = self.sessions.lookup(f"{self._pair_name}:{choice}", tokens, label)
-        if hit is None:
+        if hit is None or (staged and self._stages is not None and len(hit.cache) != len(self._stages.upper.slots)):
             return None
         full = next((part for part in leaves(hit.cache) if isinstance(part, PositionedKVCache)), None)
         return None if full is None else Session(hit.length, hit.cache, full.runs.expand())
@@ -139,10 +146,18 @@ class EngineCaches:
         """For how many of these tokens `session` would find one."""
         return self.sessions.covers(tokens, label, f"{self._pair_name}:{choice}") if self.enabled else 0
 
-    def keep_session(self, tokens: Sequence[int] | TokenIds, cache: list[Any], choice: str, label: CacheLabel) -> None:
-        """Store a sparse cache under the tokens it stands for; it never answers a dense request."""
+    def keep_session(
+        self, tokens: Sequence[int] | TokenIds, cache: list[Any], choice: str, label: CacheLabel, staged: bool = False
+    ) -> None:
+        """Store a sparse cache under the tokens it stands for; it never answers a dense request.
+
+        Args:
+            staged: its first layers hold everything. They are left out: the draft's prefixes have them.
+        """
         if not self.enabled:
             return
+        if staged and self._stages is not None:
+            _, cache = self._stages.split(cache)
         try:
             self.sessions.store(f"{self._pair_name}:{choice}", tokens, cache, label)
         except Exception:

@@ -284,8 +284,8 @@ class Loop:
             self._caches.keep_target(tokens, cache, sequence.request.label)
             return
         assert sequence.plan is not None
-        if not sequence.staged:
-            self._caches.keep_session(tokens, cache, sequence.plan.choice, sequence.request.label)
+        choice, label = sequence.plan.choice, sequence.request.label
+        self._caches.keep_session(tokens, cache, choice, label, sequence.staged)
         if self._config.policy.densify and self._caches.enabled:
             request = sequence.request
             self._densifier.turns.add(SparseTurn(request.prompt, tuple(sequence.tokens), job.handle, request.label))

@@ -181,7 +181,7 @@ class Prefiller:
         if sequence.plan.multiple is not None and (words := about_everything(self._asked(request, text))):
             sequence.plan = sequence.plan.with_choice(Choice.everything(words))
             return None
-        sequence.hidden = hidden_states(self.pair, sequence)
+        sequence.hidden = hidden_states(self.pair, self.caches, sequence)
         try:
             scores = yield from self.scorer.scores(request, sequence.plan, text, sequence.hidden)
         except DraftContextError as error:
@@ -213,15 +213,16 @@ class Prefiller:
         """Behind an earlier sparse turn of the conversation, if there is one; own scores mean what they say."""
         request, session = sequence.request, None
         assert sequence.plan is not None
-        if request.specprefill.importance is None and sequence.hidden is None:
+        staged = sequence.hidden is not None
+        if request.specprefill.importance is None:
             earlier = request.prompt[: request.usable_prefix]
-            session = self.caches.session(earlier, sequence.plan.choice, request.label)
+            session = self.caches.session(earlier, sequence.plan.choice, request.label, staged)
         calibrated = self.pair.heads.stands_out if self.pair.heads and sequence.plan.rule == "default" else None
         stands_out = threshold_of(self.config.selection, calibrated)
         M, S = len(request.prompt), sequence.cached
         beginning = self._continuing.begin(M, S, selection, first, session, stands_out)
         sequence.continuation = beginning.continuation
-        if beginning.cache is not None:
+        if beginning.cache is not None and not staged:
             sequence.cache = beginning.cache
         return beginning
 

@@ -72,9 +72,7 @@ def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> No
     request, plan = sequence.request, sequence.plan
     assert plan is not None
     tokens = joined(request.prompt, read)
-    if sequence.staged:
-        return
     if sequence.kept is None:
         prefiller.caches.keep_target(tokens, sequence.cache, request.label)
     else:
-        prefiller.caches.keep_session(tokens, sequence.cache, plan.choice, request.label)
+        prefiller.caches.keep_session(tokens, sequence.cache, plan.choice, request.label, sequence.staged)

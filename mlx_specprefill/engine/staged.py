@@ -6,14 +6,19 @@ MLX thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
+from .._steps import Steps
+from ..adapters.staged import StagedModel
 from ..loading import ModelPair
 from ..request import Progress
 from ..sessions.continuing import Beginning
-from ..specprefill.staged_prefill import HiddenStates, prefill_upper
+from ..sessions.repair import insert
+from ..specprefill.staged_prefill import HiddenStates, Reading, prefill_upper
+from .caches import EngineCaches
 from .sequence import Sequence
 
 __all__ = ["hidden_states", "read_upper"]
@@ -21,32 +26,84 @@ __all__ = ["hidden_states", "read_upper"]
 _NOT_DRAFTED = "after a staged prefill the target's layers hold different numbers of tokens"
 
 
-def hidden_states(pair: ModelPair, sequence: Sequence) -> HiddenStates | None:
+def hidden_states(pair: ModelPair, caches: EngineCaches, sequence: Sequence) -> HiddenStates | None:
     """Where the target's own first layers score the prompt: what will keep what they pass on; None elsewhere.
 
-    The paper's rule looks ahead with all layers, and a request that brings its scores needs none.
+    The paper's rule looks ahead with all layers, and a request that brings its scores needs none. What the other layers
+    hold already, of a dense prefix or an earlier turn, is not kept.
     """
-    assert sequence.plan is not None
-    staged = pair.stages is not None and sequence.plan.rule != "paper"
-    return HiddenStates(sequence.cached) if staged and sequence.request.specprefill.importance is None else None
+    plan, request = sequence.plan, sequence.request
+    assert plan is not None
+    if pair.stages is None or plan.rule == "paper" or request.specprefill.importance is not None:
+        return None
+    earlier = request.prompt[: request.usable_prefix]
+    return HiddenStates(max(sequence.cached, caches.session_length(earlier, plan.choice, request.label)))
 
 
 def read_upper(
     pair: ModelPair, sequence: Sequence, beginning: Beginning, lower: list[Any], slice_size: Callable[[str], int]
 ) -> Generator[Progress, None, mx.array]:
-    """The kept tokens, in the layers behind those that have read the prompt into the caches `lower`."""
-    model, hidden, start = pair.stages, sequence.hidden, beginning.start
+    """What is missing and what is kept, in the layers behind those that have read the prompt into the caches `lower`.
+
+    Args:
+        beginning: its `cache`, of an earlier turn, is that of these layers alone.
+    """
+    model, hidden = pair.stages, sequence.hidden
     assert model is not None
     assert hidden is not None
     if sequence.speculation is not None and sequence.speculation.strategy is not None:
         sequence.speculation.decline(_NOT_DRAFTED)
-    _, upper = model.split(sequence.cache)
+    dense, upper = model.split(sequence.cache)
+    upper = upper if beginning.cache is None else beginning.cache
+    if beginning.missing.size or beginning.start < hidden.first:
+        yield from _read_again(model, sequence, dense, lambda: slice_size("draft"))
     sequence.cache, sequence.staged = model.join(lower, upper), True
-    states = hidden.of(beginning.kept)
-    mx.eval(states)
+    missing, kept = (hidden.of(indices) for indices in (beginning.missing, beginning.kept))
+    mx.eval(missing, kept)
     hidden.clear()
     sequence.hidden = None
-    prompt, kept = sequence.request.prompt[start:], beginning.kept - start
-    logits = yield from prefill_upper(model, upper, prompt, states, kept, lambda: slice_size("prefill"), start)
+    return (yield from _go_on(model, sequence, beginning, (missing, kept), lambda: slice_size("prefill")))
+
+
+def _read_again(
+    model: StagedModel, sequence: Sequence, dense: list[Any], step: Callable[[], int]
+) -> Generator[Progress, None, None]:
+    """What the earlier turn dropped and this one wants: what the first layers pass on of it was not kept.
+
+    Args:
+        dense: caches of the first layers, which hold the dense prefix.
+    """
+    hidden, prompt = sequence.hidden, sequence.request.prompt
+    assert hidden is not None
+    again, start = HiddenStates(sequence.cached), sequence.cached
+    while start < hidden.first:
+        end = min(start + step(), hidden.first)
+        again.keep(start, model.lower(mx.array(prompt[start:end])[None], cache=dense))
+        mx.eval([part.state for part in dense])
+        yield Progress("draft", len(prompt), len(prompt))
+        start = end
+    hidden.put_before(again)
+
+
+def _go_on(
+    model: StagedModel,
+    sequence: Sequence,
+    beginning: Beginning,
+    hidden: tuple[mx.array, mx.array],
+    step: Callable[[], int],
+) -> Generator[Progress, None, mx.array]:
+    """Progress counts what is missing and what follows.
+
+    Args:
+        hidden: of both.
+    """
+    _, upper = model.split(sequence.cache)
+    prompt, start, size = sequence.request.prompt, beginning.start, int(beginning.missing.size)
+    if size:
+        for progress in insert(Reading(model.upper, hidden[0]), upper, prompt, beginning.missing, step):
+            yield replace(progress, total=beginning.read)
+    kept = Steps(prefill_upper(model, upper, prompt[start:], hidden[1], beginning.kept - start, step, start))
+    for progress in kept:
+        yield replace(progress, done=size + progress.done, total=beginning.read)
     sequence.kept = beginning.all_kept
-    return logits
+    return kept.result

@@ -18,7 +18,7 @@ from ..request import Progress
 from ..token_ids import TokenIds
 from .sparse_prefill import prefill
 
-__all__ = ["HiddenStates", "prefill_upper"]
+__all__ = ["HiddenStates", "Reading", "prefill_upper"]
 
 
 class HiddenStates:
@@ -36,7 +36,7 @@ class HiddenStates:
             self._parts.append(new)
 
     def of(self, kept: npt.NDArray[np.int32]) -> mx.array:
-        """Those of the prompt's indices `kept` (N,), none below `first`: (1, N, D)."""
+        """Those of the prompt's indices `kept` (N,), ascending, none below `first`: (1, N, D)."""
         starts = np.cumsum([0, *(part.shape[1] for part in self._parts)])
         index = kept - self.first
         within = np.searchsorted(starts, index, side="right") - 1
@@ -45,7 +45,11 @@ class HiddenStates:
             for number, part in enumerate(self._parts)
             if (within == number).any()
         ]
-        return mx.concatenate(chosen, axis=1)
+        return mx.concatenate(chosen, axis=1) if chosen else self._parts[0][:, :0]
+
+    def put_before(self, other: HiddenStates) -> None:
+        """Those of the tokens from `other.first` on, which end where these begin."""
+        self.first, self._parts = other.first, other._parts + self._parts
 
     def clear(self) -> None:
         self._parts.clear()
@@ -70,11 +74,11 @@ def prefill_upper(
         cache: positioned, of those layers alone.
         hidden: what the first layers passed on of the kept tokens, (1, N, D).
     """
-    return prefill(_Reading(model.upper, hidden), cache, prompt, kept, step, offset)
+    return prefill(Reading(model.upper, hidden), cache, prompt, kept, step, offset)
 
 
-class _Reading:
-    """The upper layers, fed with tokens whose hidden states are known, in order."""
+class Reading:
+    """The upper layers as a model of tokens, whose hidden states (1, N, D) are known, in the order they are fed."""
 
     def __init__(self, upper: UpperLayers, hidden: mx.array) -> None:
         self._upper = upper

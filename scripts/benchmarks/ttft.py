@@ -13,8 +13,8 @@ draft and the kept tokens with the target. Both parts are measured here, as plai
     between_growth  = exponent of that time over the prompt length, between the two longest; 1 is linear
 
 A draft with calibrated heads (`heads.json` beside it) runs up to the last of them and does not look ahead; `--rule
-paper` runs all of it. Where the draft is the target's own first layers (`--no-draft`), the prefill is staged: the others
-go on from what those have read, T_target(kept) is the time of these others alone, and
+paper` runs all of it. Where the draft is the target's own first layers (`--no-draft`), the prefill is staged: the
+others go on from what those have read, T_target(kept) is the time of these others alone, and
 
     staged_of_full  = TTFT_sparse / TTFT_full, to compare with `staged_limit` = s / L + kept / M + 0.08
 

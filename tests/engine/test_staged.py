@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +17,7 @@ from mlx_specprefill import (
     Finished,
     GenerationRequest,
     ModelPair,
+    SelectionConfig,
     SpecPrefillOptions,
     SpecPrefillPolicy,
     make_pair,
@@ -155,15 +158,70 @@ def test_a_dense_prefix_is_not_read_again_by_the_upper_layers() -> None:
     assert tokens == again
 
 
-def test_a_conversation_goes_on_right() -> None:
-    pair, config = own_pair(), replace(CONFIG, prefix_cache_bytes=1 << 26)
-    turn = asked(200, 3, enabled=None)
+@pytest.mark.parametrize(
+    ("family", "stands_out", "repair_share", "way"),
+    [
+        *((family, math.inf, 0.5, "extend") for family in FAMILIES),
+        ("llama", 1.0, 1.0, "repair"),
+        ("qwen3", 1.0, 1.0, "repair"),
+        *((family, 1.0, 0.0, "restart") for family in FAMILIES),
+    ],
+)
+def test_a_conversation_goes_on_right(family: str, stands_out: float, repair_share: float, way: str) -> None:
+    """Whatever the earlier turn holds: each token sees, in the upper layers, what was kept by the time it was fed."""
+    policy = replace(CONFIG.policy, repair_share=Fraction(repair_share))
+    selection = SelectionConfig(stands_out=stands_out)
+    config = replace(CONFIG, policy=policy, selection=selection, prefix_cache_bytes=1 << 26)
+    pair, turn = own_pair(family), asked(300, 3, enabled=None)
     with Engine(pair, config) as engine:
-        tokens, _ = generated(engine.generate(turn))
-        prompt = np.concatenate([turn.prompt, tokens, random_prompt(60, 4)]).astype(np.int32)
+        tokens, first = generated(engine.generate(turn))
+        prompt = np.concatenate([turn.prompt, tokens, random_prompt(90, 4)]).astype(np.int32)
         following = replace(turn, prompt=prompt)
         answer, last = generated(engine.generate(following))
-    assert_is_the_masked_run(pair, following, answer, last)
+        assert engine.stats().fallbacks == {}
+    assert last.account.continuation == way
+    assert last.account.scorer == "self"
+    turns = np.ones(prompt.size, dtype=np.int64)
+    if way != "restart":
+        turns[kept_of(first)] = 0
+        turns[turn.prompt.size : turn.prompt.size + len(tokens)] = 0
+        assert last.account.cached_tokens == (turns == 0).sum()
+    case = Case(prompt, kept_of(last), np.array(answer[:-1], dtype=np.int32), turns)
+    assert pair.stages is not None
+    assert masked_from(pair.target, case, pair.stages.count).argmax(axis=-1).tolist() == answer
+
+
+def test_a_turn_that_extends_is_read_once_by_the_first_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind what the draft's prefixes hold of the turn before: its prompt, not its answer."""
+    selection = SelectionConfig(stands_out=math.inf)
+    config = replace(CONFIG, selection=selection, prefix_cache_bytes=1 << 26)
+    pair, turn = own_pair(), asked(600, 3, enabled=None)
+    read, calls = [], type(pair.draft).__call__
+
+    def counting(module: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+        read.append(inputs.shape[1])
+        return calls(module, inputs, cache)
+
+    monkeypatch.setattr(type(pair.draft), "__call__", counting)
+    with Engine(pair, config) as engine:
+        tokens, _ = generated(engine.generate(turn))
+        following = replace(turn, prompt=np.concatenate([turn.prompt, tokens, random_prompt(90, 4)]))
+        read.clear()
+        _, last = generated(engine.generate(following))
+    assert last.account.continuation == "extend"
+    assert sum(read) <= COUNT + 90 + COUNT + 2
+
+
+def test_own_scores_leave_no_turn_that_a_staged_one_goes_on_from() -> None:
+    scores = np.random.default_rng(0).random(300).astype(np.float32)
+    config = replace(CONFIG, prefix_cache_bytes=1 << 26)
+    pair, turn = own_pair(), asked(300, 3, enabled=None)
+    with Engine(pair, config) as engine:
+        tokens, _ = generated(engine.generate(asked(300, 3, enabled=None, importance=scores)))
+        prompt = np.concatenate([turn.prompt, tokens, random_prompt(90, 4)]).astype(np.int32)
+        answer, last = generated(engine.generate(replace(turn, prompt=prompt)))
+    assert last.account.continuation is None
+    assert_is_the_masked_run(pair, replace(turn, prompt=prompt), answer, last)
 
 
 def test_quantised_caches_stay_unquantised() -> None:
@@ -251,6 +309,17 @@ def test_a_staged_row_that_leaves_is_as_it_was_alone() -> None:
 
 
 # --- hidden states ---------------------------------------------------------------------------------------------------
+
+
+def test_earlier_hidden_states_can_be_put_before() -> None:
+    states = mx.arange(60.0).reshape(1, 20, 3)
+    early, late = HiddenStates(first=2), HiddenStates(first=8)
+    early.keep(0, states[:, :8])
+    late.keep(6, states[:, 6:])
+    late.put_before(early)
+    kept = np.array([2, 7, 8, 19], dtype=np.int32)
+    assert mx.array_equal(late.of(kept), states[:, mx.array(kept)]).item()
+    assert late.of(kept[:0]).shape == (1, 0, 3)
 
 
 def test_hidden_states_are_found_by_index_across_forwards() -> None:

@@ -50,6 +50,10 @@ def test_a_full_reading_is_shown_as_one(page: Page, live: Any) -> None:
     assert "The large model read all" in turn.text
     assert "The large model read all" in page.find("#map-facts").text
     assert page.all("#prompt .dropped") == []
+    assert not page.find("#steps").is_displayed()
+    page.set("#what-if", "20")
+    assert page.find("#steps").is_displayed()
+    assert page.all("#prompt .dropped")
 
 
 def test_the_share_that_was_chosen_is_told(page: Page, server: Server) -> None:

@@ -136,8 +136,7 @@ export class Documents {
     const all = this.tokens;
     const known = Number.isFinite(this.window);
     find("meter").hidden = !known || !all;
-    find("meter").max = known ? this.window : 1;
-    find("meter").value = Math.min(all, known ? this.window : 1);
+    Object.assign(find("meter"), { max: 1, high: 0.85, optimum: 0, value: known ? Math.min(1, all / this.window) : 0 });
     find("meter-text").textContent = known && all
       ? `${Number.isFinite(all) ? `about ${count(all)}` : "far more than"} ${Number.isFinite(all) ? "of " : ""}${count(this.window)} tokens` : "";
     find("excess").textContent = this.excess;
@@ -177,6 +176,6 @@ export class Documents {
 
 export function chip({ name, tokens }, ...more) {
   const size = tokens === null ? "…" : Number.isFinite(tokens) ? `${count(tokens)} tokens` : "too long";
-  return element("li", { className: "chip" }, element("span", { className: "name", textContent: name }),
+  return element("li", { className: "chip", title: name }, element("span", { className: "name", textContent: name }),
     element("span", { className: "faint figure", textContent: size }), ...more);
 }

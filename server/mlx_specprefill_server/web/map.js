@@ -86,6 +86,7 @@ export class TextMap {
     const read = this.read.reduce((sum, tokens) => sum + tokens, 0);
     const all = this.chunks.at(-1)?.end ?? 0;
     find("as-read").hidden = share === null;
+    find("steps").hidden = share === null && this.account?.mode === "full"; // nothing was chosen then
     if (share === null) find("what-if").value = Math.max(5, Math.min(100, Math.round((100 * read) / all)));
     find("what-if-value").textContent = `${find("what-if").value} %`;
     find("map-facts").textContent = this.#facts(read, all);

@@ -23,7 +23,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..cache.entry import CacheEntry
 from ..config import EngineConfig
 from ..constraints import Grammars, GrammarState, ReasoningBudgetState
-from ..errors import EngineClosedError, InvalidRequestError
+from ..errors import ContextLengthError, EngineClosedError
 from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Progress
 from ..specprefill.plan import PrefillPlan
@@ -142,6 +142,11 @@ class Engine:
         age, queued = time.monotonic() - self.loop.beat, self._inbox.waiting
         return EngineHealth(self._thread.is_alive(), age, self.scheduler.running, queued)
 
+    @property
+    def window(self) -> int:
+        """Tokens of prompt and answer that one request may have: the model's, or as many as memory leaves room for."""
+        return self.memory.window()
+
     def stats(self) -> EngineStats:
         """What it does and holds now. Never waits for the MLX thread: the parts may be one step apart."""
         waiting, decoding = self._inbox.waiting, len(self.scheduler.decoding)
@@ -202,10 +207,12 @@ class Engine:
         need = self.memory.need(request, "sparse" if plan.crowded else plan.mode)
         if plan.crowded and not self.memory.admission.can_ever(need):
             plan, need = replace(plan, crowded=False), self.memory.need(request, "full")
+        if plan.mode == "sparse" and not self.memory.admission.can_ever(need):
+            plan = plan.as_full("a sparse prefill needs more memory than there is")
+            need = self.memory.need(request, "full")
         if not self.memory.admission.can_ever(need):
-            raise InvalidRequestError(
-                f"the request needs {need >> 20} MiB of memory, more than the limit leaves", field="messages"
-            )
+            window = self.memory.window(request.specprefill.speculative)
+            raise ContextLengthError(len(request.prompt), request.max_tokens, window)
         return plan, need
 
     def compile(self, constraint: Constraint) -> None:

@@ -52,7 +52,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.vocabulary = Vocabulary(engine.pair.tokenizer)
-        self.prompts = PromptBuilder(engine.pair.tokenizer, engine.pair.context_length, settings.allow_special_tokens)
+        self.prompts = PromptBuilder(engine.pair.tokenizer, engine.window, settings.allow_special_tokens)
         self.metrics = Metrics(engine, self.model_id)
         self.recent = RecentAnswers()
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
@@ -67,8 +67,8 @@ class Service:
 
     @property
     def context_length(self) -> int:
-        length: int = self.engine.pair.context_length
-        return length
+        """Tokens of prompt and answer; less than the model's where memory has no room for these."""
+        return self.engine.window
 
     @property
     def model_id(self) -> str:

@@ -100,6 +100,7 @@ class FakeEngine:
         self.handles: list[FakeHandle] = []  # one for each request
         self.reasons: list[str] = []  # of the ends, in order
         self.alive = True
+        self.room: int | None = None  # tokens, where memory has room for fewer than the model could read
         self.kept = [CacheEntry(f"{i:032x}", "target", 100 * i, 1000 * i, i, 1.7e9) for i in (1, 2)]
         self.inspected: Inspection | Exception | threading.Event | None = None  # None: every other chunk is kept
         self.heartbeat_age_s = 0.0
@@ -108,6 +109,10 @@ class FakeEngine:
         self._jobs: queue.Queue[Any] = queue.Queue()
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
+
+    @property
+    def window(self) -> int:
+        return self.room or self.pair.context_length
 
     def tokens(self, text: str, end: bool = True) -> list[Step]:
         """An answer as tokens, with the end-of-turn token if it ends by itself."""

@@ -83,3 +83,21 @@ def test_any_name_will_do_unless_names_are_strict(engine: FakeEngine) -> None:
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "model_not_found"
         assert answer.json()["error"]["param"] == "model"
+
+
+def test_the_window_is_the_memorys_where_that_is_less_than_the_models(client: TestClient, engine: FakeEngine) -> None:
+    engine.room = 100
+    for shown in (client.get("/v1/models").json()["data"][0], client.get("/v1/models/demo/target").json()):
+        assert {shown[name] for name in ("context_length", "context_window", "max_model_len", "max_input_tokens")} == {
+            100
+        }
+        assert shown["meta"] == {"n_ctx": 100, "n_ctx_train": 4096}
+    assert client.get("/props").json()["default_generation_settings"]["n_ctx"] == 100
+    body = {"messages": [{"role": "user", "content": "x" * 120}]}
+    error = client.post("/v1/chat/completions", json=body).json()["error"]
+    assert (error["code"], error["n_ctx"]) == ("context_length_exceeded", 100)
+    said = client.post("/v1/messages", json=body | {"max_tokens": 5}).json()["error"]["message"]
+    assert said.endswith("> 100 maximum")
+    short = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5000}
+    assert client.post("/v1/chat/completions", json=short).status_code == 200
+    assert engine.requests[-1].max_tokens + len(engine.requests[-1].prompt) == 100

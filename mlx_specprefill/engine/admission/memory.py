@@ -62,6 +62,13 @@ class Memory:
         self.admission = Admission(limit, sum(self._weights), lambda: self._caches.nbytes, self._caches.reclaim)
         if limit is not None:
             self._limit_spare(limit // _SPARE_PART)
+        if (window := self.window()) < pair.context_length:
+            log.warning(
+                "memory leaves room for %d tokens of prompt and answer, of the model's %d; a higher --memory-limit allows "
+                "more",
+                window,
+                pair.context_length,
+            )
 
     def _limit_spare(self, nbytes: int) -> None:
         """MLX's own limit is all that the device has; a lower one stays."""
@@ -81,11 +88,27 @@ class Memory:
             return 0
         tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
         need = self._target.of(tokens)
-        if (request.specprefill.speculative or self._config.speculation.strategy) in ("mtp", "auto"):
+        if self._has_head(request.specprefill.speculative):
             need += self._head.of(tokens)
         if mode == "sparse" and self._hidden_bytes:  # the caches of the first layers are the target's
             return need + self._hidden_bytes * len(request.prompt)
         return need + (self._draft.of(round(len(request.prompt) * self._pair.draft_ratio)) if mode == "sparse" else 0)
+
+    def window(self, strategy: str | None = None) -> int:
+        """Tokens of prompt and answer that one request may have: the model's, or what memory leaves for a full prefill.
+
+        Args:
+            strategy: by which its answer is drafted, if not by the configured one.
+        """
+        if self.admission.limit is None:
+            return self._pair.context_length
+        parts = [self._target, *([self._head] if self._has_head(strategy) else [])]
+        free = self.admission.limit - self.admission.weights - sum(part.of(0) for part in parts)
+        per_token = sum(part.per_token for part in parts)
+        return max(0, min(self._pair.context_length, free // per_token if per_token else self._pair.context_length))
+
+    def _has_head(self, strategy: str | None) -> bool:
+        return (strategy or self._config.speculation.strategy) in ("mtp", "auto")
 
     def need_dense(self, tokens: int) -> int:
         """The same, of making a text of that many tokens dense."""

@@ -27,10 +27,12 @@ class Health(Protocol):
 
 
 class EngineLike(Protocol):
-    """`pair` is the loaded pair with tokenizer, context_length and names."""
+    """`pair` is the loaded pair with tokenizer and names, `window` how many tokens a request may have."""
 
     @property
     def pair(self) -> Any: ...
+    @property
+    def window(self) -> int: ...
     def compile(self, constraint: Constraint) -> None: ...
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Handle: ...
     def submit_inspection(

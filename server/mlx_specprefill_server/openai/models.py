@@ -51,7 +51,7 @@ def _model(service: Service) -> dict[str, Any]:
         "max_model_len": length,
         "context_length": length,
         "context_window": length,
-        "meta": {"n_ctx": length, "n_ctx_train": length},
+        "meta": {"n_ctx": length, "n_ctx_train": service.engine.pair.context_length},
         "origin": service.settings.model_origin,
         "licence": service.settings.model_licence,
         "draft": service.draft_id,

@@ -11,7 +11,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, SettingsError, SpecPrefillOptions
+from mlx_specprefill import (
+    ContextLengthError,
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    SettingsError,
+    SpecPrefillOptions,
+)
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.engine import prefill as prefiller
 from mlx_specprefill.engine import scoring
@@ -81,3 +89,34 @@ def test_a_limit_below_the_weights_is_refused_with_what_is_needed():
         SettingsError, match=r"0\.0 MiB is below the weights: target \d+\.\d MiB, draft \d+\.\d MiB\. At least"
     ):
         Engine(pair, EngineConfig(memory_limit=1000))
+
+
+def leave_room(engine: Engine, tokens: int) -> None:
+    """As much memory as one full prefill of that many tokens needs."""
+    memory = engine.memory
+    need = memory.need(GenerationRequest(tuple(range(1, tokens)), 1), "full")
+    memory.admission.limit = memory.admission.weights + need
+
+
+def test_the_window_is_what_memory_leaves_room_for() -> None:
+    pair = tiny.tiny_pair()
+    full = SpecPrefillOptions(enabled=False)
+    with Engine(pair, EngineConfig(prefix_cache_bytes=0)) as engine:
+        assert engine.window == pair.context_length
+        leave_room(engine, 300)
+        assert engine.window == 300 < pair.context_length
+        *_, last = engine.generate(GenerationRequest(tuple(tiny.random_prompt(296)), 4, specprefill=full))
+        assert isinstance(last, Finished)
+        with pytest.raises(ContextLengthError) as caught:
+            engine.check(GenerationRequest(tuple(tiny.random_prompt(297)), 4, specprefill=full))
+        assert (caught.value.context_length, caught.value.total_tokens) == (300, 301)
+
+
+def test_a_prompt_that_fits_in_full_only_is_read_in_full() -> None:
+    pair = tiny.tiny_pair()
+    with Engine(pair, EngineConfig(prefix_cache_bytes=0)) as engine:
+        leave_room(engine, 300)
+        request = GenerationRequest(tuple(tiny.random_prompt(290)), 4, specprefill=SpecPrefillOptions(enabled=True))
+        *_, last = engine.generate(request)
+    assert isinstance(last, Finished)
+    assert (last.account.mode, last.account.reason) == ("full", "a sparse prefill needs more memory than there is")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,16 @@ class Server:
         return time.monotonic() - begun
 
 
-def start(log: Path, target: Path, draft: Path | None, *options: str) -> AbstractContextManager[Server]:
-    """`mlx-specprefill serve` on a free port until the block ends; what it prints goes to `log`."""
-    return _serve(log, "--target", str(target), *(["--draft", str(draft)] if draft else []), *options)
+def start(
+    log: Path, target: Path, draft: Path | None, *options: str, settings: Mapping[str, str] | None = None
+) -> AbstractContextManager[Server]:
+    """`mlx-specprefill serve` on a free port until the block ends; what it prints goes to `log`.
+
+    Args:
+        settings: those that are no options, by the names of their variables.
+    """
+    models = ("--target", str(target), *(("--draft", str(draft)) if draft else ()))
+    return _serve(log, *models, *options, settings=settings)
 
 
 def start_named(log: Path, pair: str, *options: str) -> AbstractContextManager[Server]:
@@ -52,10 +59,11 @@ def start_named(log: Path, pair: str, *options: str) -> AbstractContextManager[S
 
 
 @contextmanager
-def _serve(log: Path, *options: str) -> Iterator[Server]:
+def _serve(log: Path, *options: str, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
     command = [sys.executable, "-m", "mlx_specprefill_server", "serve", "--port", "0", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_SPECPREFILL_")}
     environment["MLX_SPECPREFILL_CALIBRATION_FILE"] = str(log.with_name("costs.json"))  # not the user's
+    environment |= settings or {}
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         try:
             yield Server(_base(process, log), process)

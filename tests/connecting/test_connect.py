@@ -39,7 +39,7 @@ FILES = {
 }
 BEFORE = {
     "codex": TOML,
-    "continue": "name: mine # x\nmodels:\n- name: theirs\n  model: m\n",
+    "continue": "name: mine # x\nmodels:\n- name: theirs\n  provider: openai\n  model: m\n",
     "aider": "# mine\ndark-mode: true\n",
 }
 ALL = pytest.mark.parametrize("agent", FILES)

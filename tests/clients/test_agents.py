@@ -1,0 +1,108 @@
+"""Real agents start with the files that `connect --write` puts there and complete a task, with no network.
+
+The server asks for a key, and its streams are full of keep-alives and progress: no agent may stumble over them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ..connecting.test_connect import BEFORE, FILES, JSON
+from ..scripted import COMMAND, DONE, TEXT, Flavour, save_scripted
+from ..serving import Server, start
+from ..waiting import eventually
+from .packages import PACKAGES
+
+KEY = "geheim"
+CHATTY = {"MLX_SPECPREFILL_KEEP_ALIVE_S": "0.005", "MLX_SPECPREFILL_PROGRESS_S": "0.001"}
+# Qwen-Code reads no comma at the end, the others no comments.
+STRICTER = {"qwen": JSON.replace('dark",', 'dark"'), "claude": "{}\n", "cline": "{}\n"}
+ALL = pytest.mark.parametrize("agent", PACKAGES)
+pytestmark = pytest.mark.timeout(900)  # the download, and a busy machine
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Flavour], Server]]:
+    """The scripted model behind a key, by the format in which it calls tools."""
+    with ExitStack() as servers:
+
+        @cache
+        def serve(flavour: Flavour) -> Server:
+            folder = tmp_path_factory.mktemp(f"chatty-{flavour}")
+            model = save_scripted(folder / "model", flavour)
+            options = ("--model-alias", "scripted", "--api-key", KEY, "--prefill-step", "64")
+            return servers.enter_context(start(folder / "log", model, None, *options, settings=CHATTY))
+
+        yield serve
+
+
+def connect(home: Path, agent: str, *options: str) -> str:
+    command = [sys.executable, "-m", "mlx_specprefill_server", "connect", agent, *options]
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "PYTHONPATH")}
+    done = subprocess.run(command, env=kept | {"HOME": str(home)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def answers(server: Server) -> float:
+    text = httpx.get(f"{server.base}/metrics", headers={"x-api-key": KEY}).text
+    return sum(map(float, re.findall(r"^vllm:request_success_total\{.*\} (.*)$", text, re.M)))
+
+
+def existing(home: Path, agent: str) -> tuple[Path, bytes]:
+    """A configuration that somebody has made before, with comments where the agent reads them."""
+    path, content = home / FILES[agent], (STRICTER | BEFORE).get(agent, JSON).encode()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    return path, content
+
+
+@pytest.mark.parametrize("flavour", ["hermes", "xml"])
+@ALL
+def test_a_task(chatty: Callable[[Flavour], Server], tmp_path: Path, agent: str, flavour: Flavour) -> None:
+    package = PACKAGES[agent]
+    package.installed()
+    home, work = tmp_path / "home", tmp_path / "work"
+    work.mkdir()
+    path, content = existing(home, agent)
+    server = chatty(flavour)
+    connect(home, agent, "--url", server.base, "--api-key", KEY, "--write")
+    written = path.read_bytes()
+    before = answers(server)
+    said = package.run(home, work, f"Please do script:{package.script} now.")
+    if package.script == "text":
+        assert TEXT in said
+    else:
+        assert DONE in said
+        assert (work / "result.txt").read_text() == "made by a script", COMMAND
+    assert eventually(lambda: answers(server) - before >= package.requests)
+    assert answers(server) - before == package.requests  # nothing was sent twice
+    if path.read_bytes() == written:
+        connect(home, agent, "--undo")
+        assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_the_streams_of_these_tests_are_full_of_progress(chatty: Callable[[Flavour], Server], path: str) -> None:
+    words = path + " ".join(map(str, range(3000)))  # which no other request has left in the cache
+    body: dict[str, Any] = {
+        "input": words,
+        "messages": [{"role": "user", "content": words}],
+        "max_tokens": 5,
+        "stream": True,
+    }
+    if path == "/v1/responses":
+        del body["messages"]
+    answer = httpx.post(chatty("hermes").base + path, json=body, headers={"x-api-key": KEY}, timeout=120)
+    assert len(re.findall(r'": progress |"prompt_progress"|^: progress', answer.text, re.M)) >= 10

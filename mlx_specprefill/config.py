@@ -229,6 +229,8 @@ class EngineConfig:
     prefix_cache_dir: Path | None = None  # where prefixes outlive the process
     prefix_cache_optional: bool = False  # True: go on without that folder where it can't be used
     prefix_disk_bytes: int = 20 << 30
+    # Only what several requests began with, up to the end of the system prompt and the tools, is written there.
+    prefix_disk_lasting: bool = False
     calibration_file: Path | None = None  # where measured costs outlive the process
     kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)
     kv_group_size: int = 64

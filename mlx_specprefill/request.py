@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import Keep, RuleName, Scope, SpecPrefillPolicy, SpeculationName
+from .spans import PromptSpan, opening_of
 from .token_ids import TokenIds, as_token_ids
 
 __all__ = [
@@ -48,7 +49,6 @@ Mode = Literal["sparse", "full"]
 ScorerKind = Literal["draft", "mapped-draft", "self", "request"]
 Stage = Literal["queued", "draft", "select", "prefill", "decode"]
 FinishReason = Literal["stop", "length", "cancelled"]
-SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
 _LABEL_PART = re.compile(r"[\w-]{0,64}", re.ASCII)
 
 
@@ -74,30 +74,6 @@ class CacheLabel:
 
 
 SHARED = CacheLabel()  # of requests that say nothing else
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSpan:
-    """One rendered message: prompt indices of the whole message and of its content, both [start, end).
-
-    `start..content_start` is the role header, `content_end..end` the end-of-turn marker. Tool definitions that the
-    template puts into the system message belong to it, or form a span of kind "tools". `documents` are the parts of a
-    system message's content that tell nobody what to do, [start, end), ascending.
-    """
-
-    kind: SpanKind
-    start: int
-    content_start: int
-    content_end: int
-    end: int
-    documents: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.content_start <= self.content_end <= self.end:
-            raise ValueError(f"span bounds must be ordered: {self}")
-        inside = [self.content_start, *(at for document in self.documents for at in document), self.content_end]
-        if inside != sorted(inside):
-            raise ValueError(f"documents must be ordered and lie in the content: {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +179,7 @@ class GenerationRequest:
         reasoning: None, or how much of the answer may be reasoning.
         min_tokens: stop ids are not generated before so many tokens, unless the constraint leaves nothing else.
         label: cached prefixes and sessions are shared with requests of the same label.
+        remember: what the opening leaves in the cache lasts at once, as if a second request had used it.
     """
 
     prompt: TokenIds
@@ -217,9 +194,15 @@ class GenerationRequest:
     reasoning: ReasoningBudget | None = None
     min_tokens: int = 0
     label: CacheLabel = SHARED
+    remember: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_token_ids(self.prompt))
+
+    @property
+    def opening(self) -> int:
+        """Tokens of the system prompt and the tools in front, which the sessions of one agent share."""
+        return opening_of(self.spans)
 
     @property
     def usable_prefix(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 from fractions import Fraction
 
@@ -20,6 +21,8 @@ _LOOKUP, _STORE = 1.0, 2.0**-10
 GRACE = 64.0
 # Shared entries are spared only up to this part of the limit: the rest is left to conversations that are new.
 SHARED_PART = Fraction(7, 8)
+# What lasts goes last of all, however long it is idle, up to this part of the limit.
+LASTING_PART = Fraction(1, 2)
 _SLACK = 64  # items of a queue that may name nothing any more, besides as many as there are entries
 
 
@@ -29,6 +32,7 @@ class Evictable:
     Attributes:
         nbytes: of the arrays it holds.
         hits: look-ups that it served. It is shared from the first one on: two requests had use for it.
+        lasting: the beginning of an agent's every session; it lasts once it is shared.
         used: the budget's clock at its last use; `seen_at` is the same as seconds since the epoch.
         held: whether the budget counts it.
     """
@@ -36,9 +40,15 @@ class Evictable:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.hits = 0
+        self.lasting = False
         self.used = 0.0
         self.seen_at = 0.0
         self.held = False
+
+    @property
+    def rank(self) -> int:
+        """0: used once; 1: shared; 2: shared and lasting."""
+        return 0 if not self.hits else 1 + self.lasting
 
     def evictable(self) -> bool:
         """Whether nothing that is kept needs it."""
@@ -52,8 +62,8 @@ class Evictable:
 class _Queue:
     """Evictable entries of one class, least recently used first. Keeps no reference to a discarded entry."""
 
-    def __init__(self, shared: bool) -> None:
-        self._shared = shared
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._numbers = itertools.count()
         # Items go stale: uses only rise, so an item is put right when it reaches the top. They name their entries
         # by number, because an item may outlive its entry for as long as nothing is evicted.
@@ -82,7 +92,7 @@ class _Queue:
             entry = self._entries.get(number)
             if entry is None:
                 heapq.heappop(self._heap)
-            elif bool(entry.hits) != self._shared or not entry.evictable():
+            elif entry.rank != self._rank or not entry.evictable():
                 heapq.heappop(self._heap)
                 del self._entries[number], self._inside[entry]
             elif entry.used != used:
@@ -95,10 +105,11 @@ class _Queue:
 class ByteBudget:
     """A limit on bytes, shared. `used` never exceeds `limit`.
 
-    Two classes, each least recently used first. Entries that no second request had use for go before entries that were
-    hit, unless those have been idle for 64 look-ups or take more than 7/8 of the limit. So a burst of one-off requests
-    can't evict an agent's system prefix, and old conversations can't keep out new ones. A new entry evicts only what
-    was used before the call that stores it, so never the blocks that it continues.
+    Three classes, each least recently used first. Entries that no second request had use for go before entries that
+    were hit, unless those have been idle for 64 look-ups or take more than 7/8 of the limit. So a burst of one-off
+    requests can't evict a conversation, and old conversations can't keep out new ones. What lasts, like an agent's
+    system prompt, goes after both, unless it takes more than half of the limit. A new entry evicts only what was used
+    before the call that stores it, so never the blocks that it continues.
     """
 
     def __init__(self, limit: int) -> None:
@@ -107,7 +118,8 @@ class ByteBudget:
         self.shared = 0  # part of `used` that was hit
         self.evictions = 0
         self._clock = 0.0
-        self._single, self._hit = _Queue(shared=False), _Queue(shared=True)
+        self._lasting = 0  # part of `used` of rank 2
+        self._queues = tuple(_Queue(rank) for rank in range(3))
 
     def begin_lookup(self) -> None:
         self._clock += _LOOKUP
@@ -120,10 +132,25 @@ class ByteBudget:
         entry.used = self._clock
         entry.seen_at = time.time()
         if hit:
-            entry.hits += 1
-            if entry.held and entry.hits == 1:
-                self.shared += entry.nbytes
-                self.offer(entry)
+            self._rerank(entry, hits=entry.hits + 1)
+
+    def outlasts(self, entry: Evictable) -> None:
+        """The entry lasts from the first hit on."""
+        self._rerank(entry, lasting=True)
+
+    def _rerank(self, entry: Evictable, hits: int | None = None, lasting: bool | None = None) -> None:
+        before = entry.rank
+        self._count(entry, -1)
+        entry.hits = entry.hits if hits is None else hits
+        entry.lasting = entry.lasting if lasting is None else lasting
+        self._count(entry, 1)
+        if entry.rank != before:
+            self.offer(entry)
+
+    def _count(self, entry: Evictable, sign: int) -> None:
+        if entry.held:
+            self.shared += sign * entry.nbytes * (entry.rank > 0)
+            self._lasting += sign * entry.nbytes * (entry.rank == 2)
 
     def reserve(self, nbytes: int) -> bool:
         """Evict until so many bytes are free; False when too little may be evicted."""
@@ -154,29 +181,30 @@ class ByteBudget:
         if self.used + entry.nbytes > self.limit:
             raise ValueError(f"{entry.nbytes} bytes do not fit next to {self.used} of {self.limit}")
         self.used += entry.nbytes
-        self.shared += entry.nbytes if entry.hits else 0
         entry.held = True
+        self._count(entry, 1)
         self.offer(entry)
 
     def remove(self, entry: Evictable) -> None:
         """Stop counting an entry; no effect when it isn't counted."""
         if entry.held:
+            self._count(entry, -1)
             entry.held = False
             self.used -= entry.nbytes
-            self.shared -= entry.nbytes if entry.hits else 0
-            for queue in (self._single, self._hit):
+            for queue in self._queues:
                 queue.discard(entry)
 
     def offer(self, entry: Evictable) -> None:
         """The entry may be evictable from now on."""
         if entry.held:
-            (self._hit if entry.hits else self._single).offer(entry)
+            self._queues[entry.rank].offer(entry)
 
     def _lowest(self) -> tuple[float, Evictable | None]:
         """The entry to evict next, with its rank on the clock's scale."""
-        single, hit = self._single.lowest(), self._hit.lowest()
         grace = GRACE if self.shared <= SHARED_PART * self.limit else 0.0
-        ranked = [(entry.used + extra, entry) for entry, extra in ((single, 0.0), (hit, grace)) if entry is not None]
+        graces = (0.0, grace, math.inf if self._lasting <= LASTING_PART * self.limit else grace)
+        found = [(queue.lowest(), extra) for queue, extra in zip(self._queues, graces, strict=True)]
+        ranked = [(entry.used + extra, entry) for entry, extra in found if entry is not None]
         return min(ranked, key=lambda pair: pair[0], default=(0.0, None))
 
     def _evict(self, victim: Evictable) -> None:

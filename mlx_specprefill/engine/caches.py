@@ -18,7 +18,7 @@ from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
 from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
-from ..request import CacheLabel
+from ..request import CacheLabel, GenerationRequest
 from ..sessions.store import Session, SessionStore
 from ..token_ids import TokenIds
 
@@ -65,7 +65,13 @@ class EngineCaches:
                     "without it)"
                 )
         identity = model_identity(pair.target, pair.target_config)
-        self._target = PrefixCache(identity, lambda: empty_cache(pair.target), self.budget, self._disk)
+        self._target = PrefixCache(
+            identity,
+            lambda: empty_cache(pair.target),
+            self.budget,
+            self._disk,
+            only_lasting=config.prefix_disk_lasting,
+        )
         self._pair_name = identity
         if pair.draft is not None:
             draft_identity = model_identity(pair.draft, pair.draft_config or {})
@@ -119,12 +125,12 @@ class EngineCaches:
             log.exception("looking up what is cached of a prompt failed")
             return 0
 
-    def keep_target(self, tokens: Sequence[int] | TokenIds, cache: list[Any], label: CacheLabel) -> None:
-        """Store a cache that holds exactly these tokens, densely."""
-        _store(self._target, tokens, cache, label)
+    def keep_target(self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest) -> None:
+        """Store a cache that holds exactly these tokens of a request, and of its answer, densely."""
+        _store(self._target, tokens, cache, request)
 
-    def keep_draft(self, tokens: Sequence[int] | TokenIds, cache: list[Any], label: CacheLabel) -> None:
-        _store(self._draft, tokens, cache, label)
+    def keep_draft(self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest) -> None:
+        _store(self._draft, tokens, cache, request)
 
     def session(
         self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel, staged: bool = False
@@ -200,10 +206,13 @@ def _lookup(
         return None
 
 
-def _store(cache: PrefixCache | None, tokens: Sequence[int] | TokenIds, arrays: list[Any], label: CacheLabel) -> None:
+def _store(
+    cache: PrefixCache | None, tokens: Sequence[int] | TokenIds, arrays: list[Any], request: GenerationRequest
+) -> None:
     if cache is None:
         return
     try:
-        cache.store(tokens, arrays, label=label)
+        opening = min(request.opening, len(tokens))
+        cache.store(tokens, arrays, label=request.label, opening=opening, remember=request.remember)
     except Exception:
         log.exception("a prefix could not be stored")

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from ..errors import RequestCancelled
-from ..request import SHARED, CacheLabel
+from ..request import SHARED, CacheLabel, GenerationRequest, PromptSpan
 from ..token_ids import TokenIds, joined
 from .admission.memory import Memory
 from .handle import RequestHandle
@@ -30,12 +30,14 @@ class SparseTurn:
         prompt: its token ids, int32; `answer`: those that came back.
         handle: of its request; says whether the conversation is expected to go on.
         label: of its request; what becomes dense is found under no other.
+        spans: of the prompt's messages.
     """
 
     prompt: TokenIds
     answer: tuple[int, ...]
     handle: RequestHandle
     label: CacheLabel = SHARED
+    spans: tuple[PromptSpan, ...] = ()
 
     @property
     def tokens(self) -> TokenIds:
@@ -112,7 +114,7 @@ class Densifier:
             self.turns.discard(turn)
             return None
         self._now = turn, RequestHandle()
-        slices = self._prefiller.dense(turn.tokens, turn.label)
+        slices = self._prefiller.dense(GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label))
         return Job(uid, ignore, self._now[1], slices, on_end=partial(self._ended, turn), background=True)
 
     def _ended(self, turn: SparseTurn, result: object) -> None:

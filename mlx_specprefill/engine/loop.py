@@ -281,14 +281,15 @@ class Loop:
     def _keep(self, job: Job, tokens: TokenIds, cache: list[Any]) -> None:
         sequence = _answering(job)
         if sequence.kept is None:
-            self._caches.keep_target(tokens, cache, sequence.request.label)
+            self._caches.keep_target(tokens, cache, sequence.request)
             return
         assert sequence.plan is not None
         choice, label = sequence.plan.choice, sequence.request.label
         self._caches.keep_session(tokens, cache, choice, label, sequence.staged)
         if self._config.policy.densify and self._caches.enabled:
             request = sequence.request
-            self._densifier.turns.add(SparseTurn(request.prompt, tuple(sequence.tokens), job.handle, request.label))
+            answer = tuple(sequence.tokens)
+            self._densifier.turns.add(SparseTurn(request.prompt, answer, job.handle, request.label, request.spans))
 
     def _cancel(self, job: Job) -> None:
         sequence = job.sequence

@@ -19,7 +19,7 @@ from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import SCOPES, EngineConfig, SelectionConfig
 from ..errors import RequestCancelled
 from ..loading import ModelPair
-from ..request import CacheLabel, GenerationRequest, Progress, PromptLogprobs
+from ..request import GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from ..sessions.continuing import Beginning, Continuing
 from ..sessions.repair import insert
@@ -29,7 +29,6 @@ from ..specprefill.selector import Selection, select_tokens, threshold_of
 from ..specprefill.share import Choice, about_everything, choose_share
 from ..specprefill.sparse_prefill import prefill
 from ..specprefill.text import PromptText, TextReader
-from ..token_ids import TokenIds
 from .admission.planner import Planner
 from .caches import EngineCaches, empty_cache
 from .scoring import DraftContextError, PromptScorer
@@ -290,7 +289,7 @@ class Prefiller:
         )
         for progress in steps:
             if run and progress.done in cuts and progress.done < kept.size:
-                self.caches.keep_target(prompt[: start + progress.done], sequence.cache, sequence.request.label)
+                self.caches.keep_target(prompt[: start + progress.done], sequence.cache, sequence.request)
             yield progress
         return steps.result
 
@@ -322,14 +321,14 @@ class Prefiller:
             for progress in steps:
                 done = progress.done
                 if done in cuts:
-                    self.caches.keep_target(request.prompt[: S + done], sequence.cache, request.label)
+                    self.caches.keep_target(request.prompt[: S + done], sequence.cache, request)
                 yield progress
         except RequestCancelled:
             if done:  # an identical retry goes on from here
-                self.caches.keep_target(request.prompt[: S + done], sequence.cache, request.label)
+                self.caches.keep_target(request.prompt[: S + done], sequence.cache, request)
             raise
         if not cuts:  # with cuts, the state at M - 1 was kept: an identical prompt can't use the one at M
-            self.caches.keep_target(request.prompt, sequence.cache, request.label)
+            self.caches.keep_target(request.prompt, sequence.cache, request)
         return steps.result
 
     def _read_with_draft(self, sequence: Sequence) -> Generator[Progress, None, None]:
@@ -342,14 +341,14 @@ class Prefiller:
         cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
         for progress in prefill(self.pair.draft, cache, prompt[start:], None, lambda: self.slice_size("draft")):
             yield Progress("draft", start + progress.done, len(prompt))
-        self.caches.keep_draft(prompt, cache, label)
+        self.caches.keep_draft(prompt, cache, sequence.request)
         sequence.draft_cache = cache
 
-    def dense(self, tokens: TokenIds, label: CacheLabel) -> Generator[Progress | PromptLogprobs, None, None]:
-        """Background: bring the exact cache up to `tokens`, preemptible at every slice; cancelled, it keeps them."""
-        sequence = Sequence(-1, GenerationRequest(tokens, 1, label=label), 0.0)
+    def dense(self, request: GenerationRequest) -> Generator[Progress | PromptLogprobs, None, None]:
+        """Background: bring the exact cache up to its prompt, preemptible at every slice; cancelled, it keeps them."""
+        sequence = Sequence(-1, request, 0.0)
         self._from_prefix(sequence, again=True)
-        if sequence.cached < len(tokens) - 1:
+        if sequence.cached < len(request.prompt) - 1:
             yield from self._full(sequence)
 
     def _checkpoints(self, sequence: Sequence) -> list[int]:

@@ -73,6 +73,6 @@ def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> No
     assert plan is not None
     tokens = joined(request.prompt, read)
     if sequence.kept is None:
-        prefiller.caches.keep_target(tokens, sequence.cache, request.label)
+        prefiller.caches.keep_target(tokens, sequence.cache, request)
     else:
         prefiller.caches.keep_session(tokens, sequence.cache, plan.choice, request.label, sequence.staged)

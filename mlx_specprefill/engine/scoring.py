@@ -106,6 +106,7 @@ class PromptScorer:
         draft = whole_draft(self.pair.draft) if plan.rule == "paper" else self.pair.draft
         stored = draft is self.pair.draft  # the cache of prefixes is that of the layers that score by default
         prompt, label, done = task.prompt, request.label, 0
+        keeper = request if self.pair.mapping is None else replace(request, spans=())  # they count target tokens
         # What asks is read anew even if the cache holds it: a hit must not change the scores.
         hit = self.caches.draft_prefix(prompt[: known + 1], label) if stored and known else None
         empty = empty_draft_cache(self.pair) if stored else list(make_prompt_cache(draft))
@@ -117,9 +118,9 @@ class PromptScorer:
                 yield progress
         except RequestCancelled:
             if stored and 0 < done < len(prompt):
-                self.caches.keep_draft(prompt[:done], task.cache, label)
+                self.caches.keep_draft(prompt[:done], task.cache, keeper)
             raise
         if stored:
-            self.caches.keep_draft(prompt, task.cache, label)
+            self.caches.keep_draft(prompt, task.cache, keeper)
         own = whole_draft(self.pair.draft) is self.pair.target
         return replace(steps.result, scorer="self") if own else steps.result

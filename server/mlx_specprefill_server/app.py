@@ -27,7 +27,7 @@ from .middleware import HeadMiddleware, TrailingSlashMiddleware
 from .monitoring.access_log import AccessLogMiddleware
 from .openai import chat, completions, models, responses
 from .request_limits import RequestLimitMiddleware
-from .routes import about, explain, health, live, page, tokens
+from .routes import about, explain, health, live, page, tokens, warm
 from .settings import Settings
 from .sockets import address
 
@@ -64,7 +64,7 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
     app.add_middleware(TrailingSlashMiddleware)
     routers = [
         module.router
-        for module in (page, health, about, live, explain, tokens, chat, completions, responses, messages, models)
+        for module in (page, health, about, live, explain, warm, tokens, chat, completions, responses, messages, models)
     ]
     for router in routers:
         app.include_router(router)

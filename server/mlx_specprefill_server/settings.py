@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -141,6 +142,8 @@ class Settings(BaseSettings):
     prefix_cache_dir: Path | None = None
     prefix_cache_optional: bool = False  # True: start without that folder where it can't be used
     prefix_disk_size: Size = ENGINE.prefix_disk_bytes
+    remember: bool = True  # system prompts and tools of agents outlive the server
+    remember_size: Size = Field(default=8 << 30, description="Disk space for that.")
     densify: bool = ENGINE.policy.densify
     kv_bits: int | None = None
 
@@ -149,10 +152,29 @@ class Settings(BaseSettings):
         """Where calibrations of drafts' heads are kept."""
         return None if self.calibration_file is None else self.calibration_file.parent / "heads"
 
+    @property
+    def remember_folder(self) -> Path | None:
+        """Where system prompts and tools are kept, if they are; a folder for all prefixes serves for them too."""
+        kept = self.remember and self.remember_size > 0 and self.prefix_cache_dir is None
+        return self.calibration_file.parent / "prompts" if kept and self.calibration_file is not None else None
+
     @model_validator(mode="after")
     def _engine_agrees(self) -> Self:
         self.engine_config()
         return self
+
+    def serving_config(self) -> EngineConfig:
+        """`engine_config` of a server, which remembers what agents begin with."""
+        config, folder = self.engine_config(), self.remember_folder
+        if folder is None:
+            return config
+        return replace(
+            config,
+            prefix_cache_dir=folder,
+            prefix_cache_optional=True,
+            prefix_disk_bytes=self.remember_size,
+            prefix_disk_lasting=True,
+        )
 
     def engine_config(self) -> EngineConfig:
         """The part of the settings that the engine needs."""

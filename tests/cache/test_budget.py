@@ -75,7 +75,7 @@ def test_a_budget_that_is_never_full_stays_small() -> None:
         budget.touch(entry, hit=True)
         budget.remove(entry)
     assert budget.used == len(staying)
-    assert sum(len(queue._heap) + len(queue._entries) for queue in (budget._single, budget._hit)) < 300
+    assert sum(len(queue._heap) + len(queue._entries) for queue in budget._queues) < 300
 
 
 @settings(deadline=None, max_examples=300)
@@ -140,3 +140,34 @@ def test_cleared_caches_hold_no_arrays() -> None:
         prefixes.clear()
         assert budget.used == 0
         assert mx.get_active_memory() - before <= 64 << 10
+
+
+def test_what_lasts_goes_last_however_long_it_is_idle_up_to_half_of_the_limit() -> None:
+    budget, gone = ByteBudget(10), []
+    lasting = [Kept(budget, gone) for _ in range(5)]
+    for entry in lasting:
+        budget.add(entry)
+        budget.outlasts(entry)
+        budget.begin_lookup()
+        budget.touch(entry, hit=True)
+    for _ in range(5 * int(GRACE)):
+        budget.begin_lookup()
+        entry = Kept(budget, gone)
+        assert budget.reserve(1)
+        budget.touch(entry, hit=True)
+        budget.add(entry)
+    assert not set(lasting) & set(gone)
+    once = Kept(budget, gone)
+    budget.outlasts(once)
+    assert once.rank == 0  # nobody came back to it
+    more = Kept(budget, gone)
+    budget.begin_lookup()
+    assert budget.reserve(1)
+    budget.outlasts(more)
+    budget.touch(more, hit=True)
+    budget.add(more)
+    budget.begin_lookup()
+    for _ in range(int(2 * GRACE)):
+        budget.begin_lookup()
+    assert budget.reserve(1)
+    assert lasting[0] in gone  # it is the one that was used longest ago, and they are more than half now

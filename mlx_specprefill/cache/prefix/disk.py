@@ -54,6 +54,7 @@ class _Write:
 class _Touch:
     keys: tuple[str, ...]
     used: float
+    lasting: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +160,10 @@ class DiskTier:
             self.remove([key])
             return None
 
-    def touch(self, keys: Sequence[str]) -> None:
-        """These records are in use, and so must be the ones that they need."""
+    def touch(self, keys: Sequence[str], lasting: bool = False) -> None:
+        """These records are in use, and so must be the ones that they need; `lasting`: they last from now on."""
         if self.enabled and keys:
-            self._jobs.put(_Touch(tuple(keys), self._stamp))
+            self._jobs.put(_Touch(tuple(keys), self._stamp, lasting))
 
     def remove(self, keys: Sequence[str]) -> None:
         """Forget records; unknown keys have no effect."""
@@ -227,7 +228,7 @@ class DiskTier:
         if isinstance(job, _Write):
             self._write(job)
         elif isinstance(job, _Touch):
-            self._index.touch(job.keys, job.used)
+            self._index.touch(job.keys, job.used, job.lasting)
         else:
             self._delete(job.keys)
 
@@ -271,7 +272,7 @@ class DiskTier:
             excess = self._index.total() + job.known.pending_bytes - self.byte_limit
             if excess <= 0:
                 return True
-            victims = self._index.oldest(job.used, excess)
+            victims = self._index.oldest(job.used, excess, self.byte_limit // 2)
             if not victims:
                 return False
             with self._lock:  # first: a record that is asked for now is a miss, or is written anew after this one

@@ -17,7 +17,7 @@ __all__ = ["DiskRow", "RecordIndex", "file_name"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 _RECORD = re.compile(r"[0-9a-f]+(-state)?\.safetensors")
 _TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
 _FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
@@ -32,7 +32,8 @@ CREATE TABLE IF NOT EXISTS records (
     array_bytes INTEGER NOT NULL,
     file_bytes INTEGER NOT NULL,
     checksum BLOB NOT NULL,
-    used REAL NOT NULL
+    used REAL NOT NULL,
+    lasting INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS by_use ON records (used, end DESC);
 CREATE INDEX IF NOT EXISTS by_namespace ON records (namespace);
@@ -49,6 +50,7 @@ class DiskRow:
         tokens: its own token ids, little-endian int32; empty for a state.
         end: tokens from the start of the prompt to its end.
         array_bytes: of its arrays in memory.
+        lasting: it goes after all others, as long as what lasts takes no more than half of the limit.
     """
 
     key: str
@@ -57,6 +59,7 @@ class DiskRow:
     tokens: bytes
     end: int
     array_bytes: int
+    lasting: bool = False
 
 
 def file_name(key: str) -> str:
@@ -98,7 +101,7 @@ class RecordIndex:
             return [name for (name,) in self._database.execute("SELECT DISTINCT namespace FROM records")]
 
     def rows(self, namespace: str) -> list[DiskRow]:
-        query = "SELECT key, namespace, parent, tokens, end, array_bytes FROM records WHERE namespace = ?"
+        query = "SELECT key, namespace, parent, tokens, end, array_bytes, lasting FROM records WHERE namespace = ?"
         with self._database:
             return [DiskRow(*row) for row in self._database.execute(query, (namespace,))]
 
@@ -108,22 +111,30 @@ class RecordIndex:
             self._database.execute("BEGIN IMMEDIATE")
             publish()
             self._database.execute(
-                "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO records (key, namespace, parent, tokens, end, array_bytes, lasting, "
+                "file_bytes, checksum, used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (*astuple(row), file_bytes, checksum, used),
             )
 
-    def touch(self, keys: Iterable[str], used: float) -> None:
+    def touch(self, keys: Iterable[str], used: float, lasting: bool = False) -> None:
+        """They are in use; `lasting`: and are to last."""
         with self._database:
-            rows = [(used, key) for key in keys]
-            self._database.executemany("UPDATE records SET used = ? WHERE key = ?", rows)
+            rows = [(used, int(lasting), key) for key in keys]
+            self._database.executemany("UPDATE records SET used = ?, lasting = MAX(lasting, ?) WHERE key = ?", rows)
 
     def remove(self, keys: Iterable[str]) -> None:
         with self._database:
             self._database.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in keys])
 
-    def oldest(self, before: float, nbytes: int) -> list[str]:
-        """Records that were used before a time, those used longest ago first; files of `nbytes`, or fewer of 64."""
-        query = "SELECT key, file_bytes FROM records WHERE used < ? ORDER BY used, end DESC, key DESC LIMIT 64"
+    def oldest(self, before: float, nbytes: int, most_lasting: int = 0) -> list[str]:
+        """Records that were used before a time, those used longest ago first; files of `nbytes`, or fewer of 64.
+
+        What lasts comes last, as long as it is no more than `most_lasting` bytes.
+        """
+        order = "used, end DESC, key DESC"
+        if self.total("WHERE lasting") <= most_lasting:
+            order = f"lasting, {order}"
+        query = f"SELECT key, file_bytes FROM records WHERE used < ? ORDER BY {order} LIMIT 64"
         victims: list[str] = []
         for key, file_bytes in self._database.execute(query, (before,)).fetchall():
             if nbytes <= 0:
@@ -132,9 +143,9 @@ class RecordIndex:
             nbytes -= file_bytes
         return victims
 
-    def total(self) -> int:
-        """Bytes of all files."""
-        (total,) = self._database.execute("SELECT COALESCE(SUM(file_bytes), 0) FROM records").fetchone()
+    def total(self, those: str = "") -> int:
+        """Bytes of all files, or of those that a condition names."""
+        (total,) = self._database.execute(f"SELECT COALESCE(SUM(file_bytes), 0) FROM records {those}").fetchone()
         return int(total)
 
     def close(self) -> None:
@@ -174,6 +185,9 @@ class RecordIndex:
             database.execute("PRAGMA synchronous = NORMAL")
             (version,) = database.execute("PRAGMA user_version").fetchone()
             (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+            if tables and version == 1:
+                database.execute("ALTER TABLE records ADD COLUMN lasting INTEGER NOT NULL DEFAULT 0")
+                version = _VERSION
             if tables and version != _VERSION:
                 raise sqlite3.DatabaseError(f"it has version {version}, not {_VERSION}")
             if database.execute("PRAGMA quick_check").fetchone() != ("ok",):

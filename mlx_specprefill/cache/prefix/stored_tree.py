@@ -30,10 +30,12 @@ class StoredTree:
 
     Args:
         identity: of the model; another identity, or another block size, never sees these records.
+        only_lasting: nothing is written but what lasts, and nothing of requests with a salt.
     """
 
-    def __init__(self, disk: DiskTier | None, identity: str, block_size: int) -> None:
+    def __init__(self, disk: DiskTier | None, identity: str, block_size: int, only_lasting: bool = False) -> None:
         self.disk = disk
+        self._only_lasting = only_lasting
         self._identity = identity
         self._block_size = block_size
         self._namespace = f"{identity}:{block_size}"
@@ -57,7 +59,7 @@ class StoredTree:
 
     def write(self, record: Record) -> None:
         """Queue a record, after those that it needs; no effect when it is there or can't be written."""
-        if self.disk is None or self.has(record):
+        if self.disk is None or self.has(record) or not self._may_write(record):
             return
         waiting = [record]
         node = record.node if record.kind == "state" else record.node.parent
@@ -68,9 +70,14 @@ class StoredTree:
             if item.arrays is None or not self.disk.write(self._row(item), item.arrays):
                 return
 
+    def _may_write(self, record: Record) -> bool:
+        return not self._only_lasting or (record.rank == 2 and not record.node.label.salt)
+
     def touch(self, records: Sequence[Record]) -> None:
-        if self.disk is not None:
-            self.disk.touch([record.key for record in records])
+        if self.disk is None:
+            return
+        for lasting in (False, True):
+            self.disk.touch([record.key for record in records if (record.rank == 2) == lasting], lasting)
 
     def remove(self, record: Record) -> None:
         if self.disk is not None:
@@ -108,6 +115,7 @@ class StoredTree:
             tokens=token_bytes(node.tokens) if record.kind == "tokens" else b"",
             end=node.end,
             array_bytes=record.nbytes,
+            lasting=record.rank == 2,
         )
 
     def _namespace_of(self, label: CacheLabel) -> str:
@@ -126,12 +134,19 @@ def _attach(row: DiskRow, nodes: dict[str, Node], make_record: MakeRecord) -> bo
     if row.key != digest:
         if digest not in nodes:
             return False
-        nodes[digest].state = make_record(nodes[digest], "state", row.array_bytes)
+        nodes[digest].state = _stored(make_record(nodes[digest], "state", row.array_bytes), row)
         return True
     parent, tokens = nodes.get(row.parent), np.frombuffer(row.tokens, dtype="<i4")
     if parent is None or block_digest(parent.digest, tokens).hex() != digest:
         return False
     node = nodes[digest] = Node(parent, tokens, bytes.fromhex(digest), parent.label)
-    node.record = make_record(node, "tokens", row.array_bytes)
+    node.record = _stored(make_record(node, "tokens", row.array_bytes), row)
     parent.children[node.digest] = node
     return True
+
+
+def _stored(record: Record, row: DiskRow) -> Record:
+    """As it was when it was stored."""
+    record.lasting = bool(row.lasting)
+    record.hits = int(row.lasting)
+    return record

@@ -39,6 +39,7 @@ class PrefixCache:
         disk: where prefixes outlive memory and the process; None for memory only.
         block_size: tokens per block.
         kind: whose prefixes they are, as `entries` says it.
+        only_lasting: the disk is for what lasts (`store`), not for all prefixes.
 
     Attributes:
         refusal: why this model's caches can't be kept; `lookup` then finds and `store` does nothing. Else None.
@@ -53,6 +54,7 @@ class PrefixCache:
         disk: DiskTier | None = None,
         block_size: int = 256,
         kind: Literal["target", "draft"] = "target",
+        only_lasting: bool = False,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be positive, got {block_size}")
@@ -61,7 +63,7 @@ class PrefixCache:
         self._layout = Layout(make_cache)
         self.refusal = self._layout.refusal
         self._budget = budget
-        self._stored = StoredTree(disk, identity, block_size)
+        self._stored = StoredTree(disk, identity, block_size, only_lasting)
         self._roots: dict[CacheLabel, Node] = {}  # without those that nothing hangs on
         self.hits = self.misses = self.tokens_served = 0
         if self.refusal is not None:
@@ -133,6 +135,8 @@ class PrefixCache:
         for record, arrays in zip(records, loaded, strict=True):
             self._keep(record, arrays)
         self._stored.touch(records)
+        for record in records:
+            self._stored.write(record)  # with the second use of what lasts, if only that is written
         return CacheHit(match.length, cache)
 
     # -- writing
@@ -143,6 +147,8 @@ class PrefixCache:
         cache: Sequence[Any],
         checkpoint: bool = True,
         label: CacheLabel = SHARED,
+        opening: int = 0,
+        remember: bool = False,
     ) -> None:
         """Remember what a dense prefill of `tokens` left in `cache`. Known blocks are not copied again.
 
@@ -154,6 +160,9 @@ class PrefixCache:
             checkpoint: keep the state of layers that can't be trimmed. Without it nothing is stored for a model that
                 has such layers: its blocks are of no use before the next state, which brings them along.
             label: under which alone it will be found.
+            opening: of the tokens in front that many begin many conversations. The blocks that hold nothing else last:
+                once they are used a second time, they go after everything else, in memory and on disk.
+            remember: that counts as their second use.
 
         Raises:
             ValueError: the cache is sparse or does not hold that many tokens.
@@ -173,6 +182,7 @@ class PrefixCache:
         finally:
             if root.children:
                 self._roots[label] = root
+        self._outlasts(root, ids[:opening], remember)
 
     def _grow(self, root: Node, ids: Tokens, cache: Sequence[Any]) -> None:
         """Add the missing blocks of these tokens below a label's root."""
@@ -187,6 +197,16 @@ class PrefixCache:
             node = following
         if self._layout.stateful and node.state is None:
             node.state = self._admit(node, "state", self._layout.state(cache))
+
+    def _outlasts(self, root: Node, opening: Tokens, remember: bool) -> None:
+        """What is stored of it, and nothing else, lasts."""
+        for node in self._known(root, opening).path():
+            for record in node.records():
+                if not record.lasting:
+                    self._budget.outlasts(record)
+                if remember and not record.hits:
+                    self._budget.touch(record, hit=True)
+                self._stored.write(record)
 
     def _known(self, root: Node, ids: Tokens) -> Node:
         """The last node on the way to these tokens that is there already."""

@@ -198,10 +198,11 @@ class Copies:
         """Where ours keeps what it has measured at its start; not among the user's."""
         return self.folder / "costs.json"
 
-    def ours(self, *options: str) -> AbstractContextManager[Server]:
+    def ours(self, *options: str, **more: str) -> AbstractContextManager[Server]:
         models = ("--target", str(self.target), "--draft", str(self.draft), "--dtype", "float32")
         command = module("mlx_specprefill_server", "serve", *models, *options)
-        return self.serve("ours", command, MLX_SPECPREFILL_CALIBRATION_FILE=str(self.costs))
+        environment = {"MLX_SPECPREFILL_CALIBRATION_FILE": str(self.costs), "MLX_SPECPREFILL_REMEMBER": "false"}
+        return self.serve("ours", command, **(environment | more))
 
     def mlx_lm(self) -> AbstractContextManager[Server]:
         return self.serve("mlx_lm.server", module("mlx_lm.server", "--model", str(self.target)), **preload())

@@ -27,7 +27,7 @@ from .blocks import chat_messages, function_tools
 from .schemas import CountRequest, MessagesRequest, refuse
 from .wire import BlockWriter, stop_of
 
-__all__ = ["router"]
+__all__ = ["conversation_of", "router"]
 
 router = APIRouter()
 
@@ -58,11 +58,12 @@ async def count(
     request: Request, service: ServiceDep, body: Annotated[CountRequest, Depends(body_of(CountRequest, refuse))]
 ) -> Response:
     """How many tokens the prompt has."""
-    tokens = await while_connected(request, count_tokens(service, _conversation(body), body.choice()))
+    tokens = await while_connected(request, count_tokens(service, conversation_of(body), body.choice()))
     return JsonResponse({"input_tokens": tokens})
 
 
-def _conversation(body: CountRequest) -> Conversation:
+def conversation_of(body: CountRequest) -> Conversation:
+    """What a body says, normalised."""
     messages = inline_system_messages(chat_messages(body.system, body.messages))
     return conversation(messages, function_tools(body.tools), body.template_kwargs(), _ending(messages))
 
@@ -78,7 +79,7 @@ def _ending(messages: Sequence[Message]) -> Ending:
 
 def _answer_request(body: MessagesRequest) -> AnswerRequest:
     return AnswerRequest(
-        conversation=_conversation(body),
+        conversation=conversation_of(body),
         sampling=body,
         thinking_budget=body.thinking_budget(),
         specprefill=body.options(),

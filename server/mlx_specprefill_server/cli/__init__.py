@@ -19,6 +19,7 @@ from .inspecting import inspect
 from .pulling import pull
 from .service import app as service_app
 from .serving import serve
+from .warming import warm
 from .watching import top
 
 __all__ = ["app", "main"]
@@ -45,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(cls=SettingsCommand)(serve)
-for command in (pull, connect, generate, inspect, calibrate, top, doctor):
+for command in (pull, connect, generate, inspect, calibrate, top, warm, doctor):
     app.command()(command)
 app.add_typer(service_app, name="service")
 

@@ -33,6 +33,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "specprefill_threshold",
         "specprefill_keep_pct",
         "specprefill_max_loss",
+        "specprefill_scope",
         "rule",
         "chunk_size",
         "forced_rule",
@@ -46,6 +47,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "prefix_cache_dir",
         "prefix_cache_optional",
         "prefix_disk_size",
+        "remember",
+        "remember_size",
     ),
     "Address and access": (
         "host",

@@ -122,6 +122,15 @@ def serve(
         typer.Option("--prefix-cache-optional", help="Start without that folder where it can't be used."),
     ] = None,
     prefix_disk_size: Annotated[str | None, setting("prefix_disk_size", "Disk space for that folder.")] = None,
+    remember: Annotated[
+        bool | None,
+        setting(
+            "remember",
+            "Keep on disk, for this user only, the system prompts and tools that several requests began with.",
+            "--remember/--no-remember",
+        ),
+    ] = None,
+    remember_size: Annotated[str | None, setting("remember_size", "Disk space for that.")] = None,
     densify: Annotated[
         bool | None,
         setting("densify", "Prefill in full, in idle time, what was prefilled sparsely.", "--densify/--no-densify"),
@@ -191,7 +200,7 @@ def serve(
         with bound_sockets(settings.host, settings.port) as sockets:
             if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
                 logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
-            with Engine(load(chosen, dtype, settings, calibrate=True), settings.engine_config()) as engine:
+            with Engine(load(chosen, dtype, settings, calibrate=True), settings.serving_config()) as engine:
                 serve_forever(engine, settings, sockets)
 
 

@@ -29,7 +29,7 @@ from .responses_schema import ResponsesRequest, refuse
 from .responses_wire import ItemWriter
 from .wire import scored
 
-__all__ = ["router"]
+__all__ = ["conversation_of", "router"]
 
 router = APIRouter()
 
@@ -53,19 +53,20 @@ async def create(request: Request, service: ServiceDep, identity: IdentityDep, b
 @router.post("/v1/responses/input_tokens")
 async def count(request: Request, service: ServiceDep, body: BodyDep) -> Response:
     """How many tokens the prompt has."""
-    conversation = _conversation(body, function_tools(body.tools))
+    conversation = conversation_of(body, function_tools(body.tools))
     tokens = await while_connected(request, count_tokens(service, conversation, body.choice()))
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
-def _conversation(body: ResponsesRequest, tools: Tools) -> Conversation:
+def conversation_of(body: ResponsesRequest, tools: Tools) -> Conversation:
+    """What a body says, normalised."""
     messages = inline_system_messages(chat_messages(body.instructions, body.input))
     return conversation(messages, tools.functions, body.template_kwargs(), field="input")
 
 
 def _answer_request(body: ResponsesRequest, tools: Tools) -> AnswerRequest:
     return AnswerRequest(
-        conversation=_conversation(body, tools),
+        conversation=conversation_of(body, tools),
         sampling=body,
         thinking_budget=body.thinking_budget(),
         specprefill=body.options(),

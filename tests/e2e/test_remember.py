@@ -1,0 +1,55 @@
+"""An agent's system prompt outlives the server, for this user only, unless it is told not to keep it."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+from typer.testing import CliRunner
+
+from mlx_specprefill_server.cli import app
+
+from ..serving import Server, start
+from .conftest import PAIR, filler
+
+SYSTEM = " ".join(filler(700, seed=5))
+
+
+def ask(server: Server, text: str, **more: Any) -> dict[str, Any]:
+    """The report of one session's first turn."""
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+    body = {"messages": messages, "max_tokens": 2, **more}
+    answer = httpx.post(f"{server.base}/v1/chat/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    report: dict[str, Any] = answer.json()["specprefill"]
+    return report
+
+
+def test_a_warmed_system_prompt_serves_the_first_session_and_those_after_a_restart(tmp_path: Path) -> None:
+    file, folder = tmp_path / "agent.json", tmp_path / "prompts"
+    file.write_text(json.dumps({"messages": [{"role": "system", "content": SYSTEM}]}))
+    with start(tmp_path / "log", *PAIR) as server:
+        done = CliRunner().invoke(app, ["warm", str(file), "--url", server.base])
+        assert done.exit_code == 0, done.output
+        opening = int(done.output.split()[0])
+        assert opening > 700
+        assert ask(server, "What did the baker do?")["cached_tokens"] >= opening - 8
+        ask(server, "Where was the river?", cache_salt="mine")
+        ask(server, "Who was it?", cache_salt="mine")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    kept = len(list(folder.glob("*.safetensors")))
+    assert kept == opening // 256
+    with start(tmp_path / "log2", *PAIR) as server:
+        assert ask(server, "And the gardener?")["cached_tokens"] == 256 * kept
+        assert ask(server, "And mine?", cache_salt="mine")["cached_tokens"] == 0
+
+
+def test_one_flag_turns_it_off(tmp_path: Path) -> None:
+    with start(tmp_path / "log", *PAIR, "--no-remember") as server:
+        for text in ("One?", "Two?", "Three?"):
+            ask(server, text)
+    assert not (tmp_path / "prompts").exists()

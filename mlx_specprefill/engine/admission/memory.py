@@ -64,8 +64,7 @@ class Memory:
             self._limit_spare(limit // _SPARE_PART)
         if (window := self.window()) < pair.context_length:
             log.warning(
-                "memory leaves room for %d tokens of prompt and answer, of the model's %d; a higher --memory-limit allows "
-                "more",
+                "memory leaves room for %d tokens of prompt and answer, of the model's %d; --memory-limit allows more",
                 window,
                 pair.context_length,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 from selenium.webdriver.common.keys import Keys
 
 from ..server.fakes import FakeEngine
@@ -92,6 +93,25 @@ def test_answers_and_code_are_copied_as_they_were_written(page: Page, live: Any,
     page.run("arguments[0].click()", copy)
     page.until(lambda: copy.text == "Copied")
     assert page.run("return window.copied") == ["def f(x):\n    return x < 1  # <b>", MARKDOWN]
+
+
+@pytest.mark.parametrize(
+    ("full", "said"),
+    [
+        ("It is 4.5 m. So it is.", "Same answer."),
+        ("It is 4.5 m. Or not?", "Both answers begin with the same sentence."),
+        ("It is 4.6 m. So it is.", "The answers differ."),
+    ],
+)
+def test_answers_are_compared(page: Page, live: Any, engine: FakeEngine, full: str, said: str) -> None:
+    engine.script = lambda request: engine.tokens(
+        full if request.specprefill.enabled is False else "It is 4.5 m. So it is."
+    )
+    base, _ = live()
+    page.open(base)
+    page.find("#compare").click()
+    turn = page.ask("How long?")
+    assert turn.find_element("css selector", ".headline").text.endswith(said)
 
 
 def test_an_answer_is_made_again(page: Page, live: Any, engine: FakeEngine) -> None:

@@ -301,6 +301,49 @@ def test_everything_is_reached_with_the_tab_key(page: Page, live: Any, width: st
     assert {"theme", "browse", "question", "compare", "send", "new"} <= reached
 
 
+def test_all_of_it_works_without_a_mouse(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base, sample=True)
+
+    def keys(*typed: str) -> None:
+        page.driver.switch_to.active_element.send_keys(*typed)
+
+    def reach(name: str, back: bool = False) -> None:
+        for _ in range(60):
+            found = page.driver.switch_to.active_element
+            if name in (found.get_attribute("id"), found.text, found.get_attribute("data-show")):
+                return
+            keys(*((Keys.SHIFT, Keys.TAB) if back else (Keys.TAB,)))
+        raise AssertionError(name)
+
+    page.until(lambda: page.driver.switch_to.active_element.get_attribute("id") == "send")
+    page.set("#mode", "sparse")  # the fake engine prefers full
+    keys(Keys.ENTER)
+    page.until(lambda: page.find("#send").is_displayed() and page.all(".headline"))
+    page.until(lambda: page.driver.switch_to.active_element.get_attribute("id") == "question")
+    reach("step-play")
+    keys(Keys.ENTER)
+    assert "Step 1 of 3" in page.find("#step").text
+    reach("dropped")
+    keys(Keys.SPACE)
+    reach("prompt")
+    keys(Keys.ARROW_DOWN)
+    assert "score" in page.find("#detail").text
+    reach("what-if")
+    keys(*[Keys.ARROW_LEFT] * 3)
+    assert "would read" in page.find("#map-facts").text
+    reach("Copy", back=True)
+    reach("Rename…", back=True)
+    keys(Keys.ENTER)
+    keys("Mine", Keys.ENTER)
+    page.until(lambda: "Mine" in page.find("#conversations").text)
+    reach("Mine", back=True)
+    reach("new", back=True)
+    keys(Keys.ENTER)
+    page.until(lambda: not page.all(".turn"))
+    assert page.driver.switch_to.active_element.get_attribute("id") == "question"
+
+
 def test_a_refused_key_leaves_a_way_back(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live(api_keys=("geheim",))
     page.open(base)
@@ -417,6 +460,8 @@ def test_who_wants_no_motion_gets_none(page: Page, live: Any) -> None:
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
     )
     page.drop("The river waited for the stone bridge. " * 20)
+    page.set("#mode", "sparse")
     page.ask("Where?")
+    page.find("#step-back").click()
     moving = "(e) => getComputedStyle(e).transitionDuration !== '0s'"
     assert page.run(f"return [...document.querySelectorAll('*')].filter({moving}).length") == 0

@@ -6,6 +6,7 @@ import { readTokens, whatIf } from "./selection.js";
 
 const LEVELS = 6;
 const STEP_MS = 4000;
+const MOST_MOVING = 4000; // parts whose colours change gradually
 const STEPS = [
   { scores: true, show: "all", plain: true, text: "The small model reads everything and scores each part by how much it looks at it when the question comes." },
   { scores: false, show: "all", plain: false, text: "The best parts are chosen, with their sentences. Some are always kept: the beginning, instructions, the question." },
@@ -74,6 +75,7 @@ export class TextMap {
 
   /** As it was read, or with another share, in whole percent. */
   #suppose(share) {
+    this.list.dataset.moving = "no";
     this.share = share;
     const sizes = this.chunks.map(({ start, end }) => end - start);
     if (share !== null) this.read = whatIf(this.explanation, share);
@@ -82,7 +84,10 @@ export class TextMap {
     else this.read = readTokens(this.chunks, this.account.kept_spans);
     this.states = this.chunks.map((chunk, index) =>
       this.read[index] < sizes[index] ? "dropped" : chunk.forced ? "always" : "kept");
-    this.spans.forEach((span, index) => { span.className = `${this.states[index]} s${this.#level(this.chunks[index])}`; });
+    this.spans.forEach((span, index) => {
+      const name = `${this.states[index]} s${this.#level(this.chunks[index])}`;
+      if (span.className !== name) span.className = name; // only what changes is laid out anew
+    });
     const read = this.read.reduce((sum, tokens) => sum + tokens, 0);
     const all = this.chunks.at(-1)?.end ?? 0;
     find("as-read").hidden = share === null;
@@ -114,6 +119,7 @@ export class TextMap {
   /** By hand, which ends what plays by itself. */
   #walk(step) {
     clearTimeout(this.playing);
+    this.list.dataset.moving = this.spans.length < MOST_MOVING ? "yes" : "no";
     this.#go(step);
   }
 
@@ -156,7 +162,8 @@ export class TextMap {
     };
     this.spans.forEach((span, index) => {
       const kept = this.states[index] !== "dropped";
-      span.hidden = show !== "all" && kept !== (show === "kept");
+      const hidden = show !== "all" && kept !== (show === "kept");
+      if (span.hidden !== hidden) span.hidden = hidden;
       if (span.hidden) missing += this.chunks[index].end - this.chunks[index].start;
       else separate(span);
     });

@@ -98,6 +98,13 @@ function headlineOf({ account, first, text, state }, other, documents) {
   else if (!other) parts.push(`All of the ${what} was read. `);
   const { cached_tokens: known, kept_tokens: kept } = account;
   if (known) parts.push(`Already read: ${count(known)} of ${count(kept)} tokens. `);
-  if (other?.account && state === "done") parts.push(text.trim() === other.text.trim() ? "Same answer." : "The answers differ.");
+  if (other?.account && state === "done") parts.push(comparison(text.trim(), other.text.trim()));
   return parts;
+}
+
+/** Small models go on and on; what matters is often in the first sentence. */
+function comparison(one, other) {
+  const first = (text) => /^.+?[.!?](?=\s|$)/s.exec(text)?.[0] ?? text;
+  if (one === other) return "Same answer.";
+  return first(one) === first(other) ? "Both answers begin with the same sentence." : "The answers differ.";
 }

@@ -40,6 +40,7 @@ from .config import (
 )
 from .engine.admission.cost import PairCost, break_even
 from .engine.admission.time_calibration import calibrate
+from .engine.admission.time_calibration import calibrated as pair_cost
 from .engine.engine import Engine, EngineHealth
 from .engine.handle import RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
@@ -170,6 +171,7 @@ __all__ = [
     "machine",
     "make_pair",
     "max_loss",
+    "pair_cost",
     "read_heads",
     "shape_work",
     "with_calibrated_shares",

@@ -85,7 +85,9 @@ class Prompted:
     def _options(self, arm: Arm) -> SpecPrefillOptions:
         if arm == FULL:
             return SpecPrefillOptions(enabled=False, return_spans=True)
-        if arm.keep == "auto" or (self.session and arm.asks_draft):
+        # Own scores would be read by all layers of a target that is prefilled in stages.
+        staged = arm.kind == "sparse" and self.engine.pair.stages is not None
+        if arm.keep == "auto" or staged or (self.session and arm.asks_draft):
             return SpecPrefillOptions(True, arm.keep, max_loss=arm.max_loss, return_spans=True, rule=arm.rule)
         M = len(self.prompt.tokens)
         score: dict[str, Callable[[], Floats]] = {

@@ -35,7 +35,8 @@ def _draft(service: Service) -> str:
         when = "a request asks for it"
     else:
         when = "it is predicted to pay" if threshold is None else f"a prompt is longer than {threshold} tokens"
-    return f"draft {service.draft_id}, sparse where {when}"
+    scorer = "draft" if pair.stages is None else "prefilled in stages, scored by"
+    return f"{scorer} {service.draft_id}, sparse where {when}"
 
 
 def _example(base: str, keyed: bool) -> str:

@@ -16,6 +16,9 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     calibrated_heads,
     load_pair,
+    make_pair,
+    pair_cost,
+    read_heads,
     with_calibrated_shares,
     with_heads,
 )
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["ONE_SHOT", "Tell", "load", "make_settings", "silent"]
 
 ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
+_LONG = 8192  # tokens of the prompt by whose predicted times a draft is compared with the target's own layers
 _ONE_SHOT_THRESHOLD = SpecPrefillPolicy().threshold  # measuring takes longer than one request saves
 
 Tell = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
@@ -92,7 +96,41 @@ def load(
         loaded = loaded if found is None else with_heads(loaded, found, exit_early=early)
     if pair.draft is None and loaded.stages is None:
         return _alone(loaded)
+    if pair.scorer == "auto" and settings is not None and calibrate:
+        loaded = _faster(loaded, pair, settings, tell)
     return loaded if settings is None else _with_shares(loaded, settings, calibrate, tell)
+
+
+def _faster(drafted: ModelPair, pair: Pair, settings: Settings, tell: Tell) -> ModelPair:
+    """The pair as it is, or without its draft where its target is predicted to read a long prompt faster in stages.
+
+    What is not needed is given back with its last reference.
+    """
+    own = _without_draft(drafted, pair, settings, tell)
+    if own is None or drafted.sparse_refusal is not None:
+        return own or drafted
+    config = settings.engine_config()
+    with tell("Measuring the draft and the target's own first layers, once"):
+        costs = pair_cost(drafted, config), pair_cost(own, config)
+    if costs[0] is None or costs[1] is None:
+        return drafted
+    length = min(_LONG, drafted.context_length)
+    kept = max(1, round(float(config.policy.expected_keep) * length))
+    by_draft, staged = (cost.predict(length, kept).sparse_ms / 1e3 for cost in costs if cost is not None)
+    logger.info("%d tokens: predicted %.2f s with the draft, %.2f s without", length, by_draft, staged)
+    return own if staged < by_draft else drafted
+
+
+def _without_draft(drafted: ModelPair, pair: Pair, settings: Settings, tell: Tell) -> ModelPair | None:
+    """The same target, which scores for itself; None if it can't."""
+    config, mtp = drafted.target_config, drafted.mtp
+    own = make_pair(drafted.target, drafted.tokenizer, config, target_id=drafted.target_id, draft="self", mtp=mtp)
+    beside = Path(pair.target).expanduser() / "heads.json"
+    heads = read_heads(beside) if beside.is_file() else _heads(own, settings, True, tell)
+    if heads is None:
+        return None
+    own = with_heads(own, heads)
+    return own if own.stages is not None and own.sparse_refusal is None else None
 
 
 def _alone(pair: ModelPair) -> ModelPair:

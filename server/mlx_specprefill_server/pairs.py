@@ -29,6 +29,7 @@ class _Described(BaseModel):
 
     `alias` is the id that clients see, `draft_layers` how many of the draft's first layers read the prompt,
     `draft_heads` a file of retrieval heads for them, `heads` a file of the draft's calibrated heads.
+    `scorer` "auto" takes the target's own first layers in place of the draft where they are predicted to be faster.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -36,6 +37,7 @@ class _Described(BaseModel):
     draft_layers: int | None = Field(default=None, ge=1)
     draft_heads: str | None = None
     heads: str | None = None
+    scorer: Literal["draft", "auto"] = "draft"
     threshold: int | None = Field(default=None, ge=0)
     keep_pct: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = None
     alias: str | None = None

@@ -107,7 +107,7 @@ def choose(
     """The pair that the options mean; without options the real model where it is installed, else the bundled one.
 
     A named pair can be given another depth of its draft or other heads on it, or itself as the draft, which is what
-    `no_draft` means.
+    `no_draft` means. Draft "auto" leaves the choice between its draft and itself to what is predicted to be faster.
 
     Raises:
         PairsError: no such pair, or an unreadable file.
@@ -116,9 +116,11 @@ def choose(
     if no_draft and draft not in (None, "self"):
         raise OptionError(f"--no-draft and --draft {draft} exclude each other")
     if target is not None:
+        if draft == "auto":
+            raise OptionError("--draft auto needs a pair with a draft")
         return Pair(target=target, draft=draft, draft_layers=draft_layers, draft_heads=draft_heads)
-    if draft not in (None, "self"):
-        raise OptionError("--draft needs --target, unless it is self")
+    if draft not in (None, "self", "auto"):
+        raise OptionError("--draft needs --target, unless it is self or auto")
     if name is None and pairs_file is not None:
         raise OptionError("--pairs-file needs --pair")
     found = _default_pair() if name is None else find_pair(name, pairs_file)
@@ -126,6 +128,10 @@ def choose(
         draft = "self"
     # Heads fit one depth: all three change together.
     changed = {"draft_layers": draft_layers, "draft_heads": draft_heads, "heads": None}
+    if draft == "auto":
+        if found.draft in (None, "self"):
+            raise OptionError("--draft auto needs a pair with a draft")
+        return found.model_copy(update={"scorer": "auto"})
     if draft is not None:
         return found.model_copy(update={"draft": draft, **changed})
     return found if draft_layers is None and draft_heads is None else found.model_copy(update=changed)

@@ -51,8 +51,8 @@ Target = Annotated[str | None, typer.Option(help="Folder, GGUF file or repositor
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="The same for the draft, whatever its tokenizer, or self: the target's own first layers. Default: self, "
-        "where the target can be prefilled in stages."
+        help="The same for the draft, whatever its tokenizer, or self: the target's own first layers; auto, of a "
+        "named pair: whichever is predicted to be faster. Default: self, where the target can be prefilled in stages."
     ),
 ]
 NoDraft = Annotated[

@@ -50,6 +50,16 @@ def test_a_prediction_adds_the_draft_over_everything_and_the_target_over_what_is
     assert predicted.sparse_ms == pytest.approx(sparse)
 
 
+def test_staged_the_layers_behind_the_first_ones_read_what_is_kept():
+    """Their forwards cost what the first ones leave of the target's; the draft's end was paid already."""
+    staged = replace(PAIR, staged=True)
+    predicted = staged.predict(8000, 1600, cached=2000, draft_cached=1000, steps=(512, 1024))
+    rest = replace(TARGET, fixed_ms=3.0, token_ms=0.35, pair_ms=1.6e-5, square_ms=1.3e-5)
+    assert predicted.full_ms == pytest.approx(by_slices(TARGET, 6000, 2000, 512))
+    assert predicted.sparse_ms == pytest.approx(by_slices(DRAFT, 7000, 1000, 1024) + by_slices(rest, 1600, 2000, 512))
+    assert TARGET.without(replace(TARGET, token_ms=1.0)).token_ms == 0
+
+
 def test_without_steps_a_prediction_takes_the_best():
     assert PAIR.predict(8000, 1600) == PAIR.predict(8000, 1600, steps=(1024, 512))
 

@@ -54,6 +54,7 @@ from mlx_specprefill.engine.caches import empty_draft_cache
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.shapes import SHAPES
 from mlx_specprefill.specprefill.forced import forced_mask, forced_ranges
+from mlx_specprefill.specprefill.mapped import MappedScorer
 from mlx_specprefill.specprefill.scorer import ToScore
 from mlx_specprefill.specprefill.scorers import scorer_for
 from mlx_specprefill.specprefill.selector import select_tokens
@@ -155,7 +156,9 @@ def score(
             peak.part()
             mark = time.perf_counter()
 
-    scores = finish(scorer_for(config.rule, pair.heads, config.scoring).score(pair.draft, task), note)
+    scorer = scorer_for(config.rule, pair.heads, config.scoring)
+    scorer = scorer if pair.mapping is None else MappedScorer(scorer, pair.mapping)
+    scores = finish(scorer.score(pair.draft, task), note)
     end = time.perf_counter()
     run = {"draft_ms": 1e3 * (end - begun), "lookahead_ms": 1e3 * (end - mark), "scoring_mib": peak.part()}
     run |= {"draft_kv_mib": held_mib(scores.cache)}

@@ -64,11 +64,20 @@ class Package:
 
     def run(self, home: Path, work: Path, prompt: str, patience: float = PATIENCE_S) -> str:
         """What it says when it does as the prompt says, with the configuration of `home`."""
+        done = self.ended(home, work, prompt, patience)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def ended(
+        self, home: Path, work: Path, prompt: str, patience: float = PATIENCE_S
+    ) -> subprocess.CompletedProcess[str]:
+        """The same, however it ends."""
         environment = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_PROXY": "127.0.0.1", **self.environment}
         if self.proxied:
             environment |= {"HTTP_PROXY": NOWHERE, "HTTPS_PROXY": NOWHERE}
-        done = subprocess.run(
-            [str(self.installed()), *self.options, prompt],
+        command = [str(self.installed()), *self.options, prompt]
+        return subprocess.run(
+            command,
             cwd=work,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -76,8 +85,6 @@ class Package:
             text=True,
             timeout=patience,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
 
 
 _CODEX = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
@@ -96,3 +103,12 @@ PACKAGES = {
         Package("aider", "aider-chat", "0.86.2", "aider", _AIDER, "text", 1),
     )
 }
+
+
+def connect(home: Path, agent: str, *options: str) -> str:
+    """What the command says, run for the user of this home."""
+    command = [sys.executable, "-m", "mlx_specprefill_server", "connect", agent, *options]
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "PYTHONPATH")}
+    done = subprocess.run(command, env=kept | {"HOME": str(home)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

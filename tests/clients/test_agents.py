@@ -5,10 +5,7 @@ The server asks for a key, and its streams are full of keep-alives and progress:
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -22,7 +19,7 @@ from ..connecting.test_connect import BEFORE, FILES, JSON
 from ..scripted import COMMAND, DONE, TEXT, Flavour, save_scripted
 from ..serving import Server, start
 from ..waiting import eventually
-from .packages import PACKAGES
+from .packages import PACKAGES, connect
 
 KEY = "geheim"
 CHATTY = {"MLX_SPECPREFILL_KEEP_ALIVE_S": "0.005", "MLX_SPECPREFILL_PROGRESS_S": "0.001"}
@@ -45,14 +42,6 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Flavo
             return servers.enter_context(start(folder / "log", model, None, *options, settings=CHATTY))
 
         yield serve
-
-
-def connect(home: Path, agent: str, *options: str) -> str:
-    command = [sys.executable, "-m", "mlx_specprefill_server", "connect", agent, *options]
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "PYTHONPATH")}
-    done = subprocess.run(command, env=kept | {"HOME": str(home)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def answers(server: Server) -> float:

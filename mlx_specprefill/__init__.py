@@ -39,7 +39,7 @@ from .config import (
     max_loss,
 )
 from .engine.admission.cost import PairCost, break_even
-from .engine.admission.time_calibration import calibrate
+from .engine.admission.time_calibration import calibrate, known_cost
 from .engine.admission.time_calibration import calibrated as pair_cost
 from .engine.engine import Engine, EngineHealth
 from .engine.handle import RequestHandle
@@ -167,6 +167,7 @@ __all__ = [
     "find_heads",
     "keep_pct",
     "keep_share",
+    "known_cost",
     "load_pair",
     "machine",
     "make_pair",

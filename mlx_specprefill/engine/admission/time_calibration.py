@@ -30,7 +30,7 @@ from ...specprefill.scorers import scorer_for
 from ...specprefill.sparse_prefill import prefill
 from .cost import ModelCost, PairCost, Sample, fit
 
-__all__ = ["calibrate", "calibrated"]
+__all__ = ["calibrate", "calibrated", "known_cost"]
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ def calibrated(pair: ModelPair, config: EngineConfig, given_up: Callable[[], boo
     if pair.draft is None or pair.sparse_refusal is not None:
         return None
     try:
-        known = _known(_stored(config.calibration_file).get(_key(pair, config)))
+        known = known_cost(pair, config)
         if known is not None:
-            return replace(known, staged=pair.stages is not None, draft_ratio=pair.draft_ratio)
+            return known
         log.info("measuring what target and draft cost on this machine, once")
         return calibrate(pair, config, given_up)
     except RequestCancelled:
@@ -62,6 +62,14 @@ def calibrated(pair: ModelPair, config: EngineConfig, given_up: Callable[[], boo
     except Exception:
         log.exception("could not measure the pair: sparse prefill goes by the length of the prompt")
         return None
+
+
+def known_cost(pair: ModelPair, config: EngineConfig) -> PairCost | None:
+    """What an earlier calibration of this pair on this machine has kept; measures nothing."""
+    if pair.draft is None:
+        return None
+    known = _known(_stored(config.calibration_file).get(_key(pair, config)))
+    return known and replace(known, staged=pair.stages is not None, draft_ratio=pair.draft_ratio)
 
 
 def _known(entry: Any) -> PairCost | None:

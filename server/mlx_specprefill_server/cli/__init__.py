@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from mlx_specprefill import __version__
 
+from .benching import bench
 from .calibrating import calibrate
 from .connecting import connect
 from .examining import doctor
@@ -46,7 +47,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(cls=SettingsCommand)(serve)
-for command in (pull, connect, generate, inspect, calibrate, top, warm, doctor):
+for command in (pull, connect, generate, inspect, calibrate, bench, top, warm, doctor):
     app.command()(command)
 app.add_typer(service_app, name="service")
 

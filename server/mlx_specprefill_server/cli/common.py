@@ -40,6 +40,7 @@ __all__ = [
     "OptionError",
     "begin",
     "choose",
+    "duration",
     "load",
     "make_prompt",
     "make_settings",
@@ -169,6 +170,13 @@ def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
     """Says what is done, and how far it is, while it lasts."""
     with notes().status(words) as status:
         yield lambda done, total: status.update(f"{words}: {done} of {total}")
+
+
+def duration(seconds: float) -> str:
+    """As people say it."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def read_text(path: Path) -> str:

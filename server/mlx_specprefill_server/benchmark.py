@@ -1,0 +1,204 @@
+"""Time to first token of a pair, sparse against full, on this machine: what `mlx-specprefill bench` measures.
+
+Both arms go through the engine, as requests do, on the same real text, taking turns. The figures are medians over the
+repetitions; every single one is in the record.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path, PurePath
+from pydoc_data.topics import topics
+from typing import Any
+
+from mlx_specprefill import (
+    BLAS,
+    Engine,
+    Failed,
+    Finished,
+    GenerationRequest,
+    PairCost,
+    PrefillReport,
+    SpecPrefillError,
+    SpecPrefillOptions,
+    as_token_ids,
+    machine,
+)
+
+__all__ = ["FORMAT", "BenchmarkError", "Plan", "Run", "file_name", "load_before", "measure", "record"]
+
+FORMAT = 1  # of the record; another number when its fields change their meaning
+WARM_UP = 512  # tokens of a prompt that is not counted
+ANSWER = 16  # tokens that follow each prefill, for the rate of decoding
+_PIECE = 4000  # characters that are tokenized at once
+_STRIDE = 50_021  # characters between the beginnings of two repetitions' prompts
+_BUSY = 0.5  # of the cores
+
+
+class BenchmarkError(SpecPrefillError):
+    """There is nothing to compare, or a request failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Prompt lengths in tokens, each read `repeats` times in full and sparsely with share `keep` of its chunks."""
+
+    lengths: tuple[int, ...]
+    keep: Any
+    repeats: int
+
+    @property
+    def requests(self) -> int:
+        return 2 * (len(self.lengths) * self.repeats + 1)
+
+    def predicted_s(self, cost: PairCost, share: float) -> float:
+        """About how long it takes, without loading and answers."""
+        once = [cost.predict(tokens, max(1, round(share * tokens))) for tokens in self.lengths]
+        return self.repeats * sum(each.full_ms + each.sparse_ms for each in once) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One repetition at one length."""
+
+    tokens: int
+    full: PrefillReport
+    sparse: PrefillReport
+
+
+def measure(engine: Engine, plan: Plan, done: Callable[[], None] = lambda: None) -> list[Run]:
+    """Every repetition, shortest prompts first; `done` is called after each request.
+
+    Raises:
+        BenchmarkError: this pair can't be prefilled sparsely, or a request failed.
+    """
+    text = "\n\n".join(topics.values())
+    runs = []
+    warm_up = Plan((WARM_UP,), plan.keep, 1)
+    for part in (warm_up, plan):
+        for tokens in sorted(part.lengths):
+            for number in range(part.repeats):
+                runs.append(
+                    _repetition(engine, _prompt(engine, text, tokens, number), part.keep, number % 2 == 1, done)
+                )
+    return runs[1:]
+
+
+def _prompt(engine: Engine, text: str, tokens: int, number: int) -> list[int]:
+    """So many tokens of the text, another part of it for every repetition."""
+    ids: list[int] = []
+    starts = range(number * _STRIDE % len(text), len(text), _PIECE)
+    for start in chain(starts, range(0, len(text), _PIECE)):
+        if len(ids) >= tokens:
+            return ids[:tokens]
+        ids += engine.pair.tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False)
+    raise BenchmarkError(f"this machine's Python has not enough text for a prompt of {tokens} tokens")
+
+
+def _repetition(engine: Engine, prompt: list[int], keep: Any, sparse_first: bool, done: Callable[[], None]) -> Run:
+    reports = {}
+    for enabled in (True, False) if sparse_first else (False, True):
+        reports[enabled] = _prefill(engine, prompt, SpecPrefillOptions(enabled, keep if enabled else None))
+        done()
+    if reports[True].mode != "sparse":
+        raise BenchmarkError(f"the prompt of {len(prompt)} tokens was read in full: {reports[True].reason}")
+    return Run(len(prompt), reports[False], reports[True])
+
+
+def _prefill(engine: Engine, prompt: list[int], options: SpecPrefillOptions) -> PrefillReport:
+    for event in engine.generate(GenerationRequest(as_token_ids(prompt), ANSWER, specprefill=options)):
+        if isinstance(event, Failed):
+            raise BenchmarkError(f"a prompt of {len(prompt)} tokens failed: {event.error}") from event.error
+        if isinstance(event, Finished):
+            return event.account
+    raise BenchmarkError("the engine stopped")
+
+
+def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: float | None) -> dict[str, Any]:
+    """What can be compared across machines; nothing that names a person, a host or a folder.
+
+    Args:
+        load: `load_before`.
+    """
+    found = machine()
+    return {
+        "format": FORMAT,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {
+            "name": found.name,
+            "device": found.device,
+            "cores": found.cores,
+            "memory_gb": None if found.memory is None else round(found.memory / 2**30, 1),
+            "system": f"{platform.system()} {platform.machine()}",
+            "load": load,
+            "busy": load is not None and load > _BUSY * found.cores,
+        },
+        "software": {
+            **{name: version(name) for name in ("mlx-specprefill", "mlx", "mlx-lm")},
+            "python": platform.python_version(),
+            "blas": None if BLAS.library is None else PurePath(BLAS.library).name,
+        },
+        "pair": {
+            "name": _short(pair),
+            "target": _short(engine.pair.target_id),
+            "draft": _short(engine.pair.draft_id),
+            "dtype": engine.pair.dtype,
+        },
+        "keep": plan.keep if plan.keep == "auto" else float(plan.keep),
+        "repeats": plan.repeats,
+        "rows": [_row([run for run in runs if run.tokens == tokens]) for tokens in sorted(plan.lengths)],
+    }
+
+
+def _row(runs: Sequence[Run]) -> dict[str, Any]:
+    full, sparse = ([_seconds(report.timings.ttft_ms) for report in arm] for arm in _arms(runs))
+    times = [run.sparse.timings for run in runs]
+    return {
+        "tokens": runs[0].tokens,
+        "kept_tokens": round(statistics.median(run.sparse.kept_tokens for run in runs)),
+        "full_s": statistics.median(full),
+        "sparse_s": statistics.median(sparse),
+        "speedup": round(statistics.median(full) / statistics.median(sparse), 2),
+        "full_runs_s": full,
+        "sparse_runs_s": sparse,
+        "draft_s": _seconds(statistics.median(each.draft_ms for each in times)),
+        "select_s": _seconds(statistics.median(each.select_ms for each in times)),
+        "prefill_s": _seconds(statistics.median(each.prefill_ms for each in times)),
+    }
+
+
+def _arms(runs: Sequence[Run]) -> tuple[list[PrefillReport], list[PrefillReport]]:
+    return [run.full for run in runs], [run.sparse for run in runs]
+
+
+def _seconds(milliseconds: float) -> float:
+    return round(milliseconds / 1e3, 4)
+
+
+def load_before() -> float | None:
+    """Processes that wanted a core in the last minute; None where the system doesn't say. To be asked first of all."""
+    try:
+        return round(os.getloadavg()[0], 1)
+    except (OSError, AttributeError):
+        return None
+
+
+def _short(model: str | None) -> str | None:
+    """A repository id as it is, of a path its end."""
+    if model is None:
+        return None
+    return model if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists() else PurePath(model).name
+
+
+def file_name(measured: dict[str, Any]) -> str:
+    """One per machine and pair."""
+    words = (measured["machine"]["name"], f"{measured['machine']['cores']} cores", measured["pair"]["name"])
+    return "--".join(re.sub(r"[^a-z0-9.]+", "-", word.lower()).strip("-") for word in words) + ".json"

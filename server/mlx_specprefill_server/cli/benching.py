@@ -1,0 +1,120 @@
+"""`mlx-specprefill bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from mlx_specprefill import Engine, ModelPair, PairCost, SparseUnsupportedError, pair_cost
+
+from ..benchmark import BenchmarkError, Plan, file_name, load_before, measure, record
+from ..benchmark_picture import picture
+from ..settings import Settings
+from .common import ONE_SHOT, begin, choose, duration, load, make_settings, notes, one_line_errors
+from .options import Draft, DraftLayers, Dtype, HeadsFile, Keep, Level, NoDraft, PairName, PairsFile, Target
+
+__all__ = ["bench", "fitting"]
+
+LENGTHS = (1024, 2048, 4096, 8192)
+
+
+def bench(
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option("--length", min=64, help=f"Prompt tokens; repeat. Default {', '.join(map(str, LENGTHS))}."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each length is read by either arm.")] = 3,
+    keep: Keep = None,
+    out: Annotated[Path | None, typer.Option(help="Write the measurement to this JSON file.")] = None,
+    picture_file: Annotated[Path | None, typer.Option("--picture", help="Draw it into this SVG file.")] = None,
+    submit: Annotated[
+        Path | None, typer.Option(help="Write it into this folder, under a name for the page of measured machines.")
+    ] = None,
+    pair: PairName = None,
+    pairs_file: PairsFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    no_draft: NoDraft = False,
+    draft_layers: DraftLayers = None,
+    draft_heads: HeadsFile = None,
+    dtype: Dtype = "auto",
+    log_level: Level = "warning",
+) -> None:
+    """Measure the time to the first token of a pair on this machine, sparse against full.
+
+    Says first about how long it takes. Leave the machine alone meanwhile. Nothing that names a person, a host or a
+    folder is in what --out and --submit write.
+    """
+    load_then = load_before()
+    begin(log_level)
+    with one_line_errors():
+        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
+        settings = make_settings(chosen, one_shot=True, specprefill_keep_pct=keep, **ONE_SHOT)
+        loaded = load(chosen, dtype, settings, calibrate=True)
+        plan = Plan(fitting(lengths, loaded), settings.specprefill_keep_pct, repeats)
+        cost = _cost(loaded, settings)
+        if cost is not None:
+            share = float(settings.engine_config().policy.expected_keep)
+            notes().print(f"{plan.requests} prompts, about {duration(plan.predicted_s(cost, share))} on this machine")
+        with Engine(loaded, settings.engine_config()) as engine:
+            measured = record(engine, chosen.alias or loaded.target_id, plan, _measured(engine, plan), load_then)
+        Console().print(_table(measured))
+        _write(measured, out, picture_file, submit)
+
+
+def fitting(lengths: list[int] | None, pair: ModelPair) -> tuple[int, ...]:
+    """The prompt lengths that are asked for, or those of the default ones that the pair takes.
+
+    Raises:
+        SparseUnsupportedError: it can't be prefilled sparsely; BenchmarkError: a length is too long for it.
+    """
+    longest = min(pair.context_length, pair.draft_context or pair.context_length) - 64
+    if pair.draft is None or pair.sparse_refusal is not None:
+        raise SparseUnsupportedError(pair.sparse_refusal or "no draft model is loaded")
+    if lengths and max(lengths) > longest:
+        raise BenchmarkError(f"--length {max(lengths)}: the pair takes {longest} tokens at most")
+    return tuple(sorted(set(lengths or [length for length in LENGTHS if length <= longest] or [longest])))
+
+
+def _cost(pair: ModelPair, settings: Settings) -> PairCost | None:
+    with notes().status("Measuring what both models cost, up to a minute, to say how long this takes"):
+        return pair_cost(pair, settings.engine_config())
+
+
+def _measured(engine: Engine, plan: Plan) -> list[Any]:
+    with Progress(console=notes(), transient=True) as bars:
+        task = bars.add_task("Measuring", total=plan.requests)
+        return measure(engine, plan, lambda: bars.advance(task))
+
+
+def _table(measured: dict[str, Any]) -> Table:
+    machine, keep = measured["machine"], measured["keep"]
+    table = Table(show_edge=False)
+    table.title = f"{measured['pair']['name']} on {machine['name']}, {machine['cores']} cores, keep {keep}"
+    for name in ("tokens", "full s", "sparse s", "times sooner", "tokens read"):
+        table.add_column(name, justify="right")
+    for row in measured["rows"]:
+        times = (f"{row['full_s']:.3g}", f"{row['sparse_s']:.3g}", f"{row['speedup']:.1f}")
+        table.add_row(f"{row['tokens']:,}", *times, f"{row['kept_tokens']:,}")
+    if machine["busy"]:
+        table.caption = "The machine was busy: these times say little."
+    return table
+
+
+def _write(measured: dict[str, Any], out: Path | None, picture_file: Path | None, submit: Path | None) -> None:
+    text = json.dumps(measured, indent=1) + "\n"
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    if picture_file is not None:
+        picture_file.write_text(picture(measured), encoding="utf-8")
+    if submit is not None:
+        submit.mkdir(parents=True, exist_ok=True)
+        file = submit / file_name(measured)
+        file.write_text(text, encoding="utf-8")
+        typer.echo(f"{file} is written. Put it into docs/machines, run scripts/make_machines.py, open a pull request.")

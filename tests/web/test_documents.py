@@ -42,6 +42,10 @@ def test_a_pdf_becomes_its_text(page: Page, live: Any, engine: FakeEngine) -> No
     base, _ = live()
     page.open(base)
     page.drop(pdf("The code is 471128.", "Caf\xe9 closed."), "paper.pdf")
+    page.find(".chip .name").click()
+    assert page.find("#preview-title").text == "paper.pdf"
+    assert page.find("#preview-text").text == "The code is 471128.\n\nCaf\xe9 closed."
+    page.find("#preview button").click()
     page.ask("What is the code?")
     assert "The code is 471128.\n\nCaf\xe9 closed.\n\nWhat is the code?" in heard(engine)
 

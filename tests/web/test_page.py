@@ -105,6 +105,15 @@ def test_one_click_shows_what_it_is_about(page: Page, server: Server) -> None:
     assert page.all("#documents .chip") == []
 
 
+def test_a_small_window_is_not_offered_what_it_cannot_hold(page: Page, live: Any, engine: FakeEngine) -> None:
+    engine.pair.context_length = 4096
+    base, _ = live()
+    page.open(base, sample=True)
+    assert "longer than this model's window" in page.find("#notice").text
+    assert page.all("#documents .chip") == []
+    assert page.find("#question").get_property("value") == ""
+
+
 def test_without_a_comparison_the_other_way_is_predicted(page: Page, live: Any, monkeypatch: Any) -> None:
     plain = fakes.account
     monkeypatch.setattr(fakes, "account", lambda request: replace(plain(request), predicted=Prediction(13_300, 4_300)))
@@ -279,6 +288,9 @@ def test_every_state_is_fit_for_screen_readers(page: Page, live: Any, engine: Fa
     page.press("#send")
     found["answer"] = serious(page)
     page.until(lambda: page.find("#rename").is_enabled())
+    page.find(".chip .name").click()
+    found["preview"] = serious(page)
+    page.find("#preview button").click()
     for name in ("rename", "delete"):
         page.run(f"document.getElementById('{name}').click()")
         found[name] = serious(page)

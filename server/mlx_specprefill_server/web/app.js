@@ -36,7 +36,7 @@ function showTheme() {
 async function showModels() {
   try {
     const { model, draft, context_length: room } = await json("/v1/specprefill/stats");
-    const small = draft ? `small model ${draft}` : "no small model: everything is read";
+    const small = draft ? `small model ${draft}` : "no small model";
     find("models").textContent = `Large model ${model}, ${small}, window of ${count(room)} tokens`;
     chat.documents.window = room;
     chat.documents.show();

@@ -2,7 +2,7 @@
 
 import { ApiError, json } from "./api.js";
 import { BrokenOff, newArm } from "./arm.js";
-import { Documents } from "./documents.js";
+import { Documents, tokensOf } from "./documents.js";
 import { find } from "./format.js";
 import { SAMPLE, sampleText } from "./sample.js";
 import { Settings } from "./settings.js";
@@ -57,7 +57,13 @@ export class Chat {
   /** The sample, ready to be asked, with both ways of reading it. */
   async offer() {
     try {
-      this.documents.set([{ name: SAMPLE.name, text: await sampleText(), tokens: null }]);
+      const text = await sampleText();
+      const tokens = await tokensOf(text);
+      if (tokens + SAMPLE.room > this.documents.window) {
+        this.tell("The sample is longer than this model's window. Add a document of your own.");
+        return;
+      }
+      this.documents.set([{ name: SAMPLE.name, text, tokens }]);
     } catch (error) {
       this.tell(describe(error));
       return;

@@ -174,8 +174,18 @@ export class Documents {
   }
 }
 
-export function chip({ name, tokens }, ...more) {
+/** The text as the model gets it. */
+function preview(name, text) {
+  find("preview-title").textContent = name;
+  find("preview-text").textContent = text;
+  find("preview").showModal();
+  find("preview-text").scrollTop = 0;
+}
+
+export function chip({ name, text, tokens }, ...more) {
   const size = tokens === null ? "…" : Number.isFinite(tokens) ? `${count(tokens)} tokens` : "too long";
-  return element("li", { className: "chip", title: name }, element("span", { className: "name", textContent: name }),
+  const open = element("button", { type: "button", className: "quiet name", textContent: name, title: `Read ${name}` });
+  open.addEventListener("click", () => preview(name, text));
+  return element("li", { className: "chip" }, open,
     element("span", { className: "faint figure", textContent: size }), ...more);
 }

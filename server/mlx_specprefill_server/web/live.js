@@ -177,12 +177,13 @@ function renderCache(entries, drop) {
   find("drop-all").disabled = !entries.length;
 }
 
-const cacheCells = (entry) => [entry.id.slice(0, 8), entry.kind, count(entry.tokens), bytes(entry.nbytes),
+const KINDS = { target: "large model", draft: "small model", session: "conversation read in parts" };
+const cacheCells = (entry) => [entry.id.slice(0, 8), KINDS[entry.kind] ?? entry.kind, count(entry.tokens), bytes(entry.nbytes),
   count(entry.hits), ago(entry.last_use), entry.on_disk ? "yes" : "no"];
 
 function cacheRow(entry, drop) {
   const button = element("button", { type: "button", className: "quiet", textContent: "Drop" });
-  button.setAttribute("aria-label", `Drop ${entry.kind} entry ${entry.id.slice(0, 8)}`);
+  button.setAttribute("aria-label", `Drop ${KINDS[entry.kind] ?? entry.kind} entry ${entry.id.slice(0, 8)}`);
   button.addEventListener("click", () => drop(entry.id));
   const line = row([...cacheCells(entry), button], [2, 3, 4]);
   line.dataset.entry = entry.id;
@@ -192,7 +193,7 @@ function cacheRow(entry, drop) {
 function recentRow(answer, now) {
   const account = answer.specprefill;
   if (!account) return row([ago(answer.ended, now), "–", "–", "–", "–", "–", "–", answer.finish, ""], []);
-  return row([ago(answer.ended, now), account.mode, count(account.prompt_tokens), count(account.kept_tokens),
+  return row([ago(answer.ended, now), account.mode === "sparse" ? "selective" : "full", count(account.prompt_tokens), count(account.kept_tokens),
     count(account.cached_tokens), seconds(account.timings.queue_ms + account.timings.ttft_ms),
     count(answer.completion_tokens), answer.finish, account.reason], [2, 3, 4, 5, 6]);
 }

@@ -5,6 +5,7 @@ import { request } from "./api.js";
 export const SAMPLE = {
   name: "Logbook of a lighthouse",
   address: "/web/sample.txt",
+  room: 100, // tokens for the question, the template and the answer
   question: "What is the secret code for the lantern room?",
 };
 

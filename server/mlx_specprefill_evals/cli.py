@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from mlx_specprefill import Engine, SelectionConfig
-from mlx_specprefill_evals.arms import ARM_KINDS
+from mlx_specprefill import Engine, EngineConfig, PairCost, SelectionConfig, known_cost
+from mlx_specprefill_evals.arms import ARM_KINDS, Arm
 from mlx_specprefill_evals.arms import arms as make_arms
-from mlx_specprefill_evals.command import Options
+from mlx_specprefill_evals.command import Options, Predict
 from mlx_specprefill_evals.command import evaluate as run
 from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_evals.remote import RemoteModel
@@ -102,11 +102,25 @@ def evaluate(
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         auto = "auto" if any(arm.keep == "auto" for arm in options.arms) else None
         selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
-        with Engine(
-            load(chosen, dtype, make_settings(chosen, specprefill_keep_pct=auto), calibrate=True),
-            examination(selection),
-        ) as engine:
-            typer.echo(json.dumps(run(options, LocalModel(engine), _tell)))
+        settings = make_settings(chosen, specprefill_keep_pct=auto)
+        loaded = load(chosen, dtype, settings, calibrate=True)
+        cost = known_cost(loaded, settings.engine_config())
+        with Engine(loaded, examination(selection)) as engine:
+            predict = None if cost is None else _predict(cost, settings.engine_config())
+            typer.echo(json.dumps(run(options, LocalModel(engine), _tell, predict)))
+
+
+def _predict(cost: PairCost, config: EngineConfig) -> Predict:
+    """What prefills take, by what an earlier start has measured of the pair on this machine."""
+
+    def seconds(tokens: int, arm: Arm) -> float:
+        share = config.policy.expected_keep if arm.keep is None or isinstance(arm.keep, str) else arm.keep
+        kept = max(1, round(share * tokens))
+        if arm.kind == "full":
+            return cost.target.prefill_ms(tokens) / 1e3
+        return (cost.predict(tokens, kept).sparse_ms if arm.asks_draft else cost.target.prefill_ms(kept)) / 1e3
+
+    return seconds
 
 
 def _tell(line: str) -> None:

@@ -17,9 +17,11 @@ from .records import Cell, Record, Records
 from .report import markdown, summarise
 from .tasks import REAL, TASKS, Item
 
-__all__ = ["Options", "evaluate"]
+__all__ = ["Options", "Predict", "announced", "evaluate"]
 
 Tell = Callable[[str], None]
+Predict = Callable[[int, Arm], float]
+"""Seconds that an arm's prefill of so many tokens takes."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,11 @@ class Options:
     out: Path | None = None
 
 
-def evaluate(options: Options, model: ModelUnderTest, tell: Tell) -> dict[str, Any]:
-    """Measure, write the report, and return it; `tell` gets lines for people.
+def evaluate(options: Options, model: ModelUnderTest, tell: Tell, predict: Predict | None = None) -> dict[str, Any]:
+    """Measure, write the report, and return it; `tell` gets lines for people: first what it will cost.
+
+    Args:
+        predict: None: how long prefills take is not known.
 
     Raises:
         NothingToDoError: none of the named tasks and files exists.
@@ -49,6 +54,7 @@ def evaluate(options: Options, model: ModelUnderTest, tell: Tell) -> dict[str, A
     described = {**model.described, "seed": options.seed, **_corpus(sources)}
     records = Records(None if options.out is None else options.out / "items.jsonl", described)
     plan = suite.Plan(options.arms, options.number, options.probes, options.seed)
+    tell(announced(list(suite.work(plan, sources, records)), predict))
     asked: dict[tuple[Cell, int], None] = {}
     progress = _Progress(tell, sum(min(plan.number, source.size or plan.number) for source in sources))
 
@@ -63,6 +69,22 @@ def evaluate(options: Options, model: ModelUnderTest, tell: Tell) -> dict[str, A
         report = {"run": described, **summarise(mine, options.arms), "left_out": problems}
         _write(options, report, mine, tell)
     return report
+
+
+def announced(work: Sequence[tuple[Cell, tuple[Arm, ...]]], predict: Predict | None) -> str:
+    """What is still to be measured, and how long its prefills take as far as that can be told."""
+    if not work:
+        return "everything has been measured before"
+    prefills = [(cell.length, arm) for cell, arms in work for arm in arms]
+    tokens = sum(length for length, _ in prefills)  # examples out of files count as none
+    said = f"to measure: {len(work)} items, {len(prefills)} prompts, about {tokens:,} tokens"
+    if predict is None:
+        return said
+    return f"{said}; their prefills take about {_minutes(sum(predict(*prefill) for prefill in prefills if prefill[0]))}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _sources(options: Options, model: ModelUnderTest, tell: Tell) -> tuple[list[suite.Source], list[str]]:

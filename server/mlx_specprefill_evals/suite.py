@@ -12,7 +12,7 @@ from .model_under_test import ModelUnderTest, Reply
 from .records import Cell, Record, Records
 from .tasks import GROUPS, TASKS, Item, Space, make_item
 
-__all__ = ["Plan", "Source", "choose_tasks", "run", "synthetic"]
+__all__ = ["Plan", "Source", "choose_tasks", "run", "synthetic", "work"]
 
 log = logging.getLogger(__name__)
 GIVE_UP_AFTER = 3  # items in a row that nobody answered
@@ -65,6 +65,14 @@ def _source(cell: Cell, model: ModelUnderTest) -> Source:
         return item, lambda answer: task.score(answer, item.values)
 
     return Source(cell, get, task.answer_tokens)
+
+
+def work(plan: Plan, sources: Sequence[Source], records: Records) -> Iterator[tuple[Cell, tuple[Arm, ...]]]:
+    """Every item that `run` would ask, by its cell, with the arms that it lacks."""
+    for source in sources:
+        for number in range(plan.seed, plan.seed + min(plan.number, source.size or plan.number)):
+            if missing := _missing(plan, records.find(source.cell, number)):
+                yield source.cell, missing
 
 
 def run(

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from mlx_specprefill import PairCost, __version__
 from mlx_specprefill.engine.admission.cost import ModelCost
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli import calibrating, common, serving
+from mlx_specprefill_server.cli import calibrating, common, inspecting, serving
 from mlx_specprefill_server.pairs import MissingPairError, Pair
 from tests import tiny
 
@@ -100,6 +100,16 @@ class TestInspect:
         assert "forced" in done.stdout
         assert "dropped" not in done.stdout
         assert "of 400 tokens kept" in done.stdout
+
+    def test_the_cost_is_told_before_as_far_as_it_is_known(
+        self, models: list[str], prompt_file: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        arguments = ["inspect", "--raw", "--prompt-file", prompt_file, *models]
+        monkeypatch.setattr(inspecting, "known_cost", lambda *_: None)
+        assert "400 tokens; mlx-specprefill calibrate would tell how long" in run(*arguments).stderr
+        draft = ModelCost(0, 25, 0, 0, 0, 0, 0)  # 25 ms per token
+        monkeypatch.setattr(inspecting, "known_cost", lambda *_: PairCost(draft, draft, 512, 512))
+        assert "400 tokens; the draft reads them in about 10 s" in run(*arguments).stderr
 
     def test_all_lists_the_dropped_ones_too(self, models: list[str], prompt_file: str) -> None:
         done = run("inspect", "--raw", "--prompt-file", prompt_file, "--all", "--keep-pct", "0.1", *models)

@@ -52,6 +52,23 @@ def test_difference_and_measures_are_means_over_items():
     assert (row["kept"], row["kl"]) == (0.25, 0.5)
 
 
+def test_the_cost_is_told_first_and_only_of_what_is_left(tmp_path):
+    def seconds(tokens, arm):
+        return tokens * (0.01 if arm.kind == "full" else 0.002)
+
+    def told(**more):
+        lines = []
+        evaluate(options(out=tmp_path, **more), FakeModel(gold), lines.append, seconds)
+        return lines[0]
+
+    first = told(lengths=(500, 1000))
+    assert first == "to measure: 8 items, 16 prompts, about 12,000 tokens; their prefills take about 72 s"
+    more = told(lengths=(500,), arms=arms(["sparse"], ["0.2", "0.4"]), number=5)  # one arm of four items, three of one
+    assert more == "to measure: 5 items, 7 prompts, about 3,500 tokens; their prefills take about 11 s"
+    assert told() == "everything has been measured before"
+    assert run(FakeModel(gold))[1][0] == "to measure: 4 items, 8 prompts, about 4,000 tokens"
+
+
 def test_an_arm_that_some_items_lack_is_counted_by_those_that_have_it():
     """Gold chunks, for example, don't apply where everything counts."""
 

@@ -175,7 +175,7 @@ def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
 def duration(seconds: float) -> str:
     """As people say it."""
     if seconds < 90:
-        return f"{max(1, round(seconds))} s"
+        return f"{seconds:.0f} s" if seconds >= 1 else "1 s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 

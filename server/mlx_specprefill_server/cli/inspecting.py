@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mlx_specprefill import Engine, GenerationRequest, Inspection, keep_pct
+from mlx_specprefill import Engine, GenerationRequest, Inspection, PairCost, keep_pct, known_cost
 
 from ..explaining.explained import ExplainedChunk, explain_chunks
 from ..explaining.heatmap import render_heatmap
@@ -18,6 +18,7 @@ from .common import (
     OptionError,
     begin,
     choose,
+    duration,
     load,
     make_prompt,
     make_settings,
@@ -89,6 +90,7 @@ def inspect(
         )
         with Engine(load(chosen, dtype, settings), settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)
+            notes().print(_cost(known_cost(engine.pair, settings.engine_config()), len(prompt.tokens)))
             inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))
             chunks = explain_chunks(engine.pair.tokenizer, prompt.tokens, inspection)
             _show(inspection, chunks, dropped_too=show_dropped)
@@ -96,6 +98,14 @@ def inspect(
                 names = f"target {engine.pair.target_id}, draft {engine.pair.draft_id or 'none'}"
                 html.write_text(render_heatmap(inspection, chunks, names), encoding="utf-8")
                 notes().print(f"Heat map written to {html}", markup=False)
+
+
+def _cost(cost: PairCost | None, tokens: int) -> str:
+    """What reading the prompt with the draft will take, as far as that is known."""
+    if cost is None:
+        return f"{tokens:,} tokens; mlx-specprefill calibrate would tell how long the draft takes to read them"
+    seconds = cost.draft.prefill_ms(round(tokens * cost.draft_ratio), step=cost.draft_step) / 1e3
+    return f"{tokens:,} tokens; the draft reads them in about {duration(seconds)}"
 
 
 def _inspect(engine: Engine, request: GenerationRequest) -> Inspection:

@@ -20,6 +20,7 @@ from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest
 from ..sessions.store import Session, SessionStore
+from ..specprefill.staged_prefill import HiddenStates
 from ..token_ids import TokenIds
 
 __all__ = ["EngineCaches", "empty_cache", "empty_draft_cache"]
@@ -143,27 +144,37 @@ class EngineCaches:
         if not self.enabled:
             return None
         hit = self.sessions.lookup(f"{self._pair_name}:{choice}", tokens, label)
-        if hit is None or (staged and self._stages is not None and len(hit.cache) != len(self._stages.upper.slots)):
+        if hit is None:
+            return None
+        hidden = hit.cache.pop() if isinstance(hit.cache[-1], HiddenStates) else None
+        if staged and hidden is None:
             return None
         full = next((part for part in leaves(hit.cache) if isinstance(part, PositionedKVCache)), None)
-        return None if full is None else Session(hit.length, hit.cache, full.runs.expand())
+        return None if full is None else Session(hit.length, hit.cache, full.runs.expand(), hidden)
 
     def session_length(self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel) -> int:
         """For how many of these tokens `session` would find one."""
         return self.sessions.covers(tokens, label, f"{self._pair_name}:{choice}") if self.enabled else 0
 
     def keep_session(
-        self, tokens: Sequence[int] | TokenIds, cache: list[Any], choice: str, label: CacheLabel, staged: bool = False
+        self,
+        tokens: Sequence[int] | TokenIds,
+        cache: list[Any],
+        choice: str,
+        label: CacheLabel,
+        hidden: HiddenStates | None = None,
     ) -> None:
         """Store a sparse cache under the tokens it stands for; it never answers a dense request.
 
         Args:
-            staged: its first layers hold everything. They are left out: the draft's prefixes have them.
+            hidden: of a staged prefill, what its first layers passed on. These hold everything and are left out: the
+                draft's prefixes have them.
         """
         if not self.enabled:
             return
-        if staged and self._stages is not None:
-            _, cache = self._stages.split(cache)
+        if hidden is not None and self._stages is not None:
+            hidden.end = len(tokens)
+            cache = [*self._stages.split(cache)[1], hidden]
         try:
             self.sessions.store(f"{self._pair_name}:{choice}", tokens, cache, label)
         except Exception:

@@ -285,7 +285,7 @@ class Loop:
             return
         assert sequence.plan is not None
         choice, label = sequence.plan.choice, sequence.request.label
-        self._caches.keep_session(tokens, cache, choice, label, sequence.staged)
+        self._caches.keep_session(tokens, cache, choice, label, sequence.hidden)
         if self._config.policy.densify and self._caches.enabled:
             request = sequence.request
             answer = tuple(sequence.tokens)

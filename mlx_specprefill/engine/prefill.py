@@ -202,7 +202,7 @@ class Prefiller:
         if self._watcher.begin(sequence, beginning.held.size + beginning.read, read=True):
             sequence.draft_cache, sequence.lookahead = scores.cache, scores.lookahead
         if sequence.hidden is not None:
-            return (yield from read_upper(self.pair, sequence, beginning, scores.cache, self.slice_size))
+            return (yield from read_upper(self.pair, self.caches, sequence, beginning, scores.cache, self.slice_size))
         del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
         logits = yield from self._read(sequence, beginning)
         sequence.kept = beginning.all_kept
@@ -221,6 +221,8 @@ class Prefiller:
         M, S = len(request.prompt), sequence.cached
         beginning = self._continuing.begin(M, S, selection, first, session, stands_out)
         sequence.continuation = beginning.continuation
+        if sequence.hidden is not None and session is not None and session.hidden is not None:
+            sequence.hidden.put_before(session.hidden)
         if beginning.cache is not None and not staged:
             sequence.cache = beginning.cache
         return beginning

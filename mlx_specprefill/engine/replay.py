@@ -75,4 +75,4 @@ def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> No
     if sequence.kept is None:
         prefiller.caches.keep_target(tokens, sequence.cache, request)
     else:
-        prefiller.caches.keep_session(tokens, sequence.cache, plan.choice, request.label, sequence.staged)
+        prefiller.caches.keep_session(tokens, sequence.cache, plan.choice, request.label, sequence.hidden)

@@ -54,7 +54,7 @@ class PromptScorer:
         """The request's own scores, else the draft's; its dense prefix cache saves it from reading things twice.
 
         Args:
-            hidden: keeps what the draft, the target's own first layers, passes on; from its `first` on it is read anew.
+            hidden: keeps what the draft, the target's own first layers, passes on; from its `known` on it is read anew.
 
         Raises:
             SparseUnsupportedError: there is no draft, or it can't score.
@@ -69,7 +69,7 @@ class PromptScorer:
         if hidden is None:
             return (yield from self._by_draft(request, plan, task, task.question[0]))
         task = replace(task, seen=hidden.keep)
-        return (yield from self._by_draft(request, plan, task, min(task.question[0], hidden.first)))
+        return (yield from self._by_draft(request, plan, task, min(task.question[0], hidden.known)))
 
     def _mapped(self, mapping: TextMapping, task: ToScore) -> MappedTask:
         """In the draft's own tokens.

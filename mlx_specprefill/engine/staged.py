@@ -30,18 +30,24 @@ def hidden_states(pair: ModelPair, caches: EngineCaches, sequence: Sequence) -> 
     """Where the target's own first layers score the prompt: what will keep what they pass on; None elsewhere.
 
     The paper's rule looks ahead with all layers, and a request that brings its scores needs none. What the other layers
-    hold already, of a dense prefix or an earlier turn, is not kept.
+    hold of a dense prefix is not kept, and what an earlier turn has left need not be read for it.
     """
     plan, request = sequence.plan, sequence.request
     assert plan is not None
     if pair.stages is None or plan.rule == "paper" or request.specprefill.importance is not None:
         return None
     earlier = request.prompt[: request.usable_prefix]
-    return HiddenStates(max(sequence.cached, caches.session_length(earlier, plan.choice, request.label)))
+    S = sequence.cached
+    return HiddenStates(S, max(S, caches.session_length(earlier, plan.choice, request.label)))
 
 
 def read_upper(
-    pair: ModelPair, sequence: Sequence, beginning: Beginning, lower: list[Any], slice_size: Callable[[str], int]
+    pair: ModelPair,
+    caches: EngineCaches,
+    sequence: Sequence,
+    beginning: Beginning,
+    lower: list[Any],
+    slice_size: Callable[[str], int],
 ) -> Generator[Progress, None, mx.array]:
     """What is missing and what is kept, in the layers behind those that have read the prompt into the caches `lower`.
 
@@ -55,29 +61,29 @@ def read_upper(
         sequence.speculation.decline(_NOT_DRAFTED)
     dense, upper = model.split(sequence.cache)
     upper = upper if beginning.cache is None else beginning.cache
-    if beginning.missing.size or beginning.start < hidden.first:
+    if not (hidden.covers(beginning.missing) and hidden.covers(beginning.kept)):
         yield from _read_again(model, sequence, dense, lambda: slice_size("draft"))
     sequence.cache, sequence.staged = model.join(lower, upper), True
     missing, kept = (hidden.of(indices) for indices in (beginning.missing, beginning.kept))
     mx.eval(missing, kept)
-    hidden.clear()
-    sequence.hidden = None
+    if not caches.enabled:  # else the next turn may want what this one drops
+        hidden.clear()
     return (yield from _go_on(model, sequence, beginning, (missing, kept), lambda: slice_size("prefill")))
 
 
 def _read_again(
     model: StagedModel, sequence: Sequence, dense: list[Any], step: Callable[[], int]
 ) -> Generator[Progress, None, None]:
-    """What the earlier turn dropped and this one wants: what the first layers pass on of it was not kept.
+    """What the other layers want and nobody has kept: the earlier turn was another kind of prefill.
 
     Args:
         dense: caches of the first layers, which hold the dense prefix.
     """
     hidden, prompt = sequence.hidden, sequence.request.prompt
     assert hidden is not None
-    again, start = HiddenStates(sequence.cached), sequence.cached
-    while start < hidden.first:
-        end = min(start + step(), hidden.first)
+    again, start, stop = HiddenStates(sequence.cached), sequence.cached, hidden.begin
+    while start < stop:
+        end = min(start + step(), stop)
         again.keep(start, model.lower(mx.array(prompt[start:end])[None], cache=dense))
         mx.eval([part.state for part in dense])
         yield Progress("draft", len(prompt), len(prompt))

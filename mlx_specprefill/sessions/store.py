@@ -19,6 +19,7 @@ from ..cache.entry import CacheEntry, CacheHit
 from ..cache.fingerprint import block_digest, common_length, root_digest
 from ..cache.positioned import can_cut, cut, leaves
 from ..request import SHARED, CacheLabel
+from ..specprefill.staged_prefill import HiddenStates
 from ..token_ids import TokenIds
 
 __all__ = ["Session", "SessionStore"]
@@ -26,11 +27,15 @@ __all__ = ["Session", "SessionStore"]
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A sparse turn that can be extended: it stands for `length` tokens and holds those at `kept` (int32)."""
+    """A sparse turn that can be extended: it stands for `length` tokens and holds those at `kept` (int32).
+
+    `hidden`: of a staged turn, whose cache is that of the layers behind the first ones, what these passed on.
+    """
 
     length: int
     cache: list[Any]
     kept: npt.NDArray[np.int32]
+    hidden: HiddenStates | None = None
 
     @property
     def held(self) -> npt.NDArray[np.bool_]:

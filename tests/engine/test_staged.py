@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -22,6 +23,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     make_pair,
 )
+from mlx_specprefill.adapters.depth import FirstLayers
 from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, quantize_kv
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
@@ -191,25 +193,54 @@ def test_a_conversation_goes_on_right(family: str, stands_out: float, repair_sha
     assert masked_from(pair.target, case, pair.stages.count).argmax(axis=-1).tolist() == answer
 
 
-def test_a_turn_that_extends_is_read_once_by_the_first_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind what the draft's prefixes hold of the turn before: its prompt, not its answer."""
-    selection = SelectionConfig(stands_out=math.inf)
-    config = replace(CONFIG, selection=selection, prefix_cache_bytes=1 << 26)
-    pair, turn = own_pair(), asked(600, 3, enabled=None)
-    read, calls = [], type(pair.draft).__call__
+@pytest.mark.parametrize(
+    ("family", "stands_out", "way"),
+    [("llama", math.inf, "extend"), ("llama", 1.0, "repair"), ("gpt_oss", 1.0, "restart"), ("qwen3_5", 1.0, "restart")],
+)
+def test_a_later_turn_is_read_once_by_the_first_layers(
+    family: str, stands_out: float, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind what the draft's prefixes hold of the turn before; what that one dropped is wanted all the same."""
+    policy = replace(CONFIG.policy, repair_share=Fraction(1))
+    selection = SelectionConfig(stands_out=stands_out)
+    config = replace(CONFIG, policy=policy, selection=selection, prefix_cache_bytes=1 << 26)
+    pair, turn = own_pair(family), asked(600, 3, enabled=None)
+    read, calls = [], FirstLayers.__call__
 
     def counting(module: Any, inputs: mx.array, cache: Any = None) -> mx.array:
         read.append(inputs.shape[1])
         return calls(module, inputs, cache)
 
-    monkeypatch.setattr(type(pair.draft), "__call__", counting)
+    monkeypatch.setattr(FirstLayers, "__call__", counting)
     with Engine(pair, config) as engine:
-        tokens, _ = generated(engine.generate(turn))
-        following = replace(turn, prompt=np.concatenate([turn.prompt, tokens, random_prompt(90, 4)]))
-        read.clear()
-        _, last = generated(engine.generate(following))
-    assert last.account.continuation == "extend"
-    assert sum(read) <= COUNT + 90 + COUNT + 2
+        prompt = turn.prompt
+        for number in range(3):
+            read.clear()
+            answer, last = generated(engine.generate(replace(turn, prompt=prompt)))
+            if number:
+                assert last.account.continuation == way
+                assert sum(read) <= COUNT + 90 + COUNT + 50  # what asks is read anew
+            before, prompt = prompt, np.concatenate([prompt, answer, random_prompt(90, 4 + number)]).astype(np.int32)
+    case = Case(before, kept_of(last), np.array(answer[:-1], dtype=np.int32))
+    if way == "restart":
+        assert pair.stages is not None
+        assert masked_from(pair.target, case, pair.stages.count).argmax(axis=-1).tolist() == answer
+
+
+def test_what_nobody_has_kept_is_read_again() -> None:
+    """A session of another kind of prefill has no hidden states."""
+    pair, turn = own_pair(), asked(300, 3, enabled=None)
+    config = replace(CONFIG, prefix_cache_bytes=1 << 26)
+    with Engine(pair, config) as engine:
+        generated(engine.generate(turn))
+        engine.caches.sessions.clear()
+        scores = np.random.default_rng(0).random(300).astype(np.float32)
+        tokens, _ = generated(engine.generate(asked(300, 3, enabled=None, importance=scores)))
+        prompt = np.concatenate([turn.prompt, tokens, random_prompt(90, 4)]).astype(np.int32)
+        answer, last = generated(engine.generate(replace(turn, prompt=prompt)))
+        assert engine.stats().fallbacks == {}
+    assert last.account.continuation is None
+    assert_is_the_masked_run(pair, replace(turn, prompt=prompt), answer, last)
 
 
 def test_own_scores_leave_no_turn_that_a_staged_one_goes_on_from() -> None:
@@ -313,13 +344,29 @@ def test_a_staged_row_that_leaves_is_as_it_was_alone() -> None:
 
 def test_earlier_hidden_states_can_be_put_before() -> None:
     states = mx.arange(60.0).reshape(1, 20, 3)
-    early, late = HiddenStates(first=2), HiddenStates(first=8)
-    early.keep(0, states[:, :8])
-    late.keep(6, states[:, 6:])
+    early, late = HiddenStates(first=2), HiddenStates(first=2, known=8)
+    early.keep(0, states[:, :10] + 0)
+    late.keep(8, states[:, 8:])
     late.put_before(early)
-    kept = np.array([2, 7, 8, 19], dtype=np.int32)
+    kept = np.array([2, 7, 8, 9, 19], dtype=np.int32)
+    assert late.covers(kept)
+    assert not late.covers(np.array([1, 8], dtype=np.int32))
     assert mx.array_equal(late.of(kept), states[:, mx.array(kept)]).item()
     assert late.of(kept[:0]).shape == (1, 0, 3)
+    assert late.nbytes == 18 * 3 * 4
+
+
+def test_hidden_states_are_cut_with_the_session_that_they_lie_in() -> None:
+    hidden = HiddenStates()
+    for start in (0, 6):
+        hidden.keep(start, mx.ones((1, 6, 3)))
+    hidden.end = 15
+    copied = copy.deepcopy(hidden)
+    assert copied.is_trimmable()
+    copied.trim(7)
+    assert copied.covers(np.arange(8, dtype=np.int32))
+    assert not copied.covers(np.array([8], dtype=np.int32))
+    assert hidden.covers(np.arange(12, dtype=np.int32))
 
 
 def test_hidden_states_are_found_by_index_across_forwards() -> None:

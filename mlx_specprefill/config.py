@@ -124,7 +124,7 @@ class SelectionConfig:
     over_lines: bool = False  # a sentence of hard-wrapped text goes on in the next line; "auto" is calibrated so
     sentence_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each kept together
     # A chosen token that an earlier turn dropped is missing if it has so many times the importance of the best tokens
-    # that are not chosen (docs/decisions/0022). None: as calibration found for the draft's heads, else 2.
+    # that are not chosen (docs/decisions/0022). None: 2, or less if calibration of the draft's heads says so.
     stands_out: float | None = None
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill

@@ -29,7 +29,7 @@ Indices = npt.NDArray[np.int32]
 
 _LOOKED = 13  # tokens of a line or sentence that it is weighed by: as many as attention is smoothed over
 _ORDINARY = 0.99  # quantile of what is not chosen; its very best is now and then an outlier
-_STANDS_OUT = 2.0  # where calibration does not say
+_STANDS_OUT = 2.0  # at most, unless configured
 _PIECE = 32  # tokens: what stands for a line or sentence where that is too long or not at hand
 
 
@@ -146,8 +146,12 @@ def ordinary_of(asked: Floats, others: Bools) -> float:
 
 
 def threshold_of(config: SelectionConfig, calibrated: float | None) -> float:
-    """`stands_out` of `missing_of`: the configured one, that of the draft's calibration, or the general one."""
-    return next((value for value in (config.stands_out, calibrated) if value is not None), _STANDS_OUT)
+    """`stands_out` of `missing_of`: the configured one, else the general one, or that of the draft's calibration where
+    it is lower. A higher one has missed facts: what calibration asks for stands in shorter prompts (decision 22).
+    """
+    if config.stands_out is not None:
+        return config.stands_out
+    return _STANDS_OUT if calibrated is None else min(calibrated, _STANDS_OUT)
 
 
 def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:

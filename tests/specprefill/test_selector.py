@@ -169,9 +169,9 @@ def test_how_much_is_looked_at_elsewhere_does_not_matter():
 
 @pytest.mark.parametrize(
     ("configured", "calibrated", "used"),
-    [(None, None, 2.0), (None, 3.5, 3.5), (5.0, 3.5, 5.0), (math.inf, None, math.inf)],
+    [(None, None, 2.0), (None, 3.5, 2.0), (None, 1.5, 1.5), (5.0, 3.5, 5.0), (math.inf, None, math.inf)],
 )
-def test_what_stands_out_is_configured_or_calibrated_or_twice_the_ordinary(
+def test_what_stands_out_is_configured_else_twice_the_ordinary_or_less_by_calibration(
     configured: float | None, calibrated: float | None, used: float
 ) -> None:
     assert threshold_of(SelectionConfig(stands_out=configured), calibrated) == used

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import replace
 
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from .._steps import Steps
@@ -20,7 +21,7 @@ from ..request import GenerationRequest, Progress
 from ..specprefill.forced import template_mask
 from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan
-from ..specprefill.scorer import Scores, ToScore, question_span
+from ..specprefill.scorer import Scores, ToScore, asked_before, question_span
 from ..specprefill.scorers import scorer_for
 from ..specprefill.staged_prefill import HiddenStates
 from ..specprefill.text import PromptText
@@ -66,10 +67,11 @@ class PromptScorer:
         if self.pair.mapping is not None:
             mapped = self._mapped(self.pair.mapping, task)
             return mapped.scores((yield from self._by_draft(request, plan, mapped.task, mapped.task.question[0])))
+        known = task.prompt.size - 1 if task.again.size else task.question[0]
         if hidden is None:
-            return (yield from self._by_draft(request, plan, task, task.question[0]))
+            return (yield from self._by_draft(request, plan, task, known))
         task = replace(task, seen=hidden.keep)
-        return (yield from self._by_draft(request, plan, task, min(task.question[0], hidden.known)))
+        return (yield from self._by_draft(request, plan, task, min(known, hidden.known)))
 
     def _mapped(self, mapping: TextMapping, task: ToScore) -> MappedTask:
         """In the draft's own tokens.
@@ -90,10 +92,16 @@ class PromptScorer:
 
     def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ToScore:
         question = self.asked(request, text)
+        before = () if plan.rule == "paper" else asked_before(request.spans, self.config.scoring, text.units)
+        template = template_mask(request.spans, question, plan.forced)
+        for start, end in before:
+            template[start:end] |= plan.forced[start:end]
+        none = np.zeros(0, dtype=np.int32)
         return ToScore(
             prompt=request.prompt,
             question=question,
-            template=template_mask(request.spans, question, plan.forced),
+            template=template,
+            again=np.concatenate([none, *(request.prompt[start:end] for start, end in before)]),
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
             step=lambda: self.slice_size("draft"),

@@ -21,7 +21,7 @@ from ..adapters.heads import DraftHeads, Head
 from ..config import ScoringConfig
 from ..errors import SparseUnsupportedError
 from ..request import Progress
-from .scorer import Scores, ToScore, checked, read_prompt
+from .scorer import Scores, ToScore, Undo, checked, read_prompt
 
 __all__ = ["HeadScorer", "importance_of"]
 
@@ -40,16 +40,29 @@ class HeadScorer:
     def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
         """See `Scorer`."""
         M = task.prompt.size
-        capture = HeadCapture(M, self.heads.by_call)
-        yield from read_prompt(draft, task, M, task.question, capture.of_passage)
+        capture = HeadCapture(M + task.again.size, self.heads.by_call)
+        if task.again.size:
+            yield from read_prompt(draft, task, M)
+            _ask_again(draft, task, capture)
+        else:
+            yield from read_prompt(draft, task, M, task.question, capture.of_passage)
         found = [(head, capture.found.get((head.call, head.head))) for head in self.heads.heads]
-        rows = {(head.call, head.head): np.array(row) for head, row in found if row is not None}
+        rows = {(head.call, head.head): np.array(row)[:M] for head, row in found if row is not None}
         if len(rows) < len(found):
             raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
         importance = checked(importance_of(rows, self.heads.heads, task.template, self.config.pool_width))
-        asked = task.question[1] - task.question[0]
+        asked = task.again.size or task.question[1] - task.question[0]
         words = f"{len(rows)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
         return Scores(importance, "draft", words, (), asked, task.cache)
+
+
+def _ask_again(draft: nn.Module, task: ToScore, capture: HeadCapture) -> None:
+    """Feed what asks behind the prompt, capturing; the cache ends where it was."""
+    undo, Q = Undo(task.cache), task.again.size
+    with capture.of_passage(task.prompt.size + Q, Q, slice(0, Q)):
+        draft(mx.array(task.again)[None], cache=task.cache)
+    mx.eval([part.state for part in task.cache], list(capture.found.values()))
+    undo.restore(Q)
 
 
 def importance_of(

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 import mlx.nn as nn
+import numpy as np
 
 from ..adapters.text_mapping import TextMapping
 from ..request import Progress
@@ -42,6 +43,8 @@ def map_task(mapping: TextMapping, task: ToScore) -> MappedTask:
         template[0] = True  # a sink, whatever the target's first token stands for
     stops = frozenset(int(token) for token in mapping.tokenizer.eos_token_ids)
     question = overlap.span(*task.question)
+    none = np.zeros(0, dtype=np.int32)  # the draft has other ids for what asks
+    task = replace(task, again=none)
     return MappedTask(replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops), overlap)
 
 

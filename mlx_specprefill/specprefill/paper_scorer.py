@@ -7,7 +7,6 @@ and heads. Chunks of 32 tokens are chosen by their mean (`SelectionConfig.as_pub
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +14,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
 from ..adapters.capture import QueryCapture
 from ..adapters.depth import FirstLayers
-from ..cache.positioned import leaves
 from ..config import ScoringConfig
 from ..errors import SparseUnsupportedError
 from ..request import Progress
-from .scorer import Scores, ToScore, checked, read_prompt
+from .scorer import Scores, ToScore, Undo, checked, read_prompt
 
 __all__ = ["PaperScorer"]
 
@@ -63,7 +60,7 @@ def _look_ahead(
             logits = draft(last, cache=cache)
     else:
         logits = draft(last, cache=cache)
-    undo = _Undo(cache)
+    undo = Undo(cache)
     fed = config.rows - len(capture.rows) if config.include_last_prompt_query else config.rows
     generated = [mx.argmax(logits[:, -1, :], axis=-1)]
     for step in range(1, fed + 1):
@@ -85,24 +82,6 @@ def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: T
         task.seen(task.prompt.size - 1, returned)
     mx.eval(capture.rows, [part.state for part in task.cache])
     return mx.array([], dtype=mx.uint32)
-
-
-class _Undo:
-    """Returns a cache to the end of the prompt: plain KV by trimming, everything else from a copy of its state.
-
-    The copies share memory with the originals until those are written to.
-    """
-
-    def __init__(self, cache: list[Any]) -> None:
-        self._parts = list(leaves(cache))
-        self._states = [None if type(part) is KVCache else copy.deepcopy(part.state) for part in self._parts]
-
-    def restore(self, fed: int) -> None:
-        for part, state in zip(self._parts, self._states, strict=True):
-            if state is None:
-                part.trim(fed)
-            else:
-                part.state = state
 
 
 def _scores(capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig, task: ToScore) -> Scores:

@@ -6,7 +6,8 @@ A scorer lets the draft read the prompt and says how much each token matters. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import copy
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,14 +16,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..cache.positioned import leaves
 from ..config import ScoringConfig
 from ..errors import SpecPrefillError
-from ..request import Progress, ScorerKind
+from ..request import Progress, PromptSpan, ScorerKind
 
-__all__ = ["Scorer", "Scores", "ToScore", "checked", "question_span", "read_prompt"]
+__all__ = ["Scorer", "Scores", "ToScore", "Undo", "asked_before", "checked", "question_span", "read_prompt"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -39,6 +40,8 @@ class ToScore:
         cache: the draft's own mlx-lm cache, which may hold a dense prefix of the prompt up to the question at most.
             Afterwards it holds exactly the prompt.
         step: asked for the tokens of each forward.
+        again: tokens that ask although what they ask about comes after them, int32 (Q,): they are read once more behind
+            the prompt, and their attention counts instead of the question's. Only calibrated heads are read so.
         seen: gets what the draft returns of the tokens from an index on, at every forward; None: nobody wants it.
     """
 
@@ -48,6 +51,7 @@ class ToScore:
     stop_ids: frozenset[int]
     cache: list[Any]
     step: Callable[[], int]
+    again: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     seen: Callable[[int, mx.array], None] | None = None
 
     @classmethod
@@ -117,6 +121,28 @@ def question_span(
     return max(0, end - rows), end
 
 
+def asked_before(
+    spans: Sequence[PromptSpan], config: ScoringConfig, units: npt.NDArray[np.int32]
+) -> tuple[tuple[int, int], ...]:
+    """Where what asks stands in a prompt that ends with tool results: [start, end), in the order to read them in.
+
+    That is the model's last call with what it said before it, and the last line or sentence of the last user message
+    with header and end marker each. Nothing where a message of another kind ends the prompt: that one asks.
+    """
+    users = [span for span in spans if span.kind == "user"]
+    if not users or spans[-1].kind != "tool":
+        return ()
+    user = users[-1]
+    called = next((span for span in reversed(spans) if span.kind == "assistant" and span.start > user.start), None)
+    places = []
+    if called is not None:
+        said = max(called.content_start, called.content_end - config.question_rows[1])
+        places += [(called.start, called.content_start), (said, called.end)]
+    asked = max(user.content_start, question_span(user.content_end, config, units=units)[0])
+    places += [(user.start, user.content_start), (asked, user.end)]
+    return tuple((start, end) for start, end in places if start < end)
+
+
 def read_prompt(
     draft: nn.Module,
     task: ToScore,
@@ -150,6 +176,24 @@ def read_prompt(
         mx.eval([part.state for part in task.cache])
         yield Progress("draft", stop, M)
         start = stop
+
+
+class Undo:
+    """Returns a cache to the end of the prompt: plain KV by trimming, everything else from a copy of its state.
+
+    The copies share memory with the originals until those are written to.
+    """
+
+    def __init__(self, cache: list[Any]) -> None:
+        self._parts = list(leaves(cache))
+        self._states = [None if type(part) is KVCache else copy.deepcopy(part.state) for part in self._parts]
+
+    def restore(self, fed: int) -> None:
+        for part, state in zip(self._parts, self._states, strict=True):
+            if state is None:
+                part.trim(fed)
+            else:
+                part.state = state
 
 
 def checked(importance: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -128,6 +128,26 @@ def test_a_needle_in_the_system_message_is_found(client: openai.OpenAI, before: 
     assert account(answer)["mode"] == "full"
 
 
+def test_what_an_agent_looked_for_is_found_in_any_tool_result(client: openai.OpenAI) -> None:
+    """The question stands before the results: the last line of a file asks nothing."""
+    found = 0
+    for place, (name, code, words, _) in enumerate(NEEDLES[:3]):
+        messages: Any = user(f"What is the secret code for {name}?")
+        for index in range(3):
+            inside = name if index == place else f"nobody {index}"
+            text = haystack(inside, code if index == place else "000000", words // 2, 0.5, seed=60 + 3 * place + index)
+            call = {"name": "read_file", "arguments": f'{{"path": "notes/{index}.txt"}}'}
+            calls = [{"id": f"c{index}", "type": "function", "function": call}]
+            messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+            messages.append({"role": "tool", "tool_call_id": f"c{index}", "content": text.rsplit("\n\n", 1)[0]})
+        answer = client.chat.completions.create(
+            model="any", messages=messages, max_tokens=30, extra_body={"specprefill_scope": "user"}
+        )
+        assert account(answer)["mode"] == "sparse", account(answer)["reason"]
+        found += code in (answer.choices[0].message.content or "")
+    assert found >= 2
+
+
 def test_full_prefill_answers_too(client: openai.OpenAI) -> None:
     code, messages = needle(0)
     answer = client.chat.completions.create(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_specprefill import ScoringConfig, SparseUnsupportedError
+from mlx_specprefill import PromptSpan, ScoringConfig, SparseUnsupportedError
 from mlx_specprefill.adapters.capture import QueryCapture, pool
 from mlx_specprefill.adapters.depth import first_layers
 from mlx_specprefill.adapters.heads import DraftHeads, Head
@@ -18,7 +18,7 @@ from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.errors import SpecPrefillError
 from mlx_specprefill.specprefill.head_scorer import HeadScorer, importance_of
 from mlx_specprefill.specprefill.paper_scorer import PaperScorer
-from mlx_specprefill.specprefill.scorer import ToScore, question_span
+from mlx_specprefill.specprefill.scorer import ToScore, asked_before, question_span
 from mlx_specprefill.specprefill.scorers import scorer_for
 from tests.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
 
@@ -469,3 +469,50 @@ def test_without_messages_and_text_the_last_tokens_ask():
     task = ToScore.alone(tiny_model("llama"), random_prompt(M), ScoringConfig(question_rows=(10, 30)))
     assert task.question == (M - 10, M)
     assert question_span(5, ScoringConfig()) == (0, 5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_asks_again_counts_as_if_it_stood_behind_the_prompt(family):
+    """The same attention as of a prompt that goes on with it; the cache is that of the prompt alone."""
+    draft, prompt, heads = tiny_model(family), np.array(random_prompt(M), dtype=np.int32), heads_of(family)
+    again = prompt[10:30]
+    found, _ = run_heads(draft, prompt, heads, again=again)
+    longer = np.concatenate([prompt, again])
+    template = np.arange(longer.size) >= M
+    expected, _ = run_heads(draft, longer, heads, question=(M, longer.size), template=template)
+    np.testing.assert_allclose(found.importance, expected.importance[:M], rtol=2e-4, atol=1e-7)
+    assert found.importance.shape == (M,)
+    plain = list(make_prompt_cache(draft))
+    for start in range(0, M, M):
+        draft(mx.array(prompt[start:])[None], cache=plain)
+    following = mx.array([[5, 6, 7]])
+    ours, theirs = draft(following, cache=found.cache), draft(following, cache=plain)
+    np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=1e-3, atol=1e-4)
+
+
+def spans_of(*kinds_and_lengths):
+    spans, at = [], 0
+    for kind, length in kinds_and_lengths:
+        spans.append(PromptSpan(kind, at, at + 3, at + 3 + length, at + 5 + length))
+        at = spans[-1].end
+    return spans
+
+
+def test_behind_tool_results_the_last_call_and_the_last_order_ask():
+    spans = spans_of(("system", 20), ("user", 200), ("assistant", 100), ("tool", 30), ("assistant", 10), ("tool", 500))
+    user, call = spans[1], spans[4]
+    units = np.array([0, user.content_end - 20, user.content_end + 4], dtype=np.int32)
+    assert asked_before(spans, ScoringConfig(), units) == (
+        (call.start, call.content_start),
+        (call.content_start, call.end),
+        (user.start, user.content_start),
+        (user.content_end - 20, user.end),
+    )
+    long = spans_of(("user", 10), ("assistant", 100), ("tool", 9))
+    assert asked_before(long, ScoringConfig(), units)[1] == (long[1].content_end - 48, long[1].end)
+
+
+@pytest.mark.parametrize("kinds", [["user"], ["tool"], ["user", "tool", "user"], ["user", "tool", "assistant"], []])
+def test_where_the_last_message_asks_itself_nothing_is_read_again(kinds):
+    spans = spans_of(*((kind, 50) for kind in kinds))
+    assert asked_before(spans, ScoringConfig(), np.array([0], dtype=np.int32)) == ()

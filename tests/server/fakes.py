@@ -70,6 +70,7 @@ class FakePair:
     draft_id: str | None = "demo/draft"
     mapping: Any = None
     sparse_refusal: str | None = None
+    stages: Any = None
     dtype: str = "float32"
 
 

@@ -33,7 +33,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "specprefill_threshold",
         "specprefill_keep_pct",
         "specprefill_max_loss",
-        "specprefill_scope",
         "rule",
         "chunk_size",
         "forced_rule",

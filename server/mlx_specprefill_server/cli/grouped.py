@@ -21,6 +21,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "draft",
         "draft_layers",
         "draft_heads",
+        "no_draft",
         "dtype",
         "kv_bits",
         "model_alias",

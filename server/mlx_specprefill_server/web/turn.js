@@ -24,6 +24,8 @@ export function messagesOf(turns, system) {
   return messages;
 }
 
+const WORTH_SAYING = 0.1; // of what was read: less was known already, like the template's first words
+
 export class Turn {
   /** `actions`: what the buttons do: map, again, each with the turn. */
   constructor(record, actions) {
@@ -97,7 +99,7 @@ function headlineOf({ account, first, text, state }, other, documents) {
   if (sparse) parts.push(`${percent(1 - account.kept_tokens / account.prompt_tokens)} of the ${what} was not read. `);
   else if (!other) parts.push(`All of the ${what} was read. `);
   const { cached_tokens: known, kept_tokens: kept } = account;
-  if (known) parts.push(`Already read: ${count(known)} of ${count(kept)} tokens. `);
+  if (known >= WORTH_SAYING * kept) parts.push(`Already read: ${count(known)} of ${count(kept)} tokens. `);
   if (other?.account && state === "done") parts.push(comparison(text.trim(), other.text.trim()));
   return parts;
 }

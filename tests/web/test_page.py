@@ -50,6 +50,7 @@ def seconds(shown: str) -> float:
 
 def serious(page: Page) -> list[str]:
     """axe-core's violations that keep people out."""
+    page.until(lambda: page.run("return document.getAnimations().length === 0"))  # colours between two are nobody's
     page.run(AXE.read_text())
     found = page.driver.execute_async_script("axe.run().then(arguments[arguments.length - 1])")
     assert found["passes"]

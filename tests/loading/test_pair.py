@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,6 +12,7 @@ import pytest
 
 from mlx_specprefill import LoadError, PairMismatchError, check_same_tokenizer, load_pair
 from tests.tiny import VOCAB, random_prompt, save_checkpoint, tokenizer
+from tests.tokenizers_of_all_kinds import kind
 
 
 def test_a_pair_from_disk(tmp_path):
@@ -52,6 +54,23 @@ def test_a_different_vocabulary_is_refused(tmp_path):
     draft = save_checkpoint(tmp_path / "draft", "llama", words=VOCAB - 1)
     with pytest.raises(PairMismatchError, match="different vocabularies"):
         load_pair(target, draft)
+
+
+def test_another_tokenizer_is_mapped_by_text(tmp_path, caplog):
+    """Both say how long their prompts may be; each limit is that of its own model."""
+    target = save_checkpoint(tmp_path / "target", "llama", vocab_size=600)
+    draft = save_checkpoint(tmp_path / "draft", "qwen3", vocab_size=600, max_position_embeddings=2048)
+    for folder, name in ((target, "byte-level"), (draft, "llama 2")):
+        kind(name).save_pretrained(folder)
+    with caplog.at_level(logging.INFO):
+        pair = load_pair(target, draft)
+    assert pair.mapping is not None
+    assert (pair.mapping.aligned, pair.sparse_refusal) == (1, None)
+    assert (pair.context_length, pair.draft_context) == (4096, 2048)
+    assert pair.draft_tokenizer.bos_token == "<s>"
+    assert "draft draft: mapped by text, 1.0000 of the bytes aligned: " in caplog.text
+    same = load_pair(target, target)
+    assert (same.mapping, same.draft_tokenizer) == (None, same.tokenizer)
 
 
 def test_swapped_tokens_are_refused_although_the_sizes_agree():

@@ -31,6 +31,7 @@ class SparseTurn:
         handle: of its request; says whether the conversation is expected to go on.
         label: of its request; what becomes dense is found under no other.
         spans: of the prompt's messages.
+        choice: `PrefillPlan.choice`, by which its session is found.
     """
 
     prompt: TokenIds
@@ -38,6 +39,7 @@ class SparseTurn:
     handle: RequestHandle
     label: CacheLabel = SHARED
     spans: tuple[PromptSpan, ...] = ()
+    choice: str = ""
 
     @property
     def tokens(self) -> TokenIds:
@@ -114,7 +116,9 @@ class Densifier:
             self.turns.discard(turn)
             return None
         self._now = turn, RequestHandle()
-        slices = self._prefiller.dense(GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label))
+        slices = self._prefiller.dense(
+            GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label), turn.choice
+        )
         return Job(uid, ignore, self._now[1], slices, on_end=partial(self._ended, turn), background=True)
 
     def _ended(self, turn: SparseTurn, result: object) -> None:

@@ -289,7 +289,8 @@ class Loop:
         if self._config.policy.densify and self._caches.enabled:
             request = sequence.request
             answer = tuple(sequence.tokens)
-            self._densifier.turns.add(SparseTurn(request.prompt, answer, job.handle, request.label, request.spans))
+            turn = SparseTurn(request.prompt, answer, job.handle, label, request.spans, choice)
+            self._densifier.turns.add(turn)
 
     def _cancel(self, job: Job) -> None:
         sequence = job.sequence

@@ -33,7 +33,7 @@ from .admission.planner import Planner
 from .caches import EngineCaches, empty_cache
 from .scoring import DraftContextError, PromptScorer
 from .sequence import Sequence
-from .staged import hidden_states, read_upper
+from .staged import hidden_states, read_rest, read_upper
 
 __all__ = ["Prefiller"]
 
@@ -346,10 +346,15 @@ class Prefiller:
         self.caches.keep_draft(prompt, cache, sequence.request)
         sequence.draft_cache = cache
 
-    def dense(self, request: GenerationRequest) -> Generator[Progress | PromptLogprobs, None, None]:
-        """Background: bring the exact cache up to its prompt, preemptible at every slice; cancelled, it keeps them."""
+    def dense(self, request: GenerationRequest, choice: str = "") -> Generator[Progress | PromptLogprobs, None, None]:
+        """Background: bring the exact cache up to its prompt, preemptible at every slice; cancelled, it keeps them.
+
+        Args:
+            choice: `PrefillPlan.choice` of the sparse turn that this is the text of.
+        """
         sequence = Sequence(-1, request, 0.0)
         self._from_prefix(sequence, again=True)
+        yield from read_rest(self.pair, self.caches, sequence, choice, self.slice_size)
         if sequence.cached < len(request.prompt) - 1:
             yield from self._full(sequence)
 

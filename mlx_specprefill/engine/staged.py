@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .._steps import Steps
 from ..adapters.staged import StagedModel
@@ -17,11 +18,12 @@ from ..loading import ModelPair
 from ..request import Progress
 from ..sessions.continuing import Beginning
 from ..sessions.repair import insert
+from ..sessions.splice import can_splice
 from ..specprefill.staged_prefill import HiddenStates, Reading, prefill_upper
 from .caches import EngineCaches
 from .sequence import Sequence
 
-__all__ = ["hidden_states", "read_upper"]
+__all__ = ["hidden_states", "read_rest", "read_upper"]
 
 _NOT_DRAFTED = "after a staged prefill the target's layers hold different numbers of tokens"
 
@@ -89,6 +91,30 @@ def _read_again(
         yield Progress("draft", len(prompt), len(prompt))
         start = end
     hidden.put_before(again)
+
+
+def read_rest(
+    pair: ModelPair, caches: EngineCaches, sequence: Sequence, choice: str, slice_size: Callable[[str], int]
+) -> Generator[Progress, None, None]:
+    """Of a staged turn's text, what its first layers have read: densely, in the others alone. Nothing elsewhere.
+
+    The sequence's cache then holds it, and the exact cache too. Cancelled, nothing is kept.
+    """
+    model, request, S = pair.stages, sequence.request, sequence.cached
+    if model is None or not can_splice(sequence.cache):  # windows and recurrent states have checkpoints to make
+        return
+    session = caches.session(request.prompt, choice, request.label, staged=True)
+    lower = caches.draft_prefix(request.prompt, request.label)
+    if session is None or session.hidden is None or lower is None:
+        return
+    indices = np.arange(S, lower.length, dtype=np.int32)
+    if not indices.size or not session.hidden.covers(indices):
+        return
+    _, upper = model.split(sequence.cache)
+    text, states = request.prompt[S : lower.length], session.hidden.of(indices)
+    yield from prefill_upper(model, upper, text, states, indices - S, lambda: slice_size("prefill"), S)
+    sequence.cache, sequence.cached = model.join(lower.cache, upper), lower.length
+    caches.keep_target(request.prompt[: lower.length], sequence.cache, request)
 
 
 def _go_on(

@@ -26,6 +26,7 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.depth import FirstLayers
 from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache, quantize_kv
+from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.sampling import greedy
@@ -36,9 +37,12 @@ from tests.rows import tokens as tokens_of
 from tests.slices import finish
 from tests.staged_oracle import deep_enough, masked_from, splits
 from tests.tiny import FAMILIES, VOCAB, generated, random_prompt, tiny_model, tokenizer
+from tests.tiny import greedy as greedy_tokens
+from tests.waiting import eventually
 
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=0, densify=False), prefill_step=32, prefix_cache_bytes=0)
 COUNT = 12
+OFF = SpecPrefillOptions(enabled=False, return_spans=True)
 
 
 def own_pair(family: str = "llama", count: int = 2) -> ModelPair:
@@ -252,6 +256,37 @@ def test_own_scores_leave_no_turn_that_a_staged_one_goes_on_from() -> None:
         prompt = np.concatenate([turn.prompt, tokens, random_prompt(90, 4)]).astype(np.int32)
         answer, last = generated(engine.generate(replace(turn, prompt=prompt)))
     assert last.account.continuation is None
+    assert_is_the_masked_run(pair, replace(turn, prompt=prompt), answer, last)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_idle_time_makes_a_turn_dense(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every cache can be cut, all layers read the answer only, and the upper ones the prompt."""
+    monkeypatch.setattr(loop, "_QUIET_S", 0.0)
+    policy = replace(CONFIG.policy, densify=True)
+    pair, turn = own_pair(family), asked(600, 3, enabled=None)
+    kind, read = type(pair.target), list[int]()
+    calls = kind.__call__
+
+    def counting(module: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+        if module is pair.target:
+            read.append(inputs.shape[1])
+        return calls(module, inputs, cache=cache)
+
+    with Engine(pair, replace(CONFIG, policy=policy, prefix_cache_bytes=1 << 26)) as engine:
+        monkeypatch.setattr(kind, "__call__", counting)
+        tokens, first = generated(engine.generate(turn))
+        eventually(lambda: engine.stats().densified == 1)
+        assert (sum(read) <= COUNT) == (family == "llama")
+        prompt = np.concatenate([turn.prompt, tokens, random_prompt(90, 4)]).astype(np.int32)
+        full, dense = generated(engine.generate(replace(turn, prompt=prompt, specprefill=OFF)))
+        answer, last = generated(engine.generate(replace(turn, prompt=prompt)))
+        assert engine.stats().fallbacks == {}
+    monkeypatch.undo()
+    assert first.account.mode == "sparse"
+    assert dense.account.cached_tokens >= 600 - 256
+    assert full == greedy_tokens(pair.target, tuple(prompt.tolist()), COUNT)
+    assert last.account.cached_tokens >= 600 - 256
     assert_is_the_masked_run(pair, replace(turn, prompt=prompt), answer, last)
 
 

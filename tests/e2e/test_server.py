@@ -57,7 +57,7 @@ def test_a_short_chat(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("options", [{"specprefill": False}, {"specprefill": True}])
 def test_a_message_goes_on(client: openai.OpenAI, options: dict[str, Any]) -> None:
     """The answer is what is still missing, and nothing of what was there."""
-    code, messages = needle(0, salt=9)
+    code, messages = needle(0, salt=90 + options["specprefill"])  # else the second prompt would be cached in full
     begun = {"role": "assistant", "content": "The secret code for Anna is"}
     extra = {**options, "continue_final_message": True, "add_generation_prompt": False}
     answer = client.chat.completions.create(model="any", messages=[*messages, begun], max_tokens=30, extra_body=extra)

@@ -120,10 +120,10 @@ def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ..
     taken: list[tuple[tuple[int, ...], int]] = []
     dense = engine.prefiller.dense
 
-    def watched(request: GenerationRequest) -> Generator[Any, None, None]:
+    def watched(request: GenerationRequest, choice: str) -> Generator[Any, None, None]:
         hit = engine.caches.target_prefix(request.prompt, request.label)
         taken.append((request.prompt[:LENGTH], 0 if hit is None else hit.length))
-        return dense(request)
+        return dense(request, choice)
 
     patch.setattr(engine.prefiller, "dense", watched)
     return taken
@@ -175,7 +175,7 @@ def endless(engine: Engine, patch: pytest.MonkeyPatch) -> list[str]:
     """From now on making a turn dense goes on until it is stopped; what happened, in order."""
     seen: list[str] = []
 
-    def dense(request: GenerationRequest) -> Generator[Any, None, None]:
+    def dense(request: GenerationRequest, choice: str) -> Generator[Any, None, None]:
         seen.append("began")
         try:
             while True:

@@ -20,7 +20,7 @@ from mlx_specprefill_server.anthropic import messages
 from mlx_specprefill_server.app import create_app
 from mlx_specprefill_server.errors import ApiError
 from mlx_specprefill_server.openai import chat, completions, responses
-from mlx_specprefill_server.routes import explain, tokens
+from mlx_specprefill_server.routes import explain, tokens, warm
 from mlx_specprefill_server.settings import Settings
 
 from .fakes import FakeEngine
@@ -80,7 +80,7 @@ def test_a_mean_body_stops_nobody_else(engine: FakeEngine, path: str, body: byte
 
 
 def models() -> Iterator[tuple[str, type[BaseModel]]]:
-    for module in (chat, completions, responses, messages, tokens, explain):
+    for module in (chat, completions, responses, messages, tokens, explain, warm):
         for route in module.router.routes:
             assert isinstance(route, APIRoute)
             for dependency in route.dependant.dependencies:

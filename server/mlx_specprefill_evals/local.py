@@ -84,7 +84,7 @@ class LocalModel:
             else _digest(json.dumps(replace(pair.heads, shares=None).to_dict(), sort_keys=True))
         )
         names = {"target": str(pair.target_id), "draft": str(pair.draft_id or "none"), "heads": heads}
-        return {**names, "chunk_size": chunk_size}
+        return {**names, "chunk_size": chunk_size, "prefill": "whole" if pair.stages is None else "staged"}
 
     def count(self, text: str) -> int:
         return len(self._encode(text))

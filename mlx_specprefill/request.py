@@ -292,6 +292,7 @@ class PrefillReport:
     auto_share: float | None = None  # of chunks, chosen for this prompt, 1: all; None where the share was given
     scoring: str | None = None  # how it was scored, by which rule and on what, in words
     scope: Scope | None = None  # what competed; None in full mode
+    draft_tokens: int = 0  # of the prompt, in the draft's own tokens, without those that it had cached
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON shape that clients get next to `usage`."""
@@ -302,6 +303,7 @@ class PrefillReport:
             "prompt_tokens": self.prompt_tokens,
             "kept_tokens": self.kept_tokens,
             "cached_tokens": self.cached_tokens,
+            "draft_tokens": self.draft_tokens,
             "kept_share": self.kept_share,
             "keep_pct": self.kept_share,  # its name in earlier versions
             "scorer": self.scorer,

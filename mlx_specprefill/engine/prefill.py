@@ -186,7 +186,7 @@ class Prefiller:
         except DraftContextError as error:
             sequence.plan = sequence.plan.as_full(error.reason)
             return None
-        sequence.scorer, sequence.scoring = scores.scorer, scores.words
+        sequence.scorer, sequence.scoring, sequence.draft_read = scores.scorer, scores.words, scores.read
         sequence.stage = "select"
         # Chunks lie where an earlier turn's lay.
         first = sequence.cached - sequence.cached % self.config.selection_by(sequence.plan.rule).chunk_size

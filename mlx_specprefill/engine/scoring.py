@@ -130,5 +130,6 @@ class PromptScorer:
             raise
         if stored:
             self.caches.keep_draft(prompt, task.cache, keeper)
+        scores = replace(steps.result, read=len(prompt) - (0 if hit is None else hit.length))
         own = whole_draft(self.pair.draft) is self.pair.target
-        return replace(steps.result, scorer="self") if own else steps.result
+        return replace(scores, scorer="self") if own else scores

@@ -76,6 +76,7 @@ class Sequence:
         reused: prompt tokens that came from any cache: those, or what an earlier sparse turn kept.
         kept: prompt indices the target has seen, int32, or None for all of them.
         scorer, scoring: who scored the prompt, if somebody did, and how, in words.
+        draft_read: tokens of the prompt that the draft read for it, its own ones.
         continuation: how a sparse prefill followed an earlier sparse turn, if it did.
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
         staged: the caches of the target's first layers hold more tokens than the others.
@@ -99,6 +100,7 @@ class Sequence:
     kept: npt.NDArray[np.int32] | None = None
     scorer: ScorerKind | None = None
     scoring: str | None = None
+    draft_read: int = 0
     continuation: Continuation | None = None
     cache: list[Any] = field(default_factory=list)
     shift: int = 0
@@ -144,6 +146,7 @@ class Sequence:
             kept_share=None if self.kept is None else round(kept / M, 6),
             scorer=self.scorer if self.kept is not None else None,
             scoring=self.scoring if self.kept is not None else None,
+            draft_tokens=self.draft_read,
             continuation=self.continuation,
             timings=self._timings(),
             predicted=None if self.plan is None else self.plan.predicted,

@@ -80,6 +80,7 @@ class Scores:
         lookahead: the draft's greedy continuation, as far as it was used; empty where the scorer needs none.
         rows: query rows averaged.
         cache: the draft's, holding exactly the prompt.
+        read: tokens of the prompt that the draft read for it, its own ones; the rest it had cached.
     """
 
     importance: npt.NDArray[np.float32]
@@ -88,6 +89,7 @@ class Scores:
     lookahead: tuple[int, ...] = ()
     rows: int = 0
     cache: list[Any] = field(default_factory=list)
+    read: int = 0
 
 
 class Scorer(Protocol):

@@ -101,6 +101,7 @@ def test_later_turns_feed_no_more_than_a_dense_session_and_the_look_ahead(
         assert fed <= cached
         assert unscored == 0
         assert scored <= max(len(tool_result(0)) + ANSWER + 1, asking) + rows
+        assert 0 < last.account.draft_tokens <= scored
 
 
 @pytest.mark.parametrize(("calibrated", "expected"), [(1e9, "extend"), (1.0, "repair")])

@@ -20,6 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(file.stem for file in FOLDER.glob("[a-z]*.py"))
 DECODE_ROW = "part context n arm tokens_per_step ms_per_token gain cpu_ms_per_token cpu_gain outer inner".split()
 SERVING = "alone_tok_s together_tok_s streams gain".split()
+AGENTS = """benchmark device blas mlx tokens repeats sum_vs_dense sum_vs_mlx_lm worst_vs_dense
+second_session_first_vs_warm sparse_share_of_new right rows turns""".split()
+AGENTS_ROW = """session arm sum_s worst_s wall_s prompt_tokens cached_tokens target_tokens draft_tokens cache_hits
+sparse_turns asked right second_s""".split()
 TTFT = """benchmark device blas mlx target draft rule dtype target_step draft_step tokens keep speedup r share_of_limit
 limit_of_whole rest_of_full between_of_full between_growth target_weights_mib draft_weights_mib worst_prediction
 rows""".split()
@@ -138,6 +142,15 @@ def test_serving(report: Report) -> None:
     found = report("serving --quick --alone --parts streams --tokens 4 --repeats 1")
     assert found.keys() == {"benchmark", "device", "blas", "mlx", "batch_gain", "rows"}
     assert found["rows"]["mlx-specprefill"]["streams"].keys() == set(SERVING)
+
+
+def test_agents(report: Report) -> None:
+    found = report("agents --quick --alone --tokens 1000")
+    assert found.keys() == set(AGENTS)
+    assert [row["arm"] for row in found["rows"]] == ["ours", "ours, full"]
+    assert found["rows"][0].keys() == {*AGENTS_ROW, "warm_s"}
+    assert all(found[name] > 0 for name in ("sum_vs_dense", "worst_vs_dense", "second_session_first_vs_warm"))
+    assert found["sum_vs_mlx_lm"] is None  # it did not take part
 
 
 def test_wrong_answers_end_with_status_1_and_a_report(

@@ -10,7 +10,7 @@ from mlx_specprefill_server.cli.common import choose, load
 
 from . import BenchError
 
-__all__ = ["add_options", "checkpoints", "loaded"]
+__all__ = ["add_options", "checkpoints", "defaults", "loaded"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +27,13 @@ def loaded(options: argparse.Namespace, dtype: str = "auto") -> ModelPair:
         OptionError, LoadError, PairsError: it is not named fully, or can't be found or read.
     """
     return load(choose(options.pair, None, options.target, options.draft, no_draft=options.no_draft), dtype)
+
+
+def defaults(options: argparse.Namespace) -> tuple[str, ...]:
+    """Options of `serve` that stand for what the pair's row says of sparse prefill."""
+    pair = choose(options.pair, None, options.target, options.draft)
+    said = {"--specprefill-threshold": pair.threshold, "--specprefill-keep-pct": pair.keep_pct}
+    return tuple(part for name, value in said.items() if value is not None for part in (name, str(value)))
 
 
 def checkpoints(options: argparse.Namespace) -> tuple[Path, Path]:

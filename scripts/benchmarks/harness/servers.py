@@ -30,6 +30,7 @@ __all__ = ["DENSE", "SPARSE", "Copies", "Reply", "Server", "add_options", "copie
 
 ROOT = Path(__file__).resolve().parents[3]
 NEVER_WRITTEN = "<|endoftext|>"  # ends an answer in the copies
+REST_S = 2.5  # longer than the pause after which idle work begins
 DENSE, SPARSE = {"specprefill": False}, {"specprefill": True}
 
 
@@ -66,7 +67,7 @@ class Server:
         lines = (line.strip() for line in self.log.read_text(errors="replace").splitlines() if "ERROR" in line)
         return list(dict.fromkeys(lines))[:3]
 
-    def ask(self, messages: list[dict[str, str]], tokens: int, **options: Any) -> Reply:
+    def ask(self, messages: list[dict[str, Any]], tokens: int, **options: Any) -> Reply:
         """One streamed answer."""
         reply, begun = Reply(), time.perf_counter()
         with self._streamed(messages, tokens, options) as chunks:
@@ -79,7 +80,7 @@ class Server:
 
     @contextmanager
     def _streamed(
-        self, messages: list[dict[str, str]], tokens: int, options: dict[str, Any]
+        self, messages: list[dict[str, Any]], tokens: int, options: dict[str, Any]
     ) -> Iterator[Iterator[dict[str, Any]]]:
         """The JSON of each event of an answer; leaving the block hangs up."""
         stream = {"stream": True, "stream_options": {"include_usage": True}, "model": self.model}
@@ -100,6 +101,13 @@ class Server:
     def get(self, path: str) -> httpx.Response:
         with self._reached():
             return self.client.get(f"{self.base}{path}")
+
+    def warm(self, messages: list[dict[str, Any]], **options: Any) -> None:
+        """Read the system text and the tools ahead."""
+        with self._reached():
+            done = self.client.post(f"{self.base}/v1/specprefill/warm", json={"messages": messages, **options})
+        if done.status_code != 200:
+            raise BenchError(f"{self.name}: warm: status {done.status_code}: {done.text[:300]}")
 
     @staticmethod
     def _take(reply: Reply, chunk: dict[str, Any], begun: float) -> None:
@@ -135,6 +143,16 @@ class Server:
             time.sleep(0.05)
         raise BenchError(f"{self.name} does not come to rest")
 
+    def rest(self, limit_s: float = 600.0) -> None:
+        """Until it does nothing any more in idle time either, by the processor time that it takes."""
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            used = self.cpu_s()
+            time.sleep(REST_S)
+            if self.cpu_s() - used < 0.1 * REST_S:
+                return
+        raise BenchError(f"{self.name} does not come to rest")
+
 
 def together(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
     """As many at once as there are arguments."""
@@ -145,26 +163,38 @@ def together(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def copy_checkpoint(source: Path, folder: Path) -> Path:
-    """The same model in float32, whose answers end at a token that it does not write."""
+def copy_checkpoint(source: Path, folder: Path, template: str | None = None) -> Path:
+    """The same model in float32, whose answers end at a token that it does not write.
+
+    Args:
+        template: its chat template instead; then its answers end as they do.
+    """
     shutil.copytree(source, folder)
     weights = {name: array.astype(mx.float32) for name, array in mx.load(str(source / "model.safetensors")).items()}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    never = {
-        token["content"]: token["id"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    }
-    if NEVER_WRITTEN not in never:
-        raise BenchError(f"{source} has no token {NEVER_WRITTEN}")
-    changes = {
-        "config.json": {"eos_token_id": never[NEVER_WRITTEN], "torch_dtype": "float32"},
-        "generation_config.json": {"eos_token_id": never[NEVER_WRITTEN]},
-        "tokenizer_config.json": {"eos_token": NEVER_WRITTEN},
-    }
+    changes = never_ending(source, folder) if template is None else {"config.json": {"torch_dtype": "float32"}}
+    if template is not None:
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        changes["tokenizer_config.json"] = {"chat_template": template}
     for name, change in changes.items():
         path = folder / name
         known = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(known | change))
     return folder
+
+
+def never_ending(source: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """What has to be said in which file."""
+    never = {
+        token["content"]: token["id"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    }
+    if NEVER_WRITTEN not in never:
+        raise BenchError(f"{source} has no token {NEVER_WRITTEN}")
+    return {
+        "config.json": {"eos_token_id": never[NEVER_WRITTEN], "torch_dtype": "float32"},
+        "generation_config.json": {"eos_token_id": never[NEVER_WRITTEN]},
+        "tokenizer_config.json": {"eos_token": NEVER_WRITTEN},
+    }
 
 
 def module(name: str, *arguments: str) -> list[str]:
@@ -220,12 +250,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def copies(options: argparse.Namespace) -> Iterator[Copies]:
-    """Until the block ends."""
+def copies(options: argparse.Namespace, template: str | None = None) -> Iterator[Copies]:
+    """Until the block ends. `template`: as in `copy_checkpoint`."""
     target, draft = checkpoints(options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        both = copy_checkpoint(target, folder / "target"), copy_checkpoint(draft, folder / "draft")
+        both = (copy_checkpoint(path, folder / path.name, template) for path in (target, draft))
         yield Copies(*both, folder, options.start_s)
 
 

@@ -1,0 +1,113 @@
+"""Run a real agent offline and write down what it asks, one JSON line per request.
+
+    scripts/record_agent codex                                      the agent's own tool loop on a scripted model
+    scripts/record_agent opencode --url http://127.0.0.1:8000 --prompt "What does src/app.py do?" --work ~/src
+
+The agent gets a home of its own, with the configuration that `mlx-specprefill connect` writes for the recording proxy,
+and can reach nothing else. Agents are those of the tests (tests/clients); MLX_SPECPREFILL_TEST_AGENTS=1 installs one
+that is missing. What agents say is other people's text: recordings stay on your machine (runs/ is ignored by git).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "server")]
+
+from tests.clients.packages import PACKAGES, connect  # noqa: E402
+from tests.scripted import save_scripted  # noqa: E402
+from tests.serving import start  # noqa: E402
+
+from .proxy import Recorder, running  # noqa: E402
+
+KEY = "recorded"  # of the scripted server; clients that insist on a key send it
+
+
+def main() -> int:
+    options = parsed(sys.argv[1:])
+    package, out = PACKAGES[options.agent], options.out or ROOT / "runs" / "agents" / f"{options.agent}.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.unlink(missing_ok=True)
+    prompt = options.prompt or f"Please do script:{package.script} now."
+    with tempfile.TemporaryDirectory() as name, server(options.url, Path(name)) as (url, key):
+        home, work = Path(name, "home"), options.work or Path(name, "work")
+        for folder in (home, work):
+            folder.mkdir(exist_ok=True)
+        recorder = Recorder(out, [key])
+        with running(url, recorder) as address:
+            connect(home, options.agent, "--url", address, *(("--api-key", key) if key else ()), "--write")
+            out.unlink(missing_ok=True)  # what `connect` asked
+            done = package.ended(home, work, prompt, options.patience)
+    sys.stderr.write(done.stdout + done.stderr)
+    for line in out.read_text(encoding="utf-8").splitlines() if out.exists() else ():
+        print(shown(json.loads(line)))
+    print(f"{out}: {options.agent} ended with status {done.returncode}")
+    return done.returncode
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/record_agent", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("agent", choices=list(PACKAGES))
+    parser.add_argument("--url", help="a running server without a key, instead of a scripted model")
+    parser.add_argument("--prompt", help="what it is asked, with --url")
+    parser.add_argument("--work", type=Path, help="the folder in which it works, instead of an empty one")
+    parser.add_argument("--out", type=Path, help="instead of runs/agents/AGENT.jsonl; replaced if it is there")
+    parser.add_argument("--patience", type=float, default=1800.0, help="seconds until the agent is ended")
+    options = parser.parse_args(arguments)
+    if (options.url is None) != (options.prompt is None):
+        parser.error("--url and --prompt go together: the scripted model recites one task only")
+    return options
+
+
+@contextmanager
+def server(url: str | None, folder: Path) -> Iterator[tuple[str, str]]:
+    """Address and key of the one that runs, or of a scripted model until the block ends."""
+    if url is not None:
+        yield url, ""
+        return
+    model = save_scripted(folder / "model")
+    with start(folder / "log", model, None, "--model-alias", "scripted", "--api-key", KEY) as running_server:
+        yield running_server.base, KEY
+
+
+def shown(entry: Mapping[str, Any]) -> str:
+    """What a generator of such sessions needs: sizes in characters."""
+    body = entry["body"] if isinstance(entry["body"], dict) else {}
+    said = body.get("messages") or body.get("input") or []
+    said = said if isinstance(said, list) else [said]
+    opening = body.get("system") or body.get("instructions") or ""
+    first = [one for one in said if isinstance(one, dict) and one.get("role") in ("system", "developer")]
+    sizes = {
+        "system": size(opening) + sum(map(size, first)),
+        "tools": size(body.get("tools")),
+        "messages": len(said),
+        "said": sum(map(size, said)),
+        "newest": size(said[-1]) if said else 0,
+    }
+    times = f"{entry['first_s']:.2f} s to the first byte" if entry.get("first_s") else "no answer"
+    return f"{entry['method']} {entry['path']} {entry['status']}: " + ", ".join(
+        [*(f"{name} {value}" for name, value in sizes.items()), times]
+    )
+
+
+def size(value: Any) -> int:
+    """Characters of its JSON."""
+    return len(json.dumps(value, ensure_ascii=False)) if value else 0
+
+
+try:
+    sys.exit(main())
+except pytest.skip.Exception as skipped:  # what the tests say of an agent that is not installed
+    sys.exit(f"error: {skipped}")

@@ -52,8 +52,9 @@ export class TextMap {
     find("map-body").hidden = false;
     find("map-title").textContent = account ? "What was read" : "What would be read";
     find("map-question").textContent = title;
+    clearTimeout(this.playing);
     this.#suppose(null);
-    this.#walk(1);
+    this.#go(1);
     this.#describe(-1);
     this.#reveal();
   }
@@ -75,7 +76,6 @@ export class TextMap {
 
   /** As it was read, or with another share, in whole percent. */
   #suppose(share) {
-    this.list.dataset.moving = "no";
     this.share = share;
     const sizes = this.chunks.map(({ start, end }) => end - start);
     if (share !== null) this.read = whatIf(this.explanation, share);
@@ -119,8 +119,17 @@ export class TextMap {
   /** By hand, which ends what plays by itself. */
   #walk(step) {
     clearTimeout(this.playing);
-    this.list.dataset.moving = this.spans.length < MOST_MOVING ? "yes" : "no";
-    this.#go(step);
+    if (this.spans.length < MOST_MOVING) this.#gradually(() => this.#go(step));
+    else this.#go(step);
+  }
+
+  /** Colours go over into those that `change` brings. No others do: from light to dark, text would meet its ground halfway. */
+  #gradually(change) {
+    this.list.dataset.moving = "yes";
+    void this.list.offsetHeight; // what changed before is styled, and what changes now begins to move
+    change();
+    void this.list.offsetHeight;
+    this.list.dataset.moving = "no"; // what moves goes on
   }
 
   /** One step after the other, each long enough to be read. */

@@ -20,7 +20,7 @@ from ..server.conftest import live as live  # the fixtures of the server's tests
 from ..server.fakes import FakeEngine, FakePair
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WIDTHS = {"wide": (1360, 900), "narrow": (390, 844)}
+WIDTHS = {"wide": (1360, 900), "narrow": (390, 844), "wide at 200 %": (680, 450), "full HD at 200 %": (960, 540)}
 
 
 class Page:

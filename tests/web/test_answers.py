@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from selenium.webdriver.common.keys import Keys
+
+from mlx_specprefill import GenerationRequest
 
 from ..server.fakes import FakeEngine
 from .conftest import Page
@@ -112,6 +116,37 @@ def test_answers_are_compared(page: Page, live: Any, engine: FakeEngine, full: s
     page.find("#compare").click()
     turn = page.ask("How long?")
     assert turn.find_element("css selector", ".headline").text.endswith(said)
+
+
+def test_the_headline_does_not_wait_for_the_last_word(page: Page, live: Any, engine: FakeEngine) -> None:
+    release = threading.Event()
+
+    def script(request: GenerationRequest) -> Iterable[Any]:
+        if request.specprefill.enabled is False:
+            return [*engine.tokens("It is 4.5 m.", end=False), release, engine.pair.tokenizer.eos_token_id]
+        return engine.tokens("It is 4.5 m.")
+
+    engine.script = script
+    base, _ = live()
+    page.open(base)
+    page.set("#mode", "sparse")
+    page.find("#compare").click()
+    page.find("#question").send_keys("How long?", Keys.ENTER)
+    said = r"First word after \S+ m?s instead of \S+ m?s\. \d+ % of the text was not read\."
+    page.until(lambda: page.all(".headline") and re.fullmatch(said, page.find(".headline").text.strip()))
+    assert page.find("#stop").is_displayed()
+    release.set()
+    page.until(lambda: page.find(".headline").text.endswith("Same answer."))
+
+
+def test_only_the_samples_answer_is_short(page: Page, live: Any, engine: FakeEngine) -> None:
+    """Small models go on and on, and whoever tries it waits for both answers."""
+    base, _ = live()
+    page.open(base, sample=True)
+    page.until(lambda: "tokens" in page.find("#documents").text)
+    page.press("#send")
+    page.ask("And then?")
+    assert [request.max_tokens for request in engine.requests if request.max_tokens > 1] == [128, 128, 2048, 2048]
 
 
 def test_an_answer_is_made_again(page: Page, live: Any, engine: FakeEngine) -> None:

@@ -75,6 +75,22 @@ def test_several_documents_are_told_apart_and_can_be_taken_away(page: Page, live
     assert "two" not in heard(engine)
 
 
+def test_what_is_typed_counts_at_once(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    assert page.find("#meter-text").text == ""
+    page.find("#question").send_keys("twelve chars")
+    page.until(lambda: page.find("#meter-text").text == "about 12 of 100,000 tokens")
+    page.drop("A line of words.")
+    page.until(lambda: page.find("#meter-text").text == "about 28 of 100,000 tokens")
+    page.press("#send")
+    page.until(lambda: "of 100,000 tokens" in page.find("#meter-text").text)  # what a next question begins with
+    page.set("#question", "x" * 99_990)
+    page.until(lambda: "Too long by" in page.find("#excess").text)
+    assert not page.find("#send").is_enabled()
+    assert not page.find("#shorten").is_displayed()  # no document is there to be shortened
+
+
 def test_what_is_too_long_is_said_before_it_is_asked_and_can_be_shortened(
     page: Page, live: Any, engine: FakeEngine
 ) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import httpx
+import pytest
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from ..e2e.conftest import haystack
@@ -85,6 +88,15 @@ def test_another_share_is_what_the_server_would_choose(page: Page, server: Serve
         assert figures(page.find("#map-facts").text)[0].replace(",", "") == str(told["kept_tokens"])
     page.find("#as-read").click()
     assert "would read" in page.find("#map-facts").text
+    scores = [chunk["score"] for chunk in told["chunks"]]
+    alike = [before == score for before, score in pairwise(scores)]
+    shared = alike.index(True, 4) + 1  # behind what is always kept
+    alone = next(i for i in range(5, len(scores)) if not alike[i - 1] and not alike[i])
+    for index, whole_line in ((shared, True), (alone, False)):
+        page.run(f"document.getElementById('chunk-{index}').click()")
+        said = page.find("#detail").text
+        assert f"Its score is number {told['chunks'][index]['rank']} of " in said
+        assert ("It has the score of its whole line or sentence." in said) == whole_line
 
 
 def test_parts_are_explained_by_mouse_and_keyboard(page: Page, live: Any) -> None:
@@ -109,6 +121,60 @@ def test_parts_are_explained_by_mouse_and_keyboard(page: Page, live: Any) -> Non
     page.find("[data-show=dropped]").click()
     assert page.find("#chunk-3").is_displayed()
     assert page.find("#prompt .gap").text == "32 tokens read"
+
+
+SCORED = """
+return [...document.querySelectorAll('#prompt [data-index]')].map((span) => getComputedStyle(span).backgroundColor)
+"""
+MINIMAP = """
+const { canvas, list } = { canvas: document.getElementById("minimap"), list: document.getElementById("prompt") };
+const { width, height } = canvas;
+const copy = Object.assign(document.createElement("canvas"), { width, height }).getContext("2d", { willReadFrequently: true });
+copy.drawImage(canvas, 0, 0);
+const { data } = copy.getImageData(0, 0, width, height);
+const alpha = (x, y) => data[4 * (y * width + x) + 3];
+const rows = Array.from({ length: height }, (_, y) => y);
+return { painted: rows.filter((y) => alpha(0, y) === 255).length / height, // bars
+  seen: rows.filter((y) => Math.abs(alpha(width - 1, y) - .14 * 255) < 2).map((y) => y / height), // a translucent mark
+  shown: [list.scrollTop / list.scrollHeight, (list.scrollTop + list.clientHeight) / list.scrollHeight] };
+"""
+
+
+def test_scores_are_a_layer_of_their_own(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The river waited for the stone bridge. " * 20)
+    page.find("#question").send_keys("Where?")
+    page.press("#score")
+    without = page.run(SCORED)
+    assert len(set(without)) == 2  # what is read and what is not
+    page.find("#scores").click()
+    scored = page.run(SCORED)
+    assert len(set(scored[::2])) == 6  # of what is read; the best are first
+    assert scored[0] != without[0]
+    assert scored[-1] == without[-1]
+    page.find("#scores").click()
+    assert page.run(SCORED) == without
+
+
+def test_the_minimap_shows_the_whole_text_and_goes_anywhere_in_it(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The river waited for the stone bridge. " * 200)
+    page.find("#question").send_keys("Where?")
+    page.press("#score")
+    page.until(lambda: page.run(MINIMAP)["seen"])
+    picture = page.run(MINIMAP)
+    assert picture["painted"] > 0.6
+    minimap = page.find("#minimap")
+    for share in (0.9, 0.1):
+        below = int(minimap.size["height"] * (share - 0.5))
+        ActionChains(page.driver).move_to_element_with_offset(minimap, 0, below).click().perform()
+        chosen = int(page.find("[aria-selected=true]").get_attribute("data-index"))
+        assert chosen / len(page.all("#prompt [data-index]")) == pytest.approx(share, abs=0.02)
+        page.until(lambda: share - 0.2 < min(page.run(MINIMAP)["seen"]) < share < max(page.run(MINIMAP)["seen"]), 20)
+        picture = page.run(MINIMAP)
+        assert (min(picture["seen"]), max(picture["seen"])) == pytest.approx(picture["shown"], abs=0.05)
 
 
 def test_the_three_steps_can_be_walked_through(page: Page, live: Any) -> None:

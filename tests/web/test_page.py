@@ -516,6 +516,39 @@ def test_right_to_left_and_large_type_fit(page: Page, live: Any, engine: FakeEng
         assert page.fits()
 
 
+COVERED = """
+const focused = document.activeElement, box = focused.getBoundingClientRect();
+const [left, right] = [Math.max(0, box.left), Math.min(innerWidth, box.right)];
+const [top, bottom] = [Math.max(0, box.top), Math.min(innerHeight, box.bottom)];
+if (left >= right || top >= bottom) return `${focused.outerHTML.slice(0, 80)} is out of sight`;
+const over = document.elementFromPoint((left + right) / 2, (top + bottom) / 2);
+const own = focused.contains(over) || over?.contains(focused) || [...focused.labels ?? []].some((one) => one.contains(over));
+return own ? "" : `${focused.outerHTML.slice(0, 80)} lies under ${over?.outerHTML.slice(0, 80)}`;
+"""
+
+
+@pytest.mark.parametrize("width", ["wide", "wide at 200 %", "full HD at 200 %"])
+def test_nothing_that_has_the_focus_is_covered(page: Page, live: Any, width: str) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The river waited for the stone bridge. " * 60)
+    page.set("#mode", "sparse")
+    page.find("#compare").click()
+    page.look("light", width)
+    page.ask("Where?")
+    page.find(".settings summary").click()
+    page.shoot(f"zoomed-{width.partition(' at')[0]}")
+    assert page.fits()
+    page.find(".skip").send_keys(Keys.TAB)
+    reached = set()
+    for _ in range(50):
+        reached.add(page.run("return document.activeElement.id || document.activeElement.textContent"))
+        if page.run("return document.activeElement !== document.body"):
+            assert page.run(COVERED) == ""
+        page.driver.switch_to.active_element.send_keys(Keys.TAB)
+    assert {"new", "What was read", "question", "send", "score", "step-play", "prompt", "what-if"} <= reached
+
+
 def test_who_wants_no_motion_gets_none(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)

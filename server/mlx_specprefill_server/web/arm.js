@@ -13,8 +13,10 @@ export class BrokenOff extends Error {}
 export const newArm = (mode) => ({ mode, text: "", thought: "", first: null, account: null, tokens: 0, state: "running" });
 
 export class Arm {
-  constructor(record, timeline) {
+  /** `told`: called with the first word, and when the account is there. */
+  constructor(record, timeline, told) {
     this.record = record;
+    this.told = told;
     this.lane = timeline.lane(TITLES[record.mode]);
     this.title = element("h3", { textContent: TITLES[record.mode] });
     this.thought = element("div", { className: "thought faint" });
@@ -67,6 +69,7 @@ export class Arm {
       record.account = chunk.specprefill;
       record.tokens = chunk.usage?.completion_tokens ?? record.tokens;
       this.#account();
+      this.told();
     }
     if (chunk.engine_error) throw new BrokenOff(chunk.engine_error.message);
   }
@@ -79,7 +82,10 @@ export class Arm {
 
   #add(content, thought, ms) {
     const { record } = this;
-    record.first ??= ms;
+    if (record.first === null) {
+      record.first = ms;
+      this.told();
+    }
     record.text += content;
     record.thought += thought;
     record.tokens += 1;

@@ -4,7 +4,7 @@ import { ApiError, json } from "./api.js";
 import { BrokenOff, newArm } from "./arm.js";
 import { Documents, tokensOf } from "./documents.js";
 import { find } from "./format.js";
-import { SAMPLE, sampleText } from "./sample.js";
+import { isSample, SAMPLE, sampleText } from "./sample.js";
 import { Settings } from "./settings.js";
 import * as store from "./store.js";
 import { messagesOf, Turn } from "./turn.js";
@@ -77,8 +77,7 @@ export class Chat {
   /** Whether there is nothing but what the page itself has put there. */
   #untouched() {
     const { turns, draft: { question, documents } } = this.conversation;
-    const sampled = question === SAMPLE.question && documents.length === 1 && documents[0].name === SAMPLE.name;
-    return !turns.length && (sampled || (!question && !documents.length));
+    return !turns.length && (isSample({ question, documents }) || (!question && !documents.length));
   }
 
   async open(id) {
@@ -266,11 +265,12 @@ export class Chat {
     const { turns, id } = this.conversation;
     const messages = messagesOf(turns.slice(0, turns.indexOf(record) + 1), this.settings.get().system);
     const [one, other] = turn.arms;
+    const most = isSample(record) ? SAMPLE.length : Infinity;
     try {
-      await one.run(messages, this.settings.answering(record.arms[0].mode), signal);
+      await one.run(messages, this.settings.answering(record.arms[0].mode, most), signal);
       await this.#explain(turn, messages, signal);
       // Apart from the rest of the cache: neither arm may find what the other one has read.
-      if (other) await other.run(messages, { ...this.settings.answering("full"), cache_salt: `compare ${id}` }, signal);
+      if (other) await other.run(messages, { ...this.settings.answering("full", most), cache_salt: `compare ${id}` }, signal);
     } finally {
       for (const arm of record.arms) if (arm.state === "running") arm.state = "stopped";
       turn.finish();

@@ -5,8 +5,13 @@ import { request } from "./api.js";
 export const SAMPLE = {
   name: "Logbook of a lighthouse",
   address: "/web/sample.txt",
+  length: 128, // tokens of an answer: small models don't come to an end
   room: 100, // tokens for the question, the template and the answer
   question: "What is the secret code for the lantern room?",
 };
+
+/** Whether a turn, or what is in the composer, is the sample and nothing else. */
+export const isSample = ({ question, documents }) =>
+  question === SAMPLE.question && documents.length === 1 && documents[0].name === SAMPLE.name;
 
 export const sampleText = async () => (await request(SAMPLE.address)).text();

@@ -49,10 +49,10 @@ export class Settings {
     return fields;
   }
 
-  /** Fields of an answer. */
-  answering(mode) {
+  /** Fields of an answer of `most` tokens, or fewer. */
+  answering(mode, most) {
     const { temperature, length } = this.get();
-    const fields = { ...this.reading(mode), max_tokens: length, specprefill_return_spans: true };
+    const fields = { ...this.reading(mode), max_tokens: Math.min(length, most), specprefill_return_spans: true };
     if (temperature !== "") fields.temperature = Number(temperature);
     return fields;
   }

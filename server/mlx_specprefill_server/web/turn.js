@@ -52,7 +52,7 @@ export class Turn {
 
   #arms() {
     this.timeline = new Timeline();
-    this.arms = this.record.arms.map((arm) => new Arm(arm, this.timeline));
+    this.arms = this.record.arms.map((arm) => new Arm(arm, this.timeline, () => this.#tell()));
     this.timelines.replaceChildren(this.timeline.element);
     this.answers.replaceChildren(...this.arms.map((arm) => arm.element));
     this.answers.dataset.count = this.arms.length;
@@ -74,6 +74,12 @@ export class Turn {
       this.timeline.predict("Full reading", one.account.predicted.full_ms);
     }
     this.timeline.draw();
+    this.#tell();
+  }
+
+  /** As much of the result as is known. */
+  #tell() {
+    const [one, other] = this.record.arms;
     const parts = headlineOf(one, other, this.record.documents.length > 0);
     this.headline.hidden = !parts.length;
     this.headline.replaceChildren(...parts);
@@ -93,14 +99,14 @@ function headlineOf({ account, first, text, state }, other, documents) {
   const strong = (ms) => element("strong", { className: "figure", textContent: seconds(ms) });
   const parts = ["First word after ", strong(first)];
   const sparse = account.mode === "sparse";
-  if (other?.account && other.first !== null) parts.push(" instead of ", strong(other.first));
+  if (other && other.first !== null) parts.push(" instead of ", strong(other.first));
   else if (sparse && account.predicted) parts.push(" instead of about ", strong(account.predicted.full_ms));
   parts.push(". ");
   if (sparse) parts.push(`${percent(1 - account.kept_tokens / account.prompt_tokens)} of the ${what} was not read. `);
   else if (!other) parts.push(`All of the ${what} was read. `);
   const { cached_tokens: known, kept_tokens: kept } = account;
   if (known >= WORTH_SAYING * kept) parts.push(`Already read: ${count(known)} of ${count(kept)} tokens. `);
-  if (other?.account && state === "done") parts.push(comparison(text.trim(), other.text.trim()));
+  if (other?.state === "done" && state === "done") parts.push(comparison(text.trim(), other.text.trim()));
   return parts;
 }
 

@@ -15,7 +15,7 @@ from .errors import NothingToDoError
 from .model_under_test import ModelUnderTest
 from .records import Cell, Record, Records
 from .report import markdown, summarise
-from .tasks import REAL, TASKS, Item
+from .tasks import CALLS, REAL, TASKS, Item
 
 __all__ = ["Options", "Predict", "announced", "evaluate"]
 
@@ -108,7 +108,7 @@ def _sources(options: Options, model: ModelUnderTest, tell: Tell) -> tuple[list[
 
 def _corpus(sources: Sequence[suite.Source]) -> dict[str, str]:
     """What real text the tasks are made of, if any are: other text means other items."""
-    return {"corpus": corpus.described()} if any(source.cell.task in REAL for source in sources) else {}
+    return {"corpus": corpus.described()} if any(source.cell.task in REAL | CALLS for source in sources) else {}
 
 
 def _longbench_sources(examples: Sequence[longbench.Example]) -> Iterator[suite.Source]:

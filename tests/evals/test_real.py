@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from mlx_specprefill_evals import bm25, corpus
 from mlx_specprefill_evals.corpus import Module, Paragraph
 from mlx_specprefill_evals.errors import NothingToDoError
 from mlx_specprefill_evals.paraphrases import FACTS, content_words
-from mlx_specprefill_evals.tasks import REAL, Item, Space, make_item
+from mlx_specprefill_evals.tasks import CALLS, REAL, Item, Space, make_item
+from mlx_specprefill_evals.tasks.calls import GROUP
 from mlx_specprefill_evals.tasks.real import _calls_in
 
 NAMES = sorted(REAL)
@@ -139,3 +141,23 @@ def test_bm25_frequency() -> None:
     assert (index.frequency("a"), index.frequency("b"), index.frequency("c")) == (2, 1, 0)
     assert index.scores(["c"]).tolist() == [0, 0]
     assert index.scores(["b"])[0] > 0
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_a_tool_call_names_the_path_and_the_line_of_one_definition(name: str) -> None:
+    for number in range(3):
+        made = make_item(CALLS[name], name, number, Space(1500, count))
+        assert made.known is not None
+        document, _, question = made.turns[0].question.rpartition("\n\n")
+        lines = document.splitlines()
+        function = question.removesuffix(".").rpartition(" ")[2]
+        assert [line for line in lines if f"def {function}(" in line] == [made.gold[-1]]
+        said = json.loads(made.known.opening + made.known.answer)["arguments"]
+        assert said["path"] in made.known.answer
+        if name == "tool_call":
+            assert made.gold[0].startswith(f"{said['path']}:{said['line']}: ")
+        else:
+            assert made.gold[0] == said["path"]
+            assert made.gold[1].startswith(f"{said['line']}: ")
+            assert lines.index(made.gold[0]) < lines.index(made.gold[1]) <= lines.index(made.gold[0]) + GROUP
+        assert 1000 < count(document) <= 1500

@@ -21,7 +21,7 @@ from ..facts import Turn
 from ..words import GIVEN_NAMES
 from .base import Item, Known, Space, Task
 
-__all__ = ["REAL"]
+__all__ = ["JOINED", "REAL", "answered"]
 
 WORDS = range(14, 41)  # of a sentence that is asked for
 DEPTHS = (0.05, 0.85)  # of what is asked for: what lies behind is kept anyway
@@ -114,7 +114,7 @@ def _quote(rng: random.Random, space: Space) -> Item:
         if document.count(_opened(sentence)) == 1:
             break
     question, known = _quoted(sentence)
-    return _answered(f"{document}\n\n{question}", known.opening, known.answer, [sentence.text])
+    return answered(f"{document}\n\n{question}", known.opening, known.answer, [sentence.text])
 
 
 def _shown(sentence: _Sentence) -> str:
@@ -165,7 +165,7 @@ def _paraphrase(rng: random.Random, space: Space) -> Item:
     for one in rng.sample(said, PEOPLE):
         pieces.insert(rng.randrange(1, max(2, int(DEPTHS[1] * len(pieces)))), one)
     document = "\n\n".join(pieces)
-    return _answered(f"{document}\n\n{question}", f'The text says: "{names[0]}', f" {facts[0][0]}", said[:1])
+    return answered(f"{document}\n\n{question}", f'The text says: "{names[0]}', f" {facts[0][0]}", said[:1])
 
 
 def _continued(text: str, answer: str, gold: Sequence[str]) -> Item:
@@ -173,7 +173,7 @@ def _continued(text: str, answer: str, gold: Sequence[str]) -> Item:
     return Item((Turn(text, answer),), (answer.strip(),), tuple(gold), Known("", answer, raw=True))
 
 
-def _answered(question: str, opening: str, answer: str, gold: Sequence[str]) -> Item:
+def answered(question: str, opening: str, answer: str, gold: Sequence[str]) -> Item:
     """A message, and how its answer goes on after the opening."""
     return _known((Turn(question, opening + answer),), Known(opening, answer), gold)
 

@@ -12,6 +12,8 @@ one before it has come to rest. What a model answers goes into its conversation,
 Per kind of session and arm, medians over the repetitions: the sum and the worst of the times to first token, tokens
 that target and draft have read, prompt tokens from a cache, and facts answered rightly, in the session and behind its
 end. Then a second session begins in the same repository, and a third one right after `POST /v1/specprefill/warm`.
+
+With `--shape` the weights are random and answers empty; a draft of two layers costs about .15 of a target of six.
 """
 
 from __future__ import annotations
@@ -19,18 +21,23 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from mlx_specprefill.shapes import SHAPES
+
 from .harness import BenchError, pairs, servers
-from .harness.agent_sessions import SHAPES, TEMPLATE, Message, Session, Shape, Step, make_session
+from .harness.agent_sessions import KINDS, TEMPLATE, Message, Session, Shape, Step, make_session
 from .harness.agent_text import Count
 from .harness.figures import machine, rounded, show_rows
+from .harness.random_checkpoints import save_random
 from .harness.servers import DENSE, Copies, Server, together
 from .harness.text import user
 
@@ -220,8 +227,14 @@ def sparse_share(plays: Sequence[Played]) -> float | None:
 
 
 def right_share(plays: Sequence[Played]) -> float:
+    """Of the facts that were asked for."""
     figures = [played.figures() for played in plays]
     return sum(one["right"] for one in figures) / sum(one["asked"] for one in figures)
+
+
+def all_of(results: Results, arm: str) -> list[Played]:
+    """Of all kinds of sessions."""
+    return [played for kind in results.values() for played in kind[arm]]
 
 
 def summary(results: Results, options: argparse.Namespace) -> dict[str, Any]:
@@ -240,7 +253,7 @@ def summary(results: Results, options: argparse.Namespace) -> dict[str, Any]:
             played.second_s / played.warm_s for played in ours if played.warm_s
         ),
         "sparse_share_of_new": sparse_share(ours),
-        "right": {arm: right_share([p for kind in results.values() for p in kind[arm]]) for arm in arms},
+        "right": None if options.shape else {arm: right_share(all_of(results, arm)) for arm in arms},
         "rows": rows(results),
         "turns": {arm: [asdict(turn) for turn in plays[0].turns] for arm, plays in arms.items()},
     }
@@ -251,18 +264,23 @@ def summary(results: Results, options: argparse.Namespace) -> dict[str, Any]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     servers.add_options(parser)
-    parser.add_argument("--sessions", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--sessions", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--tokens", type=int, default=14000, help="to which a session grows")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that the agent's tools take after each turn")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape, instead of checkpoints")
+    parser.add_argument("--layers", type=int, default=6, help="of a shape's target")
+    parser.add_argument("--draft-layers", type=int, default=2)
+    parser.add_argument("--narrow", type=int, default=8, help="divide a shape's widths, for machines without a GPU")
     parser.add_argument("--alone", action="store_true", help="without mlx_lm.server")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.tokens < 1000 or options.repeats < 1:
         raise BenchError("--tokens must be at least 1000 and --repeats at least 1")
-    with servers.copies(options, TEMPLATE) as copies, ExitStack() as stack:
+    with ExitStack() as stack:
+        copies = stack.enter_context(checkpoints(options))
         arms = start(copies, stack, options)
         results = measured(arms, counter(copies), options)
     report = rounded(summary(results, options))
@@ -270,9 +288,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+@contextmanager
+def checkpoints(options: argparse.Namespace) -> Iterator[Copies]:
+    """The pair, or random weights, until the block ends."""
+    if options.shape is None:
+        with servers.copies(options, TEMPLATE) as copies:
+            yield copies
+        return
+    tokenizer, _ = pairs.checkpoints(options)
+    depths = (options.layers, options.draft_layers)
+    with tempfile.TemporaryDirectory() as name:
+        both = save_random(options.shape, *depths, options.narrow, tokenizer, Path(name), TEMPLATE)
+        yield Copies(*both, Path(name), options.start_s)
+
+
 def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list[Arm]:
     """A process for each arm: what one has read is of no use to the others."""
-    given = pairs.defaults(options)
+    given = pairs.defaults(options) if options.shape is None else ()
     remembering = {"MLX_SPECPREFILL_REMEMBER": "true"}
     arms = [
         Arm(OURS, stack.enter_context(copies.ours(*given, **remembering)), {}),
@@ -297,7 +329,7 @@ def measured(arms: list[Arm], count: Count, options: argparse.Namespace) -> Resu
     for repeat in range(options.repeats):
         first = repeat % len(arms)
         for kind in options.sessions:
-            kit = Kit.of(SHAPES[kind], options.tokens, f"{options.seed}/{repeat}/{kind}", count)
+            kit = Kit.of(KINDS[kind], options.tokens, f"{options.seed}/{repeat}/{kind}", count)
             for arm in (*arms[first:], *arms[:first]):
                 played = play(arm, kit, options.pause)
                 results[kind][arm.name].append(played)

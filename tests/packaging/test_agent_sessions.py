@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from benchmarks.harness.agent_sessions import SHAPES, TEMPLATE, Session, make_session
+from benchmarks.harness.agent_sessions import KINDS, TEMPLATE, Session, make_session
 from benchmarks.harness.agent_text import result
 from jinja2 import Environment
 
@@ -23,9 +23,9 @@ def grown(session: Session) -> int:
     return session.opening + calls + sum(count(step.said) for step in session.steps)
 
 
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_fact_that_is_asked_for_was_said_and_not_answered_before(kind: str) -> None:
-    session = make_session(SHAPES[kind], TOKENS, 1, count)
+    session = make_session(KINDS[kind], TOKENS, 1, count)
     said = ""
     for step in (*session.steps, *session.after):
         said = "" if step.fresh else said
@@ -38,27 +38,27 @@ def test_every_fact_that_is_asked_for_was_said_and_not_answered_before(kind: str
 
 
 def test_a_session_has_fifteen_turns_and_the_size_that_was_wanted() -> None:
-    session = make_session(SHAPES["growth"], TOKENS, 1, count)
+    session = make_session(KINDS["growth"], TOKENS, 1, count)
     assert len(session.steps) == 15
     assert 0.9 * TOKENS < grown(session) < 1.15 * TOKENS
     assert 0.2 * TOKENS < session.opening < 0.3 * TOKENS
 
 
 def test_the_same_seed_gives_the_same_session_and_another_one_another() -> None:
-    shape = SHAPES["growth"]
+    shape = KINDS["growth"]
     assert make_session(shape, TOKENS, 1, count) == make_session(shape, TOKENS, 1, count)
     assert make_session(shape, TOKENS, 1, count).system != make_session(shape, TOKENS, 2, count).system
 
 
 def test_another_session_in_the_same_repository_begins_alike() -> None:
-    first, second = (make_session(SHAPES["growth"], TOKENS, seed, count) for seed in (1, 2))
+    first, second = (make_session(KINDS["growth"], TOKENS, seed, count) for seed in (1, 2))
     later = first.again(second)
     assert (later.system, later.tools, later.opening) == (first.system, first.tools, first.opening)
     assert later.steps == second.steps
 
 
 def test_a_compaction_forgets_what_was_read() -> None:
-    session = make_session(SHAPES["compaction"], TOKENS, 1, count)
+    session = make_session(KINDS["compaction"], TOKENS, 1, count)
     assert [step.fresh for step in session.steps].count(True) == 1
 
 
@@ -71,7 +71,7 @@ def test_results_are_as_long_as_wanted_and_carry_their_fact_in_one_line(kind: st
 
 
 def test_the_template_shows_tools_calls_and_results() -> None:
-    session = make_session(SHAPES["growth"], TOKENS, 1, count)
+    session = make_session(KINDS["growth"], TOKENS, 1, count)
     messages = [{"role": "system", "content": session.system}]
     messages += [message for number, step in enumerate(session.steps[:2]) for message in step.messages(number)]
     shown = (

@@ -15,7 +15,7 @@ from . import agent_text
 from .agent_text import Count, Kind
 from .text import question, secret
 
-__all__ = ["SHAPES", "TEMPLATE", "Message", "Session", "Shape", "Step", "make_session"]
+__all__ = ["KINDS", "TEMPLATE", "Message", "Session", "Shape", "Step", "make_session"]
 
 Message = dict[str, Any]
 
@@ -79,7 +79,7 @@ class Shape:
     agents: int = 1
 
 
-SHAPES = {
+KINDS = {
     "growth": Shape(),
     "compaction": Shape(summary=0.05),
     "side by side": Shape(agents=2, work=WORK[:6]),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ from mlx_specprefill_server import LocalPair, open_pair
 from mlx_specprefill_server.pairs import PairsError
 
 from .conftest import haystack
-
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "python.md"
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +57,3 @@ def test_what_is_wrong_is_said(pair: LocalPair) -> None:
     for wrong in ({}, {"name": "demo", "target": "somewhere"}):
         with pytest.raises(PairsError, match="either the name of a pair or a target"):
             open_pair(**wrong)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_guides_programs_run_as_they_stand(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(programs) == 2
-    exec(compile(programs[number], str(PAGE), "exec"), {})
-    said = capsys.readouterr().out
-    assert "471128" in said
-    assert "sparse" in said

@@ -129,7 +129,7 @@ return [...document.querySelectorAll('#prompt [data-index]')].map((span) => getC
 MINIMAP = """
 const { canvas, list } = { canvas: document.getElementById("minimap"), list: document.getElementById("prompt") };
 const { width, height } = canvas;
-const copy = Object.assign(document.createElement("canvas"), { width, height }).getContext("2d", { willReadFrequently: true });
+const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
 copy.drawImage(canvas, 0, 0);
 const { data } = copy.getImageData(0, 0, width, height);
 const alpha = (x, y) => data[4 * (y * width + x) + 3];
@@ -172,7 +172,7 @@ def test_the_minimap_shows_the_whole_text_and_goes_anywhere_in_it(page: Page, li
         ActionChains(page.driver).move_to_element_with_offset(minimap, 0, below).click().perform()
         chosen = int(page.find("[aria-selected=true]").get_attribute("data-index"))
         assert chosen / len(page.all("#prompt [data-index]")) == pytest.approx(share, abs=0.02)
-        page.until(lambda: share - 0.2 < min(page.run(MINIMAP)["seen"]) < share < max(page.run(MINIMAP)["seen"]), 20)
+        page.until(lambda at=share: at - 0.2 < min(page.run(MINIMAP)["seen"]) < at < max(page.run(MINIMAP)["seen"]), 20)
         picture = page.run(MINIMAP)
         assert (min(picture["seen"]), max(picture["seen"])) == pytest.approx(picture["shown"], abs=0.05)
 

@@ -54,11 +54,7 @@ def complaints(page: Page) -> list[str]:
     page.run(AXE.read_text())
     found = page.driver.execute_async_script("axe.run().then(arguments[arguments.length - 1])")
     assert found["passes"]
-    return [
-        f"{v['id']}: {node['target']} {node['failureSummary']}"
-        for v in found["violations"]
-        for node in v["nodes"]
-    ]
+    return [f"{v['id']}: {node['target']} {node['failureSummary']}" for v in found["violations"] for node in v["nodes"]]
 
 
 def test_two_arms_share_one_axis_and_the_text_shows_what_was_read(page: Page, server: Server) -> None:
@@ -522,7 +518,8 @@ const [left, right] = [Math.max(0, box.left), Math.min(innerWidth, box.right)];
 const [top, bottom] = [Math.max(0, box.top), Math.min(innerHeight, box.bottom)];
 if (left >= right || top >= bottom) return `${focused.outerHTML.slice(0, 80)} is out of sight`;
 const over = document.elementFromPoint((left + right) / 2, (top + bottom) / 2);
-const own = focused.contains(over) || over?.contains(focused) || [...focused.labels ?? []].some((one) => one.contains(over));
+const labels = [...focused.labels ?? []];
+const own = focused.contains(over) || over?.contains(focused) || labels.some((one) => one.contains(over));
 return own ? "" : `${focused.outerHTML.slice(0, 80)} lies under ${over?.outerHTML.slice(0, 80)}`;
 """
 

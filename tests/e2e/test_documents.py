@@ -1,0 +1,190 @@
+"""Every command and program of the README, the guides and the pages on clients and numbers: it runs, or it is known why
+not. Of those that don't run here, programs of this repository at least exist and have the options that they are given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+import yaml
+from typer.core import TyperGroup
+
+from mlx_specprefill_server.cli import app
+
+from ..serving import Server
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted(path for folder in ("guides", "clients", "machines") for path in (ROOT / "docs" / folder).glob("*.md"))
+ADDRESS = "http://127.0.0.1:8000"
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+READ_AS = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}
+RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help")
+NOT_RUN = {
+    "tests/e2e/test_readme.py runs it": ("python3 -c", "curl "),
+    "starts a server, as tests/e2e and scripts/try_install.py do": ("scripts/serve", "mlx-specprefill serve"),
+    "tests/cli/test_service.py runs it with stand-ins for the system's programs": ("mlx-specprefill service",),
+    "needs the network": ("pip ", "mlx-specprefill pull", "scripts/serve --target mlx-community/"),
+    "needs another program": ("docker ", "claude"),
+    "is for another program": ("export ",),
+    "takes minutes to days": (
+        "mlx-specprefill calibrate",
+        "mlx-specprefill eval",
+        "mlx-specprefill bench",
+        "scripts/bench ",
+        "scripts/eval_quality.py",
+        "for shape in",
+    ),
+    "works on what such a run has left": ("scripts/make_quality_tables.py", "cp runs/"),
+    "is part of CI": ("scripts/check", "scripts/test", "scripts/docs", ".ci/run"),
+}
+
+
+class Block(NamedTuple):
+    page: str
+    language: str
+    text: str
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = [(path, *block) for path in PAGES for block in FENCED.findall(path.read_text(encoding="utf-8"))]
+    return [Block(str(path.relative_to(ROOT)), kind, text) for path, kind, text in found if kind in languages]
+
+
+def commands(text: str) -> Iterator[str]:
+    """The commands of a block: a line, unless quotes, a loop or a backslash go on in the next."""
+    begun = ""
+    for line in text.splitlines():
+        begun += line + "\n"
+        if begun.strip() and _whole(begun):
+            yield begun.strip()
+            begun = ""
+    assert not begun.strip(), begun
+
+
+def _whole(text: str) -> bool:
+    if text.endswith("\\\n") or (text.startswith("for ") and not text.endswith("done\n")):
+        return False
+    try:
+        shlex.split(text, comments=True)
+    except ValueError:  # a quotation is open
+        return False
+    return True
+
+
+COMMANDS = sorted({(block.page, one) for block in blocks("sh") for one in commands(block.text)})
+
+
+def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
+    known = {"sh", "python", *READ_AS}
+    tree = "CONTRIBUTING.md"  # and its list of folders
+    everything = [found for path in PAGES for found in FENCED.findall(path.read_text(encoding="utf-8"))]
+    assert {kind for kind, _ in everything} <= {*known, ""}
+    assert [block.page for block in blocks("")] == [tree]
+    assert len(COMMANDS) > 40
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_every_command_runs_or_it_is_known_why_not(page: str, command: str) -> None:
+    reasons = [reason for reason, starts in NOT_RUN.items() if command.startswith(starts)]
+    assert reasons or command.startswith(RUN_HERE), f"{page}: run it here, or say in NOT_RUN why not: {command}"
+
+
+def test_no_reason_is_left_without_a_command() -> None:
+    starts = [start for group in (*NOT_RUN.values(), RUN_HERE) for start in group]
+    assert [start for start in starts if not any(command.startswith(start) for _, command in COMMANDS)] == []
+
+
+def calls() -> Iterator[tuple[str, ...]]:
+    """The words of each call of a program of this repository, also where it stands in a loop or before a pipe."""
+    for _, command in COMMANDS:
+        for part in re.split(r"[;|\n]\s*(?:do\s)?", command.replace("\\\n", " ")) if "'" not in command else []:
+            words = tuple(shlex.split(part, comments=True))
+            if words and words[0].startswith(("mlx-specprefill", "scripts/")):
+                yield words
+
+
+@pytest.mark.parametrize("words", sorted(set(calls())), ids=" ".join)
+def test_programs_have_the_options_that_they_are_given(words: tuple[str, ...]) -> None:
+    program, *rest = words
+    named = tuple(takewhile(lambda word: not word.startswith("-"), rest))
+    given = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)} - {"--help"}
+    assert given <= known_options(program, named, given)
+
+
+def known_options(program: str, named: tuple[str, ...], given: set[str]) -> set[str]:
+    if program == "mlx-specprefill":
+        passed_on = options_of(("serve",)) if named == ("service", "install") else set()
+        return options_of(named) | passed_on
+    assert os.access(ROOT / program, os.X_OK)
+    if program == "scripts/serve":
+        return options_of(("serve",))
+    benchmark = named[:1] if program == "scripts/bench" else ()
+    return set(re.findall(r"--?[a-z][\w-]*", help_of(program, *benchmark))) if given else set()
+
+
+def options_of(names: tuple[str, ...]) -> set[str]:
+    """Of a command of `mlx-specprefill`; what comes behind its name are arguments."""
+    found: Any = typer.main.get_command(app)
+    for name in names:
+        if not isinstance(found, TyperGroup):
+            break
+        found = found.get_command(typer.Context(found), name)
+        assert found is not None, names
+    return {name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+@cache
+def help_of(program: str, *benchmark: str) -> str:
+    """As the program prints it. `scripts/bench` itself would first look after its environment."""
+    command = ["-P", "-m", "benchmarks", *benchmark] if program == "scripts/bench" else [str(ROOT / program)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), *filter(None, sys.path)])}
+    return subprocess.check_output([sys.executable, *command, "--help"], env=environment, text=True, timeout=240)
+
+
+def test_an_agent_is_connected_and_disconnected(server: Server, tmp_path: Path) -> None:
+    found = [shlex.split(one, comments=True)[1:] for _, one in COMMANDS if one.startswith("mlx-specprefill connect")]
+    assert len(found) == 3
+    for arguments in sorted(found, key=lambda words: ("--undo" in words, "--write" in words)):
+        where = [] if "--undo" in arguments else ["--url", server.base]
+        command = [sys.executable, "-m", "mlx_specprefill_server", *arguments, *where]
+        environment = {**os.environ, "HOME": str(tmp_path), "MLX_SPECPREFILL_API_KEY": "none"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240)
+        configured = tmp_path / ".codex" / "config.toml"
+        assert configured.exists() == ("--write" in arguments)
+        assert server.base in done.stdout or "--undo" in arguments
+
+
+@pytest.mark.parametrize("block", [b for b in blocks("python") if b.page != "README.md"], ids=lambda block: block.page)
+def test_programs_do_what_they_say(server: Server, block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    program = block.text.replace(ADDRESS, server.base).replace('model="local"', 'model="target"')
+    exec(compile(program, block.page, "exec"), {})
+    said = capsys.readouterr().out
+    assert "471128" in said or "471128" not in program
+    assert "sparse" in said or "sparse" not in program
+
+
+@pytest.mark.parametrize("block", blocks(*READ_AS), ids=lambda block: f"{block.page} {block.language}")
+def test_settings_can_be_read(block: Block) -> None:
+    """That they are those of `connect` is tested with the reference."""
+    assert READ_AS[block.language](block.text)
+
+
+def test_the_first_page_asks_what_the_readme_asks() -> None:
+    """Which is run there."""
+    readme = [block.text for block in blocks("sh") if block.page == "README.md"]
+    first = [block.text for block in blocks("sh") if block.page == "docs/index.md"]
+    assert set(first) <= set(readme)

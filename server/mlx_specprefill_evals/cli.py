@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -73,6 +74,9 @@ def evaluate(
     target: Target = None,
     draft: Draft = None,
     no_draft: NoDraft = False,
+    not_staged: Annotated[
+        bool, typer.Option("--not-staged", help="All layers of the target read the kept tokens.")
+    ] = False,
     draft_layers: DraftLayers = None,
     draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
@@ -104,6 +108,8 @@ def evaluate(
         selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
         settings = make_settings(chosen, specprefill_keep_pct=auto)
         loaded = load(chosen, dtype, settings, calibrate=True)
+        if not_staged:
+            loaded = replace(loaded, staged="--not-staged")
         cost = known_cost(loaded, settings.engine_config())
         with Engine(loaded, examination(selection)) as engine:
             predict = None if cost is None else _predict(cost, settings.engine_config())

@@ -7,16 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from mlx_specprefill import Engine, Finished, GenerationRequest, ModelPair, PairCost, SpecPrefillOptions
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.engine.admission.cost import ModelCost
-from mlx_specprefill_server import pair_loading
+from mlx_specprefill_server import cli, pair_loading
 from mlx_specprefill_server.cli.common import OptionError, choose
 from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import Pair
 from tests.tiny import generated, random_prompt, save_checkpoint
 
+DEMO = Path(__file__).parents[2] / "models" / "demo"
 PROMPT = random_prompt(200)
 
 
@@ -117,3 +119,14 @@ def test_auto_needs_a_pair_with_a_draft(tmp_path: Path) -> None:
     for arguments in (("mine", file, None, "auto"), (None, None, "target", "auto")):
         with pytest.raises(OptionError, match="needs a pair with a draft"):
             choose(*arguments)
+
+
+@pytest.mark.parametrize(("options", "prefill"), [([], "staged"), (["--not-staged"], "whole")])
+def test_the_suite_measures_both_ways(tmp_path: Path, options: list[str], prefill: str) -> None:
+    own = ["--target", str(DEMO / "target"), "--draft", "self", "--draft-layers", "2"]
+    size = ["--task", "needle", "--length", "512", "-n", "1", "--arm", "sparse", "--out", str(tmp_path)]
+    done = CliRunner().invoke(cli.app, ["eval", *own, *size, *options])
+    assert done.exit_code == 0, done.output
+    run, item = map(json.loads, (tmp_path / "items.jsonl").read_text(encoding="utf-8").splitlines())
+    assert run["run"]["prefill"] == prefill
+    assert "sparse@0.2" in item["arms"]

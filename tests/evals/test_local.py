@@ -178,6 +178,7 @@ def test_a_target_that_is_prefilled_in_stages_is_measured_so(model):
     assert pair.stages is not None
     with Engine(pair, examination()) as engine:
         staged = LocalModel(engine)
+        assert (staged.described["prefill"], model.described["prefill"]) == ("staged", "whole")
         item = make_item(TASKS["needle"], "needle", 2, Space(768, staged.count, 0.4))
         for asked, scorer in ((staged, "self"), (model, "request")):
             prompt, gold = asked._rendered(item)

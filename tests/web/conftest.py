@@ -99,10 +99,10 @@ class Page:
             value,
         )
 
-    def press(self, css: str) -> None:
+    def press(self, css: str, within: float = 120.0) -> None:
         """Ask or score, and wait for the end."""
         self.run("arguments[0].click()", self.find(css))  # also where it is folded away
-        self.until(lambda: not self.find("#stop").is_displayed() and self.find("#send").is_enabled(), 120)
+        self.until(lambda: not self.find("#stop").is_displayed() and self.find("#send").is_enabled(), within)
 
     def look(self, theme: str, width: str = "wide") -> None:
         size = dict(zip(("width", "height"), WIDTHS[width], strict=True))

@@ -139,14 +139,17 @@ def test_the_headline_does_not_wait_for_the_last_word(page: Page, live: Any, eng
     page.until(lambda: page.find(".headline").text.endswith("Same answer."))
 
 
-def test_only_the_samples_answer_is_short(page: Page, live: Any, engine: FakeEngine) -> None:
+def test_the_sample_is_read_selectively_and_its_answers_are_short(page: Page, live: Any, engine: FakeEngine) -> None:
     """Small models go on and on, and whoever tries it waits for both answers."""
     base, _ = live()
     page.open(base, sample=True)
     page.until(lambda: "tokens" in page.find("#documents").text)
     page.press("#send")
     page.ask("And then?")
-    assert [request.max_tokens for request in engine.requests if request.max_tokens > 1] == [128, 128, 2048, 2048]
+    answered = [request for request in engine.requests if request.max_tokens > 1]
+    assert [request.max_tokens for request in answered] == [128, 128, 2048, 2048]
+    # and it is read selectively, also where that would save little
+    assert [request.specprefill.enabled for request in answered] == [True, False, None, False]
 
 
 def test_an_answer_is_made_again(page: Page, live: Any, engine: FakeEngine) -> None:

@@ -50,8 +50,8 @@ def test_a_full_reading_is_shown_as_one(page: Page, live: Any) -> None:
     page.drop("The river waited for the stone bridge. " * 20)
     page.set("#mode", "full")
     turn = page.ask("Where?")
-    assert "The large model read all" in turn.text
-    assert "The large model read all" in page.find("#map-facts").text
+    assert "The model read all" in turn.text
+    assert "The model read all" in page.find("#map-facts").text
     assert page.all("#prompt .dropped") == []
     assert not page.find("#steps").is_displayed()
     page.set("#what-if", "20")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from mlx_specprefill import Prediction, Progress
+from mlx_specprefill import Prediction, Progress, Timings
 
 from ..e2e.conftest import haystack
 from ..server import fakes
@@ -131,6 +131,34 @@ def test_without_a_comparison_the_other_way_is_predicted(page: Page, live: Any, 
     assert guess.text == "Full reading\nabout 13.3 s to the first word, predicted"
     own, other = page.run(BAR_WIDTHS)
     assert own < 0.3 * other
+
+
+def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, monkeypatch: Any) -> None:
+    """A prompt that is prefilled in stages is scored by the target's own first layers."""
+    plain, release = fakes.account, threading.Event()
+    staged = Timings(draft_ms=4_000, select_ms=20, prefill_ms=1_000, ttft_ms=5_020, decode_ms=300)
+    monkeypatch.setattr(fakes, "account", lambda request: replace(plain(request), scorer="self", timings=staged))
+    engine.pair.stages = object()
+    engine.script = lambda request: [Progress("draft", 3, 12), release, *engine.tokens("Hello")]
+    base, _ = live()
+    page.open(base)
+    assert page.find("#models").text == "Model demo/target, without a small one, window of 100,000 tokens"
+    assert page.find("#intro").text.startswith("The model's first layers read all of it")
+    page.set("#mode", "sparse")
+    page.find("#question").send_keys("Hello", Keys.ENTER)
+    page.find("nav a[href='#server']").click()
+    page.until(lambda: "first layers read, 25 %" in page.find("#running").text)
+    page.find("nav a[href='#ask']").click()
+    release.set()
+    page.until(lambda: page.find("#send").is_displayed())
+    legend = page.find(".lane .legend").text
+    for part in ("first layers read 4.00 s", "other layers read 1.00 s"):
+        assert part in legend
+    assert "Behind its first layers, the model read" in page.find(".facts").text
+    assert "Behind its first layers, the model read" in page.find("#map-facts").text
+    page.find("#step-back").click()
+    assert "The model's first layers read everything" in page.find("#step").text
+    assert "small model" not in page.find("#ask").text.partition("These words")[0]
 
 
 def test_what_declined_says_why(page: Page, live: Any) -> None:
@@ -297,7 +325,10 @@ def test_every_state_is_fit_for_screen_readers(
     page.set("#keep", "share")
     look("settings")
     page.press("#send")
-    look("answer")
+    look("answers compared")
+    page.find("#compare").click()
+    page.ask("And then?")
+    look("why everything was read")
     page.set("#mode", "sparse")
     page.ask("And then?")
     for shown in ("kept", "dropped"):

@@ -77,6 +77,7 @@ def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
         "started": service.started,
         "model": service.model_id,
         "draft": service.draft_id,
+        "staged": service.engine.pair.stages is not None,
         "context_length": service.context_length,
         "alive": health.alive,
         "heartbeat_age_s": round(health.heartbeat_age_s, 3),

@@ -6,6 +6,7 @@ import { Conversations } from "./conversations.js";
 import { count, find } from "./format.js";
 import { LivePanel } from "./live.js";
 import { TextMap } from "./map.js";
+import { ONE_MODEL, server, TWO_MODELS } from "./words.js";
 
 const THEMES = ["auto", "light", "dark"];
 
@@ -15,14 +16,14 @@ const chat = new Chat(map, () => shelf.show());
 const shelf = new Conversations(chat);
 
 function showView() {
-  const server = location.hash === "#server";
-  find("ask").hidden = server;
-  find("server").hidden = !server;
+  const watched = location.hash === "#server";
+  find("ask").hidden = watched;
+  find("server").hidden = !watched;
   for (const link of document.querySelectorAll("nav a")) {
-    if (link.hash === (server ? "#server" : "#ask")) link.setAttribute("aria-current", "page");
+    if (link.hash === (watched ? "#server" : "#ask")) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  if (server) live.show();
+  if (watched) live.show();
   else live.hide();
 }
 
@@ -35,9 +36,11 @@ function showTheme() {
 /** And a sample for somebody who has nothing here yet. */
 async function showModels() {
   try {
-    const { model, draft, context_length: room } = await json("/v1/specprefill/stats");
-    const small = draft ? `small model ${draft}` : "no small model";
-    find("models").textContent = `Large model ${model}, ${small}, window of ${count(room)} tokens`;
+    const { model, draft, staged, context_length: room } = await json("/v1/specprefill/stats");
+    const who = staged ? `Model ${model}, without a small one` : `Large model ${model}, ${draft ? `small model ${draft}` : "no small model"}`;
+    find("models").textContent = `${who}, window of ${count(room)} tokens`;
+    server.words = staged ? ONE_MODEL : TWO_MODELS;
+    find("intro").textContent = server.words.intro;
     chat.documents.window = room;
     chat.documents.show();
     if (!known) await chat.offer();

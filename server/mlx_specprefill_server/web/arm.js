@@ -3,6 +3,7 @@
 import { events } from "./api.js";
 import { count, element, percent, seconds } from "./format.js";
 import { render } from "./markdown.js";
+import { wordsOf } from "./words.js";
 
 export const TITLES = { auto: "Selective reading", sparse: "Selective reading", full: "Full reading" };
 const STREAM = { stream: true, stream_options: { include_usage: true }, return_progress: true };
@@ -39,7 +40,7 @@ export class Arm {
     this.element.setAttribute("aria-busy", "true");
     this.lane.enter("queue", 0);
     this.progress = undefined;
-    const tick = setInterval(() => this.lane.moveTo(performance.now() - begun, this.progress), 100);
+    const tick = setInterval(() => record.account ?? this.lane.moveTo(performance.now() - begun, this.progress), 100);
     try {
       const body = { messages, ...STREAM, ...options };
       for await (const chunk of events("/v1/chat/completions", { method: "POST", body, signal })) {
@@ -119,8 +120,8 @@ export class Arm {
     this.title.textContent = this.lane.name.textContent = sparse ? "Selective reading" : "Full reading";
     this.lane.finish(account, first ?? account.timings.queue_ms + account.timings.ttft_ms);
     const read = sparse
-      ? `The large model read ${count(account.kept_tokens)} of ${count(account.prompt_tokens)} tokens (${percent(account.kept_tokens / account.prompt_tokens)})`
-      : `The large model read all ${count(account.prompt_tokens)} tokens`;
+      ? `${wordsOf(account).reader} read ${count(account.kept_tokens)} of ${count(account.prompt_tokens)} tokens (${percent(account.kept_tokens / account.prompt_tokens)})`
+      : `The model read all ${count(account.prompt_tokens)} tokens`;
     const chosen = sparse && account.keep === "auto" ? `, a share chosen for this document: ${percent(account.share)}` : "";
     const known = account.cached_tokens
       ? `, ${count(account.cached_tokens)} of them earlier` : "";

@@ -211,14 +211,17 @@ export class Chat {
     }
   }
 
-  #newArms() {
-    const { mode, compare } = this.settings.get();
+  /** The sample is there to show selective reading, also where it would save little. */
+  #newArms(asked) {
+    const { mode: wanted, compare } = this.settings.get();
+    const mode = wanted === "auto" && isSample(asked) ? "sparse" : wanted;
     return [newArm(mode), ...(compare && mode !== "full" ? [newArm("full")] : [])];
   }
 
   async #ask(signal) {
     const { conversation } = this;
-    const record = { ...this.#draft(), arms: this.#newArms(), explanation: null };
+    const asked = this.#draft();
+    const record = { ...asked, arms: this.#newArms(asked), explanation: null };
     const turn = this.#turn(record);
     conversation.turns.push(record);
     conversation.updated = Date.now();
@@ -256,7 +259,7 @@ export class Chat {
     const index = this.turns.indexOf(turn);
     for (const later of this.turns.splice(index + 1)) later.element.remove();
     this.conversation.turns.splice(index + 1);
-    turn.reset(this.#newArms());
+    turn.reset(this.#newArms(turn.record));
     await this.#run((signal) => this.#answer(turn, signal));
   }
 

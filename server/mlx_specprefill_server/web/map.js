@@ -3,14 +3,15 @@
 import { count, element, find, percent } from "./format.js";
 import { Minimap } from "./minimap.js";
 import { readTokens, whatIf } from "./selection.js";
+import { server, wordsOf } from "./words.js";
 
 const LEVELS = 6;
 const STEP_MS = 4000;
 const MOST_MOVING = 4000; // parts whose colours change gradually
 const STEPS = [
-  { scores: true, show: "all", plain: true, text: "The small model reads everything and scores each part by how much it looks at it when the question comes." },
-  { scores: false, show: "all", plain: false, text: "The best parts are chosen, with their sentences. Some are always kept: the beginning, instructions, the question." },
-  { scores: false, show: "kept", plain: false, text: "The large model reads only these, each at its original place in the text." },
+  { scores: true, show: "all", plain: true, text: () => server.words.scoring },
+  { scores: false, show: "all", plain: false, text: () => "The best parts are chosen, with their sentences. Some are always kept: the beginning, instructions, the question." },
+  { scores: false, show: "kept", plain: false, text: () => server.words.reading },
 ];
 const EMPTY = "Ask something, and the text appears here: which parts of it were read, which were not, and why.";
 const HINT = "Click a part to see why it was read or not. With the keyboard: arrow keys, and N and P for the next and the previous part that was read.";
@@ -102,10 +103,11 @@ export class TextMap {
 
   #facts(read, all) {
     const share = `${count(read)} of ${count(all)} tokens (${percent(read / all)})`;
-    if (this.share !== null) return `With ${this.share} % kept, the large model would read ${share}.`;
-    if (!this.account) return `The large model would read ${share}${this.#chosen(this.explanation)}.`;
-    if (this.account.mode === "full") return `The large model read all ${count(all)} tokens.`;
-    return `The large model read ${share}${this.#chosen(this.account)}.`;
+    const { reader } = this.account ? wordsOf(this.account) : server.words;
+    if (this.share !== null) return `With ${this.share} % kept: ${reader[0].toLowerCase()}${reader.slice(1)} would read ${share}.`;
+    if (!this.account) return `${reader} would read ${share}${this.#chosen(this.explanation)}.`;
+    if (this.account.mode === "full") return `The model read all ${count(all)} tokens.`;
+    return `${reader} read ${share}${this.#chosen(this.account)}.`;
   }
 
   #chosen({ keep, share }) {
@@ -143,7 +145,7 @@ export class TextMap {
     const { scores, show, plain, text } = STEPS[this.step];
     find("scores").checked = scores;
     this.list.dataset.plain = plain ? "yes" : "no";
-    find("step").textContent = `Step ${this.step + 1} of ${STEPS.length}. ${text}`;
+    find("step").textContent = `Step ${this.step + 1} of ${STEPS.length}. ${text()}`;
     find("step-back").disabled = this.step === 0;
     find("step-on").disabled = this.step === STEPS.length - 1;
     this.#layer();

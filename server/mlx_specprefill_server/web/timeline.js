@@ -1,14 +1,9 @@
 // Where the time of one or two answers went: lanes on one common axis, so that a lane three times as long took that long.
 
 import { element, seconds } from "./format.js";
+import { server, wordsOf } from "./words.js";
 
-export const STAGES = {
-  queue: "waiting",
-  draft: "small model reads",
-  select: "choosing",
-  prefill: "large model reads",
-  decode: "answer",
-};
+const STAGES = { queue: "waiting", select: "choosing", decode: "answer" };
 const TICKS = [1, 2, 5];
 const MOST_TICKS = 6;
 const LAST_TICK = 0.9; // of the axis: behind it there is no room for its number
@@ -77,6 +72,12 @@ class Lane {
     return this.parts.at(-1)?.[2] ?? 0;
   }
 
+  /** The name of a stage; what no layers have read before is read by all of them. */
+  #named(stage, words) {
+    const all = stage === "prefill" && this.parts.every(([name]) => name !== "draft");
+    return STAGES[stage] ?? (all ? words.full : words[stage]);
+  }
+
   note(text) {
     this.legend.textContent = text;
   }
@@ -95,12 +96,13 @@ class Lane {
     if (!last) return;
     last[2] = Math.max(last[1], ms);
     this.element.dataset.stage = last[0];
-    this.note(`${STAGES[last[0]]}${share === undefined ? "" : `, ${Math.round(100 * share)} %`} · ${seconds(ms)}`);
+    this.note(`${this.#named(last[0], server.words)}${share === undefined ? "" : `, ${Math.round(100 * share)} %`} · ${seconds(ms)}`);
     this.timeline.draw();
   }
 
   /** The account's own times; what the first word took beyond them was waiting. */
-  finish({ timings: times }, first) {
+  finish(account, first) {
+    const { timings: times } = account;
     const { draft_ms: draft, select_ms: select, prefill_ms: prefill, decode_ms: decode } = times;
     const spent = { queue: Math.max(0, first - draft - select - prefill), draft, select, prefill, decode };
     let at = 0;
@@ -108,7 +110,7 @@ class Lane {
     delete this.element.dataset.stage;
     const shown = Object.entries(spent).filter(([stage, ms]) => ms > 0 && (stage !== "queue" || ms > 0.02 * at));
     this.legend.replaceChildren(...shown.map(([stage, ms]) => element("span", { className: stage },
-      element("i", { className: `swatch ${stage}` }), `${STAGES[stage]} ${seconds(ms)}`)));
+      element("i", { className: `swatch ${stage}` }), `${this.#named(stage, wordsOf(account))} ${seconds(ms)}`)));
     this.timeline.draw();
   }
 

@@ -1,0 +1,25 @@
+// Who reads: a small and a large model, or the first layers of one model and then those behind them.
+
+export const TWO_MODELS = {
+  reader: "The large model",
+  intro: "A small model reads all of it and marks what matters for your question. The large model reads only that, and answers sooner.",
+  scoring: "The small model reads everything and scores each part by how much it looks at it when the question comes.",
+  reading: "The large model reads only these, each at its original place in the text.",
+  draft: "small model reads",
+  prefill: "large model reads",
+  full: "large model reads",
+};
+export const ONE_MODEL = {
+  reader: "Behind its first layers, the model",
+  intro: "The model's first layers read all of it and mark what matters for your question. Its other layers read only that, and it answers sooner.",
+  scoring: "The model's first layers read everything and score each part by how much they look at it when the question comes.",
+  reading: "The other layers go on with these only, each at its original place in the text.",
+  draft: "first layers read",
+  prefill: "other layers read",
+  full: "model reads",
+};
+
+export const server = { words: TWO_MODELS }; // those of the server that is asked
+
+/** Those of an answer that is there. */
+export const wordsOf = (account) => (account.scorer ? (account.scorer === "self" ? ONE_MODEL : TWO_MODELS) : server.words);

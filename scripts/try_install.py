@@ -44,7 +44,11 @@ def main() -> None:
 
 def try_install(artefact: Path, installer: str, folder: Path) -> str:
     """Install below `folder`, serve, ask; what the answer was. Raises AssertionError where something is not right."""
-    command = install(artefact, installer, folder)
+    return use(install(artefact, installer, folder), artefact, folder)
+
+
+def use(command: Path, artefact: Path, folder: Path) -> str:
+    """What is installed, from an empty folder below `folder`, without a network."""
     empty = folder / "empty"
     empty.mkdir()
     environment = offline(folder)

@@ -148,6 +148,7 @@ def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, 
     page.find("#question").send_keys("Hello", Keys.ENTER)
     page.find("nav a[href='#server']").click()
     page.until(lambda: "first layers read, 25 %" in page.find("#running").text)
+    assert "its first layers choose what the others read" in page.find("#model-list").text
     page.find("nav a[href='#ask']").click()
     release.set()
     page.until(lambda: page.find("#send").is_displayed())
@@ -525,6 +526,12 @@ def test_the_focus_is_not_lost_when_an_answer_is_stopped(page: Page, live: Any, 
     release.set()
 
 
+ON_TOP = """
+const { left, top, width } = document.getElementById("detail").getBoundingClientRect();
+return document.elementFromPoint(left + width / 2, top + 12).id;
+"""
+
+
 @pytest.mark.parametrize("width", ["wide", "narrow"])
 def test_right_to_left_and_large_type_fit(page: Page, live: Any, engine: FakeEngine, width: str) -> None:
     engine.says("שלום. " * 40)
@@ -541,6 +548,8 @@ def test_right_to_left_and_large_type_fit(page: Page, live: Any, engine: FakeEng
         page.run("document.documentElement.style.fontSize = arguments[0] === '200%' ? '30px' : ''", zoom)
         page.shoot(f"{direction}-{zoom.rstrip('%')}-{width}")
         assert page.fits()
+        page.run("document.getElementById('detail').scrollIntoView()")
+        assert page.run(ON_TOP) == "detail"
 
 
 COVERED = """

@@ -4,6 +4,7 @@ import { events, json } from "./api.js";
 import { ago, bytes, count, element, find, seconds } from "./format.js";
 import { Plot } from "./plots.js";
 import { Timeline } from "./timeline.js";
+import { ONE_MODEL, server } from "./words.js";
 
 const CACHE_EVERY_MS = 3000;
 const CONSUMERS = [
@@ -135,7 +136,8 @@ function renderRunning({ running, time }) {
 
 function modelRow(model) {
   const { specprefill, draft, licence, origin } = model;
-  const facts = [`answers as ${model.id}`, draft ? `small model ${draft}` : "no small model",
+  const scoring = draft ? `small model ${draft}` : "no small model";
+  const facts = [`answers as ${model.id}`, server.words === ONE_MODEL ? "its first layers choose what the others read" : scoring,
     `window of ${count(model.context_window)} tokens`,
     specprefill.available ? "reads selectively" : `reads everything: ${specprefill.reason}`];
   return element("li", {}, element("strong", { textContent: model.display_name }),

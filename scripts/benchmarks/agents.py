@@ -1,7 +1,8 @@
 """Sessions of coding agents: what a whole session waits, beside the same server in full and `mlx_lm.server`.
 
     growth        fifteen turns: files, searches, edits, test logs, and questions about facts in them
-    compaction    the same, begun anew from a summary in the middle
+    short         eight turns, for small contexts: results of 1000 to 1750 tokens where it grows to 7000
+    compaction    as growth, begun anew from a summary in the middle
     side by side  two agents with system texts of their own at the same time
 
 Arms: ours as the pair configures it, ours with every request in full (its prefix cache as always), and `mlx_lm.server`
@@ -41,7 +42,8 @@ from .harness.random_checkpoints import save_random
 from .harness.servers import DENSE, Copies, Server, together
 from .harness.text import user
 
-QUICK = {"sessions": ["growth"], "tokens": 7000, "repeats": 1}
+QUICK = {"sessions": ["short"], "tokens": 7000, "repeats": 2}
+USUAL = ["growth", "compaction", "side by side"]
 OURS, FULL, PEER = "ours", "ours, full", "mlx_lm.server"
 LONG = 512  # tokens: what brings fewer new ones is not worth choosing from
 ANSWER, REMARK = 24, 8  # tokens of an answer at most, to a question and otherwise
@@ -264,7 +266,7 @@ def summary(results: Results, options: argparse.Namespace) -> dict[str, Any]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     servers.add_options(parser)
-    parser.add_argument("--sessions", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--sessions", nargs="+", choices=list(KINDS), default=USUAL)
     parser.add_argument("--tokens", type=int, default=14000, help="to which a session grows")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that the agent's tools take after each turn")

@@ -145,7 +145,7 @@ def test_serving(report: Report) -> None:
 
 
 def test_agents(report: Report) -> None:
-    found = report("agents --quick --alone --tokens 1000")
+    found = report("agents --quick --alone --tokens 1000 --repeats 1")
     assert found.keys() == set(AGENTS)
     assert [row["arm"] for row in found["rows"]] == ["ours", "ours, full"]
     assert found["rows"][0].keys() == {*AGENTS_ROW, "warm_s"}

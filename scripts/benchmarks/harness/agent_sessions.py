@@ -56,6 +56,17 @@ WORK: tuple[tuple[Kind | str, float], ...] = (
     ("ask", 0.0),
 )
 
+# A few turns, whose results are as long in a small context as they are in a large one.
+SHORT: tuple[tuple[Kind | str, float], ...] = (
+    ("read", 0.25),
+    ("test", 0.2),
+    ("ask", 0.0),
+    ("edit", 0.01),
+    ("read", 0.2),
+    ("search", 0.14),
+    ("ask", 0.0),
+)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -81,6 +92,7 @@ class Shape:
 
 KINDS = {
     "growth": Shape(),
+    "short": Shape(system=0.07, tools=0.11, work=SHORT),
     "compaction": Shape(summary=0.05),
     "side by side": Shape(agents=2, work=WORK[:6]),
 }

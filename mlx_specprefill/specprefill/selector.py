@@ -137,7 +137,26 @@ def select_tokens(
         weights = by_sentence(importance, text.sentences if config.over_lines else text.units, config)
         scores = np.maximum(scores, np.maximum.reduceat(weights, np.arange(0, importance.size, config.chunk_size)))
         asked = np.minimum(importance, weights)
+        _raise_headings(scores, text.headings, config.chunk_size)
     return select_chunks(scores, forced, keep, config.chunk_size, asked)
+
+
+def _raise_headings(scores: Floats, headings: Indices, size: int) -> None:
+    """A heading is worth as much as the best line below it: what was found in a file means little without its name.
+
+    Args:
+        scores: (C,) of chunks; those of headings are raised.
+        headings: of `PromptText`.
+        size: of a chunk.
+    """
+    if not headings.size:
+        return
+    begin, end, last = headings[:, 0] // size, -(-headings[:, 1] // size), -(-headings[:, 2] // size)
+    below = np.stack([headings[:, 1] // size, last], axis=1).ravel()
+    best = np.maximum.reduceat(np.append(scores, np.float32(-np.inf)), below)[::2]
+    for offset in range(int((end - begin).max())):
+        covered = begin + offset < end
+        np.maximum.at(scores, (begin + offset)[covered], best[covered])
 
 
 def ordinary_of(asked: Floats, others: Bools) -> float:

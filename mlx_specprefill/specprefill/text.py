@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ _UNKNOWN, _ENDS_LINE, _ENDS_SENTENCE, _BEGINS_WORD = 1, 2, 4, 8
 # White space only; with a letter, a digit or a comma at its end; with a small letter at its beginning; more than one
 # line break. White space around what can be seen does not count.
 _BLANK, _GOES_ON, _SMALL, _PARAGRAPH = 16, 32, 64, 128
+_DIGIT = 256  # a digit is the first that can be seen
+_HEADING = 32  # tokens that a heading has at most
 _WRAPPED = 6  # tokens that a line has at least if it was broken because it was full
 _SPACES = ("\u0120", "\u2581")  # what stands for it in byte-level and in SentencePiece vocabularies
 _STOPS, _WIDE_STOPS = (".", "!", "?"), ("。", "！", "？")
@@ -31,15 +33,19 @@ class PromptText:
     Attributes:
         units: indices at which lines and sentences begin, ascending, the first of them 0; int32 (U,).
         sentences: those of them at which no sentence of the line before goes on.
+        headings: short lines above lines that begin with numbers, as the name of a file above what was found in it:
+            where each begins and ends, and where those lines end; int32 (H, 3).
     """
 
     units: Indices
     sentences: Indices
+    headings: Indices = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int32))
 
     def since(self, start: int) -> PromptText:
         """Of the prompt from `start` on, where indices count from."""
         rest = (at[at > start] - np.int32(start) for at in (self.units, self.sentences))
-        return PromptText(*(np.append(np.int32(0), at) for at in rest))
+        units, sentences = (np.append(np.int32(0), at) for at in rest)
+        return PromptText(units, sentences, self.headings[self.headings[:, 0] >= start] - np.int32(start))
 
 
 class TextReader:
@@ -51,7 +57,7 @@ class TextReader:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._kinds = np.full(0, _UNKNOWN, dtype=np.uint8)
+        self._kinds = np.full(0, _UNKNOWN, dtype=np.uint16)
 
     def read(self, tokens: TokenIds) -> PromptText:
         ids = np.asarray(tokens, dtype=np.int32)
@@ -60,7 +66,7 @@ class TextReader:
         before, after = kinds[:-1], kinds[1:]
         sentence = (before & _ENDS_SENTENCE > 0) & (after & _BEGINS_WORD > 0)
         units = np.append(0, np.flatnonzero((before & _ENDS_LINE > 0) | sentence) + 1).astype(np.int32)
-        return PromptText(units, np.append(units[:1], units[1:][~_wrapped(kinds, units)]))
+        return PromptText(units, np.append(units[:1], units[1:][~_wrapped(kinds, units)]), _headings(kinds))
 
     def _learn(self, ids: TokenIds) -> None:
         if ids.size and ids.max() >= self._kinds.size:
@@ -76,7 +82,7 @@ class TextReader:
         spaced = isinstance(piece, str) and piece.startswith(_SPACES)
         word = piece[spaced:] if isinstance(piece, str) else ""
         if word.isascii() and word.isalnum():  # most of a vocabulary: decoding takes ten times as long
-            return spaced * _BEGINS_WORD | _GOES_ON | word[0].islower() * _SMALL
+            return spaced * _BEGINS_WORD | _GOES_ON | word[0].islower() * _SMALL | word[0].isdigit() * _DIGIT
         text: str = self._tokenizer.decode([token])
         if spaced and not text[:1].isspace():  # decoding drops the space of a SentencePiece token
             text = " " + text
@@ -88,10 +94,28 @@ class TextReader:
         if not seen:
             return kind | _BLANK
         goes_on = seen[-1].isalnum() or seen[-1] == ","
-        return kind | goes_on * _GOES_ON | seen[0].islower() * _SMALL
+        return kind | goes_on * _GOES_ON | seen[0].islower() * _SMALL | seen[0].isdigit() * _DIGIT
 
 
-def _wrapped(kinds: npt.NDArray[np.uint8], units: Indices) -> Bools:
+def _headings(kinds: npt.NDArray[np.uint16]) -> Indices:
+    """See `PromptText.headings`. Lines without anything to see count for nothing."""
+    M = kinds.size
+    starts = np.append(0, np.flatnonzero(kinds[:-1] & _ENDS_LINE > 0) + 1).astype(np.int32)
+    following = np.append(np.where(kinds & _BLANK == 0, np.arange(M), M), M)
+    seen = np.minimum.accumulate(following[::-1])[::-1][starts]
+    ends = np.append(starts[1:], M).astype(np.int32)
+    shown = seen < ends
+    starts, ends, seen = starts[shown], ends[shown], seen[shown]
+    numbered = kinds[seen] & _DIGIT > 0
+    heads = np.flatnonzero(~numbered[:-1] & numbered[1:])
+    others = np.append(np.flatnonzero(~numbered), numbered.size)  # where a run of numbered lines ends
+    last = others[np.searchsorted(others, heads, side="right")] - 1
+    found = np.stack([starts[heads], ends[heads], ends[last]], axis=1)
+    short: Indices = found[found[:, 1] - found[:, 0] <= _HEADING]
+    return short
+
+
+def _wrapped(kinds: npt.NDArray[np.uint16], units: Indices) -> Bools:
     """(U - 1,) whether the unit before each but the first is a full line whose sentence goes on.
 
     It is not short, ends with a letter, a digit or a comma, one line break follows, and then a small letter.

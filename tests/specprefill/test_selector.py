@@ -343,3 +343,18 @@ def test_the_papers_chunks_compete_by_their_means_alone():
 def test_bad_chunks_are_refused():
     with pytest.raises(ValueError, match="chunk_size"):
         SelectionConfig(chunk_size=0)
+
+
+def test_a_heading_is_kept_with_the_best_line_below_it() -> None:
+    """Eighty tokens: a heading, ten lines of four tokens, another heading, ten lines; the eighth line matters."""
+    importance = np.zeros(88, dtype=np.float32)
+    importance[36:40] = 1.0
+    units = np.arange(0, 88, 4, dtype=np.int32)
+    headings = np.array([[0, 4, 44], [44, 48, 88]], dtype=np.int32)
+    forced = np.zeros(88, dtype=np.bool_)
+    config = SelectionConfig(chunk_size=4)
+    kept = select_tokens(importance, forced, PromptText(units, units, headings), Fraction(1, 11), config).kept
+    assert {0, 1, 2, 3, 36, 37, 38, 39} == {*kept.tolist()}
+    kept = select_tokens(importance, forced, PromptText(units, units), Fraction(1, 11), config).kept
+    assert {36, 37, 38, 39} <= {*kept.tolist()}
+    assert 0 not in kept or 44 not in kept

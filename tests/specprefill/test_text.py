@@ -133,3 +133,29 @@ def test_the_rest_of_a_prompt() -> None:
         assert rest.units.tolist() == units
         assert rest.sentences.tolist() == sentences
         assert rest.units.dtype == rest.sentences.dtype == np.int32
+
+
+FOUND = """Here is what was found:
+
+src/one.py
+12: def first():
+14:     return 1
+
+src/two.py
+   3\tdef second():
+That was all of it, and this line is no heading because none with a number follows.
+"""
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+def test_the_name_of_a_file_is_the_heading_of_the_numbered_lines_below_it(kind: str) -> None:
+    tokenizer = load(DEMO) if kind == "byte-level" else metaspace(FOUND)
+    ids = tokenizer.encode(FOUND, add_special_tokens=False)
+    read = TextReader(tokenizer).read(np.array(ids, dtype=np.int32))
+    pieces = pieces_of(tokenizer, ids, kind)
+    shown = [("".join(pieces[a:b]).strip(), "".join(pieces[b:c]).strip()) for a, b, c in read.headings]
+    assert [heading for heading, _ in shown] == ["src/one.py", "src/two.py"]
+    assert [re.sub(r"\s+", " ", below) for _, below in shown] == ["12: def first(): 14: return 1", "3 def second():"]
+    first = int(read.headings[1, 0])
+    assert np.array_equal(read.since(first).headings, read.headings[1:] - first)
+    assert not read.since(first + 1).headings.size

@@ -17,7 +17,7 @@ from tests.serving import Server, start_named
 README = Path(__file__).parents[2] / "README.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 ADDRESS = "http://127.0.0.1:8000"
-FIRST = re.compile(r"python3 -c '\n(.*?)' \| curl", re.DOTALL)
+FIRST = re.compile(r"python3 -c '\n(.*?)' \| curl.*?python3 -c '\n(.*?)'$", re.DOTALL | re.MULTILINE)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,22 +25,23 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("readme") / "log"
-    with start_named(log, "smollm2", "--specprefill-threshold", "1024") as running:
+    with start_named(log, "smollm2") as running:
         yield running
 
 
-def first_request() -> bytes:
-    """What the README's first command pipes into curl."""
-    program = FIRST.search(README.read_text(encoding="utf-8"))
-    assert program is not None
-    return subprocess.run([sys.executable, "-c", program[1]], capture_output=True, check=True).stdout
-
-
 def test_the_first_answer_is_right_and_the_prefill_was_sparse(server: Server) -> None:
-    answer = httpx.post(f"{server.base}/v1/chat/completions", content=first_request(), timeout=800).json()
-    assert "BeOpen.com" in answer["choices"][0]["message"]["content"]
-    assert answer["specprefill"]["mode"] == "sparse"
-    assert answer["usage"]["prompt_tokens"] > 2000
+    """The two programs of the README's first command, and its request between them."""
+    found = FIRST.search(README.read_text(encoding="utf-8"))
+    assert found is not None
+    request = subprocess.run([sys.executable, "-c", found[1]], capture_output=True, check=True).stdout
+    answer = httpx.post(f"{server.base}/v1/chat/completions", content=request, timeout=800)
+    done = subprocess.run([sys.executable, "-c", found[2]], input=answer.content, capture_output=True, check=True)
+    said, report = done.stdout.decode().splitlines()
+    assert "Digital Creations" in said
+    counts = re.match(r"sparse - (\d+) of (\d+) tokens kept, first token after", report)
+    assert counts is not None, report
+    assert int(counts[1]) < int(counts[2]) / 4
+    assert int(counts[2]) > 2000
 
 
 @pytest.mark.parametrize("program", [text for language, text in BLOCKS if language == "python"])

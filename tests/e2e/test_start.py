@@ -100,9 +100,14 @@ def test_few_open_files_are_enough_or_it_says_so(tmp_path: Path) -> None:
         process.wait(60)
 
 
+def heeds_ctrl_c() -> None:
+    """Also where this suite runs in the background of a shell, which ignores SIGINT, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_while_the_pair_is_measured(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = launch(log, "--port", "0")
+    process = launch(log, "--port", "0", limits=heeds_ctrl_c)
     try:
         wait_for(log, process, "measuring what target and draft cost")
         time.sleep(0.5)

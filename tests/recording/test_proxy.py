@@ -117,6 +117,7 @@ def test_the_server_gets_the_key_and_the_file_does_not(address: str, client: htt
         (b"\xff\xfe", "", {"base64": "//4="}),
         (b"not gzip", "gzip", "not gzip"),
     ],
+    ids=["json", "gzip", "text", "binary", "not gzip"],
 )
 def test_bodies_are_written_as_what_they_are(
     address: str, client: httpx.Client, tmp_path: Path, content: bytes, encoding: str, expected: Any

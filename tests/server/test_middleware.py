@@ -91,7 +91,11 @@ def test_a_compressed_body_is_held_to_the_limit_before_it_is_unfolded(engine: Fa
     assert client.post("/v1/chat/completions", content=small, headers=GZIP).status_code == 413
 
 
-@pytest.mark.parametrize("body", [b"no gzip", gzip.compress(b"{}")[:-4], gzip.compress(b"{}") + b"more", b""])
+@pytest.mark.parametrize(
+    "body",
+    [b"no gzip", gzip.compress(b"{}")[:-4], gzip.compress(b"{}") + b"more", b""],
+    ids=["not gzip", "cut off", "more behind it", "empty"],
+)
 def test_a_broken_compressed_body_is_a_400(client: TestClient, body: bytes) -> None:
     answer = client.post("/v1/chat/completions", content=body, headers=GZIP)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")

@@ -87,12 +87,14 @@ from .request import (
 from .shapes import SHAPES, ShapeWork, shape_work
 from .specprefill.head_calibration import calibrated_heads, find_heads
 from .specprefill.share_calibration import with_calibrated_shares
+from .stored import LOADED_FILES, find_model, is_repository_id, lm_studio_folders, model_in, place_of, snapshot_of
 from .token_ids import TokenIds, as_token_ids
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BLAS",
+    "LOADED_FILES",
     "MULTIPLES",
     "RULE_NAMES",
     "SCOPES",
@@ -165,16 +167,22 @@ __all__ = [
     "calibrated_heads",
     "check_same_tokenizer",
     "find_heads",
+    "find_model",
+    "is_repository_id",
     "keep_pct",
     "keep_share",
     "known_cost",
+    "lm_studio_folders",
     "load_pair",
     "machine",
     "make_pair",
     "max_loss",
+    "model_in",
     "pair_cost",
+    "place_of",
     "read_heads",
     "shape_work",
+    "snapshot_of",
     "with_calibrated_shares",
     "with_heads",
 ]

@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import hf_repo_to_path
 
 from .adapters.checkpoint import context_length, dtype_name, vocab_size
 from .adapters.depth import first_layers, layers_of, whole_draft
@@ -28,6 +27,7 @@ from .adapters.text_mapping import TextMapping
 from .adapters.tokenizers import mapping_between
 from .cache.positioned import make_positioned_cache
 from .errors import LoadError, SparseUnsupportedError
+from .stored import place_of
 
 __all__ = ["DtypeName", "ModelPair", "load_pair", "make_pair", "with_heads"]
 
@@ -112,6 +112,8 @@ def load_pair(
 ) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
+    A hub name is looked for in Hugging Face's cache and LM Studio's folders; mlx-lm downloads what is in neither.
+
     Args:
         draft: "self" is the target itself, whose weights then serve both.
         draft_layers: how many of the draft's first layers read the prompt; None: all of them. Fewer don't look ahead,
@@ -187,7 +189,7 @@ def _calibrated_heads(
     draft_heads: str | Path | None,
 ) -> DraftHeads | None:
     """The heads that were asked for, or those in the draft's folder or beside `draft_heads`."""
-    beside = Path(folder).expanduser() / "heads.json"
+    beside = (place_of(folder) or Path(folder)) / "heads.json"
     if draft_heads is not None:
         beside = Path(draft_heads).expanduser().with_suffix(".json")
     unknown = heads is None and pair.draft is not None
@@ -299,14 +301,15 @@ def _check_depth(draft: nn.Module, draft_id: str, count: int) -> None:
 
 
 def _load(where: str | Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    path = Path(where).expanduser()
-    if is_gguf(path):
-        return _load_gguf(path, dtype)
-    looks_local = str(where).startswith((".", "/", "~")) or path.exists()
-    if looks_local and not (path / "config.json").is_file():
+    path = place_of(where)
+    if is_gguf(path or Path(where)):
+        return _load_gguf(path or Path(where), dtype)
+    if path is None:
+        log.info("%s is neither in Hugging Face's cache nor in LM Studio's folders: it is downloaded", where)
+    elif not (path / "config.json").is_file():
         raise LoadError(f"{where}: no model here (config.json is missing)")
     try:
-        model, tokenizer, config = mlx_load(str(path) if looks_local else str(where), return_config=True)
+        model, tokenizer, config = mlx_load(str(path or where), return_config=True)
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         raise LoadError(f"{where}: {error}") from error
     _cast(model, dtype)
@@ -327,9 +330,8 @@ def _load_gguf(path: Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrappe
 
 def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:
     """The MTP head in the target's files, which mlx-lm does not load, or why there is none to use."""
-    path = Path(where).expanduser()
     try:
-        head = load_mtp_head(model, path if path.exists() else hf_repo_to_path(str(where)))
+        head = load_mtp_head(model, place_of(where) or Path(where))
     except LoadError as error:
         return str(error)
     except (OSError, ValueError, KeyError, RuntimeError) as error:

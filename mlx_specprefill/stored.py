@@ -1,0 +1,124 @@
+"""Models that are on this machine already: in Hugging Face's cache and in LM Studio's folders. Asks no network.
+
+Both keep a model under its repository id. LM Studio's folders hold `publisher/name/files`; the cache of huggingface_hub
+holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main` names the commit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+from .errors import LoadError
+
+__all__ = ["LOADED_FILES", "find_model", "is_repository_id", "lm_studio_folders", "model_in", "place_of", "snapshot_of"]
+
+LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
+"""Patterns of the files in a repository that loading it takes."""
+
+_ID = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>[^/].*\.gguf))?", re.ASCII)
+
+
+def is_repository_id(name: str) -> bool:
+    """Whether it has the form `publisher/name` or `publisher/name/FILE.gguf`."""
+    return _ID.fullmatch(name) is not None
+
+
+def place_of(where: str | Path) -> Path | None:
+    """The folder or GGUF file that is meant: the one of that path, else the stored model of that id; None without.
+
+    Raises:
+        LoadError: of several GGUF files in the repository none is named.
+    """
+    path = Path(where).expanduser()
+    if path.exists() or str(where).startswith((".", "/", "~")):
+        return path
+    return find_model(str(where))
+
+
+def find_model(name: str) -> Path | None:
+    """Where the files of a repository id lie, if all that loading takes are there.
+
+    Args:
+        name: `publisher/name`, or `publisher/name/FILE.gguf`.
+
+    Raises:
+        LoadError: as in `place_of`.
+    """
+    parts = _ID.fullmatch(name)
+    if parts is None:
+        return None
+    folders = [snapshot_of(parts["repository"]), *(folder / parts["repository"] for folder in lm_studio_folders())]
+    found = (model_in(folder, parts["file"]) for folder in folders if folder is not None)
+    return next((path for path in found if path is not None), None)
+
+
+def snapshot_of(repository: str) -> Path | None:
+    """The folder of the commit that `main` was when it was fetched last, whole or not."""
+    stored = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    try:
+        commit = (stored / "refs" / constants.DEFAULT_REVISION).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    folder = stored / "snapshots" / commit
+    return folder if commit and folder.is_dir() else None
+
+
+def model_in(folder: Path, file: str | None = None) -> Path | None:
+    """What can be loaded from a folder: itself, where every file of its weights is there, or a GGUF file in it.
+
+    Raises:
+        LoadError: as in `place_of`.
+    """
+    if file is not None:
+        return folder / file if (folder / file).is_file() else None
+    if (folder / "config.json").is_file() and _has_weights(folder):
+        return folder
+    files = [path for path in sorted(folder.glob("*.gguf")) if not path.name.startswith("mmproj")]
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
+        raise LoadError(f"{folder} has several GGUF files: name one of them behind the id, as in ID/FILE.gguf: {names}")
+    return files[0] if files else None
+
+
+def _has_weights(folder: Path) -> bool:
+    index = folder / constants.SAFETENSORS_INDEX_FILE
+    if not index.is_file():
+        return any(folder.glob("model*.safetensors"))
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    return all((folder / str(file)).is_file() for file in files)
+
+
+def lm_studio_folders() -> list[Path]:
+    """Where LM Studio keeps models: the folder in its settings, and those of its versions so far; only what exists."""
+    found = [folder for home in _lm_studio_homes() for folder in (_chosen(home), home / "models") if folder is not None]
+    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
+
+
+def _lm_studio_homes() -> Iterator[Path]:
+    try:
+        pointed = (Path.home() / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip()
+    except OSError:
+        pointed = ""
+    if pointed:
+        yield Path(pointed)
+    yield Path.home() / ".lmstudio"
+    yield Path.home() / ".cache" / "lm-studio"
+
+
+def _chosen(home: Path) -> Path | None:
+    """The folder that its user has chosen for models."""
+    try:
+        settings = json.loads((home / "settings.json").read_text(encoding="utf-8"))
+        return Path(settings["downloadsFolder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,136 @@
+"""Models under their repository ids, in folders laid out as huggingface_hub and LM Studio do; no network is used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, snapshot_download
+
+from mlx_specprefill import LoadError, find_model, lm_studio_folders, load_pair, place_of
+from tests.gguf_files import tiny
+from tests.tiny import save_checkpoint
+
+COMMIT = "c" * 40
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home, whose Hugging Face cache is `hub`; every attempt to reach a network fails."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def cached(home: Path, name: str) -> Path:
+    """The folder of a repository's one commit in the cache."""
+    stored = home / "hub" / f"models--{name.replace('/', '--')}"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text(COMMIT)
+    return stored / "snapshots" / COMMIT
+
+
+def test_a_model_of_the_cache_is_loaded_under_its_id(home: Path) -> None:
+    save_checkpoint(cached(home, "org/target"), "llama")
+    save_checkpoint(cached(home, "org/draft"), "qwen3")
+    pair = load_pair("org/target", "org/draft")
+    assert (pair.target_id, pair.draft_id, pair.sparse_refusal) == ("org/target", "org/draft", None)
+    assert pair.mtp == "MTP heads of llama are not supported"
+
+
+def test_the_cache_is_laid_out_as_huggingface_hub_reads_it(home: Path) -> None:
+    folder = save_checkpoint(cached(home, "org/name"), "llama")
+    assert find_model("org/name") == folder == Path(snapshot_download("org/name", local_files_only=True))
+
+
+def test_a_model_of_lm_studio_is_loaded_under_its_id(home: Path) -> None:
+    save_checkpoint(home / ".lmstudio" / "models" / "org" / "name", "llama")
+    assert load_pair("org/name", "self").target_id == "org/name"
+
+
+def test_the_cache_goes_before_lm_studio(home: Path) -> None:
+    ours, theirs = cached(home, "org/name"), home / ".lmstudio" / "models" / "org" / "name"
+    save_checkpoint(theirs, "llama")
+    assert find_model("org/name") == theirs
+    save_checkpoint(ours, "llama")
+    assert find_model("org/name") == ours
+
+
+def test_a_folder_of_that_path_goes_before_both(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(cached(home, "org/name"), "llama")
+    monkeypatch.chdir(home)
+    assert place_of("org/name") != Path("org/name")
+    save_checkpoint(home / "org" / "name", "llama")
+    assert place_of("org/name") == Path("org/name")
+    assert place_of("./nowhere") == Path("./nowhere")
+
+
+class TestWhereLmStudioKeepsModels:
+    def test_nowhere_without_it(self) -> None:
+        assert lm_studio_folders() == []
+
+    def test_in_the_folders_of_its_versions(self, home: Path) -> None:
+        folders = [home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"]
+        for folder in folders:
+            folder.mkdir(parents=True)
+        assert lm_studio_folders() == folders
+
+    def test_where_its_pointer_and_its_settings_say(self, home: Path) -> None:
+        elsewhere, chosen = home / "elsewhere", home / "external" / "models"
+        (elsewhere / "models").mkdir(parents=True)
+        chosen.mkdir(parents=True)
+        (home / ".lmstudio-home-pointer").write_text(f"{elsewhere}\n")
+        (elsewhere / "settings.json").write_text(json.dumps({"downloadsFolder": str(chosen)}))
+        assert lm_studio_folders() == [chosen, elsewhere / "models"]
+
+    @pytest.mark.parametrize("settings", ["", "[]", "{}", '{"downloadsFolder": 3}'])
+    def test_settings_that_say_nothing_are_passed_over(self, home: Path, settings: str) -> None:
+        (home / ".lmstudio" / "models").mkdir(parents=True)
+        (home / ".lmstudio" / "settings.json").write_text(settings)
+        assert lm_studio_folders() == [home / ".lmstudio" / "models"]
+
+
+class TestWhatIsNotWhole:
+    def test_a_cache_that_lacks_weights(self, home: Path) -> None:
+        folder = save_checkpoint(cached(home, "org/name"), "llama")
+        (folder / "model.safetensors").unlink()
+        assert find_model("org/name") is None
+
+    def test_a_cache_that_lacks_one_of_several_files(self, home: Path) -> None:
+        folder = save_checkpoint(cached(home, "org/name"), "llama")
+        shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+        shutil.copy(folder / "model.safetensors", folder / shards["a"])
+        assert find_model("org/name") is None
+        shutil.copy(folder / "model.safetensors", folder / shards["b"])
+        assert find_model("org/name") == folder
+
+    def test_a_commit_without_a_folder(self, home: Path) -> None:
+        cached(home, "org/name")
+        assert find_model("org/name") is None
+
+    @pytest.mark.parametrize("name", ["name", "a/b/c", "../name", "org/..", "org/name/", "/org/name", "org/na me"])
+    def test_what_is_no_id(self, name: str) -> None:
+        assert find_model(name) is None
+
+
+class TestGguf:
+    def test_the_only_file_is_meant(self, home: Path) -> None:
+        folder = home / ".lmstudio" / "models" / "org" / "name"
+        folder.mkdir(parents=True)
+        (folder / "mmproj-name.gguf").touch()
+        file = tiny("llama").write(folder / "name-Q8_0.gguf")
+        assert find_model("org/name") == file
+        assert load_pair("org/name", "self").target_id == "org/name"
+
+    def test_one_of_several_has_to_be_named(self, home: Path) -> None:
+        folder = cached(home, "org/name")
+        folder.mkdir(parents=True)
+        for name in ("a.gguf", "b.gguf"):
+            tiny("llama").write(folder / name)
+        with pytest.raises(LoadError, match=r"several GGUF files: name one of them .*: a\.gguf, b\.gguf"):
+            load_pair("org/name")
+        assert load_pair("org/name/b.gguf", "self").target_id == "b"

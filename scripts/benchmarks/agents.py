@@ -114,8 +114,8 @@ class Conversation:
 
     arm: Arm
     session: Session
-    history: list[Message] = field(default_factory=list)
-    known: int = 0
+    history: list[Message] = field(init=False)
+    known: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._begin()

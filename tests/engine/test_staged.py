@@ -276,7 +276,7 @@ def test_idle_time_makes_a_turn_dense(family: str, monkeypatch: pytest.MonkeyPat
     with Engine(pair, replace(CONFIG, policy=policy, prefix_cache_bytes=1 << 26)) as engine:
         monkeypatch.setattr(kind, "__call__", counting)
         tokens, first = generated(engine.generate(turn))
-        eventually(lambda: engine.stats().densified == 1)
+        assert eventually(lambda: engine.stats().densified == 1)
         assert (sum(read) <= COUNT) == (family == "llama")
         prompt = np.concatenate([turn.prompt, tokens, random_prompt(90, 4)]).astype(np.int32)
         full, dense = generated(engine.generate(replace(turn, prompt=prompt, specprefill=OFF)))

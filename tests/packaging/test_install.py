@@ -14,6 +14,8 @@ import first_use
 import pytest
 import try_install
 
+from tests.browser import NO_BROWSER, browser
+
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("MLX_SPECPREFILL_INSTALL"), reason="MLX_SPECPREFILL_INSTALL is not set"),
     pytest.mark.timeout(900),
@@ -30,7 +32,7 @@ def test_the_wheel_with_pip(installed: Path, wheel_file: Path, tmp_path: Path) -
     assert "demo read " in try_install.use(installed, wheel_file, tmp_path)
 
 
-@pytest.mark.skipif(not os.environ.get("MLX_SPECPREFILL_BROWSER"), reason="MLX_SPECPREFILL_BROWSER is not set")
+@pytest.mark.skipif(not (browser() or os.environ.get("MLX_SPECPREFILL_BROWSER")), reason=NO_BROWSER)
 def test_the_first_use_ends_with_the_headline(installed: Path, tmp_path: Path) -> None:
     steps: dict[str, float] = {}
     headline = first_use.press_the_sample(installed, tmp_path, steps)

@@ -15,11 +15,11 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from ..browser import NO_BROWSER, browser
 from ..e2e.conftest import server as server  # the bundled pair, one server for all tests
 from ..server.conftest import live as live  # the fixtures of the server's tests
 from ..server.fakes import FakeEngine, FakePair
 
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTHS = {"wide": (1360, 900), "narrow": (390, 844), "wide at 200 %": (680, 450), "full HD at 200 %": (960, 540)}
 
 
@@ -90,6 +90,12 @@ class Page:
         self.press("#send")
         return self.all(".turn")[-1]
 
+    def score(self, question: str, document: str) -> None:
+        """What would be read of a document for a question, without an answer."""
+        self.drop(document)
+        self.find("#question").send_keys(question)
+        self.press("#score")
+
     def set(self, css: str, value: str) -> None:
         """A switch of the form."""
         self.run(
@@ -129,9 +135,9 @@ class Page:
 
 @pytest.fixture(scope="session")
 def driver() -> Iterator[Any]:
-    binary = next((path for path in map(shutil.which, CHROMIUM) if path), None)
+    binary = browser()
     if binary is None and not os.environ.get("MLX_SPECPREFILL_BROWSER"):
-        pytest.skip("no Chromium here; .ci/run installs one")
+        pytest.skip(NO_BROWSER)
     options = webdriver.ChromeOptions()
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
         options.add_argument(argument)

@@ -61,9 +61,7 @@ def scored(page: Page, live: Any, theme: str) -> None:
     base, _ = live()
     page.open(base)
     page.look(theme)
-    page.drop("The river waited for the stone bridge. " * 20)
-    page.find("#question").send_keys("Where?")
-    page.press("#score")
+    page.score("Where?", "The river waited for the stone bridge. " * 20)
     page.run(CONTRASTS)
 
 

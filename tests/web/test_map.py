@@ -72,9 +72,7 @@ def test_the_share_that_was_chosen_is_told(page: Page, server: Server) -> None:
 def test_another_share_is_what_the_server_would_choose(page: Page, server: Server) -> None:
     document, question = haystack("Emma", "667788", 900, 0.5, seed=24).rsplit("\n\n", 1)
     page.open(server.base)
-    page.drop(document)
-    page.find("#question").send_keys(question)
-    page.press("#score")
+    page.score(question, document)
     for percent in (5, 12, 33, 70, 100):
         page.set("#what-if", str(percent))
         body = {"messages": [{"role": "user", "content": f"{document}\n\n{question}"}]}
@@ -102,9 +100,7 @@ def test_another_share_is_what_the_server_would_choose(page: Page, server: Serve
 def test_parts_are_explained_by_mouse_and_keyboard(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)
-    page.drop("The river waited for the stone bridge. " * 20)
-    page.find("#question").send_keys("Where?")
-    page.press("#score")
+    page.score("Where?", "The river waited for the stone bridge. " * 20)
     prompt, detail = page.find("#prompt"), page.find("#detail")
     prompt.send_keys(Keys.HOME)
     assert "Always kept: first chunk." in detail.text
@@ -143,9 +139,7 @@ return { painted: rows.filter((y) => alpha(0, y) === 255).length / height, // ba
 def test_scores_are_a_layer_of_their_own(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)
-    page.drop("The river waited for the stone bridge. " * 20)
-    page.find("#question").send_keys("Where?")
-    page.press("#score")
+    page.score("Where?", "The river waited for the stone bridge. " * 20)
     without = page.run(SCORED)
     assert len(set(without)) == 2  # what is read and what is not
     page.find("#scores").click()
@@ -160,9 +154,7 @@ def test_scores_are_a_layer_of_their_own(page: Page, live: Any) -> None:
 def test_the_minimap_shows_the_whole_text_and_goes_anywhere_in_it(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)
-    page.drop("The river waited for the stone bridge. " * 200)
-    page.find("#question").send_keys("Where?")
-    page.press("#score")
+    page.score("Where?", "The river waited for the stone bridge. " * 200)
     page.until(lambda: page.run(MINIMAP)["seen"])
     picture = page.run(MINIMAP)
     assert picture["painted"] > 0.6
@@ -180,9 +172,7 @@ def test_the_minimap_shows_the_whole_text_and_goes_anywhere_in_it(page: Page, li
 def test_the_three_steps_can_be_walked_through(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)
-    page.drop("The river waited for the stone bridge. " * 20)
-    page.find("#question").send_keys("Where?")
-    page.press("#score")
+    page.score("Where?", "The river waited for the stone bridge. " * 20)
     page.find("#step-back").click()
     assert "Step 1 of 3. The small model reads everything" in page.find("#step").text
     assert page.find("#scores").is_selected()

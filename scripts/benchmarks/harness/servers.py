@@ -135,23 +135,29 @@ class Server:
 
     def settle(self, limit_s: float = 60.0) -> None:
         """Until nothing runs and nothing waits."""
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            health = self.get("/health").json()
-            if health["running"] == 0 and health["queued"] == 0:
-                return
+
+        def nothing_waits() -> bool:
             time.sleep(0.05)
-        raise BenchError(f"{self.name} does not come to rest")
+            health = self.get("/health").json()
+            return bool(health["running"] == 0 and health["queued"] == 0)
+
+        self._until(nothing_waits, limit_s)
 
     def rest(self, limit_s: float = 600.0) -> None:
         """Until it does nothing any more in idle time either, by the processor time that it takes."""
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
+
+        def idle() -> bool:
             used = self.cpu_s()
             time.sleep(REST_S)
-            if self.cpu_s() - used < 0.1 * REST_S:
-                return
-        raise BenchError(f"{self.name} does not come to rest")
+            return self.cpu_s() - used < 0.1 * REST_S
+
+        self._until(idle, limit_s)
+
+    def _until(self, rests: Callable[[], bool], limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not rests():
+            if time.monotonic() > end:
+                raise BenchError(f"{self.name} does not come to rest")
 
 
 def together(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
@@ -172,10 +178,11 @@ def copy_checkpoint(source: Path, folder: Path, template: str | None = None) -> 
     shutil.copytree(source, folder)
     weights = {name: array.astype(mx.float32) for name, array in mx.load(str(source / "model.safetensors")).items()}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    changes = never_ending(source, folder) if template is None else {"config.json": {"torch_dtype": "float32"}}
-    if template is not None:
+    if template is None:
+        changes = never_ending(source, folder)
+    else:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
-        changes["tokenizer_config.json"] = {"chat_template": template}
+        changes = {"config.json": {"torch_dtype": "float32"}, "tokenizer_config.json": {"chat_template": template}}
     for name, change in changes.items():
         path = folder / name
         known = json.loads(path.read_text()) if path.exists() else {}

@@ -45,6 +45,7 @@ from .engine.engine import Engine, EngineHealth
 from .engine.handle import RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
 from .engine.machine import Machine, machine
+from .engine.mlx_thread import MLXThread
 from .engine.replay import Replay
 from .engine.stats import EngineStats, MemoryUse
 from .errors import (
@@ -125,6 +126,7 @@ __all__ = [
     "Keep",
     "LoadError",
     "Logprob",
+    "MLXThread",
     "Machine",
     "MemoryUse",
     "Mode",

@@ -1,21 +1,18 @@
 """The public face of the engine: callers on any thread, one MLX thread behind it.
 
-What callers want goes through an inbox (`inbox.py`) to the thread's loop (`loop.py`), which answers through one
-callback per request.
+What callers want goes through an inbox (`inbox.py`) to the engine's loop (`loop.py`) on that thread (`mlx_thread.py`),
+which answers through one callback per request.
 """
 
 from __future__ import annotations
 
 import atexit
 import queue
-import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
@@ -37,6 +34,7 @@ from .inbox import Inbox, Results
 from .inspection import Inspection, inspect_prompt
 from .job import Job, OnEvent, ignore
 from .loop import Loop
+from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .replay import Replay, replay_continuation
 from .rows import Rows
@@ -50,8 +48,6 @@ __all__ = ["Engine", "EngineHealth"]
 
 T = TypeVar("T")
 _PATIENCE = 4  # times `slice_target_ms`: how long a prefill may wait while others are served
-_THREAD_EXIT_S = 0.1  # where the system does not tell
-_THREAD_EXIT_LIMIT_S = 10.0  # where it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +63,27 @@ class EngineHealth:
 class Engine:
     """Runs requests for a pair. Use as a context manager, or `start()` and `close()`.
 
+    Args:
+        thread: on which it runs beside other engines, started by its owner; None: on one of its own. The config's
+            memory limit then is this engine's part of the thread's.
+        lasting: its models stay as long as the process: the other engines count with the rest of the memory alone.
+
     Attributes:
         pair, config: what it was made with. The other parts belong to the MLX thread.
     """
 
-    def __init__(self, pair: ModelPair, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        pair: ModelPair,
+        config: EngineConfig | None = None,
+        *,
+        thread: MLXThread | None = None,
+        lasting: bool = False,
+    ) -> None:
         self.pair = pair
         self.config = config or EngineConfig()
+        self._alone = thread is None
+        self._thread = thread or MLXThread(self.config.memory_limit)
         check_limit(pair, self.config)
         self.caches = EngineCaches(pair, self.config)
         self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.slice_target_ms) or 1)
@@ -82,18 +92,15 @@ class Engine:
         planner = Planner(pair, self.config, costs, slicing.expected)
         self.speculator = Speculator(pair, self.config, self.scheduler)
         self.prefiller = Prefiller(pair, self.config, self.caches, planner, slicing.size, self.speculator)
-        self.memory = Memory(pair, self.config, self.caches, costs)
+        self.memory = Memory(pair, self.config, self.caches, costs, self._thread.memory, lasting)
         self.rows = Rows(pair, self.config, self.speculator)
         self.densifier = Densifier(self.prefiller, self.memory)
-        self._inbox = Inbox(self.scheduler, self.config.max_queue)
+        self._inbox = Inbox(self.scheduler, self.config.max_queue, self._thread.wake)
         self.loop = Loop(
             self.config, self._inbox, self.scheduler, self.memory, self.caches, slicing, self.rows, self.densifier
         )
         self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
-        self._ready = threading.Event()
-        self._thread = threading.Thread(
-            target=self.loop.run, args=(self._ready.set,), name="mlx-specprefill-engine", daemon=True
-        )
+        self._started = False
 
     def __enter__(self) -> Engine:
         self.start()
@@ -103,44 +110,49 @@ class Engine:
         self.close()
 
     def start(self) -> None:
-        """Start the MLX thread, and wait until it has measured what a sequence costs.
+        """Start its own MLX thread, if it has one, and wait until it has measured what a sequence costs.
 
         Raises:
-            EngineClosedError: the engine was closed before.
+            EngineClosedError: the engine or the thread was closed before, or it could not begin, as the log says.
         """
         if self._inbox.is_open:
             return
-        if self._thread.ident is not None:
+        if self._started:
             raise EngineClosedError("a closed engine can't be started again")
         if self.config.wired_limit:
             maybe_set_recommended_wired_limit()
+        self._started = True
+        if self._alone:
+            self._thread.start()
         self._inbox.open()
-        self._thread.start()
         try:
-            self._ready.wait()
+            self._thread.add(self.loop)
+            self.loop.ready.wait()
         except BaseException:  # Ctrl-C while it measures, which can take a minute
             self.costs.give_up()
             self.close()
             raise
-        atexit.register(self.close)  # a thread that MLX has used must be gone before the interpreter finalises
+        if self.loop.ended.is_set():
+            raise EngineClosedError("the engine could not begin; the log says why")
+        atexit.register(self.close)
 
     def close(self, timeout: float = 30.0) -> None:
-        """Refuse new requests, cancel what runs and what waits, and wait for the thread."""
+        """Refuse new requests, cancel what runs and what waits, and wait for the end of its loop and its own thread."""
         if not self._inbox.close():
             return
-        self._thread.join(timeout)
+        if self._thread.is_alive:
+            self.loop.ended.wait(timeout)
         atexit.unregister(self.close)
-        if sys.version_info < (3, 13) and not self._thread.is_alive():
-            # There join() returns before the thread's C++ destructors have run; MLX's compile cache is one of them,
-            # needs the interpreter lock, and aborts the process if the interpreter is finalising by then.
-            _wait_until_gone(self._thread)
+        if self._alone:
+            self._thread.close(timeout)
 
     # --- what it does and holds --------------------------------------------------------------------------------------
 
     def health(self) -> EngineHealth:
         """From any thread. A request on its way from the queue to its prefill may count in both, never in neither."""
         age, queued = time.monotonic() - self.loop.beat, self._inbox.waiting
-        return EngineHealth(self._thread.is_alive(), age, self.scheduler.running, queued)
+        alive = self._thread.is_alive and not self.loop.ended.is_set()
+        return EngineHealth(alive, age, self.scheduler.running, queued)
 
     @property
     def window(self) -> int:
@@ -205,12 +217,12 @@ class Engine:
             self._grammars.check(request.constraint)
         plan = self.prefiller.planner.plan(request)
         need = self.memory.need(request, "sparse" if plan.crowded else plan.mode)
-        if plan.crowded and not self.memory.admission.can_ever(need):
+        if plan.crowded and not self.memory.can_ever(need):
             plan, need = replace(plan, crowded=False), self.memory.need(request, "full")
-        if plan.mode == "sparse" and not self.memory.admission.can_ever(need):
+        if plan.mode == "sparse" and not self.memory.can_ever(need):
             plan = plan.as_full("a sparse prefill needs more memory than there is")
             need = self.memory.need(request, "full")
-        if not self.memory.admission.can_ever(need):
+        if not self.memory.can_ever(need):
             window = self.memory.window(request.specprefill.speculative)
             raise ContextLengthError(len(request.prompt), request.max_tokens, window)
         return plan, need
@@ -310,14 +322,3 @@ class Engine:
         if request.constraint is not None:
             grammar = self._grammars.state(request.constraint, request.stop_token_ids, request.min_tokens)
         return grammar if request.reasoning is None else ReasoningBudgetState(request.reasoning, grammar)
-
-
-def _wait_until_gone(thread: threading.Thread) -> None:
-    """Wait for the system's part of a joined thread: as Linux tells, elsewhere for as long as it may take."""
-    threads = Path("/proc/self/task")
-    if not threads.is_dir():
-        time.sleep(_THREAD_EXIT_S)
-        return
-    until = time.monotonic() + _THREAD_EXIT_LIMIT_S
-    while (threads / str(thread.native_id)).exists() and time.monotonic() < until:
-        time.sleep(1e-3)

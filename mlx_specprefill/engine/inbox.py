@@ -34,11 +34,13 @@ class Inbox:
     Args:
         scheduler: learns of every job that the MLX thread takes out.
         max_queue: jobs that may wait, here and there together.
+        wake: tells the MLX thread that there is something to take, or that there will be nothing more.
     """
 
-    def __init__(self, scheduler: Scheduler, max_queue: int) -> None:
+    def __init__(self, scheduler: Scheduler, max_queue: int, wake: Callable[[], None] = lambda: None) -> None:
         self._scheduler = scheduler
         self._max_queue = max_queue
+        self._wake = wake
         self._posted: queue.SimpleQueue[Job | Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._uids = 0
@@ -67,6 +69,7 @@ class Inbox:
             was_open, self._open = self._open, False
         if was_open:
             self._posted.put(None)
+            self._wake()
         return was_open
 
     def next_uid(self) -> int:
@@ -87,6 +90,7 @@ class Inbox:
                 raise EngineClosedError(f"{waiting} requests are waiting already")
             self._unread += 1
         self._posted.put(job)
+        self._wake()
 
     def call(self, call: Callable[[], T]) -> T:
         """Call something on the MLX thread, between two slices; its result.
@@ -105,6 +109,7 @@ class Inbox:
         with self._lock:
             self._check_open()
             self._posted.put(answer)
+        self._wake()
         return done.wait()
 
     def take(self, timeout: float) -> Job | Call | None:

@@ -8,8 +8,8 @@ An error of one request never ends the loop.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from ..config import EngineConfig
@@ -28,12 +28,12 @@ from .sequence import Sequence
 from .slicing import Slicing
 from .stats import Meter
 
-__all__ = ["Loop"]
+__all__ = ["IDLE_BEAT_S", "Loop"]
 
 log = logging.getLogger(__name__)
-_IDLE_BEAT_S = 0.5
+IDLE_BEAT_S = 0.5
 _QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
-_LOOK_EVERY_S = 0.5  # at the memory; not above _IDLE_BEAT_S, so that it is looked at while nothing comes
+_LOOK_EVERY_S = 0.5  # at the memory; not above IDLE_BEAT_S, so that it is looked at while nothing comes
 _NOTHING_S = 2e-3  # a step of a prefill that takes no longer, such as its planning, is no slice
 _TICK_SHARE = 0.25  # of `slice_target_ms`: short slices share a tick until that much time is spent
 
@@ -43,6 +43,8 @@ class Loop:
 
     Attributes:
         jobs: in work or waiting, by uid.
+        ready, ended: set once it has measured what a sequence costs, and once it does nothing more.
+        stuck: requests wait, and none runs, for memory that other engines hold.
         beat: when it last did something, by the monotonic clock.
         meter: of generated tokens.
     """
@@ -70,29 +72,58 @@ class Loop:
         self._next_look = 0.0  # at the memory, by the same
         self._returned = False  # what MLX keeps of the memory that was freed, since the last work
         self.jobs: dict[int, Job] = {}
+        self.ready, self.ended = threading.Event(), threading.Event()
+        self.stuck = False
         self.beat = time.monotonic()
         self.meter = Meter()
+        memory.watch(lambda: tuple(self.jobs.values()), lambda: rows.nbytes, self._stop_background)
 
-    def run(self, ready: Callable[[], None]) -> None:
-        """Until the inbox is closed; what runs or waits then is cancelled. `ready` is called after measuring."""
-        try:
-            self._memory.measure()
-        finally:
-            ready()
-        while self._inbox.is_open or self._inbox:
-            self.beat = time.monotonic()
-            self._read_inbox(self._rest_s)
-            if self._inbox.is_open:
-                self._guarded_tick()
+    def begin(self) -> None:
+        """Measure what a sequence costs."""
+        self._memory.measure()
+        self.ready.set()
+
+    def step(self, background: bool = True, elsewhere: bool = False) -> None:
+        """Take what has come, and do one tick.
+
+        Args:
+            background: whether work that no request waits for may be begun.
+            elsewhere: answers of other engines wait for the tick.
+        """
+        self.beat = time.monotonic()
+        self._slicing.elsewhere = elsewhere
+        self._read_inbox()
+        if self._inbox.is_open:
+            self._guarded_tick(background)
+
+    def end(self) -> None:
+        """Cancel what runs or waits, and let go of what is kept."""
+        self._inbox.close()
+        self._read_inbox()
         for job in list(self.jobs.values()):
             self._cancel(job)
         self._caches.close()
         self._memory.close()
+        self.ended.set()
+        self.ready.set()
 
-    def _read_inbox(self, rest_s: float) -> None:
-        """What has come; the first of it is waited for."""
-        while (posted := self._inbox.take(rest_s)) is not None:
-            rest_s = 0.0
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return not (self._inbox.is_open or self._inbox)
+
+    @property
+    def busy(self) -> bool:
+        """Requests have something to gain by a tick."""
+        scheduler = self._scheduler
+        return bool(self._inbox or scheduler.running or (scheduler.waiting and not self.stuck))
+
+    @property
+    def answering(self) -> bool:
+        return bool(self._scheduler.decoding)
+
+    def _read_inbox(self) -> None:
+        while (posted := self._inbox.take(0.0)) is not None:
             self._returned = False
             if isinstance(posted, Job):
                 self.jobs[posted.uid] = posted
@@ -111,29 +142,30 @@ class Loop:
         return self._slicing.full_slices(tokens - cached, cached), tokens - cached
 
     @property
-    def _rest_s(self) -> float:
+    def rest_s(self) -> float:
         """How long nothing is to be done unless a request comes."""
         if not self._inbox.is_open or not self._scheduler.idle:
             return 0.0
         quiet = time.monotonic() - self._last_end
-        return min(_IDLE_BEAT_S, _QUIET_S - quiet) if self._densifier.turns else _IDLE_BEAT_S
+        return min(IDLE_BEAT_S, _QUIET_S - quiet) if self._densifier.turns else IDLE_BEAT_S
 
-    def _guarded_tick(self) -> None:
+    def _guarded_tick(self, background: bool) -> None:
         """An error that belongs to no single request ends all that run, never the loop."""
         try:
-            self._tick()
+            self._tick(background)
         except Exception as error:
             log.exception("the engine starts over")
             for job in list(self.jobs.values()):
                 self._fail(job, error)
             self._rows.clear()
 
-    def _tick(self) -> None:
+    def _tick(self, background: bool) -> None:
         for job in [job for job in self.jobs.values() if job.handle.cancelled]:
             self._cancel(job)
         self._admit()
         self._decode()
-        self._start_background()
+        if background:
+            self._start_background()
         self._prefill()
         self._look_at_memory()
 
@@ -152,12 +184,16 @@ class Loop:
 
     def _admit(self) -> None:
         passing = False  # no memory for the first in line
+        self.stuck = False
         while (uid := self._scheduler.next_waiting(passing)) is not None:
             job = self.jobs[uid]
             if self._has_memory(job):
                 self._scheduler.admit(uid, passing)
                 if job.sequence is not None:
                     job.sequence.started = time.perf_counter()
+            elif self._scheduler.running == 0 and self._memory.common.may_come(_need(job), self._memory):
+                self.stuck = True
+                return
             elif self._scheduler.running == 0:
                 # Nothing will free memory any more: what the prediction counts is not in our hands.
                 self._end(job, Failed(EngineClosedError("not enough memory for this request now")))
@@ -168,14 +204,14 @@ class Loop:
 
     def _has_memory(self, job: Job) -> bool:
         """Reserve what a job will need, if there is as much."""
-        need = 0 if job.sequence is None else job.sequence.need
+        need = _need(job)
         if not self._memory.admission.fits(need):
             self._stop_background()
-        return self._memory.admission.reserve(job.uid, need)
+        return self._memory.reserve(job.uid, need)
 
     def _start_background(self) -> None:
         """With nothing else to do, make the prompt of a sparse turn dense in the exact cache."""
-        if not self._densifier.turns or self._scheduler.running or self._scheduler.waiting or self._rest_s > 0:
+        if not self._densifier.turns or self._scheduler.running or self._scheduler.waiting or self.rest_s > 0:
             return
         job = self._densifier.job(self._inbox.next_uid())
         if job is not None:
@@ -198,7 +234,7 @@ class Loop:
             spent = time.perf_counter() - begun
             if any(other.handle.cancelled for other in self.jobs.values()):
                 return
-            self._read_inbox(0.0)
+            self._read_inbox()
             self._admit()
             job = self._next_prefill()
             if job is not None and spent > _NOTHING_S and spent + job.slice_s >= self._room_s:
@@ -326,6 +362,11 @@ class Loop:
     def _emit(self, job: Job, event: Event) -> None:
         self.beat = time.monotonic()
         job.emit(event)
+
+
+def _need(job: Job) -> int:
+    """Bytes, as predicted."""
+    return 0 if job.sequence is None else job.sequence.need
 
 
 def _answering(job: Job) -> Sequence:

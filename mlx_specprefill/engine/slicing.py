@@ -20,6 +20,9 @@ class Slicing:
 
     Args:
         longest: tokens per forward of "draft" or "prefill" above which a prompt is read more slowly.
+
+    Attributes:
+        elsewhere: whether answers of other engines wait for the slice.
     """
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, longest: Callable[[str], int]) -> None:
@@ -28,6 +31,7 @@ class Slicing:
         self._sizer = SliceSizer(config.prefill_step, min(_SMALLEST, config.prefill_step), config.slice_target_ms)
         self._job: Job | None = None
         self._given = 0  # tokens of the latest slice at most
+        self.elsewhere = False
 
     def begin(self, job: Job) -> None:
         """The slices asked for from now on are this job's."""
@@ -44,7 +48,7 @@ class Slicing:
         background = job is not None and job.background
         depth = 0 if job is None else job.depth(kind)
         scheduler = self._scheduler
-        size = self._sizer.size(kind, bool(scheduler.decoding), background, depth, scheduler.crowded)
+        size = self._sizer.size(kind, self.elsewhere or bool(scheduler.decoding), background, depth, scheduler.crowded)
         self._given = min(size, self._longest(kind))
         return self._given
 

@@ -40,6 +40,8 @@ class Admission:
         weights: bytes that are always taken.
         cached: bytes held by the prefix cache right now.
         reclaim: frees at least that many bytes of the prefix cache if it can.
+        elsewhere: how much of so many bytes is missing because of other engines; `reclaim_elsewhere` frees it if
+            it can.
     """
 
     def __init__(
@@ -48,11 +50,15 @@ class Admission:
         weights: int,
         cached: Callable[[], int] = lambda: 0,
         reclaim: Callable[[int], None] = lambda _: None,
+        elsewhere: Callable[[int], int] = lambda _: 0,
+        reclaim_elsewhere: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.limit = limit
         self.weights = weights
         self._cached = cached
         self._reclaim = reclaim
+        self._elsewhere = elsewhere
+        self._reclaim_elsewhere = reclaim_elsewhere
         self._reserved: dict[int, int] = {}
 
     @property
@@ -69,12 +75,14 @@ class Admission:
 
     def fits(self, need: int) -> bool:
         """Whether the bytes are free as things stand."""
-        return self._missing(need) <= 0
+        return self._missing(need) <= 0 and self._elsewhere(need) <= 0
 
     def reserve(self, uid: int, need: int) -> bool:
         """Take the bytes if they are free, evicting from the prefix cache first."""
         if (missing := self._missing(need)) > 0:
             self._reclaim(missing)
+        if self._elsewhere(need) > 0:
+            self._reclaim_elsewhere(need)
         return self.reserve_free(uid, need)
 
     def reserve_free(self, uid: int, need: int) -> bool:

@@ -13,7 +13,14 @@ from ...adapters.staged import StagedModel
 from ...cache.positioned import leaves
 from .admission import Footprint, physical_memory
 
-__all__ = ["default_limit", "hidden_bytes", "measure_footprint", "measure_head_footprint", "weight_bytes"]
+__all__ = [
+    "default_limit",
+    "hidden_bytes",
+    "measure_footprint",
+    "measure_head_footprint",
+    "weight_bytes",
+    "weights_by_array",
+]
 
 _PROBE = 128  # tokens of the measuring forward
 _SHARE_OF_RAM = 0.8  # of physical memory, where the device recommends no working set
@@ -32,6 +39,12 @@ def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:
     """Of the parameters in memory that `beside` does not have as well: a draft can be a part of its target."""
     counted = {} if beside is None else _arrays(beside)
     return sum(int(array.nbytes) for key, array in _arrays(model).items() if key not in counted)
+
+
+def weights_by_array(*models: nn.Module | None) -> dict[int, int]:
+    """Bytes of the parameters of all these models, each array once, by identity."""
+    found = {key: array for model in models if model is not None for key, array in _arrays(model).items()}
+    return {key: int(array.nbytes) for key, array in found.items()}
 
 
 def _arrays(model: nn.Module) -> dict[int, mx.array]:

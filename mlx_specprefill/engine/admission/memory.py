@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import mlx.core as mx
 
@@ -16,14 +17,14 @@ from ..caches import EngineCaches
 from ..job import Job
 from ..stats import MemoryUse
 from .admission import Admission, Footprint
-from .footprint import default_limit, hidden_bytes, measure_footprint, measure_head_footprint, weight_bytes
+from .common import CommonMemory
+from .footprint import hidden_bytes, measure_footprint, measure_head_footprint, weight_bytes, weights_by_array
 from .ledger import Ledger, cache_bytes
 from .planner import Costs
 
 __all__ = ["Memory", "check_limit"]
 
 log = logging.getLogger(__name__)
-_SPARE_PART = 8  # of the limit: what MLX may keep of freed memory, which the limit itself does not count
 _ANSWER_TOKENS = 2048  # of the answer that admission counts: clients ask for the whole context and use little of it
 
 
@@ -32,9 +33,18 @@ class Memory:
 
     Attributes:
         admission: which predictions fit, and what is reserved for which job.
+        common: what all engines of the thread share; to the others this one is a `Sharer`.
     """
 
-    def __init__(self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, costs: Costs) -> None:
+    def __init__(
+        self,
+        pair: ModelPair,
+        config: EngineConfig,
+        caches: EngineCaches,
+        costs: Costs,
+        common: CommonMemory | None = None,
+        lasting: bool = False,
+    ) -> None:
         self._pair = pair
         self._config = config
         self._caches = caches
@@ -43,13 +53,29 @@ class Memory:
         self._weights = (0, 0)  # bytes of target and draft
         self._hidden_bytes = 0  # per token, of what the target's first layers pass on
         self._ledger = Ledger()
-        self._spare_before: int | None = None  # MLX's own limit
+        self._jobs: Callable[[], Collection[Job]] = tuple
+        self._rows: Callable[[], int] = int
+        self._stop_background: Callable[[], None] = lambda: None
+        self.common = common or CommonMemory(config.memory_limit)
+        self.lasting = lasting
+        self.last_use = 0.0
+        self.parameters: Mapping[int, int] = {}
         self.admission = Admission(None, 0)
+
+    def watch(
+        self, jobs: Callable[[], Collection[Job]], rows: Callable[[], int], stop_background: Callable[[], None]
+    ) -> None:
+        """Where to look for what requests hold, and how to end what nobody waits for.
+
+        Args:
+            rows: bytes of the caches of all decoding rows.
+        """
+        self._jobs, self._rows, self._stop_background = jobs, rows, stop_background
 
     def measure(self) -> None:
         """Measure what a sequence costs, on the MLX thread. A model that can't even do this tells its first request."""
-        pair, limit = self._pair, self._config.memory_limit or default_limit()
-        self._weights = _weights(pair)
+        pair, limit = self._pair, self._config.memory_limit or self.common.limit
+        self._weights, self.parameters = _weights(pair), weights_by_array(pair.target, pair.draft)
         try:
             self._costs.measure()
             self._target = measure_footprint(pair.target, self._costs.longest_slice("prefill"))
@@ -59,9 +85,15 @@ class Memory:
         except Exception:
             log.exception("could not measure memory use: requests are admitted without a prediction")
             limit = None
-        self.admission = Admission(limit, sum(self._weights), lambda: self._caches.nbytes, self._caches.reclaim)
-        if limit is not None:
-            self._limit_spare(limit // _SPARE_PART)
+        self.admission = Admission(
+            limit,
+            sum(self._weights),
+            lambda: self._caches.nbytes,
+            self._caches.reclaim,
+            self.common.missing,
+            lambda need: self.common.reclaim(need, self),
+        )
+        self.common.join(self)
         if (window := self.window()) < pair.context_length:
             log.warning(
                 "memory leaves room for %d tokens of prompt and answer, of the model's %d; --memory-limit allows more",
@@ -69,17 +101,44 @@ class Memory:
                 pair.context_length,
             )
 
-    def _limit_spare(self, nbytes: int) -> None:
-        """MLX's own limit is all that the device has; a lower one stays."""
-        self._spare_before = mx.set_cache_limit(nbytes)
-        if self._spare_before < nbytes:
-            mx.set_cache_limit(self._spare_before)
-
     def close(self) -> None:
-        """MLX's settings and freed memory as they were; on the MLX thread."""
-        if self._spare_before is not None:
-            mx.set_cache_limit(self._spare_before)
+        """Give back what it had of the common memory, and freed memory to the system; on the MLX thread."""
+        self.common.leave(self)
         mx.clear_cache()
+
+    @property
+    def reserved(self) -> int:
+        return self.admission.reserved
+
+    @property
+    def cached(self) -> int:
+        return self._caches.nbytes
+
+    @property
+    def held(self) -> int:
+        """Bytes of caches and requests, measured."""
+        return self._caches.nbytes + self._rows() + sum(self._arrays(job) for job in self._jobs())
+
+    def stop_background(self) -> None:
+        """End what no request waits for."""
+        self._stop_background()
+
+    def evict(self, nbytes: int) -> None:
+        """Let go of at least that many cached bytes, if there are as many."""
+        self._caches.reclaim(nbytes)
+
+    def reserve(self, uid: int, need: int) -> bool:
+        """Take the bytes for a request if they are there, or if caches can give way."""
+        if not self.admission.reserve(uid, need):
+            return False
+        self.last_use = time.monotonic()
+        self.common.came(self)
+        return True
+
+    def can_ever(self, need: int) -> bool:
+        """Whether it fits with nothing else running, empty caches, and no models beside it that could go."""
+        room = self.common.room(self)
+        return self.admission.can_ever(need) and (room is None or self.admission.limit is None or need <= room)
 
     def need(self, request: GenerationRequest, mode: Mode) -> int:
         """Predicted bytes: the prompt and the answer in the target and its MTP head, the prompt in the draft."""
@@ -102,7 +161,10 @@ class Memory:
         if self.admission.limit is None:
             return self._pair.context_length
         parts = [self._target, *([self._head] if self._has_head(strategy) else [])]
-        free = self.admission.limit - self.admission.weights - sum(part.of(0) for part in parts)
+        free = self.admission.limit - self.admission.weights
+        if (room := self.common.room(self)) is not None:
+            free = min(free, room)
+        free -= sum(part.of(0) for part in parts)
         per_token = sum(part.per_token for part in parts)
         return max(0, min(self._pair.context_length, free // per_token if per_token else self._pair.context_length))
 
@@ -140,6 +202,7 @@ class Memory:
             "weights": sum(self._weights),
             "prefixes and sessions": self._caches.nbytes,
             "requests": rows + sum(self._arrays(job) for job in jobs),
+            "other models": self.common.others(self),
         }
         working_set = max(self._target.activation, self._draft.activation) if jobs else 0
         self._ledger.balance(mx.get_active_memory(), held, working_set)

@@ -1,0 +1,145 @@
+"""One memory limit for all engines on a thread: what each of them takes of it, and who gives way to whom. Bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import mlx.core as mx
+
+from .footprint import default_limit
+
+__all__ = ["CommonMemory", "Sharer"]
+
+_SPARE_PART = 8  # of the limit: what MLX may keep of freed memory, which the limit itself does not count
+_PATIENCE_S = 10.0  # for memory that was asked for outside of the engines
+
+
+class Sharer(Protocol):
+    """What an engine tells of its memory.
+
+    Attributes:
+        parameters: bytes of each array of its models, by identity: two engines can have a draft in common.
+        lasting: whether its models stay as long as the process does.
+        last_use: when it last let a request in, by the monotonic clock.
+        reserved, cached: for requests, and kept for later ones.
+        held: bytes of caches and requests, measured.
+    """
+
+    parameters: Mapping[int, int]
+    lasting: bool
+    last_use: float
+
+    @property
+    def reserved(self) -> int: ...
+    @property
+    def cached(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    def stop_background(self) -> None: ...
+    def evict(self, nbytes: int) -> None: ...
+
+
+class CommonMemory:
+    """MLX thread only, but for `limit`.
+
+    Args:
+        limit: for everything together; None: what the device recommends.
+
+    Attributes:
+        on_pressure: asked for bytes that no engine can free by itself; None: there is nobody to ask.
+        loading: bytes of models on their way into memory.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit or default_limit()
+        self.on_pressure: Callable[[int], None] | None = None
+        self.loading = 0
+        self._sharers: list[Sharer] = []
+        self._spare_before: int | None = None  # MLX's own limit
+        self._asked: dict[Sharer, float] = {}  # when, by the monotonic clock
+
+    def join(self, sharer: Sharer) -> None:
+        if not self._sharers and self.limit is not None:
+            self._limit_spare(self.limit // _SPARE_PART)
+        self._sharers.append(sharer)
+
+    def leave(self, sharer: Sharer) -> None:
+        """With the last one MLX's settings are as they were."""
+        if sharer not in self._sharers:
+            return
+        self._sharers.remove(sharer)
+        self._asked.pop(sharer, None)
+        if not self._sharers and self._spare_before is not None:
+            mx.set_cache_limit(self._spare_before)
+
+    def _limit_spare(self, nbytes: int) -> None:
+        """MLX's own limit is all that the device has; a lower one stays."""
+        self._spare_before = mx.set_cache_limit(nbytes)
+        if self._spare_before < nbytes:
+            mx.set_cache_limit(self._spare_before)
+
+    def weights(self, lasting: bool = False, beside: Mapping[int, int] | None = None) -> int:
+        """Of all models, each array once.
+
+        Args:
+            lasting: of those alone that stay.
+            beside: further arrays that count.
+        """
+        arrays = dict(beside or {})
+        for sharer in self._sharers:
+            if sharer.lasting or not lasting:
+                arrays.update(sharer.parameters)
+        return sum(arrays.values())
+
+    def others(self, sharer: Sharer) -> int:
+        """What everybody else's models, requests and caches hold, as measured."""
+        own = sum(sharer.parameters.values())
+        return (
+            self.weights(beside=sharer.parameters) - own + sum(one.held for one in self._others(sharer)) + self.loading
+        )
+
+    def room(self, sharer: Sharer) -> int | None:
+        """What an engine could have for requests if only what lasts were there beside it; None: no limit."""
+        return None if self.limit is None else self.limit - self.weights(lasting=True, beside=sharer.parameters)
+
+    def missing(self, need: int) -> int:
+        """How much of `need` is not free as things stand; the limits of single engines are another matter."""
+        if self.limit is None or not (self.loading or len(self._sharers) > 1):
+            return 0
+        return self.weights() + self._taken() + self.loading + need - self.limit
+
+    def _taken(self) -> int:
+        return sum(one.reserved + one.cached for one in self._sharers)
+
+    def reclaim(self, need: int, sharer: Sharer | None = None) -> None:
+        """Make room as far as caches allow: background work first, then the cache of who was used least recently.
+
+        Args:
+            sharer: who needs it, and gives way last.
+        """
+        for one in self._others(sharer):
+            one.stop_background()
+        for one in (*self._others(sharer), *([] if sharer is None else [sharer])):
+            if (missing := self.missing(need)) <= 0:
+                return
+            one.evict(missing)
+
+    def may_come(self, need: int, sharer: Sharer) -> bool:
+        """Whether memory that is missing now may be there soon: others' requests end, or somebody was asked for it."""
+        if any(one.reserved for one in self._others(sharer)):
+            return True
+        if self.on_pressure is None or self.missing(need) <= 0:
+            return False
+        if sharer not in self._asked:
+            self._asked[sharer] = time.monotonic()
+            self.on_pressure(need)
+        return time.monotonic() - self._asked[sharer] < _PATIENCE_S
+
+    def came(self, sharer: Sharer) -> None:
+        """It need not wait any more."""
+        self._asked.pop(sharer, None)
+
+    def _others(self, sharer: Sharer | None) -> Iterable[Sharer]:
+        return sorted((one for one in self._sharers if one is not sharer), key=lambda one: one.last_use)

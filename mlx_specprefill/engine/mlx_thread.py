@@ -1,0 +1,251 @@
+"""The MLX thread: the loops of one engine or of several, each getting as much of the device's time as the others."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import mlx.core as mx
+
+from ..errors import EngineClosedError
+from .admission.common import CommonMemory
+from .inbox import Results
+from .job import bare
+from .loop import IDLE_BEAT_S, Loop
+
+__all__ = ["MLXThread"]
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+_STUCK_BEAT_S = 0.02  # between two looks of a loop whose requests wait for memory that another engine holds
+_THREAD_EXIT_S = 0.1  # where the system does not tell
+_THREAD_EXIT_LIMIT_S = 10.0  # where it does
+
+
+@dataclass(eq=False)
+class _Member:
+    loop: Loop
+    spent: float = 0.0  # seconds of work, made up for the time in which there was none
+    worked: bool = False  # in the latest round
+    due: float = 0.0  # when it is to be looked after though it has no work, by the monotonic clock
+
+
+class MLXThread:
+    """Every array lives and dies on this thread.
+
+    Several engines share one: each round the one that has had the least time, of those with requests, does one tick.
+    Background work is done when no engine has any.
+
+    Args:
+        memory_limit: bytes for all its engines together; None: each goes by its own limit alone.
+
+    Attributes:
+        memory: what its engines hold of that limit.
+    """
+
+    def __init__(self, memory_limit: int | None = None) -> None:
+        self.memory = CommonMemory(memory_limit)
+        self._members: list[_Member] = []
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._wakened = threading.Event()
+        self._lock = threading.Lock()
+        self._open = False
+        self._paused = 0.0  # when the call in work began, or was last paused
+        self._thread = threading.Thread(target=self._run, name="mlx-specprefill-engine", daemon=True)
+
+    def __enter__(self) -> MLXThread:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """
+        Raises:
+            EngineClosedError: it was closed before.
+        """
+        if self._open:
+            return
+        if self._thread.ident is not None:
+            raise EngineClosedError("a closed MLX thread can't be started again")
+        self._open = True
+        self._thread.start()
+        atexit.register(self.close)  # a thread that MLX has used must be gone before the interpreter finalises
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Take no more calls, end what is left of its engines, and wait for the thread."""
+        with self._lock:
+            was_open, self._open = self._open, False
+        if not was_open:
+            return
+        self.wake()
+        self._thread.join(timeout)
+        atexit.unregister(self.close)
+        if sys.version_info < (3, 13) and not self._thread.is_alive():
+            # There join() returns before the thread's C++ destructors have run; MLX's compile cache is one of them,
+            # needs the interpreter lock, and aborts the process if the interpreter is finalising by then.
+            _wait_until_gone(self._thread)
+
+    def wake(self) -> None:
+        """There is something to do; from any thread."""
+        self._wakened.set()
+
+    def call(self, call: Callable[[], T]) -> T:
+        """Run something on the thread, between two rounds; its result. Blocks.
+
+        Raises:
+            EngineClosedError: the thread is not running.
+        """
+        done = Results[T]()
+
+        def answer() -> None:
+            try:
+                done.put(call())
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller, not to the thread
+                done.put(bare(error))
+
+        with self._lock:
+            if not self._open:
+                raise EngineClosedError("the MLX thread is not running")
+            self._calls.put(answer)
+        self.wake()
+        return done.wait()
+
+    def add(self, loop: Loop) -> None:
+        """Run this loop from now on, until its inbox is closed; returns at once, `loop.ready` tells."""
+        with self._lock:
+            if not self._open:
+                raise EngineClosedError("the MLX thread is not running")
+            self._calls.put(lambda: self._begin(loop))
+        self.wake()
+
+    def release(self) -> None:
+        """What an engine that was closed and let go has left: give it back to the system. Blocks."""
+        self.call(_collect)
+
+    def pause(self) -> None:
+        """Within a long `call`: let the engines with requests have as much time as the call had since its last pause.
+
+        On the thread itself. What is called may not be inside of a recording or a measurement.
+        """
+        if not self._open:
+            raise EngineClosedError("the MLX thread is closing")
+        self._look_after([member for member in self._members if not member.loop.busy])
+        until = 2 * time.perf_counter() - self._paused
+        while self._turn() and time.perf_counter() < until:
+            pass
+        self._paused = time.perf_counter()
+
+    # --- on the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._open:
+            self._wakened.wait(self._rest_s())
+            self._wakened.clear()
+            self._take_calls()
+            if not self._turn():
+                self._idle()
+        self._take_calls()
+        for member in list(self._members):
+            self._end(member)
+
+    def _take_calls(self) -> None:
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except Empty:
+                return
+            self._paused = time.perf_counter()
+            call()
+
+    def _begin(self, loop: Loop) -> None:
+        try:
+            loop.begin()
+        except Exception:
+            log.exception("an engine could not begin")
+            loop.end()
+            return
+        self._members.append(_Member(loop, max((member.spent for member in self._members), default=0.0)))
+
+    def _rest_s(self) -> float:
+        """How long nothing is to be done unless something comes."""
+        if not self._calls.empty():
+            return 0.0
+        rests = (_STUCK_BEAT_S if member.loop.stuck else member.loop.rest_s for member in self._members)
+        return min(rests, default=IDLE_BEAT_S)
+
+    def _turn(self) -> bool:
+        """One tick of the engine with requests that has had the least time; False when none has any."""
+        self._remove_ended()
+        working = [member for member in self._members if member.loop.busy]
+        if not working:
+            return False
+        self._even_out(working)
+        next_one = min(working, key=lambda member: member.spent)
+        elsewhere = any(member.loop.answering for member in working if member is not next_one)
+        begun = time.perf_counter()
+        next_one.loop.step(len(self._members) == 1, elsewhere)
+        next_one.spent += time.perf_counter() - begun
+        self._look_after(member for member in self._members if not member.worked)
+        return True
+
+    def _even_out(self, working: list[_Member]) -> None:
+        """Who had nothing to do can't make up for it later."""
+        least = min((member.spent for member in working if member.worked), default=None)
+        for member in self._members:
+            begins = member in working and not member.worked
+            if begins and least is not None:
+                member.spent = max(member.spent, least)
+            member.worked = member in working
+
+    def _look_after(self, others: Iterable[_Member]) -> None:
+        """The loops without requests have little to do, but not nothing."""
+        now = time.monotonic()
+        for member in others:
+            member.loop.beat = now
+            if now >= member.due:
+                member.due = now + (_STUCK_BEAT_S if member.loop.stuck else IDLE_BEAT_S)
+                member.loop.step(background=False)
+
+    def _idle(self) -> None:
+        for member in self._members:
+            member.worked = False
+            member.loop.step()
+
+    def _remove_ended(self) -> None:
+        for member in [member for member in self._members if member.loop.over]:
+            self._end(member)
+
+    def _end(self, member: _Member) -> None:
+        self._members.remove(member)
+        member.loop.end()
+
+
+def _collect() -> None:
+    gc.collect()
+    mx.clear_cache()
+
+
+def _wait_until_gone(thread: threading.Thread) -> None:
+    """Wait for the system's part of a joined thread: as Linux tells, elsewhere for as long as it may take."""
+    threads = Path("/proc/self/task")
+    if not threads.is_dir():
+        time.sleep(_THREAD_EXIT_S)
+        return
+    until = time.monotonic() + _THREAD_EXIT_LIMIT_S
+    while (threads / str(thread.native_id)).exists() and time.monotonic() < until:
+        time.sleep(1e-3)

@@ -4,8 +4,6 @@
     warm     the same for a second question behind a shared prefix of that length
     decode   time per token of one streamed answer after its first token
     streams  tokens per second of 1, 4 and 8 answers at once, and processor time per token
-    load     requests that arrive at random moments at a given rate: mean time to first token, a timeout counting as
-             that much time (SpecPrefill, figure 1)
 
 Arms: ours in full, ours sparse, `mlx_lm.server`, and `vllm-mlx` with its own sparse prefill and without, if
 `--vllm-mlx` names its executable (it needs an environment of its own). All get the same float32 copy of the checkpoint
@@ -19,7 +17,6 @@ over as many tokens as were kept), of which ours sparse reaches a share.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 import time
@@ -39,12 +36,11 @@ from .harness.figures import Interval, interval, show
 from .harness.servers import DENSE, SPARSE, Copies, Reply, Server, preload, together
 from .harness.text import Text, user
 
-QUICK = {"lengths": [1024, 2048], "repeats": 3, "rates": [1.0], "load_requests": 8}
+QUICK = {"lengths": [1024, 2048], "repeats": 3}
 FIFTH = {**SPARSE, "specprefill_keep_pct": 0.2}
 OURS, OURS_SPARSE = "ours, full", "ours, sparse"
 STREAMS = (1, 4, 8)
-TIMEOUT_S = 15.0
-PARTS = ("cold", "warm", "decode", "streams", "load")
+PARTS = ("cold", "warm", "decode", "streams")
 
 
 @dataclass
@@ -144,29 +140,6 @@ class Bench:
         if count == 1:
             self.loop.add(cpu, self.bare.cpu_ms_per_token(self.text.of(40), tokens))
 
-    def load(self, length: int, rate: float, count: int) -> None:
-        """`count` requests, Poisson at `rate` per second, the same moments for every arm."""
-        rng, at, moments = random.Random(1), 0.0, []
-        for _ in range(count):
-            at += rng.expovariate(rate)
-            moments.append(at)
-
-        def one(arm: Arm) -> None:
-            prompts, begun = [self.text.of(length) for _ in moments], time.perf_counter()
-
-            def request(moment: float, prompt: str) -> float:
-                time.sleep(max(0.0, begun + moment - time.perf_counter()))
-                try:
-                    return min(arm.ask(prompt, 2).first_s, TIMEOUT_S)
-                except BenchError:
-                    return TIMEOUT_S
-
-            times = together(request, moments, prompts)
-            arm.figures.add(f"load {rate:g}/s ms", 1e3 * statistics.mean(times))
-            arm.figures.add(f"load {rate:g}/s timeouts", sum(seconds == TIMEOUT_S for seconds in times))
-
-        self.attempt("load", one)
-
     # --- all of them -------------------------------------------------------------------------------------------------
 
     def run(self, options: argparse.Namespace) -> None:
@@ -182,8 +155,6 @@ class Bench:
             for count in STREAMS if "streams" in options.parts else ():
                 self.streams(count, options.tokens)
             print(f"repetition {repeat + 1} of {options.repeats} done", file=sys.stderr, flush=True)
-        for rate in options.rates if "load" in options.parts else ():
-            self.load(options.load_length, rate, options.load_requests)
 
 
 # --- what follows from the figures -----------------------------------------------------------------------------------
@@ -196,7 +167,7 @@ def compare(
     return {
         name: interval([how(name, a, b) for a, b in zip(values, other.values[name], strict=True)])
         for name, values in mine.values.items()
-        if name.startswith(figures) and "timeouts" not in name and len(other.values.get(name, ())) == len(values)
+        if name.startswith(figures) and len(other.values.get(name, ())) == len(values)
     }
 
 
@@ -246,9 +217,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--tokens", type=int, default=96, help="of each answer when decoding is compared")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rates", type=float, nargs="*", default=[0.5, 1.0, 2.0], help="requests per second")
-    parser.add_argument("--load-length", type=int, default=2048)
-    parser.add_argument("--load-requests", type=int, default=12)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from benchmarks import lossless
+from benchmarks.harness import servers
 from benchmarks.harness.command import FOLDER, benchmark, main, parsed
 
 from tests.tiny import save_checkpoint
@@ -20,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(file.stem for file in FOLDER.glob("[a-z]*.py"))
 DECODE_ROW = "part context n arm tokens_per_step ms_per_token gain cpu_ms_per_token cpu_gain outer inner".split()
 SERVING = "alone_tok_s together_tok_s streams gain".split()
+LOAD = "benchmark device blas mlx limit_s rates sparse_vs_dense dense_vs_mlx_lm rows".split()
+LOAD_ROW = "arm rate requests unanswered p50_s p95_s sustained".split()
 AGENTS = """benchmark device blas mlx tokens repeats sum_vs_dense sum_vs_mlx_lm worst_vs_dense
 second_session_first_vs_warm sparse_share_of_new right rows turns""".split()
 AGENTS_ROW = """session arm sum_s worst_s wall_s prompt_tokens cached_tokens target_tokens draft_tokens cache_hits
@@ -142,6 +145,16 @@ def test_serving(report: Report) -> None:
     found = report("serving --quick --alone --parts streams --tokens 4 --repeats 1")
     assert found.keys() == {"benchmark", "device", "blas", "mlx", "batch_gain", "rows"}
     assert found["rows"]["mlx-specprefill"]["streams"].keys() == set(SERVING)
+
+
+def test_load(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "REST_S", 0.2)
+    sent = "--seconds 2 --rate 16 --lengths 40 80 --shared 50 --least 1 --limit-s 1e-6"
+    found = report(f"load --quick {sent}")
+    assert found.keys() == set(LOAD)
+    assert [row.keys() for row in found["rows"]] == [set(LOAD_ROW)] * 8
+    assert found["rates"] == {"ours, sparse": None, "ours, full": None}  # no server is that quick
+    assert all(row["p95_s"] is None or row["p95_s"] > 0 for row in found["rows"])
 
 
 def test_agents(report: Report) -> None:

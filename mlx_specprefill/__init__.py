@@ -60,7 +60,8 @@ from .errors import (
     SparseUnsupportedError,
     SpecPrefillError,
 )
-from .loading import DtypeName, ModelPair, load_pair, make_pair, with_heads
+from .loading import ModelPair, load_pair, make_pair, with_heads
+from .reading import DtypeName, LoadedModels
 from .request import (
     CacheLabel,
     Constraint,
@@ -125,6 +126,7 @@ __all__ = [
     "InvalidRequestError",
     "Keep",
     "LoadError",
+    "LoadedModels",
     "Logprob",
     "MLXThread",
     "Machine",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .adapters.checkpoint import context_length, dtype_name, vocab_size
 from .adapters.depth import first_layers, layers_of, whole_draft
-from .adapters.gguf import is_gguf, load_gguf
+from .adapters.gguf import is_gguf
 from .adapters.heads import DraftHeads, read_heads
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
@@ -27,12 +25,10 @@ from .adapters.text_mapping import TextMapping
 from .adapters.tokenizers import mapping_between
 from .cache.positioned import make_positioned_cache
 from .errors import LoadError, SparseUnsupportedError
+from .reading import DtypeName, LoadedModels, OnProgress, cast_model, read_model
 from .stored import place_of
 
 __all__ = ["DtypeName", "ModelPair", "load_pair", "make_pair", "with_heads"]
-
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +105,8 @@ def load_pair(
     heads: DraftHeads | Path | None = None,
     exit_early: bool = True,
     dtype: DtypeName = "auto",
+    loaded: LoadedModels | None = None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
@@ -125,18 +123,21 @@ def load_pair(
         exit_early: whether the draft ends at the last of its calibrated heads; one that proposes tokens must not.
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
+        loaded: models of other pairs, which this one shares.
+        on_progress: gets the bytes of target or draft that are in memory, and those of the whole; one after the other.
 
     Raises:
         LoadError: a checkpoint is missing or broken, or the draft can't score with so many layers.
         PairMismatchError: the draft has another tokenizer, and the target's text can't be mapped to its tokens.
     """
-    model, tokenizer, config = _load(target, dtype)
+    read = read_model if loaded is None else loaded.read
+    model, tokenizer, config = read(target, dtype, on_progress)
     mtp = _load_head(model, target, dtype)
     draft_model: nn.Module | Literal["self"] | None = None if draft is None else "self"
     draft_from, draft_config, draft_tokenizer = target, None, None
     if draft is not None and draft != "self":
         draft_from = draft
-        draft_model, draft_tokenizer, draft_config = _load(draft, dtype)
+        draft_model, draft_tokenizer, draft_config = read(draft, dtype, on_progress)
     pair = make_pair(
         model,
         tokenizer,
@@ -300,34 +301,6 @@ def _check_depth(draft: nn.Module, draft_id: str, count: int) -> None:
         raise LoadError(f"draft_layers is {count}, but {draft_id} can't score: {refusal}")
 
 
-def _load(where: str | Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    path = place_of(where)
-    if is_gguf(path or Path(where)):
-        return _load_gguf(path or Path(where), dtype)
-    if path is None:
-        log.info("%s is neither in Hugging Face's cache nor in LM Studio's folders: it is downloaded", where)
-    elif not (path / "config.json").is_file():
-        raise LoadError(f"{where}: no model here (config.json is missing)")
-    try:
-        model, tokenizer, config = mlx_load(str(path or where), return_config=True)
-    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-        raise LoadError(f"{where}: {error}") from error
-    _cast(model, dtype)
-    mx.eval(model.parameters())
-    return model, tokenizer, config
-
-
-def _load_gguf(path: Path, dtype: DtypeName) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """On the CPU backend packed weights are slower than float32 ones, so only a dtype asked for keeps them packed."""
-    unpacked = dtype == "auto" and _on_cpu()
-    try:
-        return load_gguf(path, dtype=mx.float32 if unpacked else _DTYPES.get(dtype), pack=not unpacked)
-    except OSError as error:
-        raise LoadError(f"{path}: {error.strerror or error}") from error
-    except LoadError as error:
-        raise LoadError(f"{path}: {error}") from error
-
-
 def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:
     """The MTP head in the target's files, which mlx-lm does not load, or why there is none to use."""
     try:
@@ -337,19 +310,9 @@ def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         log.warning("%s: its MTP head can't be read: %s", where, error)
         return f"its MTP head can't be read: {error}"
-    _cast(head.layers, dtype)
+    cast_model(head.layers, dtype)
     mx.eval(head.layers.parameters())
     return head
-
-
-def _cast(model: nn.Module, dtype: DtypeName) -> None:
-    if dtype == "auto" and not _on_cpu():
-        return
-    model.set_dtype(mx.float32 if dtype == "auto" else _DTYPES[dtype])
-
-
-def _on_cpu() -> bool:
-    return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
 def _sparse_refusal(target: nn.Module, draft: nn.Module | None) -> str | None:

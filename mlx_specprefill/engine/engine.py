@@ -87,7 +87,7 @@ class Engine:
         check_limit(pair, self.config)
         self.caches = EngineCaches(pair, self.config)
         self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.slice_target_ms) or 1)
-        costs = self.costs = Costs(pair, self.config)
+        costs = self.costs = Costs(pair, self.config, self._thread.pause)
         slicing = Slicing(self.config, self.scheduler, costs.longest_slice)
         planner = Planner(pair, self.config, costs, slicing.expected)
         self.speculator = Speculator(pair, self.config, self.scheduler)

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from ..errors import EngineClosedError
+from ..errors import EngineClosedError, RequestCancelled
 from .admission.common import CommonMemory
 from .inbox import Results
 from .job import bare
@@ -141,9 +141,12 @@ class MLXThread:
         """Within a long `call`: let the engines with requests have as much time as the call had since its last pause.
 
         On the thread itself. What is called may not be inside of a recording or a measurement.
+
+        Raises:
+            RequestCancelled: the thread is to end.
         """
         if not self._open:
-            raise EngineClosedError("the MLX thread is closing")
+            raise RequestCancelled
         self._look_after([member for member in self._members if not member.loop.busy])
         until = 2 * time.perf_counter() - self._paused
         while self._turn() and time.perf_counter() < until:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,18 @@ def is_gguf(path: Path) -> bool:
 
 
 def load_gguf(
-    path: Path, *, dtype: mx.Dtype | None = None, pack: bool = True
+    path: Path,
+    *,
+    dtype: mx.Dtype | None = None,
+    pack: bool = True,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """Model, tokenizer and configuration, as `mlx_lm.load` returns them for a folder.
 
     Args:
         dtype: of all floating-point arrays; None: the file's own.
         pack: keep Q4_0, Q4_1 and Q8_0 packed; else every weight becomes `dtype`.
+        on_progress: gets the bytes of the file's tensors that are read, and those of all.
 
     Raises:
         LoadError: the file is not GGUF, broken, or holds what can't be run; one line that names it.
@@ -41,7 +47,8 @@ def load_gguf(
     config = config_in(header)
     tokenizer, ends = build_tokenizer(header.metadata, name, config["vocab_size"], config["max_position_embeddings"])
     config["eos_token_id"] = ends
-    model = load_model(path, header, architecture, config, dtype=dtype or _own_dtype(header), pack=pack)
+    wanted = dtype or _own_dtype(header)
+    model = load_model(path, header, architecture, config, dtype=wanted, pack=pack, on_progress=on_progress)
     return model, tokenizer, config
 
 

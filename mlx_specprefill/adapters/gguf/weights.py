@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,13 +29,21 @@ _SCALE = 2  # bytes of a float16
 
 
 def load_model(
-    path: Path, header: Header, architecture: Architecture, config: dict[str, Any], *, dtype: mx.Dtype, pack: bool
+    path: Path,
+    header: Header,
+    architecture: Architecture,
+    config: dict[str, Any],
+    *,
+    dtype: mx.Dtype,
+    pack: bool,
+    on_progress: Callable[[int, int], None],
 ) -> nn.Module:
     """The model of mlx-lm that the file holds. What only the tensors say goes into `config`.
 
     Args:
         dtype: of all floating-point arrays, the scales of packed weights among them.
         pack: keep weights packed where MLX can; else all become `dtype`.
+        on_progress: as in `load_gguf`.
 
     Raises:
         LoadError: a tensor is missing, unknown, or of another shape than the configuration asks for.
@@ -46,12 +55,15 @@ def load_model(
         stored = _stored(model, header, architecture, config)
         bits = _packable(model, stored) if pack else {}
         weights: dict[str, mx.array] = {}
+        total, done = sum(info.nbytes for info in stored.values()), 0
         for name, info in stored.items():
             layer = name.removesuffix(".weight")
             arrays = packed(info, file) if layer in bits else {name.rpartition(".")[2]: _numbers(info, file)}
             for part, array in arrays.items():
                 full = f"{name.rpartition('.')[0]}.{part}"
                 weights[full] = _converted(name, array, architecture, config, dtype)
+            done += info.nbytes
+            on_progress(done, total)
     if bits:
         config["quantization"] = _quantization(bits)
     weights = model.sanitize(weights)

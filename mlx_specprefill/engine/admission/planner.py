@@ -19,13 +19,17 @@ __all__ = ["Costs", "Planner"]
 class Costs:
     """What target and draft take on this machine.
 
+    Args:
+        pause: called between two measured forwards, on the MLX thread.
+
     Attributes:
         measured: None before `measure`, where measuring failed, and where a fixed threshold decides.
     """
 
-    def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
+    def __init__(self, pair: ModelPair, config: EngineConfig, pause: Callable[[], None] = lambda: None) -> None:
         self._pair = pair
         self._config = config
+        self._pause = pause
         self.measured: PairCost | None = None
         self._given_up = threading.Event()
 
@@ -36,7 +40,7 @@ class Costs:
     def measure(self) -> None:
         """On the MLX thread."""
         if self._config.policy.threshold is None:
-            self.measured = calibrated(self._pair, self._config, self._given_up.is_set)
+            self.measured = calibrated(self._pair, self._config, self._given_up.is_set, self._pause)
 
     def longest_slice(self, kind: str) -> int:
         """Tokens per forward of "draft" or "prefill" above which a prompt is read more slowly, as far as is known."""

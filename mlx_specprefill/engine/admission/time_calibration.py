@@ -44,7 +44,12 @@ _SECONDS = 5.0  # for the long prompt; what is not read by then is left out. The
 Read = Callable[[list[int], int], Generator[Progress, None, Any]]
 
 
-def calibrated(pair: ModelPair, config: EngineConfig, given_up: Callable[[], bool] = lambda: False) -> PairCost | None:
+def calibrated(
+    pair: ModelPair,
+    config: EngineConfig,
+    given_up: Callable[[], bool] = lambda: False,
+    pause: Callable[[], None] = lambda: None,
+) -> PairCost | None:
     """What an earlier start of this pair on this machine has measured, else a measurement that is kept for the next.
 
     None without a draft, and when measuring fails: the gate then goes by length alone.
@@ -56,7 +61,7 @@ def calibrated(pair: ModelPair, config: EngineConfig, given_up: Callable[[], boo
         if known is not None:
             return known
         log.info("measuring what target and draft cost on this machine, once")
-        return calibrate(pair, config, given_up)
+        return calibrate(pair, config, given_up, pause)
     except RequestCancelled:
         return None
     except Exception:
@@ -81,7 +86,12 @@ def _known(entry: Any) -> PairCost | None:
         return None
 
 
-def calibrate(pair: ModelPair, config: EngineConfig, given_up: Callable[[], bool] = lambda: False) -> PairCost:
+def calibrate(
+    pair: ModelPair,
+    config: EngineConfig,
+    given_up: Callable[[], bool] = lambda: False,
+    pause: Callable[[], None] = lambda: None,
+) -> PairCost:
     """Read prompts of growing length with both models and fit their costs; some twenty seconds per model at most.
 
     A short prompt read in forwards of several lengths tells which length is best; a long one in just these makes the
@@ -90,6 +100,7 @@ def calibrate(pair: ModelPair, config: EngineConfig, given_up: Callable[[], bool
 
     Args:
         given_up: asked between two forwards.
+        pause: called between two forwards; what it takes is not measured.
 
     Raises:
         SparseUnsupportedError: there is no draft, or it can't score.
@@ -112,7 +123,7 @@ def calibrate(pair: ModelPair, config: EngineConfig, given_up: Callable[[], bool
         task = ToScore.alone(draft, tokens, config.scoring, cache=cache, step=lambda: step, seen=seen)
         return scorer_for(config.rule, pair.heads, config.scoring).score(draft, task)
 
-    models = (_Model(partial(_until, given_up, read), prompt) for read in (read_target, read_draft))
+    models = (_Model(partial(_until, given_up, read), prompt, pause) for read in (read_target, read_draft))
     cost = replace(_measure(*models), staged=pair.stages is not None, draft_ratio=pair.draft_ratio)
     mx.clear_cache()
     _store(config.calibration_file, _key(pair, config), cost)
@@ -150,9 +161,10 @@ class _Samples:
 class _Model:
     """What has been measured of a model."""
 
-    def __init__(self, read: Read, prompt: list[int]) -> None:
+    def __init__(self, read: Read, prompt: list[int], pause: Callable[[], None]) -> None:
         self._read = read
         self._prompt = prompt
+        self._pause = pause
         self._forwards: list[Sample] = []
         self._ends: list[Sample] = []
         self._seconds: dict[int, float] = {}  # that the short prompt took, by tokens per forward
@@ -174,7 +186,7 @@ class _Model:
     def try_steps(self, longest: int) -> None:
         """Read a short prompt in forwards of several lengths, none above `longest`, all of them twice."""
         length = min(_STEPS[0], len(self._prompt))
-        _read(self._read, self._prompt[:length], length)  # whatever compiles and loads does so now
+        _read(self._read, self._prompt[:length], length, self._pause)  # whatever compiles and loads does so now
         seconds = self._take(length, length).seconds
         tried = min(_TRIED, len(self._prompt), max(1, int(_SECONDS / 2 / seconds)) * length)
         for _ in range(2):
@@ -198,7 +210,7 @@ class _Model:
         self._take(len(self._prompt), self.step, _SECONDS)
 
     def _take(self, length: int, step: int, limit_s: float = math.inf) -> _Samples:
-        found = _read(self._read, self._prompt[:length], step, limit_s)
+        found = _read(self._read, self._prompt[:length], step, self._pause, limit_s)
         self._forwards += found.forwards
         self._ends += found.ends
         return found
@@ -212,7 +224,7 @@ def _fastest(samples: list[Sample]) -> list[Sample]:
     return list(kinds.values())
 
 
-def _read(read: Read, tokens: list[int], step: int, limit_s: float = math.inf) -> _Samples:
+def _read(read: Read, tokens: list[int], step: int, pause: Callable[[], None], limit_s: float = math.inf) -> _Samples:
     """One prompt, slice by slice, until the time is up; whatever follows the last slice of many is its end."""
     found, start = _Samples(), 0
     began = mark = time.perf_counter()
@@ -221,9 +233,12 @@ def _read(read: Read, tokens: list[int], step: int, limit_s: float = math.inf) -
             continue
         now = time.perf_counter()
         found.forwards.append(Sample(progress.done - start, start, 1e3 * (now - mark)))
-        start, mark, found.seconds = progress.done, now, now - began
+        start, found.seconds = progress.done, now - began
         if found.seconds > limit_s:
             return found
+        pause()
+        mark = time.perf_counter()
+        began += mark - now
     now = time.perf_counter()
     found.ends.append(Sample(len(tokens) - start, len(tokens), 1e3 * (now - mark)))
     found.seconds = now - began

@@ -244,3 +244,21 @@ def test_measuring_that_is_given_up_keeps_nothing(tmp_path):
     asked = iter([False, False, True])
     assert calibrated(tiny.tiny_pair(), config(tmp_path / "costs.json"), lambda: next(asked)) is None
     assert not (tmp_path / "costs.json").exists()
+
+
+def test_what_others_take_between_two_forwards_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def read(tokens: list[int], step: int) -> Iterator[Progress]:
+        for done in range(step, len(tokens) + 1, step):
+            clock[0] += 0.5
+            yield Progress("draft", done, len(tokens))
+
+    def pause() -> None:
+        clock[0] += 100.0
+
+    found = calibration._read(read, [0] * 40, 10, pause)  # type: ignore[arg-type]
+    assert [sample.ms for sample in found.forwards] == [500.0] * 3
+    assert [sample.ms for sample in found.ends] == [500.0]
+    assert found.seconds == 2.0

@@ -1,0 +1,121 @@
+"""One model into memory: piece by piece, so that others can use the device in between, or the copy that is there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm import load as mlx_load
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .adapters.gguf import is_gguf, load_gguf
+from .errors import LoadError
+from .stored import place_of
+
+__all__ = ["DtypeName", "LoadedModels", "OnProgress", "cast_model", "read_model"]
+
+log = logging.getLogger(__name__)
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+_PIECE = 128 << 20  # bytes
+
+OnProgress = Callable[[int, int], None]
+"""Gets the bytes that are in memory, and those of the whole model."""
+Read = tuple[nn.Module, TokenizerWrapper, dict[str, Any]]
+
+
+class LoadedModels:
+    """Models in memory, by where they come from: pairs that name the same one have one copy. Keeps none alive.
+
+    One thread only.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[tuple[str, DtypeName], tuple[weakref.ref[nn.Module], TokenizerWrapper, dict[str, Any]]] = {}
+
+    def read(self, where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
+        """As `read_model`, if it is not there yet."""
+        key = (str(place_of(where) or where), dtype)
+        if key in self._models:
+            kept, tokenizer, config = self._models[key]
+            if (model := kept()) is not None:
+                return model, tokenizer, config
+        model, tokenizer, config = read_model(where, dtype, on_progress)
+        self._models[key] = (weakref.ref(model, lambda _: self._models.pop(key, None)), tokenizer, config)
+        return model, tokenizer, config
+
+
+def read_model(where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
+    """Model, tokenizer and configuration of a folder, a GGUF file or a repository id, which is downloaded if need be.
+
+    Args:
+        dtype: as in `load_pair`.
+
+    Raises:
+        LoadError: the checkpoint is missing or broken.
+    """
+    path = place_of(where)
+    if is_gguf(path or Path(where)):
+        return _read_gguf(path or Path(where), dtype, on_progress)
+    if path is None:
+        log.info("%s is neither in Hugging Face's cache nor in LM Studio's folders: it is downloaded", where)
+    elif not (path / "config.json").is_file():
+        raise LoadError(f"{where}: no model here (config.json is missing)")
+    try:
+        model, tokenizer, config = mlx_load(str(path or where), return_config=True, lazy=True)
+        cast_model(model, dtype)
+        _fill(model, on_progress)
+    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        raise LoadError(f"{where}: {error}") from error
+    return model, tokenizer, config
+
+
+def _fill(model: nn.Module, on_progress: OnProgress) -> None:
+    """Compute the parameters, which so far are only known where to be read."""
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    total, done = sum(int(array.nbytes) for array in arrays), 0
+    for piece in _pieces(arrays):
+        mx.eval(piece)
+        done += sum(int(array.nbytes) for array in piece)
+        on_progress(done, total)
+
+
+def _pieces(arrays: list[mx.array]) -> Iterator[list[mx.array]]:
+    piece: list[mx.array] = []
+    for array in arrays:
+        piece.append(array)
+        if sum(int(one.nbytes) for one in piece) >= _PIECE:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _read_gguf(path: Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
+    """On the CPU backend packed weights are slower than float32 ones, so only a dtype asked for keeps them packed."""
+    unpacked = dtype == "auto" and _on_cpu()
+    wanted = mx.float32 if unpacked else _DTYPES.get(dtype)
+    try:
+        return load_gguf(path, dtype=wanted, pack=not unpacked, on_progress=on_progress)
+    except OSError as error:
+        raise LoadError(f"{path}: {error.strerror or error}") from error
+    except LoadError as error:
+        raise LoadError(f"{path}: {error}") from error
+
+
+def cast_model(model: nn.Module, dtype: DtypeName) -> None:
+    """Its floating-point parameters, as `load_pair` says."""
+    if dtype == "auto" and not _on_cpu():
+        return
+    model.set_dtype(mx.float32 if dtype == "auto" else _DTYPES[dtype])
+
+
+def _on_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))

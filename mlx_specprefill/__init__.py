@@ -38,6 +38,7 @@ from .config import (
     keep_share,
     max_loss,
 )
+from .engine.admission.blueprint import Blueprint, blueprint, loaded_bytes, predicted_gain
 from .engine.admission.cost import PairCost, break_even
 from .engine.admission.time_calibration import calibrate, known_cost
 from .engine.admission.time_calibration import calibrated as pair_cost
@@ -103,6 +104,7 @@ __all__ = [
     "SHAPES",
     "SPECULATION_NAMES",
     "BlasStatus",
+    "Blueprint",
     "CacheEntry",
     "CacheLabel",
     "ChunkInfo",
@@ -166,6 +168,7 @@ __all__ = [
     "TokenIds",
     "__version__",
     "as_token_ids",
+    "blueprint",
     "break_even",
     "calibrate",
     "calibrated_heads",
@@ -178,12 +181,14 @@ __all__ = [
     "known_cost",
     "lm_studio_folders",
     "load_pair",
+    "loaded_bytes",
     "machine",
     "make_pair",
     "max_loss",
     "model_in",
     "pair_cost",
     "place_of",
+    "predicted_gain",
     "read_heads",
     "shape_work",
     "snapshot_of",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
@@ -14,6 +16,7 @@ from ...cache.positioned import leaves
 from .admission import Footprint, physical_memory
 
 __all__ = [
+    "cache_footprint",
     "default_limit",
     "hidden_bytes",
     "measure_footprint",
@@ -67,6 +70,11 @@ def measure_footprint(model: nn.Module | None, step: int) -> Footprint:
     model(mx.zeros((1, _PROBE), dtype=mx.int32), cache=cache)
     mx.eval([part.state for part in cache])
     peak = mx.get_peak_memory() - before
+    return Footprint(*cache_footprint(cache), max(0, peak) * step // _PROBE)
+
+
+def cache_footprint(cache: list[Any]) -> tuple[int, int]:
+    """Of a cache that holds some tokens: bytes per token, and whatever the length. No array is read."""
     per_token = constant = 0
     for part in leaves(cache):
         if isinstance(part, ArraysCache):
@@ -75,7 +83,7 @@ def measure_footprint(model: nn.Module | None, step: int) -> Footprint:
             constant += _bytes_per_token(part) * int(part.max_size)
         elif getattr(part, "keys", None) is not None:
             per_token += _bytes_per_token(part)
-    return Footprint(per_token, constant, max(0, peak) * step // _PROBE)
+    return per_token, constant
 
 
 def hidden_bytes(model: StagedModel) -> int:

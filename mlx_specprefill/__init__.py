@@ -90,7 +90,16 @@ from .request import (
 from .shapes import SHAPES, ShapeWork, shape_work
 from .specprefill.head_calibration import calibrated_heads, find_heads
 from .specprefill.share_calibration import with_calibrated_shares
-from .stored import LOADED_FILES, find_model, is_repository_id, lm_studio_folders, model_in, place_of, snapshot_of
+from .stored import (
+    LOADED_FILES,
+    describe_stored,
+    find_model,
+    is_repository_id,
+    lm_studio_folders,
+    model_in,
+    place_of,
+    snapshot_of,
+)
 from .token_ids import TokenIds, as_token_ids
 
 __version__ = "0.1.0"
@@ -173,6 +182,7 @@ __all__ = [
     "calibrate",
     "calibrated_heads",
     "check_same_tokenizer",
+    "describe_stored",
     "find_heads",
     "find_model",
     "is_repository_id",

@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import constants
+import mlx.core as mx
+from huggingface_hub import constants, parse_local_safetensors_file_metadata
+from huggingface_hub.errors import SafetensorsParsingError
 from huggingface_hub.file_download import repo_folder_name
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from .adapters.gguf import describe_gguf, is_gguf
 from .errors import LoadError
 
-__all__ = ["LOADED_FILES", "find_model", "is_repository_id", "lm_studio_folders", "model_in", "place_of", "snapshot_of"]
+__all__ = [
+    "LOADED_FILES",
+    "describe_stored",
+    "find_model",
+    "is_repository_id",
+    "lm_studio_folders",
+    "model_in",
+    "place_of",
+    "snapshot_of",
+]
 
 LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
 """Patterns of the files in a repository that loading it takes."""
@@ -96,6 +110,29 @@ def _has_weights(folder: Path) -> bool:
     except (OSError, ValueError, KeyError, AttributeError):
         return False
     return all((folder / str(file)).is_file() for file in files)
+
+
+def describe_stored(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """What config.json of a model's folder says, or its GGUF file, and how many elements of each type its weights have.
+
+    Types are those of safetensors. Of the weights only the heads of their files are read.
+
+    Raises:
+        LoadError: a file is missing, broken, or of a kind that can't be loaded.
+    """
+    try:
+        if is_gguf(path):  # the CPU backend has them unpacked
+            return describe_gguf(path, pack=mx.default_device() != mx.Device(mx.cpu))
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        heads = [parse_local_safetensors_file_metadata(file) for file in path.glob("model*.safetensors")]
+    except (OSError, ValueError, SafetensorsParsingError) as error:
+        raise LoadError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise LoadError(f"{path}: config.json holds no object")
+    counts: Counter[str] = Counter()
+    for head in heads:
+        counts.update(head.parameter_count)
+    return config, dict(counts)
 
 
 def lm_studio_folders() -> list[Path]:

@@ -60,7 +60,7 @@ def pairs_file(tmp_path: Path) -> Path:
     sha = hashlib.sha256(WEIGHTS).hexdigest()
     path.write_text(
         f'[a.target]\npackage = "some-model==1.2"\nfile = "some_model/weights.gguf"\nsha256 = "{sha}"\n'
-        '[b]\ntarget = "org/name"\n'
+        '[b]\ntarget = "./folder"\n'
     )
     return path
 

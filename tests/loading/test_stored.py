@@ -6,11 +6,23 @@ import json
 import shutil
 from pathlib import Path
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from gguf import GGMLQuantizationType
 from huggingface_hub import constants, snapshot_download
 
-from mlx_specprefill import LoadError, find_model, lm_studio_folders, load_pair, place_of
-from tests.gguf_files import tiny
+from mlx_specprefill import (
+    LoadError,
+    describe_stored,
+    find_model,
+    lm_studio_folders,
+    load_pair,
+    loaded_bytes,
+    place_of,
+)
+from mlx_specprefill.adapters.gguf import describe_gguf, load_gguf
+from tests.gguf_files import CONFIGS, contents, random_weights, tiny
 from tests.tiny import save_checkpoint
 
 COMMIT = "c" * 40
@@ -134,3 +146,44 @@ class TestGguf:
         with pytest.raises(LoadError, match=r"several GGUF files: name one of them .*: a\.gguf, b\.gguf"):
             load_pair("org/name")
         assert load_pair("org/name/b.gguf", "self").target_id == "b"
+
+
+class TestWhatFilesSay:
+    """Sizes before loading are those of the loaded model."""
+
+    def held(self, path: Path) -> tuple[int, str]:
+        pair = load_pair(path)
+        return sum(array.nbytes for _, array in nn.utils.tree_flatten(pair.target.parameters())), pair.dtype
+
+    @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+    def test_of_a_folder(self, home: Path, dtype: mx.Dtype) -> None:
+        folder = save_checkpoint(home / "name", "llama")
+        arrays = {key: array.astype(dtype) for key, array in mx.load(str(folder / "model.safetensors")).items()}
+        mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
+        config, parameters = describe_stored(folder)
+        assert config["model_type"] == "llama"
+        assert loaded_bytes(parameters) == self.held(folder)
+
+    @pytest.mark.parametrize("pack", [False, True])
+    def test_of_a_gguf_file(self, home: Path, pack: bool) -> None:
+        weights = random_weights(CONFIGS["llama"])
+        packed = contents("llama", CONFIGS["llama"], weights, lambda name: GGMLQuantizationType.Q8_0)
+        path = packed.write(home / "a.gguf")
+        _, parameters = describe_gguf(path, pack=pack)
+        model, _, config = load_gguf(path, dtype=mx.float16, pack=pack)
+        held = sum(array.nbytes for _, array in nn.utils.tree_flatten(model.parameters()))
+        assert loaded_bytes(parameters, "stored") == (held, "float16")
+        assert describe_stored(path)[0].items() <= config.items()
+
+    @pytest.mark.parametrize("content", ["", "[]", "{"])
+    def test_of_a_broken_configuration(self, home: Path, content: str) -> None:
+        folder = save_checkpoint(home / "name", "llama")
+        (folder / "config.json").write_text(content)
+        with pytest.raises(LoadError, match=str(folder)):
+            describe_stored(folder)
+
+    def test_of_cut_off_weights(self, home: Path) -> None:
+        folder = save_checkpoint(home / "name", "llama")
+        (folder / "model.safetensors").write_bytes(b"\0" * 4)
+        with pytest.raises(LoadError, match=str(folder)):
+            describe_stored(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .architectures import architecture_in, config_in
 from .header import Header, read_header
 from .tokens import build_tokenizer
-from .weights import load_model
+from .weights import GROUP, PACKED_BITS, load_model
 
-__all__ = ["is_gguf", "load_gguf"]
+__all__ = ["describe_gguf", "is_gguf", "load_gguf"]
 
 
 def is_gguf(path: Path) -> bool:
@@ -50,6 +51,24 @@ def load_gguf(
     wanted = dtype or _own_dtype(header)
     model = load_model(path, header, architecture, config, dtype=wanted, pack=pack, on_progress=on_progress)
     return model, tokenizer, config
+
+
+def describe_gguf(path: Path, *, pack: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
+    """Configuration, and how many elements of each type of safetensors `load_gguf` makes of it; no tensor is read.
+
+    Raises:
+        LoadError, OSError: as of `load_gguf`.
+    """
+    header = read_header(path)
+    floats = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16"}[_own_dtype(header)]
+    counts = {"U8": 0, floats: 0}
+    for info in header.tensors.values():
+        size, bits = math.prod(info.shape), PACKED_BITS.get(info.kind) if pack else None
+        if bits is None:
+            counts[floats] += size
+        else:  # with a scale and a bias for every group, two bytes each
+            counts["U8"] += size // GROUP * (bits * GROUP // 8 + 4)
+    return config_in(header), counts
 
 
 def _own_dtype(header: Header) -> mx.Dtype:

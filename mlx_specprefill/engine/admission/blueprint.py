@@ -91,10 +91,11 @@ def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
     refusals = (None, adapter.sparse_refusal, adapter.draft_refusal, adapter.staged_refusal)
     try:
         model = _built(model_class(arguments.from_dict(text)), dtype)
-        sizes = (None, None) if architecture in _COMPUTES else _cache_sizes(model)
+        known = None if architecture in _COMPUTES else _cache_sizes(model)
     except _UNBUILDABLE:
         return Blueprint(architecture, *refusals, context, None, None, text, None)
-    return Blueprint(architecture, *refusals, context, *sizes, text, model)
+    per_token, constant = known or (None, None)
+    return Blueprint(architecture, *refusals, context, per_token, constant, text, model)
 
 
 class _Silent:

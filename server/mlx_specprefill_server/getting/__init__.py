@@ -1,0 +1,1 @@
+"""Getting models: what a hub has, what this machine has, and what they need."""

@@ -1,0 +1,270 @@
+"""`mlx-specprefill pull` from a hub: a stand-in on this machine, the real huggingface_hub, no other network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import Result
+from huggingface_hub import constants, snapshot_download
+from typer.testing import CliRunner
+
+from mlx_specprefill import find_model, load_pair
+from mlx_specprefill_server import cli
+from mlx_specprefill_server.cli import pulling
+from mlx_specprefill_server.getting import downloading
+from tests.gguf_files import tiny
+from tests.hub import COMMIT, LARGE, Hub, hub_of, used_by_this_process
+from tests.tiny import CONFIGS, save_checkpoint
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr(downloading, "_PAUSE", 0.001)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with hub_of() as hub:
+        used_by_this_process(hub, tmp_path / "huggingface", monkeypatch)
+        hub.add("org/target", save_checkpoint(tmp_path / "target", "llama", 1))
+        hub.add("org/draft", save_checkpoint(tmp_path / "draft", "qwen3", 2))
+        assert len(hub.repositories["org/target"][WEIGHTS]) > 4 * LARGE
+        yield hub
+
+
+def pull(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["pull", *arguments])
+
+
+def refused(*arguments: str) -> str:
+    """What the one line says."""
+    done = pull(*arguments)
+    assert done.exit_code == 2, done.output
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+class TestAWholePull:
+    def test_both_models_can_be_loaded_then(self, hub: Hub) -> None:
+        done = pull("org/target", "--draft", "org/draft")
+        assert done.exit_code == 0, done.output
+        assert "mlx-specprefill serve --target org/target --draft org/draft" in done.stdout
+        pair = load_pair("org/target", "org/draft")
+        assert (pair.target_id, pair.draft_id, pair.sparse_refusal) == ("org/target", "org/draft", None)
+
+    def test_the_cache_is_as_huggingface_hub_leaves_it(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        pull("org/target")
+        hub.asked.clear()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        folder = Path(snapshot_download("org/target", allow_patterns=["*.json", WEIGHTS]))
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == hub.repositories["org/target"]
+        assert folder.name == COMMIT
+        assert (folder / WEIGHTS).is_symlink()
+        assert not list(folder.parents[1].rglob("*.incomplete"))
+        assert hub.asked == []
+
+    def test_it_says_first_what_it_takes(self, hub: Hub) -> None:
+        said = pull("org/target", "--context", "1000").stderr
+        files = hub.repositories["org/target"]
+        missing = sum(map(len, files.values())) - len(files["config.json"])  # which was read for the memory
+        assert f"org/target: {len(files)} files, {missing / 2**20:.1f} MB to fetch" in said
+        # 3 layers of 2 heads of 12, keys and values, float32 on the CPU: 576 bytes per token, of 1000 tokens
+        assert "memory at 1,000 tokens, org/target: 0.2 MB of weights and 0.5 MB of KV cache" in said
+
+    def test_only_files_that_loading_takes_are_fetched(self, hub: Hub) -> None:
+        others = {"pytorch_model.bin": b"x" * 20_000, "README.md": b"text", "original.gguf": b"x" * 20_000}
+        hub.repositories["org/target"] |= others
+        assert pull("org/target").exit_code == 0
+        assert not hub.sent.keys() & others.keys()
+
+    def test_what_is_here_is_not_sent_again(self, hub: Hub) -> None:
+        pull("org/target")
+        sent = hub.sent[WEIGHTS]
+        done = pull("org/target")
+        assert done.exit_code == 0
+        assert "0.0 MB to fetch" in done.stderr
+        assert hub.sent[WEIGHTS] - sent <= 100_001  # the head, for the memory
+
+    def test_one_gguf_file(self, hub: Hub, tmp_path: Path) -> None:
+        files = {f"{name}.gguf": tiny("llama").write(tmp_path / name).read_bytes() for name in ("a", "b")}
+        hub.repositories["org/packed"] = files
+        assert "GGUF files, as in org/packed/a.gguf: a.gguf, b.gguf" in refused("org/packed")
+        assert "has no file c.gguf" in refused("org/packed/c.gguf")
+        done = pull("org/packed/b.gguf")
+        assert done.exit_code == 0, done.output
+        assert "a.gguf" not in hub.sent
+        assert load_pair("org/packed/b.gguf").target_id == "b"
+
+    def test_a_named_pair_of_repositories(self, hub: Hub, tmp_path: Path) -> None:
+        pairs = tmp_path / "pairs.toml"
+        pairs.write_text('[mine]\ntarget = "org/target"\ndraft = "org/draft"\n[folders]\ntarget = "./t"\n')
+        assert pull("mine", "--pairs-file", str(pairs)).exit_code == 0
+        assert None not in (find_model("org/target"), find_model("org/draft"))
+        assert "has nothing to pull: its models are folders" in refused("folders", "--pairs-file", str(pairs))
+        assert "--draft goes with a repository id" in refused(
+            "mine", "--pairs-file", str(pairs), "--draft", "org/draft"
+        )
+
+    def test_a_model_of_lm_studio_is_here_already(self, hub: Hub, tmp_path: Path) -> None:
+        shutil.copytree(tmp_path / "target", tmp_path / ".lmstudio" / "models" / "org" / "target")
+        done = pull("org/target")
+        assert done.exit_code == 0
+        assert f"org/target is here already, in {tmp_path / '.lmstudio'}" in done.stderr
+        assert hub.sent == {}
+
+
+class TestAnInterruptedPull:
+    @pytest.fixture(autouse=True)
+    def _without_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is read for the memory is no part of what is counted."""
+        monkeypatch.setattr(pulling.Repository, "parameters", lambda _: {"F32": 1})
+
+    def test_a_broken_connection_goes_on_where_it_was(self, hub: Hub) -> None:
+        size = len(hub.repositories["org/target"][WEIGHTS])
+        hub.cut, hub.cuts = size // 4, 3
+        assert pull("org/target").exit_code == 0
+        begun = [headers.get("Range") for _, _, headers in hub.asked_apart]
+        assert begun == [None, *(f"bytes={count * (size // 4)}-" for count in (1, 2, 3))]
+        assert hub.sent[WEIGHTS] == size  # nothing twice
+
+    def test_a_hub_that_goes_away_is_one_line_and_the_next_pull_goes_on(self, hub: Hub) -> None:
+        content = hub.repositories["org/target"][WEIGHTS]
+        wanted = pulling.look_up("org/target")
+        begun = wanted.partial(wanted.large[0])
+        begun.parent.mkdir(parents=True)
+        begun.write_bytes(content[:1000])
+        there, hub.url_apart = hub.url_apart, "http://127.0.0.1:9"
+        said = refused("org/target")
+        assert f"{hub.url} can't be reached" in said
+        assert "what was fetched so far is kept" in said
+        hub.url_apart = there
+        assert pull("org/target").exit_code == 0
+        assert hub.sent[WEIGHTS] == len(content) - 1000
+
+    def test_a_hub_without_ranges_sends_all_again(self, hub: Hub) -> None:
+        size = len(hub.repositories["org/target"][WEIGHTS])
+        hub.cut, hub.cuts, hub.ignores_ranges = size // 2, 1, True
+        assert pull("org/target").exit_code == 0
+        assert hub.sent[WEIGHTS] == size // 2 + size
+        assert load_pair("org/target").target_id == "org/target"
+
+    def test_a_damaged_file_is_thrown_away(self, hub: Hub) -> None:
+        pull("org/draft")
+        wrong = pulling.look_up("org/target")
+        weights = wrong.large[0]
+        wrong.partial(weights).parent.mkdir(parents=True)
+        wrong.partial(weights).write_bytes(b"x" * (weights.size - 10))
+        assert "was damaged on its way" in refused("org/target")
+        assert pull("org/target").exit_code == 0
+
+    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+    def test_a_process_that_ends_loses_nothing(self, hub: Hub, tmp_path: Path, how: signal.Signals) -> None:
+        size = len(hub.repositories["org/target"][WEIGHTS])
+        hub.stalled = size // 2
+        home = tmp_path / "huggingface"
+        environment = {**os.environ, **hub.variables(home)}
+        command = [sys.executable, "-m", "mlx_specprefill_server", "pull", "org/target"]
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            until = time.monotonic() + 120
+            while not any(path.stat().st_size == hub.stalled for path in home.rglob("*.incomplete")):
+                assert process.poll() is None, process.stderr and process.stderr.read()
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            process.send_signal(how)
+            if how == signal.SIGINT:  # it waits for the connection, which has nothing to say, at most so long
+                hub.released.set()
+            assert process.wait(60) == (-signal.SIGKILL if how == signal.SIGKILL else 130)
+        hub.released.set()
+        kept = sum(path.stat().st_size for path in home.rglob("*.incomplete"))
+        assert kept == size // 2 or how == signal.SIGINT
+        before = hub.sent[WEIGHTS]
+        assert pull("org/target").exit_code == 0
+        assert hub.sent[WEIGHTS] - before == size - kept
+        assert load_pair("org/target").target_id == "org/target"
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+class TestWhatIsRefused:
+    def test_a_full_disk(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - 2**20, 2**20))
+        said = refused("org/target")
+        assert "MB are to be fetched and 1.0 GB should stay free" in said
+        assert "has 1.0 MB free" in said
+        assert WEIGHTS not in hub.sent or hub.sent[WEIGHTS] <= 100_001
+        assert refused("org/target", "--force") == said
+
+    def test_too_little_memory(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pulling, "machine", lambda: SimpleNamespace(memory_limit=2**20))
+        said = refused("org/target", "--draft", "org/draft")
+        # 576 and 768 bytes a token, of the 4096 that these models were made for
+        assert "5.7 MB of memory are needed at 32,768 tokens, and 1.0 MB may be used on this machine" in said
+        assert find_model("org/target") is None
+        assert pull("org/target", "--context", "500").exit_code == 0
+        assert pull("org/draft", "--force").exit_code == 0
+
+    def test_what_could_not_be_loaded(self, hub: Hub) -> None:
+        config = {**CONFIGS["llama"], "model_type": "unheard_of"}
+        hub.repositories["org/target"]["config.json"] = json.dumps(config).encode()
+        assert "org/target could not be loaded: mlx-lm has no architecture 'unheard_of'" in refused("org/target")
+        assert pull("org/target", "--force").exit_code == 0
+
+    def test_a_repository_without_a_model(self, hub: Hub) -> None:
+        hub.repositories["org/text"] = {"README.md": b"text", "config.json": b"{}"}
+        assert "org/text holds no model that can be loaded" in refused("org/text")
+
+    def test_one_that_is_not_there(self, hub: Hub) -> None:
+        assert f"{hub.url} has no model org/nothing, or it is private: check the name" in refused("org/nothing")
+
+    @pytest.mark.parametrize("status", [401, 403])
+    def test_one_that_is_gated(self, hub: Hub, status: int) -> None:
+        hub.refused["org/target"] = (status, "GatedRepo")
+        said = refused("org/target")
+        assert f"org/target is gated: accept its conditions on its page, {hub.url}/org/target" in said
+        assert "HF_TOKEN" in said
+
+    @pytest.mark.parametrize("status", [401, 403])
+    def test_a_token_that_is_refused(self, hub: Hub, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        hub.refused["org/target"] = (status, "")
+        assert "HF_TOKEN" in refused("org/target")
+
+    def test_a_broken_hub(self, hub: Hub) -> None:
+        hub.refused["org/target"] = (500, "")
+        assert f"{hub.url} answers 500 for org/target" in refused("org/target")
+
+    def test_a_hub_that_does_not_answer(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+        assert "http://127.0.0.1:9 can't be reached" in refused("org/target")
+
+    def test_offline_mode(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        pull("org/target")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert "HF_HUB_OFFLINE is set" in refused("org/draft")
+        done = pull("org/target")
+        assert done.exit_code == 0
+        assert "note: org/target is here" in done.stderr
+
+    @pytest.mark.parametrize("name", ["nothing", "org/", "a/b/c"])
+    def test_a_name_that_is_none(self, hub: Hub, name: str) -> None:
+        assert f"no pair '{name}'" in refused(name)
+
+
+def test_the_token_goes_to_the_hub_only(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.token = "hf_secret"
+    assert "org/target is gated" in refused("org/target")
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert pull("org/target").exit_code == 0
+    assert hub.asked_apart
+    assert not any("Authorization" in headers for _, _, headers in hub.asked_apart)

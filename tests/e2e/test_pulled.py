@@ -1,0 +1,54 @@
+"""Models under their ids, from an empty machine to an answer: pulled from a hub, or found in LM Studio's folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.hub import hub_of
+from tests.serving import start
+from tests.tiny import save_checkpoint
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+QUESTION = {"prompt": "w7 w8 w9 " * 30, "max_tokens": 4, "temperature": 0, "specprefill": True}
+
+
+def answer(tmp_path: Path, settings: dict[str, str]) -> dict[str, object]:
+    with start(tmp_path / "log", Path("org/target"), Path("org/draft"), settings={**settings, **OFFLINE}) as server:
+        [model] = httpx.get(f"{server.base}/v1/models", timeout=60).json()["data"]
+        assert model["id"] == "org/target"
+        found = httpx.post(f"{server.base}/v1/completions", json=QUESTION, timeout=120)
+        assert found.status_code == 200, found.text
+        body: dict[str, object] = found.json()
+        return body
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path / "models" / "org" / "target", "llama", 1)
+    save_checkpoint(tmp_path / "models" / "org" / "draft", "qwen3", 2)
+    return tmp_path / "models" / "org"
+
+
+def test_a_pulled_pair_answers_without_a_network(tmp_path: Path, models: Path) -> None:
+    with hub_of() as hub:
+        for name in ("target", "draft"):
+            hub.add(f"org/{name}", models / name)
+        settings = hub.variables(tmp_path / "huggingface")
+        command = [sys.executable, "-m", "mlx_specprefill_server", "pull", "org/target", "--draft", "org/draft"]
+        subprocess.run(command, env={**os.environ, **settings}, check=True, timeout=240)
+    body = answer(tmp_path, settings)
+    assert body["usage"]["completion_tokens"] > 0  # type: ignore[index]
+    assert body["specprefill"]["prompt_tokens"] == 90  # type: ignore[index]
+
+
+def test_the_folders_of_lm_studio_are_read_in_place(tmp_path: Path, models: Path) -> None:
+    (tmp_path / ".lmstudio").mkdir()
+    models.parent.rename(tmp_path / ".lmstudio" / "models")
+    body = answer(tmp_path, {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "huggingface")})
+    assert body["usage"]["completion_tokens"] > 0  # type: ignore[index]

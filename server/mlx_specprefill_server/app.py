@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import signal
@@ -20,14 +19,16 @@ from . import __version__, errors, openapi_document
 from .anthropic import messages
 from .auth import AuthMiddleware
 from .connections import Connections, LimitedProtocol, raise_open_files_limit
-from .deps import Service
 from .generating.engine_protocol import EngineLike
 from .greeting import greeting
+from .hosting.models import Models
 from .middleware import HeadMiddleware, TrailingSlashMiddleware
 from .monitoring.access_log import AccessLogMiddleware
-from .openai import chat, completions, models, responses
+from .openai import chat, completions, responses
+from .openai import models as model_list
 from .request_limits import RequestLimitMiddleware
 from .routes import about, explain, health, live, page, tokens, warm
+from .service import Service
 from .settings import Settings
 from .sockets import address
 
@@ -38,11 +39,20 @@ OFF: TelemetryConfig = {"auto_configure": False, "tracing": False, "metrics": Fa
 
 ENDING_S = 10  # that connections get to end after their answers were ended
 
-__all__ = ["Server", "create_app", "make_server", "serve"]
+__all__ = ["Server", "app_of", "create_app", "make_server", "serve", "serve_models"]
 
 
 def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
-    """The ASGI application over a started engine; `app.state.service.stop()` ends all running answers."""
+    """The ASGI application over a started engine; `app.state.models.state.stop()` ends all running answers."""
+    service = Service(engine, settings)
+    app = app_of(Models.of(service))
+    app.state.service = service
+    return app
+
+
+def app_of(models: Models) -> FastAPI:
+    """The ASGI application of one model or several."""
+    settings = models.state.settings
     app = FastAPI(
         title="mlx-specprefill",
         version=__version__,
@@ -51,9 +61,9 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
         redirect_slashes=False,
         telemetry=ON if settings.otel else OFF,
     )
-    service = app.state.service = Service(engine, settings)
+    app.state.models = models
     errors.install(app)
-    app.add_middleware(RequestLimitMiddleware, service=service, settings=settings)
+    app.add_middleware(RequestLimitMiddleware, state=models.state, settings=settings)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(AuthMiddleware, settings=settings)
     if settings.cors_origins:  # outside of the gate, which asks for a key that no preflight has
@@ -64,7 +74,20 @@ def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
     app.add_middleware(TrailingSlashMiddleware)
     routers = [
         module.router
-        for module in (page, health, about, live, explain, warm, tokens, chat, completions, responses, messages, models)
+        for module in (
+            page,
+            health,
+            about,
+            live,
+            explain,
+            warm,
+            tokens,
+            chat,
+            completions,
+            responses,
+            messages,
+            model_list,
+        )
     ]
     for router in routers:
         app.include_router(router)
@@ -79,38 +102,39 @@ class Server(uvicorn.Server):
     its finish chunk and [DONE], and the engine stops.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, models: Models) -> None:
         super().__init__(config)
-        self._service = service
+        self._models, self._state = models, models.state
         self._end_at = math.inf
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal handler: it may interrupt the main thread anywhere."""
-        if sig != signal.SIGTERM or self._service.draining:
+        if sig != signal.SIGTERM or self._state.draining:
             super().handle_exit(sig, frame)
             return
         self._captured_signals.append(sig)
-        self._end_at = time.monotonic() + self._service.settings.shutdown_grace_s
-        self._service.draining = True
+        self._end_at = time.monotonic() + self._state.settings.shutdown_grace_s
+        self._state.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn says where it listens only when it has bound the sockets itself."""
         await super().startup(sockets)
+        self._models.start()
         for listener in sockets or []:
             logger.info("running on %s (Ctrl-C ends it)", address(listener))
-        for line in greeting(self._service, sockets or []):
+        for line in greeting(self._models, sockets or []):
             logger.info("%s", line)
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; true: shut down."""
-        if self._service.draining and (not self._service.requests or time.monotonic() >= self._end_at):
+        if self._state.draining and (not self._state.requests or time.monotonic() >= self._end_at):
             self.should_exit = True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.stop()
+        self._state.stop()
         await super().shutdown(sockets)
-        await asyncio.to_thread(self._service.engine.close)
+        await self._models.close()
 
 
 def make_server(app: FastAPI, settings: Settings) -> Server:
@@ -126,14 +150,20 @@ def make_server(app: FastAPI, settings: Settings) -> Server:
         log_config=None,  # its records go to our handler
         access_log=False,  # AccessLogMiddleware writes the lines
     )
-    return Server(config, app.state.service)
+    return Server(config, app.state.models)
 
 
 def serve(engine: EngineLike, settings: Settings, sockets: list[socket.socket]) -> None:
-    """Serves on bound sockets until SIGINT or SIGTERM, and closes the engine.
+    """`serve_models` of one model, which is in memory."""
+    serve_models(Models.of(Service(engine, settings)), sockets)
+
+
+def serve_models(models: Models, sockets: list[socket.socket]) -> None:
+    """Serves on bound sockets until SIGINT or SIGTERM, and closes the engines.
 
     Raises:
         DescriptorsError: the process may not open enough connections.
     """
+    settings = models.state.settings
     settings = settings.model_copy(update={"max_connections": raise_open_files_limit(settings.max_connections)})
-    make_server(create_app(engine, settings), settings).run(sockets)
+    make_server(app_of(models), settings).run(sockets)

@@ -7,19 +7,25 @@ import shlex
 import socket
 from collections.abc import Iterator, Sequence
 
-from .deps import Service
+from .hosting.models import Models
+from .service import Service
 from .sockets import address
 
 __all__ = ["greeting"]
 
 
-def greeting(service: Service, sockets: Sequence[socket.socket]) -> Iterator[str]:
+def greeting(models: Models, sockets: Sequence[socket.socket]) -> Iterator[str]:
     """Lines for the log. A key that the server asks for is never in them."""
-    yield f"serving {service.model_id}: {_draft(service)}, context {service.context_length} tokens"
+    settings, service = models.state.settings, models.default.service
+    if models.several:
+        names = ", ".join(entry.id + (" (stays in memory)" if entry.pin else "") for entry in models)
+        yield f"serving {names}: loaded when they are asked for, {models.default.id} where a request names none"
+    elif service is not None:
+        yield f"serving {service.model_id}: {_draft(service)}, context {service.context_length} tokens"
     if not sockets:
         return
     base = address(sockets[0], reachable=True)
-    keyed = bool(service.settings.api_keys or service.settings.admin_keys)
+    keyed = bool(settings.api_keys or settings.admin_keys)
     yield f"open {base} in a browser{', with one of the keys,' if keyed else ''} or ask:"
     yield _example(base, keyed)
 

@@ -9,9 +9,9 @@ from collections import Counter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .deps import Service
 from .errors import RETRY_AFTER_S, ApiError, error_response
 from .identity import Identity
+from .service import ServerState
 from .settings import Settings
 
 __all__ = ["TIMEOUT_HEADER", "RequestLimitMiddleware"]
@@ -23,9 +23,9 @@ RETRY = {"Retry-After": RETRY_AFTER_S}
 class RequestLimitMiddleware:
     """ASGI middleware behind AuthMiddleware. It limits POST requests; the others cost next to nothing."""
 
-    def __init__(self, app: ASGIApp, service: Service, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, settings: Settings) -> None:
         self._app = app
-        self._service = service
+        self._state = state
         self._limit = settings.max_requests_per_key or math.inf
         self._timeout = settings.request_timeout_s or math.inf
         self._running: Counter[Identity] = Counter()
@@ -41,16 +41,16 @@ class RequestLimitMiddleware:
             return
         identity = scope["identity"]
         self._running[identity] += 1
-        self._service.requests += 1
+        self._state.requests += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._service.requests -= 1
+            self._state.requests -= 1
             self._running[identity] -= 1
             self._running += Counter()  # forgets those at 0
 
     def _admit(self, scope: Scope) -> None:
-        if self._service.draining:
+        if self._state.draining:
             raise ApiError(503, "The server is shutting down.", code="engine_unavailable", headers=RETRY)
         if self._running[scope["identity"]] >= self._limit:
             message = (

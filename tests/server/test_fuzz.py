@@ -89,7 +89,8 @@ NASTY = {
 @pytest.mark.parametrize("body", NASTY.values(), ids=list(NASTY))
 def test_every_endpoint_takes_a_beating(lasting: Any, body: bytes) -> None:
     engine, client = lasting
-    paths = [path for path, methods in client.get("/openapi.json").json()["paths"].items() if "post" in methods]
+    document = client.get("/openapi.json").json()["paths"]
+    paths = [path for path, methods in document.items() if "requestBody" in methods.get("post", {})]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"} <= set(paths)
     for path in paths:
         answer = client.post(path, content=body)

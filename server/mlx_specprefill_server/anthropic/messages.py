@@ -14,7 +14,7 @@ from mlx_specprefill import InvalidRequestError, Progress
 
 from ..answering import AnswerRequest, count_tokens, start_answers
 from ..deltas import AnswerDelta, AnswerDone, Idle
-from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
+from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse, anthropic_body
 from ..generating.generation import Generation
 from ..generating.progress import ProgressTeller
@@ -40,9 +40,9 @@ STIR_AFTER_S = 120.0
 @router.post("/v1/messages")
 async def create(
     request: Request,
-    service: ServiceDep,
     identity: IdentityDep,
     body: Annotated[MessagesRequest, Depends(body_of(MessagesRequest, refuse))],
+    service: ModelDep,
 ) -> Response:
     """Answers a conversation."""
     starting = start_answers(service, _answer_request(body), identity, body.cache_salt)
@@ -55,7 +55,7 @@ async def create(
 
 @router.post("/v1/messages/count_tokens")
 async def count(
-    request: Request, service: ServiceDep, body: Annotated[CountRequest, Depends(body_of(CountRequest, refuse))]
+    request: Request, body: Annotated[CountRequest, Depends(body_of(CountRequest, refuse))], service: ModelDep
 ) -> Response:
     """How many tokens the prompt has."""
     tokens = await while_connected(request, count_tokens(service, conversation_of(body), body.choice()))

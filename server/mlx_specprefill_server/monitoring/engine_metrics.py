@@ -33,15 +33,21 @@ class Totals:
 
 
 class EngineCollector(Collector):
-    """Asks the engine when it is asked."""
+    """Asks the engine when it is asked.
 
-    def __init__(self, engine: EngineLike, model: str, totals: Totals) -> None:
-        self._engine = engine
+    Attributes:
+        engine: None: the model is not in memory, and there is nothing to tell.
+    """
+
+    def __init__(self, engine: EngineLike | None, model: str, totals: Totals) -> None:
+        self.engine = engine
         self._model = model
         self._totals = totals
 
     def collect(self) -> Iterator[Metric]:
-        stats, health = self._engine.stats(), self._engine.health()
+        if self.engine is None:
+            return
+        stats, health = self.engine.stats(), self.engine.health()
         running = stats.prefilling + stats.decoding
         yield _gauge("vllm:num_requests_running", "Requests in work.", running, self._model)
         yield _gauge("vllm:num_requests_waiting", "Requests that wait.", stats.waiting, self._model)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from mlx_specprefill import Finished, PrefillReport, Timings
 
@@ -17,7 +18,7 @@ from ..generating.engine_protocol import EngineLike
 from ..generating.generation import Outcome
 from .engine_metrics import EngineCollector, Totals
 
-__all__ = ["Metrics", "reason_label"]
+__all__ = ["Metrics", "reason_label", "text_of_several"]
 
 MODEL = "model_name"  # a label that vLLM's metrics have
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -50,9 +51,9 @@ def reason_label(reason: str) -> str:
 class Metrics:
     """Counts of one application, in a registry of its own. Used on the event loop."""
 
-    def __init__(self, engine: EngineLike, model: str) -> None:
+    def __init__(self, engine: EngineLike | None, model: str) -> None:
         self.registry = CollectorRegistry()
-        self._model = model
+        self.model = model
         self._prompt = self._tokens("vllm:prompt_tokens", "Prompt tokens, cached and dropped ones included.")
         self._generated = self._tokens("vllm:generation_tokens", "Generated tokens.")
         self._queried = self._tokens("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -69,10 +70,15 @@ class Metrics:
         self._continued = self._counter("specprefill_sessions", "Sparse turns after an earlier one.", "continuation")
         self._totals = Totals()
         self.registry.register(self._gaps)
-        self.registry.register(EngineCollector(engine, model, self._totals))
+        self._engine = EngineCollector(engine, model, self._totals)
+        self.registry.register(self._engine)
+
+    def watch(self, engine: EngineLike | None) -> None:
+        """The model's engine from now on; None: it has none."""
+        self._engine.engine = engine
 
     def _tokens(self, name: str, text: str) -> Counter:
-        return self._counter(name, text, MODEL).labels(self._model)
+        return self._counter(name, text, MODEL).labels(self.model)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -83,7 +89,7 @@ class Metrics:
 
     def ended(self, outcome: Outcome) -> None:
         """Counts one answer. The prompt of several answers, and the wait for it, count once."""
-        self._success.labels(self._model, outcome.reason).inc()
+        self._success.labels(self.model, outcome.reason).inc()
         account = outcome.event.account
         if account is None:
             return
@@ -122,6 +128,30 @@ class Metrics:
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def text_of_several(models: Iterable[Metrics]) -> bytes:
+    """Those of several models as one text, each sample with its model's name."""
+    return generate_latest(_Several(list(models)))
+
+
+class _Several:
+    """Families of the same name, from one registry per model, as one."""
+
+    def __init__(self, models: Sequence[Metrics]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for model in self._models:
+            for found in model.registry.collect():
+                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                family.samples += [_named(sample, model.model) for sample in found.samples]
+        yield from families.values()
+
+
+def _named(sample: Sample, model: str) -> Sample:
+    return sample._replace(labels={MODEL: model, **sample.labels})
 
 
 class TokenGaps(Collector):

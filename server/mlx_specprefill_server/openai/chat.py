@@ -24,7 +24,7 @@ from ..deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
+from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse
 from ..generating.generation import Generation
 from ..generating.progress import ProgressTeller
@@ -43,7 +43,7 @@ BodyDep = Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]
 
 
 @router.post("/v1/chat/completions")
-async def create(request: Request, service: ServiceDep, identity: IdentityDep, body: BodyDep) -> Response:
+async def create(request: Request, identity: IdentityDep, body: BodyDep, service: ModelDep) -> Response:
     """Answers a conversation."""
     starting = start_answers(service, _answer_request(body), identity, body.cache_salt)
     generation = await while_connected(request, starting)
@@ -54,7 +54,7 @@ async def create(request: Request, service: ServiceDep, identity: IdentityDep, b
 
 
 @router.post("/v1/chat/completions/input_tokens")
-async def count(request: Request, service: ServiceDep, body: BodyDep) -> Response:
+async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
     """How many tokens the prompt has, in llama.cpp's shape."""
     tokens = await while_connected(request, count_tokens(service, body.conversation(), body.choice()))
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})

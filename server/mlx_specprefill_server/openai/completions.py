@@ -24,7 +24,7 @@ from mlx_specprefill import (
 from ..answering import copies, engine_request, make_job, sampling_params
 from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
-from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
+from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse
 from ..generating.generation import Generation, Job
 from ..generating.progress import ProgressTeller
@@ -58,9 +58,9 @@ Scores = tuple[tuple[Logprob, tuple[Logprob, ...]], ...]
 @router.post("/v1/completions")
 async def create(
     request: Request,
-    service: ServiceDep,
     identity: IdentityDep,
     body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest, refuse_completion))],
+    service: ModelDep,
 ) -> Response:
     """Continues one or several prompts."""
     if len(body.prompt) * body.n > MAX_PROMPTS:

@@ -1,15 +1,19 @@
-"""GET /v1/models: the one model that is loaded, and whether it can be prefilled sparsely."""
+"""GET /v1/models: which models there are, which of them are in memory, and whether they can be prefilled sparsely; and
+loading and unloading them."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..deps import Service, ServiceDep
+from ..deps import ModelsDep, Service, while_connected
 from ..errors import ApiError, JsonResponse
+from ..hosting.entry import Entry
+from ..hosting.models import Models
+from ..identity import Identity, IdentityDep
 from ..request_body import check_model_name
 
 __all__ = ["router"]
@@ -18,46 +22,115 @@ router = APIRouter()
 
 
 @router.get("/v1/models")
-async def list_models(service: ServiceDep) -> Response:
-    """The loaded model as a list of one."""
-    model = _model(service)
-    page = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}  # Anthropic's
-    return JsonResponse({"object": "list", "data": [model], **page})
+async def list_models(models: ModelsDep) -> Response:
+    """Every model that the server knows, the default one first."""
+    listed = [_model(models, entry) for entry in models]
+    page = {"has_more": False, "first_id": listed[0]["id"], "last_id": listed[-1]["id"]}  # Anthropic's
+    return JsonResponse({"object": "list", "data": listed, **page})
 
 
 @router.get("/v1/models/{model_id:path}")
-async def retrieve_model(model_id: str, service: ServiceDep) -> Response:
-    """The loaded model, by its id."""
+async def retrieve_model(model_id: str, models: ModelsDep) -> Response:
+    """One of them, by its id or an alias."""
     check_model_name(model_id)
-    if model_id != service.model_id:
-        message = f"The model {model_id!r} is not loaded; {service.model_id!r} is."
-        raise ApiError(404, message, param="model", code="model_not_found")
-    return JsonResponse(_model(service))
+    return JsonResponse(_model(models, models.known(model_id)))
 
 
-def _model(service: Service) -> dict[str, Any]:
+@router.post("/v1/models/{model_id:path}/load")
+async def load(request: Request, model_id: str, models: ModelsDep, identity: IdentityDep) -> Response:
+    """Brings a model into memory, also if it has failed before; answers when it is there."""
+    entry = _changed(models, model_id, identity)
+    async with models.use(entry):
+        await while_connected(request, models.load_again(entry))
+        return JsonResponse(_model(models, entry))
+
+
+@router.post("/v1/models/{model_id:path}/unload")
+async def unload(model_id: str, models: ModelsDep, identity: IdentityDep) -> Response:
+    """Gives a model's memory back; not while a request uses it."""
+    entry = _changed(models, model_id, identity)
+    if entry.pin:
+        message = f"The model {entry.id!r} stays in memory: its table says pin."
+        raise ApiError(409, message, param="model", code="model_pinned")
+    if not await models.unload(entry):
+        raise ApiError(409, f"The model {entry.id!r} is in use.", param="model", code="model_in_use")
+    return JsonResponse(_model(models, entry))
+
+
+def _changed(models: Models, model_id: str, identity: Identity) -> Entry:
+    """
+    Raises:
+        ApiError: 404: no such model, or this server has one alone; 403: the key may not.
+    """
+    check_model_name(model_id)
+    entry = models.known(model_id)
+    if models.state.settings.admin_keys and not identity.admin:
+        raise ApiError(403, "Only an --admin-key loads and unloads models.", code="admin_key_needed")
+    if not models.several:
+        message = f"This server has one model, {entry.id!r}, from its start to its end; --config names several."
+        raise ApiError(409, message, param="model", code="model_pinned")
+    return entry
+
+
+def _model(models: Models, entry: Entry) -> dict[str, Any]:
     """OpenAI's object and Anthropic's in one."""
-    length = service.context_length
-    return {
-        "id": service.model_id,
+    started = models.state.started
+    told = {
+        "id": entry.id,
         "object": "model",
         "type": "model",
-        "display_name": service.model_id,
+        "display_name": entry.id,
         "lifecycle": "active",
-        "created": service.started,
-        "created_at": datetime.fromtimestamp(service.started, UTC).isoformat(),
-        "max_input_tokens": length,
+        "created": started,
+        "created_at": datetime.fromtimestamp(started, UTC).isoformat(),
         "owned_by": "mlx-specprefill",
+        "origin": entry.settings.model_origin,
+        "licence": entry.settings.model_licence,
+        "rule": entry.settings.rule,
+        "state": entry.state,
+        "error": entry.error,
+    }
+    if models.several:
+        told |= {"aliases": list(entry.aliases), "default": entry is models.default, "pinned": entry.pin}
+        told["loading"] = entry.progress.to_dict() if entry.state == "loading" else None
+    return told | (_nothing_known() if entry.service is None else _in_memory(entry.service))
+
+
+def _in_memory(service: Service) -> dict[str, Any]:
+    length = service.context_length
+    return {
+        "max_input_tokens": length,
         "max_model_len": length,
         "context_length": length,
         "context_window": length,
         "meta": {"n_ctx": length, "n_ctx_train": service.engine.pair.context_length},
-        "origin": service.settings.model_origin,
-        "licence": service.settings.model_licence,
+        "memory": _memory(service),
         "draft": service.draft_id,
         "draft_tokenizer": _draft_tokenizer(service),
+        "scorer": _scorer(service),
         "specprefill": _specprefill(service),
     }
+
+
+def _nothing_known() -> dict[str, Any]:
+    """Of a model that is not in memory; clients that look for these fields find them."""
+    names = ("max_input_tokens", "max_model_len", "context_length", "context_window", "memory", "draft")
+    return dict.fromkeys((*names, "draft_tokenizer", "scorer", "specprefill"), None)
+
+
+def _memory(service: Service) -> dict[str, int]:
+    """Bytes."""
+    use = service.engine.stats().memory
+    weights = use.target_weights + use.draft_weights
+    return {"weights": weights, "requests": use.requests, "caches": use.prefix_cache + use.sessions}
+
+
+def _scorer(service: Service) -> str | None:
+    """What reads the prompt to score it."""
+    pair = service.engine.pair
+    if pair.draft_id is None:
+        return None
+    return "own first layers" if pair.stages is not None else "draft"
 
 
 def _draft_tokenizer(service: Service) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 
 from ..answering import AnswerRequest, count_tokens, start_answers
 from ..deltas import AnswerDelta, AnswerDone, Idle
-from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
+from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse, api_error
 from ..generating.generation import Generation
 from ..generating.progress import ProgressTeller
@@ -39,7 +39,7 @@ BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))
 
 
 @router.post("/v1/responses")
-async def create(request: Request, service: ServiceDep, identity: IdentityDep, body: BodyDep) -> Response:
+async def create(request: Request, identity: IdentityDep, body: BodyDep, service: ModelDep) -> Response:
     """Answers a conversation."""
     tools = function_tools(body.tools)
     starting = start_answers(service, _answer_request(body, tools), identity, body.cache_salt)
@@ -51,7 +51,7 @@ async def create(request: Request, service: ServiceDep, identity: IdentityDep, b
 
 
 @router.post("/v1/responses/input_tokens")
-async def count(request: Request, service: ServiceDep, body: BodyDep) -> Response:
+async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
     """How many tokens the prompt has."""
     conversation = conversation_of(body, function_tools(body.tools))
     tokens = await while_connected(request, count_tokens(service, conversation, body.choice()))

@@ -48,3 +48,7 @@ class Workers:
             return call()
         finally:
             del self._begun[job]
+
+    def close(self) -> None:
+        """No more calls; those in work end by themselves."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -9,8 +9,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0
 from starlette.responses import Response
 
 from .. import __version__
-from ..deps import Service, ServiceDep
+from ..deps import ModelsDep, Service, ServiceDep
 from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
+from ..monitoring.metrics import text_of_several
 
 __all__ = ["router"]
 
@@ -18,9 +19,11 @@ router = APIRouter()
 
 
 @router.get("/metrics")
-async def metrics(service: ServiceDep) -> Response:
-    """Counts and times in Prometheus' text format."""
-    return Response(service.metrics.text(), media_type=CONTENT_TYPE_PLAIN_1_0_0)
+async def metrics(models: ModelsDep) -> Response:
+    """Counts and times in Prometheus' text format; of several models each with its name."""
+    every = [entry.metrics for entry in models]
+    text = text_of_several(every) if models.several else every[0].text()
+    return Response(text, media_type=CONTENT_TYPE_PLAIN_1_0_0)
 
 
 @router.get("/version")

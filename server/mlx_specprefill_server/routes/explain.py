@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mlx_specprefill import GenerationRequest, InvalidRequestError, SparseUnsupportedError, as_token_ids
 
 from ..answering import max_tokens_within
-from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
+from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import ApiError, JsonResponse
 from ..explaining.explained import explain_chunks, explanation
 from ..fields import SpecPrefillFields, TokenIds
@@ -40,9 +40,9 @@ def _one_prompt(body: Mapping[str, Any]) -> None:
 @router.post("/v1/specprefill/explain")
 async def explain(
     request: Request,
-    service: ServiceDep,
     identity: IdentityDep,
     body: Annotated[ExplainRequest, Depends(body_of(ExplainRequest, _one_prompt))],
+    service: ModelDep,
 ) -> Response:
     """The draft reads the prompt and scores it; the target is not run."""
     field = "messages" if body.prompt is None else "prompt"

@@ -7,8 +7,9 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ..deps import Service, ServiceDep
+from ..deps import ModelsDep
 from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
+from ..hosting.models import Models
 
 __all__ = ["router"]
 
@@ -23,34 +24,42 @@ async def probe() -> Response:
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
-async def health(service: ServiceDep) -> Response:
-    """200 while the engine moves; 503 when its thread is dead, or it or one for prompts is silent for too long."""
-    state, workers = service.engine.health(), service.prompts.workers
+async def health(models: ModelsDep) -> Response:
+    """200 while the engines move; 503 when their thread is dead, or it or one for prompts is silent for too long."""
+    services = [entry.service for entry in models if entry.service is not None]
+    states = [service.engine.health() for service in services]
+    workers = [service.prompts.workers for service in services]
     body: dict[str, Any] = {
         "status": "ok",
-        "model": service.model_id,
-        "running": state.running,
-        "queued": state.queued,
-        "heartbeat_age_s": round(state.heartbeat_age_s, 3),
-        "prompts_waiting": workers.waiting,
-        "prompts_longest_s": round(workers.longest_s, 3),
+        "model": models.default.id,
+        "running": sum(state.running for state in states),
+        "queued": sum(state.queued for state in states),
+        "heartbeat_age_s": round(max((state.heartbeat_age_s for state in states), default=0.0), 3),
+        "prompts_waiting": sum(one.waiting for one in workers),
+        "prompts_longest_s": round(max((one.longest_s for one in workers), default=0.0), 3),
     }
-    trouble = _trouble(service)
+    if models.several:
+        body["models"] = {entry.id: entry.state for entry in models}
+    trouble = _trouble(models)
     if trouble is None:
         return JsonResponse(body)
     error = ApiError(503, trouble, code="engine_unavailable")
     return JsonResponse(body | {"status": "error"} | error.body(), 503, headers={"Retry-After": RETRY_AFTER_S})
 
 
-def _trouble(service: Service) -> str | None:
+def _trouble(models: Models) -> str | None:
     """A single long step is not trouble, which is why the limit on silence is generous."""
-    if service.draining:
+    if models.state.draining:
         return "the server is shutting down"
-    state = service.engine.health()
-    if not state.alive:
-        return "the engine's thread is dead"
-    if state.heartbeat_age_s > service.settings.stale_after_s:
-        return f"the engine has been silent for {state.heartbeat_age_s:.0f} s"
-    if service.prompts.workers.longest_s > service.settings.stale_after_s:
-        return f"a prompt has been rendered and tokenized for {service.prompts.workers.longest_s:.0f} s"
+    limit = models.state.settings.stale_after_s
+    for service in (entry.service for entry in models):
+        if service is None:
+            continue
+        state = service.engine.health()
+        if not state.alive:
+            return "the engine's thread is dead"
+        if state.heartbeat_age_s > limit:
+            return f"the engine has been silent for {state.heartbeat_age_s:.0f} s"
+        if service.prompts.workers.longest_s > limit:
+            return f"a prompt has been rendered and tokenized for {service.prompts.workers.longest_s:.0f} s"
     return None

@@ -13,8 +13,9 @@ from starlette.responses import Response, StreamingResponse
 
 from mlx_specprefill import CacheEntry
 
-from ..deps import Service, ServiceDep
+from ..deps import ModelsDep, Service, ServiceDep
 from ..errors import ApiError, JsonResponse
+from ..hosting.models import Models
 from ..identity import Identity, IdentityDep
 from ..sse import EVENT_STREAM_HEADERS, data_event
 
@@ -32,10 +33,13 @@ async def stats(service: ServiceDep, identity: IdentityDep) -> Response:
 
 
 @router.get("/stats/stream", include_in_schema=False)  # it has no end, which no description can say
-async def stream(service: ServiceDep, identity: IdentityDep, interval: Interval = 1.0) -> Response:
+async def stream(
+    models: ModelsDep, identity: IdentityDep, interval: Interval = 1.0, model: str | None = None
+) -> Response:
     """The statistics every `interval` seconds, as server-sent events."""
+    models.shown(model)
     return StreamingResponse(
-        _snapshots(service, identity, interval), media_type="text/event-stream", headers=EVENT_STREAM_HEADERS
+        _snapshots(models, model, identity, interval), media_type="text/event-stream", headers=EVENT_STREAM_HEADERS
     )
 
 
@@ -61,10 +65,18 @@ async def drop(service: ServiceDep, identity: IdentityDep, entry_id: str) -> Res
     return JsonResponse({"id": entry_id, "deleted": True})
 
 
-async def _snapshots(service: Service, identity: Identity, interval: float) -> AsyncIterator[bytes]:
-    while not service.stopping:
-        yield data_event(_snapshot(service, identity))
+async def _snapshots(models: Models, model: str | None, identity: Identity, interval: float) -> AsyncIterator[bytes]:
+    while not models.state.stopping:
+        yield data_event(_snapshot_of(models, model, identity))
         await asyncio.sleep(interval)
+
+
+def _snapshot_of(models: Models, name: str | None, identity: Identity) -> dict[str, Any]:
+    """Asked for each time anew: what sends it for hours may not hold a model in memory."""
+    try:
+        return _snapshot(models.shown(name), identity)
+    except ApiError as error:
+        return {"object": "specprefill.stats", "time": round(time.time(), 3), **error.body()}
 
 
 def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
@@ -74,7 +86,7 @@ def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
     return {
         "object": "specprefill.stats",
         "time": round(time.time(), 3),
-        "started": service.started,
+        "started": service.state.started,
         "model": service.model_id,
         "draft": service.draft_id,
         "staged": service.engine.pair.stages is not None,
@@ -83,8 +95,8 @@ def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
         "heartbeat_age_s": round(health.heartbeat_age_s, 3),
         **numbers,
         "memory": memory,
-        "running": [line.to_dict() for line in service.running(identity.visible_answers)],
-        "recent": service.recent.newest_first(identity.visible_answers),
+        "running": [line.to_dict() for line in service.state.running(identity.visible_answers)],
+        "recent": service.state.recent.newest_first(identity.visible_answers),
     }
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from mlx_specprefill import InvalidRequestError
 
-from ..deps import Service, ServiceDep, body_of, while_connected
+from ..deps import ModelDep, Service, body_of, while_connected
 from ..errors import JsonResponse
 from ..fields import Body, TokenIds
 from ..prompting.conversation import Conversation, conversation, ending_of
@@ -73,8 +73,8 @@ def _nothing(body: Mapping[str, Any]) -> None:
 @router.post("/tokenize")
 async def tokenize(
     request: Request,
-    service: ServiceDep,
     body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest, _one_prompt))],
+    service: ModelDep,
 ) -> Response:
     """The ids of a text or of a rendered conversation."""
     tokens = await while_connected(request, _tokens(service, body))
@@ -106,8 +106,8 @@ def _piece(service: Service, token: int) -> str | list[int]:
 @router.post("/detokenize")
 async def detokenize(
     request: Request,
-    service: ServiceDep,
     body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest, _nothing))],
+    service: ModelDep,
 ) -> Response:
     """The text of token ids."""
     size = service.vocabulary.size
@@ -120,7 +120,7 @@ async def detokenize(
 
 @router.post("/apply-template")
 async def apply_template(
-    request: Request, service: ServiceDep, body: Annotated[Rendered, Depends(body_of(Rendered, _nothing))]
+    request: Request, body: Annotated[Rendered, Depends(body_of(Rendered, _nothing))], service: ModelDep
 ) -> Response:
     """The text that a conversation becomes, ready for the assistant's answer."""
     text = await while_connected(request, service.prompts.text(body.conversation()))

@@ -17,7 +17,7 @@ from ..anthropic.messages import conversation_of as messages_conversation
 from ..anthropic.schemas import CountRequest
 from ..constrained.tool_choice import resolve_tool_choice
 from ..deltas import AnswerDone
-from ..deps import Service, ServiceDep, body_of, close_on_disconnect, while_connected
+from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import ApiError, JsonResponse
 from ..fields import Body
 from ..generating.generation import Generation
@@ -54,9 +54,9 @@ def _nothing(body: Mapping[str, Any]) -> None:
 @router.post("/v1/specprefill/warm")
 async def warm(
     request: Request,
-    service: ServiceDep,
     identity: IdentityDep,
     body: Annotated[WarmRequest, Depends(body_of(WarmRequest, _nothing))],
+    service: ModelDep,
 ) -> Response:
     """Reads the system prompt and the tools in full and keeps them."""
     if not service.settings.prefix_cache_size:

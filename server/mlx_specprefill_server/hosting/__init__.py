@@ -1,0 +1,1 @@
+"""Which models are in memory: the ones a server knows, and how they come and go."""

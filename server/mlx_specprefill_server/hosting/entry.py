@@ -1,0 +1,121 @@
+"""A model that a server knows, in memory or not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from ..generating.engine_protocol import EngineLike
+from ..monitoring.metrics import Metrics
+from ..service import Service
+from ..settings import Settings
+
+__all__ = ["Entry", "Host", "LoadProgress", "ModelState", "Tell"]
+
+ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far loading is: a step in words, and `done` of its `total` parts; 0 of 0 while that says nothing."""
+
+    step: str = "Waiting"
+    done: int = 0
+    total: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "done": self.done, "total": self.total}
+
+
+@dataclass(eq=False)
+class Entry:
+    """Used on the event loop; `progress` is replaced by the thread that loads.
+
+    Attributes:
+        id: what clients call it; `aliases` what they can call it too; `name` what its table calls it.
+        pin: it is loaded when the server starts, and stays.
+        ttl: seconds without a request after which it is unloaded; None: it stays until its room is needed.
+        service: it in memory, ready for requests.
+        error: why it could not be loaded.
+        users: requests that have chosen it and are not over.
+        last_use: when the latest of them was over, by the monotonic clock.
+        loads: how often it was brought into memory.
+        task: the loading in work.
+    """
+
+    id: str
+    settings: Settings
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    pin: bool = False
+    ttl: float | None = None
+    metrics: Metrics = field(init=False)
+    state: ModelState = "unloaded"
+    service: Service | None = None
+    error: str | None = None
+    progress: LoadProgress = LoadProgress()
+    users: int = 0
+    last_use: float = 0.0
+    loads: int = 0
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(None, self.id)
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self.last_use
+
+    @property
+    def may_go(self) -> bool:
+        """Whether it is in memory, and nothing needs it there."""
+        if self.service is None or self.pin or self.users:
+            return False
+        health = self.service.engine.health()
+        return not (health.running or health.queued)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of its models in memory."""
+        if self.service is None:
+            return 0
+        memory = self.service.engine.stats().memory
+        return memory.target_weights + memory.draft_weights
+
+
+Tell = Callable[[LoadProgress], None]
+
+
+class Host(Protocol):
+    """Brings models into memory. Its methods block, and are called on worker threads.
+
+    Attributes:
+        on_pressure: is to be called, from any thread, with bytes that requests need and models take.
+    """
+
+    on_pressure: Callable[[int], None]
+
+    def need(self, entry: Entry) -> int:
+        """Bytes that it will take beside what is in memory; 0: not known.
+
+        Raises:
+            MissingModelError: its files are not on this machine.
+        """
+
+    def free(self) -> int | None:
+        """Bytes that models in memory and requests in work leave; None: there is no limit."""
+
+    def limit(self) -> int | None:
+        """Bytes for everything."""
+
+    def load(self, entry: Entry, tell: Tell) -> EngineLike:
+        """A started engine. `tell` may be called on any thread."""
+
+    def release(self) -> None:
+        """Give the system back what engines that were closed have left."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,378 @@
+"""The models of one server: which of them a request means, and which of them are in memory.
+
+One is loaded or unloaded at a time; requests for models in memory are answered meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from mlx_specprefill import RequestCancelled
+
+from ..errors import ApiError
+from ..service import ServerState, Service
+from .entry import Entry, Host, LoadProgress
+
+__all__ = ["MissingModelError", "Models", "NoRoomError", "RoomError"]
+
+logger = logging.getLogger(__name__)
+RETRY_AFTER_S = "5"
+LOOK_AGAIN_S = 1.0  # at a model whose time is over, while something still runs
+
+
+class NoRoomError(ApiError):
+    """What is in use must end first."""
+
+    def __init__(self, entry: Entry, why: str) -> None:
+        message = f"The model {entry.id!r} can't be loaded now: {why}. Try again when their requests have ended."
+        super().__init__(503, message, code="no_room_for_model", headers={"Retry-After": RETRY_AFTER_S})
+
+
+class RoomError(ValueError):
+    """It will never fit."""
+
+
+class MissingModelError(ValueError):
+    """A model's files are not on this machine; the message is meant for the user."""
+
+
+class Models:
+    """Used on the event loop.
+
+    Args:
+        entries: the first one is the default.
+        host: brings them into memory; None: they are there and stay.
+        max_models: in memory at the same time; None: as many as there is room for.
+
+    Attributes:
+        state: what they have in common.
+    """
+
+    def __init__(
+        self, state: ServerState, entries: Sequence[Entry], host: Host | None = None, max_models: int | None = None
+    ) -> None:
+        self.state = state
+        self._entries = tuple(entries)
+        self._names = {name: entry for entry in reversed(entries) for name in (*entry.aliases, entry.id)}
+        self._host = host
+        self._max = max_models or len(entries)
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        if host is not None:
+            host.on_pressure = self._pressed
+
+    @classmethod
+    def of(cls, service: Service) -> Models:
+        """The one model that a server has from its start to its end."""
+        entry = Entry(service.model_id, service.settings, pin=True, state="loaded", service=service, loads=1)
+        entry.metrics = service.metrics
+        return cls(service.state, [entry])
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    @property
+    def default(self) -> Entry:
+        return self._entries[0]
+
+    @property
+    def several(self) -> bool:
+        """Whether models come and go."""
+        return self._host is not None
+
+    # --- which one ---------------------------------------------------------------------------------------------------
+
+    def find(self, name: Any) -> Entry:
+        """The model that a request's `model` means. Any name will do, unless the settings say otherwise.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is None or (isinstance(name, str) and name in self._names):
+            return self.default if name is None else self._names[name]
+        if self.state.settings.strict_model:
+            raise self.unknown(name)
+        return self.default
+
+    def known(self, name: str) -> Entry:
+        """The model of that id or alias.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name not in self._names:
+            raise self.unknown(name)
+        return self._names[name]
+
+    def unknown(self, name: Any) -> ApiError:
+        if self.several:
+            message = f"The model {name!r:.100} is not known; this server has: {', '.join(e.id for e in self)}."
+        else:
+            message = f"The model {name!r:.100} is not loaded; {self.default.id!r} is."
+        return ApiError(404, message, param="model", code="model_not_found")
+
+    def shown(self, name: str | None) -> Service:
+        """A model in memory: of that name, else the default one, else the one that was used last.
+
+        Raises:
+            ApiError: 404: no such model; 503: it is not in memory.
+        """
+        named = self.several and name is not None
+        there = [self.known(str(name))] if named else [entry for entry in self if entry.service is not None]
+        chosen = self.default if self.default in there else max(there, key=lambda entry: entry.last_use, default=None)
+        if chosen is None or chosen.service is None:
+            what = "No model is" if chosen is None else f"The model {chosen.id!r} is not"
+            raise ApiError(503, f"{what} loaded.", code="model_not_loaded", headers={"Retry-After": RETRY_AFTER_S})
+        return chosen.service
+
+    # --- into memory -------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def use(self, entry: Entry) -> AsyncIterator[None]:
+        """As long as this lasts the model is not unloaded."""
+        entry.users += 1
+        try:
+            yield
+        finally:
+            entry.users -= 1
+            entry.last_use = time.monotonic()
+            self._watch(entry)
+
+    async def begin(self, entry: Entry) -> None:
+        """Begin to load, unless it is in memory or on its way.
+
+        Raises:
+            NoRoomError: 503: what is in use must end first.
+            ApiError: it has failed to load, or its files are missing.
+        """
+        self.state.refuse_when_stopping()
+        if entry.service is not None or entry.task is not None:
+            return
+        if entry.state == "failed":
+            raise _failed(entry)
+        await self._check_room(entry)
+        if entry.task is None and entry.service is None:
+            entry.error, entry.progress = None, LoadProgress()
+            entry.state = "loading" if entry.state == "unloaded" else entry.state
+            entry.task = self._start(self._load(entry))
+
+    async def loaded(self, entry: Entry) -> Service:
+        """The model in memory, which is loaded now if need be; all that wait for it wait for one loading.
+
+        Raises:
+            ApiError: as `begin`.
+        """
+        while entry.service is None:
+            await self.begin(entry)
+            if entry.task is not None:
+                await asyncio.shield(entry.task)
+        return entry.service
+
+    async def load_again(self, entry: Entry) -> Service:
+        """As `loaded`, also if it has failed before."""
+        if entry.state == "failed":
+            entry.state = "unloaded"
+        return await self.loaded(entry)
+
+    async def unload(self, entry: Entry) -> bool:
+        """Out of memory, if nothing needs it there; False: something does."""
+        async with self._lock:
+            if entry.may_go:
+                await self._unload(entry)
+        return entry.service is None
+
+    def start(self) -> None:
+        """Load what is to stay."""
+        for entry in self:
+            if entry.pin and entry.service is None:
+                self._start(self._load_quietly(entry))
+
+    async def close(self) -> None:
+        """Ends every engine."""
+        if self._host is not None:
+            await asyncio.to_thread(self._host.close)
+        for entry in self:
+            if entry.timer is not None:
+                entry.timer.cancel()
+            if entry.service is not None:
+                await asyncio.to_thread(entry.service.engine.close)
+
+    # --- how they come and go ----------------------------------------------------------------------------------------
+
+    async def _load(self, entry: Entry) -> None:
+        failure: ApiError | None = None
+        try:
+            async with self._lock:
+                entry.state = "loading"
+                await self._make_room(entry)
+                await self._bring(entry)
+        except NoRoomError as error:
+            entry.state, failure = "unloaded", error
+        except RequestCancelled:
+            entry.state, failure = "unloaded", ApiError(503, "The server is shutting down.", code="engine_unavailable")
+        except Exception as error:  # also those that nobody has thought of: one model must not take the others along
+            logger.exception("%s could not be loaded", entry.id)
+            entry.state, entry.error = "failed", str(error) or type(error).__name__
+            failure = _failed(entry)
+        finally:
+            entry.task = None
+        if failure is not None:  # out here it doesn't keep the frames that hold half a model
+            await asyncio.to_thread(self._the_host.release)
+            raise failure.with_traceback(None)
+
+    async def _bring(self, entry: Entry) -> None:
+        def tell(progress: LoadProgress) -> None:
+            entry.progress = progress
+
+        begun = time.monotonic()
+        engine = await asyncio.to_thread(self._the_host.load, entry, tell)
+        entry.service = Service(engine, entry.settings, self.state, entry.metrics)
+        entry.metrics.watch(engine)
+        entry.state, entry.last_use, entry.loads = "loaded", time.monotonic(), entry.loads + 1
+        logger.info("%s is loaded, after %.1f s", entry.id, time.monotonic() - begun)
+        self._watch(entry)
+
+    async def _load_quietly(self, entry: Entry) -> None:
+        try:
+            await self.loaded(entry)
+        except ApiError as error:
+            logger.warning("%s", error)
+
+    async def _unload(self, entry: Entry) -> None:
+        """Holding the lock. Nothing of the model is left behind, or its memory would be, too."""
+        service, entry.service = entry.service, None
+        assert service is not None
+        entry.state = "unloading"
+        entry.metrics.watch(None)
+        service.prompts.workers.close()
+        await asyncio.to_thread(service.engine.close)
+        del service
+        await asyncio.to_thread(self._the_host.release)
+        entry.state = "unloaded"
+        logger.info("%s is unloaded", entry.id)
+
+    async def _check_room(self, entry: Entry) -> None:
+        """
+        Raises:
+            ApiError: it would not fit even if all that may go were gone.
+        """
+        try:
+            need, free = await asyncio.to_thread(self._the_host.need, entry), self._the_host.free()
+        except MissingModelError as error:
+            raise ApiError(
+                404, f"The model {entry.id!r} is not on this machine: {error}", code="model_missing"
+            ) from error
+        except Exception as error:
+            logger.exception("%s can't be loaded", entry.id)
+            entry.state, entry.error = "failed", str(error) or type(error).__name__
+            raise _failed(entry) from None
+        others = [
+            other for other in self if other is not entry and (other.service is not None or other.task is not None)
+        ]
+        stay = [other for other in others if not other.may_go]
+        if len(stay) >= self._max:
+            raise NoRoomError(entry, f"{_named(stay)} may not go, and --max-models is {self._max}")
+        if free is not None and free + sum(other.weights for other in others if other.may_go) < need:
+            self._refuse_for_ever(entry, need)
+            raise NoRoomError(entry, f"it needs {_size(need)}, and what is in use leaves {_size(max(0, free))}")
+
+    def _refuse_for_ever(self, entry: Entry, need: int) -> None:
+        limit, pinned = self._the_host.limit(), [other for other in self if other.pin and other is not entry]
+        taken = sum(other.weights for other in pinned)
+        if limit is not None and need + taken > limit:
+            beside = f" beside {_size(taken)} of {_named(pinned)}" if taken else ""
+            entry.state, entry.error = (
+                "failed",
+                f"it needs {_size(need)}, and the memory limit is {_size(limit)}{beside}",
+            )
+            raise _failed(entry)
+
+    async def _make_room(self, entry: Entry) -> None:
+        """Unload who was used least recently, until there is room."""
+        need = await asyncio.to_thread(self._the_host.need, entry)
+        while (why := self._short(entry, need)) is not None:
+            victim = self._least_recent()
+            if victim is None:
+                raise NoRoomError(entry, why)
+            await self._unload(victim)
+
+    def _short(self, entry: Entry, need: int) -> str | None:
+        there = [other for other in self if other.service is not None and other is not entry]
+        if len(there) >= self._max:
+            return f"{_named(there)} may not go, and --max-models is {self._max}"
+        free = self._the_host.free()
+        if free is None or free >= need:
+            return None
+        return f"it needs {_size(need)}, and what is in use leaves {_size(max(0, free))}"
+
+    def _least_recent(self) -> Entry | None:
+        return min((entry for entry in self if entry.may_go), key=lambda entry: entry.last_use, default=None)
+
+    def _pressed(self, need: int) -> None:
+        """From any thread: requests need so many bytes that models hold."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(lambda: self._start(self._relieve(need)))
+
+    async def _relieve(self, need: int) -> None:
+        async with self._lock:
+            while (free := self._the_host.free()) is not None and free < need:
+                victim = self._least_recent()
+                if victim is None:
+                    return
+                logger.info("%s makes room for a request", victim.id)
+                await self._unload(victim)
+
+    def _watch(self, entry: Entry) -> None:
+        """Unload it when it has not been used for long enough."""
+        if entry.timer is not None:
+            entry.timer.cancel()
+            entry.timer = None
+        if entry.ttl is not None and entry.service is not None and not entry.pin and not entry.users:
+            loop, left = asyncio.get_running_loop(), entry.ttl - entry.idle_s
+            entry.timer = loop.call_later(left if left > 0 else LOOK_AGAIN_S, self._expire, entry)
+
+    def _expire(self, entry: Entry) -> None:
+        if entry.ttl is not None and entry.may_go and entry.idle_s >= entry.ttl:
+            self._start(self._leave(entry))
+        else:
+            self._watch(entry)
+
+    async def _leave(self, entry: Entry) -> None:
+        await self.unload(entry)
+        self._watch(entry)  # a request may have come in the meantime
+
+    def _start(self, work: Any) -> asyncio.Task[None]:
+        self._loop = asyncio.get_running_loop()
+        task: asyncio.Task[None] = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits for it has it
+
+    @property
+    def _the_host(self) -> Host:
+        assert self._host is not None
+        return self._host
+
+
+def _failed(entry: Entry) -> ApiError:
+    message = f"The model {entry.id!r} could not be loaded: {entry.error}. POST /v1/models/{entry.id}/load tries again."
+    return ApiError(500, message, param="model", code="model_failed")
+
+
+def _named(entries: Sequence[Entry]) -> str:
+    return ", ".join(entry.id for entry in entries)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MB"

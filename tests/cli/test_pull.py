@@ -160,3 +160,24 @@ class TestWithoutPip:
         assert done.exit_code == 2
         assert "-m ensurepip" in done.stderr
         assert "some-model==1.2" in done.stderr
+
+
+def test_what_was_installed_is_uninstalled(site: Path, pairs_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip itself takes nothing out of a target folder: what it is told is what is looked at."""
+    make_wheel(site.parent / "wheels")
+    pull("a", pairs_file)
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["rm", "a", "--pairs-file", str(pairs_file)]
+    asked = CliRunner().invoke(cli.app, arguments, input="n\n")
+    assert "Uninstall the package some-model==1.2" in asked.stderr
+    assert commands == []
+    assert CliRunner().invoke(cli.app, [*arguments, "--yes"]).exit_code == 0
+    [command] = commands
+    assert command[:5] == [sys.executable, "-m", "pip", "uninstall", "--yes"]
+    assert command[-1] == "some-model"

@@ -32,12 +32,19 @@ PAGES += sorted(path for folder in ("guides", "clients", "machines") for path in
 ADDRESS = "http://127.0.0.1:8000"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 READ_AS = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}
-RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help")
+ON_THE_MACHINE = ("mlx-specprefill list", "mlx-specprefill show demo", "mlx-specprefill recommend")
+RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help", *ON_THE_MACHINE)
 NOT_RUN = {
     "tests/e2e/test_readme.py runs it": ("python3 -c", "curl "),
     "starts a server, as tests/e2e and scripts/try_install.py do": ("scripts/serve", "mlx-specprefill serve"),
     "tests/cli/test_service.py runs it with stand-ins for the system's programs": ("mlx-specprefill service",),
-    "needs the network": ("pip ", "mlx-specprefill pull", "scripts/serve --target mlx-community/"),
+    "needs the network": (
+        "pip ",
+        "mlx-specprefill pull",
+        "mlx-specprefill show mlx-community/",
+        "scripts/serve --target mlx-community/",
+    ),
+    "tests/cli/test_stored.py runs it on models that are made there": ("mlx-specprefill rm",),
     "needs another program": ("docker ", "codex", "scripts/record_agent"),
     "is for another program": ("export ",),
     "takes minutes to days": (
@@ -171,6 +178,13 @@ def test_an_agent_is_connected_and_disconnected(server: Server, tmp_path: Path) 
         configured = tmp_path / ".codex" / "config.toml"
         assert configured.exists() == ("--write" in arguments)
         assert server.base in done.stdout or "--undo" in arguments
+
+
+@pytest.mark.parametrize("command", [one for _, one in COMMANDS if one.startswith(ON_THE_MACHINE)])
+def test_what_is_on_the_machine_is_shown(command: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "huggingface")}
+    arguments = [sys.executable, "-m", "mlx_specprefill_server", *shlex.split(command, comments=True)[1:]]
+    assert subprocess.check_output(arguments, env=environment, text=True, timeout=240)
 
 
 @pytest.mark.parametrize("block", [b for b in blocks("python") if b.page != "README.md"], ids=lambda block: block.page)

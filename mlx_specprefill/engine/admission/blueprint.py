@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import _get_classes as classes_of
 
 from ...adapters.checkpoint import context_length
@@ -43,6 +45,7 @@ class Blueprint:
         sparse_refusal, draft_refusal, staged_refusal: as of `Adapter`.
         context: tokens that it was configured for.
         per_token, constant: bytes of KV cache per token and per sequence; None where they can't be known.
+        parameters: how many weights it has; `expert_parameters`: of those, in its experts.
     """
 
     architecture: str
@@ -53,6 +56,8 @@ class Blueprint:
     context: int
     per_token: int | None
     constant: int | None
+    parameters: int | None
+    expert_parameters: int | None
     _config: Mapping[str, Any]
     _model: nn.Module | None
 
@@ -72,11 +77,12 @@ class Blueprint:
             return None
 
 
-def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
+def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16", *, sizes: bool = True) -> Blueprint:
     """From what config.json holds.
 
     Args:
         dtype: of the floating-point weights as they are loaded, by which the cache is stored.
+        sizes: False: only what is known of the architecture.
     """
     text = dict(config)
     context = context_length(text, _Silent())
@@ -85,17 +91,19 @@ def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
     except _UNBUILDABLE as error:
         name = str(text.get("model_type") or "unknown")
         reason = f"mlx-lm has no architecture {name!r}" if "model_type" in text else f"config.json has no {error}"
-        return Blueprint(name, reason, reason, reason, reason, context, None, None, text, None)
+        return Blueprint(name, reason, reason, reason, reason, context, None, None, None, None, text, None)
     architecture = model_class.__module__.removeprefix("mlx_lm.models.")
     adapter = adapter_for(architecture)
     refusals = (None, adapter.sparse_refusal, adapter.draft_refusal, adapter.staged_refusal)
+    if not sizes:
+        return Blueprint(architecture, *refusals, context, None, None, None, None, text, None)
     try:
         model = _built(model_class(arguments.from_dict(text)), dtype)
         known = None if architecture in _COMPUTES else _cache_sizes(model)
     except _UNBUILDABLE:
-        return Blueprint(architecture, *refusals, context, None, None, text, None)
+        return Blueprint(architecture, *refusals, context, None, None, None, None, text, None)
     per_token, constant = known or (None, None)
-    return Blueprint(architecture, *refusals, context, per_token, constant, text, model)
+    return Blueprint(architecture, *refusals, context, per_token, constant, *_parameters(model), text, model)
 
 
 class _Silent:
@@ -113,6 +121,14 @@ def _cache_sizes(model: nn.Module) -> tuple[int, int]:
     cache = make_prompt_cache(model)
     model(mx.zeros((1, _PROBE), dtype=mx.int32), cache=cache)
     return cache_footprint(cache)
+
+
+def _parameters(model: nn.Module) -> tuple[int, int]:
+    """All of them, and those of experts."""
+    experts = [module for _, module in model.named_modules() if isinstance(module, SwitchLinear)]
+    counts = (sum(int(array.size) for _, array in tree_flatten(part.parameters())) for part in (model, *experts))
+    whole, *parts = counts
+    return whole, sum(parts)
 
 
 def loaded_bytes(parameters: Mapping[str, int], dtype: Literal["auto", "stored"] = "auto") -> tuple[int, str]:

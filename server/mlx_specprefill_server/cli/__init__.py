@@ -18,8 +18,10 @@ from .generating import generate
 from .grouped import SettingsCommand
 from .inspecting import inspect
 from .pulling import pull
+from .recommending import recommend
 from .service import app as service_app
 from .serving import serve
+from .stored import list_models, rm, show
 from .warming import warm
 from .watching import top
 
@@ -47,7 +49,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(cls=SettingsCommand)(serve)
-for command in (pull, connect, generate, inspect, calibrate, bench, top, warm, doctor):
+app.command()(pull)
+app.command("list")(list_models)
+for command in (show, rm, recommend, connect, generate, inspect, calibrate, bench, top, warm, doctor):
     app.command()(command)
 app.add_typer(service_app, name="service")
 

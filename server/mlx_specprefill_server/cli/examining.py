@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 
 import typer
 from packaging.requirements import Requirement
@@ -20,7 +19,9 @@ from rich.table import Table
 from mlx_specprefill import BLAS, machine
 
 from .. import __version__
-from ..pairs import NAMED_PAIRS, MissingPairError, PairsError, Row, find_pair, read_pairs
+from ..getting.inventory import pair_state
+from ..getting.needs import size
+from ..pairs import NAMED_PAIRS, read_pairs
 from ..setting_errors import unknown_variables, what_is_wrong
 from ..settings import ENV_PREFIX, Settings
 from .common import FAILED
@@ -99,10 +100,10 @@ def _memory() -> Finding:
     found = machine()
     if found.memory is None:
         return Finding("memory", "unknown; set --memory-limit")
-    limit = f", {_size(found.memory_limit)} for weights, requests and caches" if found.memory_limit else ""
-    finding = Finding("memory", f"{_size(found.memory)}{limit}")
+    limit = f", {size(found.memory_limit)} for weights, requests and caches" if found.memory_limit else ""
+    finding = Finding("memory", f"{size(found.memory)}{limit}")
     if found.memory < _LOW_MEMORY:
-        finding.problems.append(f"{_size(found.memory)} of memory are enough for the pairs demo and smollm2 only")
+        finding.problems.append(f"{size(found.memory)} of memory are enough for the pairs demo and smollm2 only")
     return finding
 
 
@@ -172,8 +173,8 @@ def _cache() -> Finding:
         return Finding("cache", "none: what is measured is forgotten")
     folder = file.parent
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
-    finding = Finding("cache", f"{folder} ({_size(size) if folder.exists() else 'not made yet'})")
+    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+    finding = Finding("cache", f"{folder} ({size(held) if folder.exists() else 'not made yet'})")
     if not os.access(nearest, os.W_OK) or not nearest.is_dir():
         finding.problems.append(
             f"{folder} can't be written, so that every start measures again: "
@@ -194,22 +195,7 @@ def _address() -> Finding:
 
 
 def _pairs() -> Finding:
-    states = {name: _state(name, row) for name, row in read_pairs(NAMED_PAIRS).items()}
+    states = {name: pair_state(name, row) for name, row in read_pairs(NAMED_PAIRS).items()}
     finding = Finding("pairs", "; ".join(f"{name}: {state}" for name, (state, _) in states.items()))
     finding.problems += [problem for _, problem in states.values() if problem]
     return finding
-
-
-def _state(name: str, row: Row) -> tuple[str, str | None]:
-    """What can be said of a pair in a word, and what is wrong with it."""
-    try:
-        pair = find_pair(name)
-    except MissingPairError:
-        return ("not installed" if not isinstance(row.target, str) else "only in a clone"), None
-    except PairsError as error:
-        return "damaged", str(error)
-    return ("ready" if Path(pair.target).exists() else "from its repository"), None
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GB" if count >= 1 << 30 else f"{count / 2**20:.1f} MB"

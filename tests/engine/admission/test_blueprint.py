@@ -43,6 +43,25 @@ def test_the_work_is_known_or_not(name: str) -> None:
     assert work is None or work > 0
 
 
+@pytest.mark.parametrize(
+    ("shape", "billions"), [("llama-3.1-8b", 8.03), ("qwen3.5-122b-a10b", 122.1), ("gpt-oss-120b", 116.8)]
+)
+def test_parameters_are_those_that_are_published(shape: str, billions: float) -> None:
+    found = blueprint(SHAPES[shape].target)
+    assert math.isclose((found.parameters or 0) / 1e9, billions, rel_tol=1e-3)
+    assert (found.expert_parameters == 0) == (shape == "llama-3.1-8b")
+
+
+def test_sizes_can_be_left_out() -> None:
+    found = blueprint(CONFIGS["llama"], sizes=False)
+    assert (found.architecture, found.sparse_refusal, found.cache_bytes(1), found.parameters) == (
+        "llama",
+        None,
+        None,
+        None,
+    )
+
+
 def test_half_precision_halves_the_cache() -> None:
     whole, half = (blueprint(CONFIGS["llama"], dtype) for dtype in ("float32", "bfloat16"))
     assert whole.cache_bytes(10) == 2 * (half.cache_bytes(10) or 0)

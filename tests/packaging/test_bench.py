@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import lossless
+from benchmarks import long, lossless
 from benchmarks.harness import servers
 from benchmarks.harness.command import FOLDER, benchmark, main, parsed
 
@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(file.stem for file in FOLDER.glob("[a-z]*.py"))
 DECODE_ROW = "part context n arm tokens_per_step ms_per_token gain cpu_ms_per_token cpu_gain outer inner".split()
 SERVING = "alone_tok_s together_tok_s streams gain".split()
+LONG = "benchmark device blas mlx pair repeats rest_share_max peak_ratio_max exponents rows".split()
+LONG_ROW = """tokens full_ms sparse_ms draft_alone_ms target_kept_ms kept_tokens rest_ms rest_of_full full_peak_mib
+sparse_peak_mib peak_ratio hit_ms""".split()
 LOAD = "benchmark device blas mlx limit_s rates sparse_vs_dense dense_vs_mlx_lm rows".split()
 LOAD_ROW = "arm rate requests unanswered p50_s p95_s sustained".split()
 AGENTS = """benchmark device blas mlx tokens repeats sum_vs_dense sum_vs_mlx_lm worst_vs_dense
@@ -145,6 +148,21 @@ def test_serving(report: Report) -> None:
     found = report("serving --quick --alone --parts streams --tokens 4 --repeats 1")
     assert found.keys() == {"benchmark", "device", "blas", "mlx", "batch_gain", "rows"}
     assert found["rows"]["mlx-specprefill"]["streams"].keys() == set(SERVING)
+
+
+def test_long(report: Report) -> None:
+    found = report("long --quick --lengths 1024 2048")
+    assert found.keys() == set(LONG)
+    assert [row.keys() for row in found["rows"]] == [set(LONG_ROW)] * 2
+    assert all(row["peak_ratio"] > 0 and row["kept_tokens"] < row["tokens"] / 2 for row in found["rows"])
+
+
+def test_exponents_are_fitted() -> None:
+    rows = [{"tokens": n, "linear": 3.0 * n, "square": 0.1 * n * n, "less": -1.0} for n in (1000, 2000, 8000)]
+    assert long.exponent(rows, "linear") == pytest.approx(1)
+    assert long.exponent(rows, "square") == pytest.approx(2)
+    assert long.exponent(rows, "less") is None
+    assert long.exponent(rows[:1], "linear") is None
 
 
 def test_load(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,225 @@
+"""Long prompts through the engine: time, memory, and what is neither of the two models, from 16K tokens on.
+
+Per length, full and sparse requests take turns, each from an empty cache: the time from `Engine.submit` to the first
+token, and the allocator's peak above what was held before. The draft alone over the prompt, and the target alone over
+as many tokens as were kept, run on mlx-lm's own caches in the same repetition. What a sparse request takes beyond these
+two is the rest: text reading, scores, selection, cache lookup, copies and accounting.
+
+    rest_of_full     rest / time in full; the aim is .02
+    peak_ratio       the peak of a sparse request over that of a full one; the aim is 1.05
+    hit_ms           a second question behind the whole prompt, which the prefix cache holds
+    exponents        of time, rest and peak over the length, fitted; 1 is linear, 2 is attention
+
+The pair is random: a target of four layers and a draft of two, narrow but of real lengths (`--heads` and `--width` for
+others), or a shape of real ratios (`--shape`). The text is the running Python's own documentation and sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
+
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+    TokenEvent,
+    make_pair,
+)
+from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.shapes import SHAPES, Config, fewer_layers, find_shape, narrower, random_model
+from mlx_specprefill.token_ids import as_token_ids
+from mlx_specprefill_evals.corpus import modules, paragraphs
+
+from .harness import BenchError
+from .harness.figures import machine, rounded, show_rows
+from .harness.stages import plain_prefill_ms
+
+QUICK = {"lengths": [8192, 16384], "repeats": 1}
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = ROOT / "models" / "demo" / "target"
+STEP = 2048  # tokens per forward, for every arm
+ANSWER = 2  # tokens
+FITTED = ("full_ms", "sparse_ms", "rest_ms", "full_peak_mib", "sparse_peak_mib")
+
+
+def narrow(layers: int, heads: int, width: int, context: int) -> Config:
+    """A llama's configuration with heads of 64."""
+    return {
+        "model_type": "llama",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "intermediate_size": 2 * width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": True,
+    }
+
+
+def configurations(options: argparse.Namespace, context: int) -> tuple[Config, Config]:
+    """Of the target and the draft."""
+    if options.shape is None:
+        return narrow(4, options.heads, options.width, context), narrow(2, 1, options.width // 2, context)
+    shape = find_shape(options.shape)
+    cut = (fewer_layers(shape.target, options.layers), fewer_layers(shape.draft, options.draft_layers))
+    target, draft = (narrower(config, options.narrow) for config in cut)
+    return target, draft
+
+
+def pair_of(options: argparse.Namespace, tokenizer: TokenizerWrapper) -> ModelPair:
+    context, sides = 2 * max(options.lengths), []
+    for config in configurations(options, context):
+        text = config.get("text_config") or config
+        text = {**text, "vocab_size": len(tokenizer.get_vocab()), "max_position_embeddings": context}
+        config = {**config, "text_config": text} if "text_config" in config else text
+        mx.random.seed(0)
+        model = random_model(config)
+        mx.eval(model.parameters())
+        sides.append((model, config))
+    (target, config), (draft, draft_config) = sides
+    pair = make_pair(target, tokenizer, config, draft=draft, draft_config=draft_config)
+    if pair.sparse_refusal is not None:
+        raise BenchError(pair.sparse_refusal)
+    # As calibration leaves a draft: a few heads, no look-ahead. The paper's rule is for drafts without.
+    heads = DraftHeads((Head(1, 0, 1.0),), 2, 2, {}) if options.shape is None and not options.look_ahead else None
+    return replace(pair, heads=heads)
+
+
+def prompt_of(tokenizer: TokenizerWrapper, tokens: int, seed: int) -> list[int]:
+    """So many tokens of text; the first differ by seed, so that no prompt begins like another."""
+    ids: list[int] = tokenizer.encode(f"{seed}. ", add_special_tokens=False)
+    texts = [*(one.text for one in paragraphs()), *(module.source for module in modules())]
+    at = seed * 97
+    while len(ids) < tokens:
+        ids += tokenizer.encode(texts[at % len(texts)] + "\n\n", add_special_tokens=False)
+        at += 1
+    return ids[:tokens]
+
+
+# --- one request -----------------------------------------------------------------------------------------------------
+
+
+def asked(engine: Engine, prompt: list[int], sparse: bool) -> dict[str, float]:
+    """Milliseconds to the first token, MiB at the peak, and tokens that the target has read."""
+    options = SpecPrefillOptions(enabled=sparse, keep_pct=None)
+    request = GenerationRequest(as_token_ids(prompt), max_tokens=ANSWER, specprefill=options)
+    mx.clear_cache()
+    held, begun, first = mx.get_active_memory(), time.perf_counter(), None
+    mx.reset_peak_memory()
+    for event in engine.generate(request):
+        if isinstance(event, TokenEvent) and first is None:
+            first = 1e3 * (time.perf_counter() - begun)
+        if isinstance(event, Finished):
+            account = event.account
+    if first is None:
+        raise BenchError("an answer without a token")
+    if (account.mode == "sparse") != sparse:
+        raise BenchError(f"the request ran otherwise than asked: {account.reason}")
+    peak = (mx.get_peak_memory() - held) / 2**20
+    return {"ms": first, "peak_mib": peak, "kept": account.kept_tokens, "cached": account.cached_tokens}
+
+
+def repetition(engine: Engine, prompt: list[int]) -> dict[str, float]:
+    """Both ways, what the models alone take, and a hit of the prefix cache."""
+    pair = engine.pair
+    full = asked(engine, prompt, sparse=False)
+    hit = asked(engine, [*prompt, *prompt[:16]], sparse=False)
+    if hit["cached"] < len(prompt) - 1:
+        raise BenchError(f"the prefix cache held {hit['cached']:.0f} of {len(prompt)} tokens")
+    engine.drop_cached()
+    sparse = asked(engine, prompt, sparse=True)
+    engine.drop_cached()
+    draft_ms = plain_prefill_ms(pair.draft, prompt, STEP)
+    target_ms = plain_prefill_ms(pair.target, prompt[: int(sparse["kept"])], STEP)
+    rest = sparse["ms"] - draft_ms - target_ms
+    return {
+        "full_ms": full["ms"],
+        "sparse_ms": sparse["ms"],
+        "draft_alone_ms": draft_ms,
+        "target_kept_ms": target_ms,
+        "kept_tokens": sparse["kept"],
+        "rest_ms": rest,
+        "rest_of_full": rest / full["ms"],
+        "full_peak_mib": full["peak_mib"],
+        "sparse_peak_mib": sparse["peak_mib"],
+        "peak_ratio": sparse["peak_mib"] / full["peak_mib"],
+        "hit_ms": hit["ms"],
+    }
+
+
+# --- start -----------------------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 32768, 65536], help="prompt tokens")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=2, help="of the narrow target")
+    parser.add_argument("--width", type=int, default=128, help="of the narrow target; the draft has half")
+    parser.add_argument("--look-ahead", action="store_true", help="a draft without calibrated heads")
+    parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape instead")
+    parser.add_argument("--layers", type=int, default=4, help="of a shape's target")
+    parser.add_argument("--draft-layers", type=int, default=1)
+    parser.add_argument("--narrow", type=int, default=16, help="divide a shape's widths, for machines without a GPU")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    if min(options.lengths) < 1024 or options.repeats < 1:
+        raise BenchError("--lengths must be at least 1024 tokens and --repeats at least 1")
+    tokenizer = load_tokenizer(TOKENIZER, {"model_max_length": 2 * max(options.lengths)})
+    policy = SpecPrefillPolicy(threshold=512, densify=False)
+    config = EngineConfig(policy=policy, prefill_step=STEP, prefix_cache_bytes=8 << 30)
+    with Engine(pair_of(options, tokenizer), config) as engine:
+        repetition(engine, prompt_of(tokenizer, 1024, 0))  # compiles; not counted
+        rows = [measured(engine, tokenizer, length, options.repeats) for length in options.lengths]
+    show_rows(rows)
+    report: dict[str, Any] = rounded(summary(rows, options))
+    return report
+
+
+def measured(engine: Engine, tokenizer: TokenizerWrapper, length: int, repeats: int) -> dict[str, Any]:
+    """Medians over the repetitions."""
+    runs = [repetition(engine, prompt_of(tokenizer, length, repeat + 1)) for repeat in range(repeats)]
+    print(f"{length} tokens: {runs[-1]['full_ms'] / 1e3:.1f} s in full", file=sys.stderr, flush=True)
+    return {"tokens": length, **{name: statistics.median(run[name] for run in runs) for name in runs[0]}}
+
+
+def summary(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "benchmark": "long",
+        **machine(),
+        "pair": options.shape or f"narrow, {options.heads} heads, width {options.width}",
+        "repeats": options.repeats,
+        "rest_share_max": max(row["rest_of_full"] for row in rows),
+        "peak_ratio_max": max(row["peak_ratio"] for row in rows),
+        "exponents": {
+            name: exponent(rows, name)
+            for name in ("full_ms", "sparse_ms", "rest_ms", "full_peak_mib", "sparse_peak_mib")
+        },
+        "rows": rows,
+    }
+
+
+def exponent(rows: list[dict[str, Any]], name: str) -> float | None:
+    """Of a figure over the length, by least squares on logarithms; None with one length, or where it isn't positive."""
+    if len(rows) < 2 or any(row[name] <= 0 for row in rows):
+        return None
+    slope, _ = np.polyfit(np.log([row["tokens"] for row in rows]), np.log([row[name] for row in rows]), 1)
+    return float(slope)

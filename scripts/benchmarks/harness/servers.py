@@ -26,7 +26,7 @@ from mlx_specprefill import BLAS
 from . import BenchError
 from .pairs import checkpoints
 
-__all__ = ["DENSE", "SPARSE", "Copies", "Reply", "Server", "add_options", "copies", "preload", "together"]
+__all__ = ["DENSE", "SPARSE", "Copies", "Reply", "Server", "add_options", "copies", "peak_bytes", "preload", "together"]
 
 ROOT = Path(__file__).resolve().parents[3]
 NEVER_WRITTEN = "<|endoftext|>"  # ends an answer in the copies
@@ -304,6 +304,16 @@ def cpu_seconds(pid: int) -> float:
     for part in shown.strip().split(":"):
         seconds = 60 * seconds + float(part)
     return seconds
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has held, from /proc; where there is none, what it holds now, from ps."""
+    status = Path(f"/proc/{pid}/status")
+    if status.exists():
+        [peak] = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        return 1024 * int(peak)
+    shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
+    return 1024 * int(shown)
 
 
 def wait_for(server: Server, process: subprocess.Popen[bytes], log: Path, start_s: float) -> None:

@@ -1,0 +1,203 @@
+"""Two commits against each other on ten figures, in three minutes: for contributors, before a change is proposed.
+
+Each commit is checked out into a git worktree of its own and run by this environment's Python; both get the same copies
+of the models. In every round a server of each is started, and every figure is taken old, new, new, old (in every second
+round the other way round), so that what drifts on the machine meets both alike. All figures are costs:
+
+    import_ms         a process that imports the command and prints its version
+    sparse_1k_ms      time to first token of 1000 tokens, over HTTP, prefilled sparsely
+    sparse_4k_ms      the same of 4000 tokens; `rest_ms`: of that, what is neither the draft's nor the target's prefill
+    full_4k_ms        the same in full
+    second_turn_ms    time to first token of a session's next turn after a sparse one of 2000 tokens
+    decode_1_ms       milliseconds per token of one stream, decode_8_ms of eight at once, per token of all of them
+    cpu_per_token_ms  processor time of the server per token of those eight
+    peak_mib          the most memory that the server has held, at the end of the round
+
+Printed is the median of new / old over the pairs with its 95 % interval, which takes six pairs; "more" and "less" are
+said where that leaves out 1. In two of five runs one of ten figures is outside by chance: run it again. It says what
+changed on this machine, for these models; a figure to be quoted takes an idle machine and more rounds (`--seconds`).
+Nobody judges by it automatically: CI does not run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .harness import commits, servers
+from .harness.alternating import Comparison, Figures, Pairs, Step, take_turns
+from .harness.commits import Commit
+from .harness.figures import machine, rounded, show
+from .harness.servers import DENSE, SPARSE, Copies, Server, together
+from .harness.text import Text, following, user
+
+QUICK = {"seconds": 0.0, "tokens": 16, "long": 1500}
+STREAMS = 8
+SHORT = 1000  # tokens of the short prompt
+SESSION = 2000  # of a session's first turn
+LEAST = 3  # rounds: fewer have no interval
+OPTIONS = ("--specprefill-threshold", "512", "--no-densify")  # nothing goes on while the other arm is measured
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A commit whose server runs."""
+
+    commit: Commit
+    server: Server
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    servers.add_options(parser)
+    parser.add_argument("--old", default="HEAD~1", help="commit, branch or tag that is the measure; default HEAD~1")
+    parser.add_argument("--new", default="HEAD", help="the other one; default HEAD")
+    parser.add_argument("--seconds", type=float, default=180.0, help="for all rounds; there are at least three")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer when tokens are timed")
+    parser.add_argument("--long", type=int, default=4000, help="tokens of the long prompt; figures keep their names")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    if commits.uncommitted() and options.new == "HEAD":
+        print("note: what is not committed is not measured", file=sys.stderr)
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        print(f"note: other programs keep this machine busy (load {load:.1f}): figures will scatter", file=sys.stderr)
+    begun = time.monotonic()
+    with (
+        commits.checked_out({"old": options.old, "new": options.new}) as (old, new),
+        servers.copies(options) as copies,
+    ):
+        for commit in (old, new):
+            commit.check()
+        pairs, rounds = measured(old, new, copies, options)
+    compared = pairs.compared()
+    shown(old, new, compared)
+    return report(old, new, compared, rounds, time.monotonic() - begun, load)
+
+
+def measured(old: Commit, new: Commit, copies: Copies, options: argparse.Namespace) -> tuple[Pairs, int]:
+    """Rounds until the time is over; the first start of each commit calibrates and counts for nothing."""
+    with both_serving(old, new, copies, 0) as (first, _):
+        text = Text(0)
+        text.calibrate(first.server)
+    pairs, turn, until = Pairs(), 0, time.monotonic() + options.seconds
+    took = 0.0
+    while turn < LEAST or time.monotonic() + took < until:
+        begun = time.monotonic()
+        with both_serving(old, new, copies, turn) as arms:
+            take_turns(*arms, steps_of(text, options), turn, pairs)
+            pairs.add(*(held(arm) for arm in arms))
+        took = time.monotonic() - begun
+        turn += 1
+        print(f"round {turn}: {took:.0f} s", file=sys.stderr, flush=True)
+    return pairs, turn
+
+
+@contextmanager
+def both_serving(old: Commit, new: Commit, copies: Copies, turn: int) -> Iterator[tuple[Arm, Arm]]:
+    """Old and new; in every second round the new one is started first."""
+    with ExitStack() as stack:
+        order = (old, new) if turn % 2 == 0 else (new, old)
+        arms = {commit.name: Arm(commit, stack.enter_context(serving(commit, copies))) for commit in order}
+        yield arms[old.name], arms[new.name]
+
+
+def serving(commit: Commit, copies: Copies) -> Any:
+    models = ("--target", str(copies.target), "--draft", str(copies.draft), "--dtype", "float32")
+    command = commit.command("-m", "mlx_specprefill_server", "serve", *models, *OPTIONS)
+    costs = str(copies.folder / f"costs-{commit.name}.json")
+    environment = {"MLX_SPECPREFILL_CALIBRATION_FILE": costs, "MLX_SPECPREFILL_REMEMBER": "false"}
+    return copies.serve(commit.name, command, **environment, **commit.environment)
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+def steps_of(text: Text, options: argparse.Namespace) -> dict[str, Step[Arm]]:
+    """Every step by its name. Prompts are those of their number, the same for both arms."""
+    return {
+        "import": lambda arm, _: imported(arm.commit),
+        "short": lambda arm, number: first_token(arm.server, text.fresh(number, "short"), SHORT, "sparse_1k_ms"),
+        "long": lambda arm, number: first_token(arm.server, text.fresh(number, "long"), options.long, "sparse_4k_ms"),
+        "full": lambda arm, number: full(arm.server, text.fresh(number, "full"), options.long),
+        "session": lambda arm, number: second_turn(arm.server, text.fresh(number, "session")),
+        "alone": lambda arm, number: alone(arm.server, text.fresh(number, "alone"), options.tokens),
+        "streams": lambda arm, number: streams(arm.server, text.fresh(number, "streams"), options.tokens),
+    }
+
+
+def imported(commit: Commit) -> Figures:
+    environment = {**os.environ, **commit.environment}
+    begun = time.perf_counter()
+    command = commit.command("-m", "mlx_specprefill_server", "--version")
+    subprocess.run(command, env=environment, cwd=commit.folder, stdout=subprocess.DEVNULL, check=True)
+    return {"import_ms": 1e3 * (time.perf_counter() - begun)}
+
+
+def first_token(server: Server, text: Text, length: int, name: str) -> Figures:
+    reply = server.ask(user(text.of(length)), 2, **SPARSE)
+    first_ms, times = 1e3 * reply.first_s, reply.report.get("timings", {})
+    if name != "sparse_4k_ms" or not {"draft_ms", "prefill_ms"} <= times.keys():
+        return {name: first_ms}
+    return {name: first_ms, "rest_ms": first_ms - times["draft_ms"] - times["prefill_ms"]}
+
+
+def full(server: Server, text: Text, length: int) -> Figures:
+    return {"full_4k_ms": 1e3 * server.ask(user(text.of(length)), 2, **DENSE).first_s}
+
+
+def second_turn(server: Server, text: Text) -> Figures:
+    messages = user(text.of(SESSION))
+    first = server.ask(messages, 8, **SPARSE)
+    return {"second_turn_ms": 1e3 * server.ask(following(messages, first, text.of(30)), 2, **SPARSE).first_s}
+
+
+def alone(server: Server, text: Text, tokens: int) -> Figures:
+    reply = server.ask(user(text.of(40)), tokens, **DENSE)
+    return {"decode_1_ms": 1e3 * (reply.total_s - reply.first_s) / max(1, reply.completion_tokens - 1)}
+
+
+def streams(server: Server, text: Text, tokens: int) -> Figures:
+    prompts = [user(text.of(40)) for _ in range(STREAMS)]
+    used, begun = server.cpu_s(), time.perf_counter()
+    replies = together(lambda prompt: server.ask(prompt, tokens, **DENSE), prompts)
+    seconds, used = time.perf_counter() - begun, server.cpu_s() - used
+    written = sum(reply.completion_tokens for reply in replies)
+    figures = {"decode_8_ms": 1e3 * seconds / written}
+    return figures | ({"cpu_per_token_ms": 1e3 * used / written} if used > 0 else {})
+
+
+def held(arm: Arm) -> Figures:
+    """The most so far; where the system doesn't tell, what is held now."""
+    return {"peak_mib": servers.peak_bytes(arm.server.pid) / 2**20}
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def shown(old: Commit, new: Commit, compared: dict[str, Comparison]) -> None:
+    rows = [
+        (name, one.old, one.new, one.ratio, one.low, one.high, one.pairs, one.verdict) for name, one in compared.items()
+    ]
+    title = f"old {old.sha[:12]} {old.title}\nnew {new.sha[:12]} {new.title}"
+    show(("figure", "old", "new", "new / old", "from", "to", "pairs", "the new one costs"), rows, title)
+
+
+def report(
+    old: Commit, new: Commit, compared: dict[str, Comparison], rounds: int, seconds: float, load: float
+) -> dict[str, Any]:
+    described = {commit.name: {"commit": commit.sha, "title": commit.title} for commit in (old, new)}
+    figures = {name: {**asdict(one), "verdict": one.verdict} for name, one in compared.items()}
+    named = {word: [name for name, one in compared.items() if one.verdict == word] for word in ("more", "less")}
+    times = {"rounds": rounds, "seconds": seconds, "load": load}
+    found: dict[str, Any] = rounded(
+        {"benchmark": "guard", **machine(), **described, **times, **named, "figures": figures}
+    )
+    return found

@@ -1,0 +1,257 @@
+"""scripts/bench guard on its mechanics: turns, pairs, intervals, worktrees and the report. Nothing here is timed."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import guard
+from benchmarks.harness import BenchError, servers
+from benchmarks.harness.alternating import Pairs, median_interval, take_turns
+from benchmarks.harness.command import main
+from benchmarks.harness.commits import Commit, checked_out, uncommitted
+from benchmarks.harness.servers import Reply
+from benchmarks.harness.text import Text
+
+FIGURES = """import_ms sparse_1k_ms sparse_4k_ms rest_ms full_4k_ms second_turn_ms decode_1_ms decode_8_ms
+cpu_per_token_ms peak_mib""".split()
+
+
+def rounds(step: Any, count: int) -> Pairs:
+    pairs = Pairs()
+    for turn in range(count):
+        take_turns("old", "new", {"step": step}, turn, pairs)
+    return pairs
+
+
+class TestTurns:
+    def test_the_arms_alternate_and_each_pair_has_a_number_of_its_own(self) -> None:
+        asked: list[tuple[str, int]] = []
+
+        def step(arm: str, number: int) -> dict[str, float]:
+            asked.append((arm, number))
+            return {"ms": 1.0 if arm == "old" else 2.0}
+
+        pairs = rounds(step, 2)
+        assert [arm for arm, _ in asked] == "old new new old new old old new".split()
+        assert [number for _, number in asked] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert pairs.taken == {"ms": [(1.0, 2.0)] * 4}
+
+    def test_what_drifts_meets_both_alike(self) -> None:
+        """A machine that slows down by a third over the run; the new commit costs a tenth more."""
+        clock = itertools.count()
+
+        def step(arm: str, _: int) -> dict[str, float]:
+            return {"ms": (1.1 if arm == "new" else 1.0) * (100 + next(clock))}
+
+        found = rounds(step, 8).compared()["ms"]
+        assert abs(found.ratio - 1.1) < 0.005
+        assert (found.pairs, found.verdict) == (16, "more")
+
+    def test_alike_arms_are_seldom_told_apart(self) -> None:
+        """Of 200 comparisons with noise, at most as many as the interval's confidence lets pass, and some more."""
+        rng, wrong = random.Random(0), 0
+        for _ in range(200):
+            found = rounds(lambda arm, _: {"ms": rng.lognormvariate(0, 0.3)}, 4).compared()["ms"]
+            wrong += found.verdict != "no difference seen"
+        assert wrong <= 20
+
+    def test_a_figure_that_one_arm_lacks_is_left_out(self) -> None:
+        pairs = rounds(lambda arm, _: {"both": 1.0, arm: 1.0}, 1)
+        assert pairs.taken.keys() == {"both"}
+
+
+class TestInterval:
+    @pytest.mark.parametrize(
+        ("count", "ends"),
+        [(5, (None, None)), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (20, (6, 15))],
+    )
+    def test_it_is_that_of_the_binomial_distribution(self, count: int, ends: tuple[Any, Any]) -> None:
+        """The tables of confidence intervals for a median."""
+        assert median_interval([float(value) for value in range(count, 0, -1)]) == ends
+
+    def test_too_few_pairs_say_nothing(self) -> None:
+        found = rounds(lambda arm, _: {"ms": 1.0 if arm == "old" else 9.0}, 2).compared()["ms"]
+        assert (found.ratio, found.low, found.verdict) == (9.0, None, "too few pairs")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    author = {f"GIT_{who}_{what}": "x@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **author}).stdout
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Two commits of packages that say which of them they are, the third without any."""
+    folder = tmp_path / "repository"
+    packages = [folder / "mlx_specprefill", folder / "server" / "mlx_specprefill_server"]
+    for package in packages:
+        package.mkdir(parents=True)
+    git(folder, "init", "--quiet", "--initial-branch", "main")
+    for name in ("one", "two"):
+        for package in packages:
+            (package / "__init__.py").write_text(f"NAME = {name!r}\n")
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "--message", f"This is {name}")
+    git(folder, "rm", "-r", "--quiet", ".")
+    git(folder, "commit", "--quiet", "--allow-empty", "--message", "Nothing")
+    return folder
+
+
+class TestCommits:
+    def test_each_is_imported_from_its_own_folder(self, repository: Path) -> None:
+        with checked_out({"old": "HEAD~2", "new": "HEAD~1"}, repository) as commits:
+            said = []
+            for commit in commits:
+                commit.check()
+                program = "import mlx_specprefill, mlx_specprefill_server as b; print(mlx_specprefill.NAME, b.NAME)"
+                environment = {**os.environ, **commit.environment}
+                command = commit.command("-c", program)
+                said.append(subprocess.check_output(command, env=environment, cwd=Path.cwd(), text=True).split())
+            assert said == [["one", "one"], ["two", "two"]]
+            assert [(commit.name, commit.title) for commit in commits] == [
+                ("old", "This is one"),
+                ("new", "This is two"),
+            ]
+            assert len(git(repository, "worktree", "list").splitlines()) == 3
+        assert len(git(repository, "worktree", "list").splitlines()) == 1
+        assert not commits[0].folder.exists()
+
+    def test_another_installation_is_not_taken_for_the_commit(self, repository: Path) -> None:
+        with checked_out({"old": "HEAD"}, repository) as (commit,), pytest.raises(BenchError, match="old"):
+            commit.check()
+
+    def test_nothing_is_left_after_an_error(self, repository: Path) -> None:
+        with (
+            pytest.raises(BenchError, match="git rev-parse --verify nowhere"),
+            checked_out({"a": "nowhere"}, repository),
+        ):
+            pass
+        with pytest.raises(KeyError), checked_out({"old": "HEAD~1"}, repository):
+            raise KeyError
+        assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+    def test_changes_without_a_commit_are_seen(self, repository: Path) -> None:
+        assert not uncommitted(repository)
+        git(repository, "checkout", "--quiet", "HEAD~1")
+        (repository / "mlx_specprefill" / "__init__.py").write_text("NAME = 'three'\n")
+        assert uncommitted(repository)
+
+
+class Canned:
+    """A server that answers at once, and says that it took some time."""
+
+    pid = os.getpid()
+
+    def __init__(self, cost: float, report: Mapping[str, Any]) -> None:
+        self.cost, self.report, self.asked, self.used = cost, report, list[tuple[str, dict[str, Any]]](), 0.0
+
+    def ask(self, messages: list[dict[str, str]], tokens: int, **options: Any) -> Reply:
+        self.asked.append((messages[-1]["content"], options))
+        self.used += 1.0
+        return Reply("x", self.cost, 2 * self.cost, tokens, 400, 0, dict(self.report))
+
+    def cpu_s(self) -> float:
+        return self.used
+
+
+TIMES = {"timings": {"draft_ms": 300.0, "prefill_ms": 200.0}}
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"old": "a", "new": "b", "seconds": 0.0, "tokens": 5, "long": 4000, **changes})
+
+
+def test_the_ten_figures_of_a_canned_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "imported", lambda commit: {"import_ms": 7.0})
+    monkeypatch.setattr(servers, "peak_bytes", lambda pid: 3 * 2**20)
+    arm: Any = argparse.Namespace(commit=None, server=Canned(1.0, TIMES))
+    found = {
+        name: value for step in guard.steps_of(Text(0), options()).values() for name, value in step(arm, 0).items()
+    }
+    found |= guard.held(arm)
+    assert sorted(found) == sorted(FIGURES)
+    assert (found["sparse_4k_ms"], found["rest_ms"], found["peak_mib"]) == (1000.0, 500.0, 3.0)
+    assert found["decode_1_ms"] == 250.0  # a second for the four tokens behind the first
+    assert found["cpu_per_token_ms"] == 1e3 * 8 / 40
+    lengths = [len(text.split()) for text, _ in arm.server.asked]
+    assert lengths[:3] == [1000, 4000, 4000]
+    assert [asked["specprefill"] for _, asked in arm.server.asked[:3]] == [True, True, False]
+
+
+def test_a_commit_that_reports_no_times_has_no_rest() -> None:
+    server: Any = Canned(1.0, {})
+    assert guard.first_token(server, Text(0), 10, "sparse_4k_ms") == {"sparse_4k_ms": 1000.0}
+
+
+def test_both_arms_get_the_same_prompts_and_no_other_pair_does() -> None:
+    arms: list[Any] = [argparse.Namespace(commit=None, server=Canned(1.0, TIMES)) for _ in range(2)]
+    steps = {name: step for name, step in guard.steps_of(Text(0), options()).items() if name != "import"}
+    for turn in range(2):
+        take_turns(*arms, steps, turn, Pairs())
+    old, new = ([text for text, _ in arm.server.asked] for arm in arms)
+    assert sorted(old) == sorted(new)
+    assert len(set(old)) == len(old)
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Commits and servers that are none: the new one costs twice as much. What was started, in order."""
+    begun: list[str] = []
+
+    @contextmanager
+    def commits(references: Mapping[str, str]) -> Iterator[list[Commit]]:
+        yield [Commit(name, one * 40, f"This is {one}", tmp_path) for name, one in references.items()]
+
+    @contextmanager
+    def serving(commit: Commit, _: Any) -> Iterator[Any]:
+        begun.append(commit.name)
+        yield Canned(1.0 if commit.name == "old" else 2.0, TIMES)
+
+    @contextmanager
+    def copies(_: Any) -> Iterator[None]:
+        yield None
+
+    monkeypatch.setattr(guard.commits, "checked_out", commits)
+    monkeypatch.setattr(Commit, "check", lambda commit: None)
+    monkeypatch.setattr(guard, "serving", serving)
+    monkeypatch.setattr(servers, "copies", copies)
+    monkeypatch.setattr(guard, "imported", lambda commit: {"import_ms": 1.0})
+    monkeypatch.setattr(servers, "peak_bytes", lambda pid: 2**20)
+    return begun
+
+
+def test_the_report_is_one_line_of_json(faked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("guard --old a --new b --seconds 0".split()) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out.splitlines()[-1], parse_constant=pytest.fail)
+    keys = "benchmark device blas mlx rounds seconds load old new more less figures".split()
+    assert found.keys() == set(keys)
+    assert (found["old"], found["rounds"]) == ({"commit": "a" * 40, "title": "This is a"}, guard.LEAST)
+    assert found["figures"].keys() == set(FIGURES)
+    sparse, peak = found["figures"]["sparse_1k_ms"], found["figures"]["peak_mib"]
+    assert (sparse["ratio"], sparse["pairs"], sparse["verdict"]) == (2.0, 6, "more")
+    assert (peak["ratio"], peak["pairs"], peak["verdict"]) == (1.0, 3, "too few pairs")
+    assert "sparse_1k_ms" in found["more"]
+    assert found["less"] == []
+    assert faked == "old new old new new old old new".split()  # the first two only calibrate
+
+
+def test_a_commit_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("guard --old no-such-branch".split()) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("error: git rev-parse --verify no-such-branch")
+
+
+def test_the_most_memory_is_no_less_than_what_is_held() -> None:
+    assert servers.peak_bytes(os.getpid()) > 2**20

@@ -40,6 +40,11 @@ class LoadedModels:
     def __init__(self) -> None:
         self._models: dict[tuple[str, DtypeName], tuple[weakref.ref[nn.Module], TokenizerWrapper, dict[str, Any]]] = {}
 
+    def holds(self, where: str | Path, dtype: DtypeName) -> bool:
+        """Whether it is there; from any thread."""
+        kept = self._models.get((str(place_of(where) or where), dtype))
+        return kept is not None and kept[0]() is not None
+
     def read(self, where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
         """As `read_model`, if it is not there yet."""
         key = (str(place_of(where) or where), dtype)

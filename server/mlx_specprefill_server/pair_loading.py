@@ -12,6 +12,7 @@ from typing import Any
 from mlx_specprefill import (
     DraftHeads,
     DtypeName,
+    LoadedModels,
     ModelPair,
     SpecPrefillPolicy,
     calibrated_heads,
@@ -23,7 +24,7 @@ from mlx_specprefill import (
     with_heads,
 )
 
-from .pairs import Pair
+from .pairs import Described, Pair
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ _LONG = 8192  # tokens of the prompt by whose predicted times a draft is compare
 _ONE_SHOT_THRESHOLD = SpecPrefillPolicy().threshold  # measuring takes longer than one request saves
 
 Tell = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
-"""Says what is being done while it lasts; what it gives takes how much of it is done."""
+"""Says what is being done while it lasts; what it gives takes how much of it is done, of models megabytes."""
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def silent(words: str) -> Iterator[Callable[[int, int], None]]:
     yield lambda done, total: None
 
 
-def make_settings(pair: Pair, *, one_shot: bool = False, **given: Any) -> Settings:
+def make_settings(pair: Described, *, one_shot: bool = False, **given: Any) -> Settings:
     """Options first, then the environment, then the pair's own values, then the built-in defaults.
 
     Args:
@@ -55,6 +56,7 @@ def make_settings(pair: Pair, *, one_shot: bool = False, **given: Any) -> Settin
     pair_says = {
         "specprefill_threshold": _ONE_SHOT_THRESHOLD if one_shot and pair.threshold is None else pair.threshold,
         "specprefill_keep_pct": pair.keep_pct,
+        "rule": pair.rule,
         "model_alias": pair.alias,
         "model_origin": pair.origin,
         "model_licence": pair.licence,
@@ -66,14 +68,22 @@ def make_settings(pair: Pair, *, one_shot: bool = False, **given: Any) -> Settin
 
 
 def load(
-    pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False, tell: Tell = silent
+    pair: Pair,
+    dtype: DtypeName,
+    settings: Settings | None = None,
+    *,
+    calibrate: bool = False,
+    tell: Tell = silent,
+    loaded: LoadedModels | None = None,
 ) -> ModelPair:
     """The pair in memory, with the calibrated heads of its draft where they are known.
 
     Without a draft the target's own first layers score prompts, where it can be prefilled in stages.
 
     Args:
+        dtype: "auto": the pair's own, if it says one.
         settings: where calibrations are kept; None: nowhere.
+        loaded: models of other pairs, which this one shares.
         calibrate: measure them where they are not known.
     """
     names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
@@ -81,24 +91,28 @@ def load(
     own = pair.draft in (None, "self")
     # A draft that may have to propose tokens needs all of its layers; the target's own propose nothing.
     early = own or settings is None or settings.speculative == "off"
-    with tell(f"Loading {names}"):
-        loaded = load_pair(
+    with tell(f"Loading {names}") as progress:
+        made = load_pair(
             pair.target,
             "self" if own else pair.draft,
             draft_layers=pair.draft_layers,
             draft_heads=pair.draft_heads,
             heads=heads,
             exit_early=early,
-            dtype=dtype,
+            dtype=pair.dtype if dtype == "auto" else dtype,
+            loaded=loaded,
+            on_progress=lambda done, total: progress(done >> 20, total >> 20),
         )
-    if loaded.heads is None and settings is not None and pair.draft_layers is None:
-        found = _heads(loaded, settings, calibrate, tell)
-        loaded = loaded if found is None else with_heads(loaded, found, exit_early=early)
-    if pair.draft is None and loaded.stages is None:
-        return _alone(loaded)
+    if pair.context is not None:
+        made = replace(made, context_length=min(made.context_length, pair.context))
+    if made.heads is None and settings is not None and pair.draft_layers is None:
+        found = _heads(made, settings, calibrate, tell)
+        made = made if found is None else with_heads(made, found, exit_early=early)
+    if pair.draft is None and made.stages is None:
+        return _alone(made)
     if pair.scorer == "auto" and settings is not None and calibrate:
-        loaded = _faster(loaded, pair, settings, tell)
-    return loaded if settings is None else _with_shares(loaded, settings, calibrate, tell)
+        made = _faster(made, pair, settings, tell)
+    return made if settings is None else _with_shares(made, settings, calibrate, tell)
 
 
 def _faster(drafted: ModelPair, pair: Pair, settings: Settings, tell: Tell) -> ModelPair:
@@ -110,8 +124,9 @@ def _faster(drafted: ModelPair, pair: Pair, settings: Settings, tell: Tell) -> M
     if own is None or drafted.sparse_refusal is not None:
         return own or drafted
     config = settings.engine_config()
-    with tell("Measuring the draft and the target's own first layers, once"):
-        costs = pair_cost(drafted, config), pair_cost(own, config)
+    with tell("Measuring the draft and the target's own first layers, once") as progress:
+        drafted_cost, own_cost = (pair_cost(one, config, pause=lambda: progress(0, 0)) for one in (drafted, own))
+        costs = drafted_cost, own_cost
     if costs[0] is None or costs[1] is None:
         return drafted
     length = min(_LONG, drafted.context_length)

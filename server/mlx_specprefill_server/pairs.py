@@ -8,9 +8,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from mlx_specprefill import DtypeName, RuleName
+
 from .packages import MissingPackageError, PackagedFile, PackageError, locate
 
-__all__ = ["NAMED_PAIRS", "MissingPairError", "Pair", "PairsError", "Row", "find_pair", "find_row", "read_pairs"]
+__all__ = [
+    "NAMED_PAIRS",
+    "Described",
+    "MissingPairError",
+    "Pair",
+    "PairsError",
+    "Row",
+    "find_pair",
+    "find_row",
+    "located",
+    "read_pairs",
+]
 
 # In a clone a link to models/pairs.toml, so that the folders beside that file are found; in a wheel a copy of it.
 NAMED_PAIRS = Path(__file__).with_name("pairs.toml").resolve()
@@ -24,12 +37,16 @@ class MissingPairError(PairsError):
     """The pair is known, but what it loads is not on this machine."""
 
 
-class _Described(BaseModel):
+class Described(BaseModel):
     """What a pair says beside its models.
 
     `alias` is the id that clients see, `draft_layers` how many of the draft's first layers read the prompt,
     `draft_heads` a file of retrieval heads for them, `heads` a file of the draft's calibrated heads.
     `scorer` "auto" takes the target's own first layers in place of the draft where they are predicted to be faster.
+    `dtype` and `rule` are those of the options, `context` the tokens of prompt and answer at most.
+
+    Among several models in one server: `aliases` are further ids, `memory_share` how much of the memory limit it may
+    use, `pin` keeps it in memory, and `ttl` are seconds without a request after which it is unloaded.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -41,6 +58,13 @@ class _Described(BaseModel):
     threshold: int | None = Field(default=None, ge=0)
     keep_pct: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = None
     alias: str | None = None
+    aliases: list[str] = Field(default_factory=list)
+    dtype: DtypeName = "auto"
+    context: int | None = Field(default=None, ge=1)
+    rule: RuleName | None = None
+    memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    pin: bool = False
+    ttl: Annotated[float, Field(gt=0)] | None = None
     note: str = ""
     origin: str | None = None
     licence: str | None = None
@@ -53,7 +77,7 @@ def _kind(value: Any) -> str:
 Model = Annotated[Annotated[str, Tag("name")] | Annotated[PackagedFile, Tag("package")], Discriminator(_kind)]
 
 
-class Row(_Described):
+class Row(Described):
     """A pair as the file names it: each model is a folder, a repository id, or a file of an installed package.
 
     The draft can also be "self": the target's own layers.
@@ -63,7 +87,7 @@ class Row(_Described):
     draft: Model | None = None
 
 
-class Pair(_Described):
+class Pair(Described):
     """A pair as it can be loaded: `target` and `draft` are folders, files or repository ids, or the draft is "self"."""
 
     target: str
@@ -77,7 +101,15 @@ def find_pair(name: str, file: Path | None = None) -> Pair:
         MissingPairError: its package is not installed, or it is part of a clone and this is none.
         PairsError: no such file, no such pair, a row that can't be understood, or a damaged packaged file.
     """
-    row = find_row(name, file)
+    return located(name, find_row(name, file), file)
+
+
+def located(name: str, row: Row, file: Path | None = None) -> Pair:
+    """The pair of a row, its packaged files found and checked.
+
+    Raises:
+        MissingPairError, PairsError: as `find_pair`.
+    """
     try:
         target, draft = _located(row.target), None if row.draft is None else _located(row.draft)
     except MissingPackageError as error:

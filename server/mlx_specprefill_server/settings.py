@@ -80,6 +80,7 @@ class Settings(BaseSettings):
     share_cache: bool = False  # True: what one key's prompts left in the cache serves the others
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()  # pages that may call, *: any
+    max_models: int | None = Field(default=None, ge=1)  # of several, in memory at the same time
     strict_model: bool = False  # True: 404 for requests that name another model
     body_limit: int = Field(default=32 * 2**20, gt=0, description="Bytes of one request body.")
     header_limit: Annotated[int, BeforeValidator(_size), Field(ge=1024)] = Field(

@@ -16,6 +16,7 @@ from mlx_specprefill import PairCost, __version__
 from mlx_specprefill.engine.admission.cost import ModelCost
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli import calibrating, common, inspecting, serving
+from mlx_specprefill_server.hosting.models import Models
 from mlx_specprefill_server.pairs import MissingPairError, Pair
 from tests import tiny
 
@@ -150,6 +151,60 @@ class TestServe:
         assert (config.policy.enabled, config.policy.threshold) == (False, 99)
         assert str(config.policy.keep_pct) == "3/10"
         assert (config.selection.forced, config.selection.chunk_size) == ("last-token", 16)
+
+    @pytest.fixture
+    def several(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Models]:
+        """What would be served, and a home without a table."""
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+        calls: list[Models] = []
+        monkeypatch.setattr(serving, "serve_models", lambda models, _: calls.append(models))
+        return calls
+
+    def test_a_table_of_models(self, several: list[Models], tmp_path: Path) -> None:
+        table = tmp_path / "models.toml"
+        table.write_text(
+            '[a]\ntarget = "x/y"\n["b-1"]\ntarget = "./z"\nalias = "b"\naliases = ["c"]\npin = true\nttl = 60\n'
+        )
+        done = run("serve", "--config", str(table), "--max-models", "1", "--port", "0", "--rule", "paper")
+        assert done.exit_code == 0, done.output
+        [models] = several
+        assert [(e.id, e.name, e.aliases, e.pin, e.ttl) for e in models] == [
+            ("a", "a", (), False, None),
+            ("b", "b-1", ("c",), True, 60.0),
+        ]
+        assert [e.settings.rule for e in models] == ["paper", "paper"]
+        assert models.several
+        assert models.state.settings.max_models == 1
+
+    def test_the_users_own_table_is_taken_where_no_model_is_named(
+        self, several: list[Models], served: list[Any], models: list[str], tmp_path: Path
+    ) -> None:
+        table = tmp_path / "config" / "mlx-specprefill" / "models.toml"
+        table.parent.mkdir(parents=True)
+        table.write_text('[mine]\ntarget = "x/y"\n')
+        assert run("serve", "--port", "0").exit_code == 0
+        assert [entry.id for entry in several[0]] == ["mine"]
+        assert run("serve", *models).exit_code == 0
+        assert len(served) == len(several) == 1
+
+    @pytest.mark.parametrize(
+        ("text", "options", "said"),
+        [
+            ('[a]\ntarget = "x/y"\n', ["--pair", "demo"], "--config and --pair exclude each other"),
+            ("", [], "names no model"),
+            ('[a]\ntarget = "x/y"\n[b]\ntarget = "x/y"\naliases = ["a"]\n', [], "[a] and [b] are both called 'a'"),
+            ('[a]\ntarget = "x/y"\nttl = 0\n', [], "a.ttl: Input should be greater than 0"),
+        ],
+    )
+    def test_tables_with_mistakes(
+        self, several: list[Models], tmp_path: Path, text: str, options: list[str], said: str
+    ) -> None:
+        table = tmp_path / "models.toml"
+        table.write_text(text)
+        done = run("serve", "--config", str(table), "--port", "0", *options)
+        assert done.exit_code == 2
+        assert said in done.stderr
+        assert not several
 
     def test_memory_options(self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path) -> None:
         sizes = ["--memory-limit", "2GB", "--prefix-cache-size", "64MB", "--prefix-disk-size", "1GB"]

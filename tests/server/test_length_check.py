@@ -29,6 +29,15 @@ def guard(tokenizer: Any, context_length: int | None) -> LengthCheck:
     return PromptBuilder(tokenizer, context_length)._size
 
 
+def test_where_memory_leaves_no_room_no_text_fits() -> None:
+    with pytest.raises(ContextLengthError):
+        guard(byte_tokenizer(), 0).check("a", "prompt")
+    never_known = LengthCheck(byte_tokenizer(), 0, len)
+    never_known._longest = 0
+    with pytest.raises(ContextLengthError):
+        never_known.check("a", "prompt")
+
+
 def demo_client(engine: FakeEngine) -> TestClient:
     engine.pair = FakePair(tokenizer=DEMO, context_length=4096)
     return client_of(engine)

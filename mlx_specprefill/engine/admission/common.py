@@ -61,6 +61,8 @@ class CommonMemory:
         self._asked: dict[Sharer, float] = {}  # when, by the monotonic clock
 
     def join(self, sharer: Sharer) -> None:
+        """Its models are in memory, and count no longer as on their way."""
+        self.loading = max(0, self.loading - sum(sharer.parameters.values()))
         if not self._sharers and self.limit is not None:
             self._limit_spare(self.limit // _SPARE_PART)
         self._sharers.append(sharer)
@@ -80,6 +82,15 @@ class CommonMemory:
         if self._spare_before < nbytes:
             mx.set_cache_limit(self._spare_before)
 
+    def free(self) -> int | None:
+        """What models in memory or on their way and requests in work leave, caches not counted; from any thread.
+
+        None: there is no limit.
+        """
+        if self.limit is None:
+            return None
+        return self.limit - self.weights() - sum(one.reserved for one in tuple(self._sharers)) - self.loading
+
     def weights(self, lasting: bool = False, beside: Mapping[int, int] | None = None) -> int:
         """Of all models, each array once.
 
@@ -88,7 +99,7 @@ class CommonMemory:
             beside: further arrays that count.
         """
         arrays = dict(beside or {})
-        for sharer in self._sharers:
+        for sharer in tuple(self._sharers):
             if sharer.lasting or not lasting:
                 arrays.update(sharer.parameters)
         return sum(arrays.values())

@@ -76,6 +76,7 @@ class Memory:
         """Measure what a sequence costs, on the MLX thread. A model that can't even do this tells its first request."""
         pair, limit = self._pair, self._config.memory_limit or self.common.limit
         self._weights, self.parameters = _weights(pair), weights_by_array(pair.target, pair.draft)
+        self.common.join(self)
         try:
             self._costs.measure()
             self._target = measure_footprint(pair.target, self._costs.longest_slice("prefill"))
@@ -93,7 +94,6 @@ class Memory:
             self.common.missing,
             lambda need: self.common.reclaim(need, self),
         )
-        self.common.join(self)
         if (window := self.window()) < pair.context_length:
             log.warning(
                 "memory leaves room for %d tokens of prompt and answer, of the model's %d; --memory-limit allows more",

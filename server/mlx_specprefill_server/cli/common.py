@@ -170,7 +170,8 @@ def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, cali
 def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
     """Says what is done, and how far it is, while it lasts."""
     with notes().status(words) as status:
-        yield lambda done, total: status.update(f"{words}: {done} of {total}")
+        unit = " MB" if words.startswith("Loading ") else ""
+        yield lambda done, total: status.update(f"{words}: {done} of {total}{unit}" if total else words)
 
 
 def duration(seconds: float) -> str:

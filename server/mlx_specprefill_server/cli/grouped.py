@@ -22,6 +22,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "draft_layers",
         "draft_heads",
         "no_draft",
+        "config",
+        "max_models",
         "dtype",
         "kv_bits",
         "model_alias",

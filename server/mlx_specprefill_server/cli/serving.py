@@ -12,16 +12,22 @@ import typer
 from mlx_specprefill import Engine, ForcedRule, Scope, SpeculationName
 
 from ..app import serve as serve_forever
+from ..app import serve_models
+from ..hosting.loader import Loader
+from ..hosting.models import Models
+from ..hosting.table import entries_of, models_file, read_table
 from ..monitoring.logs import configure_logging
 from ..parsers.formats import ReasoningParser, ToolParser
-from ..settings import LogFormat, LogLevel
+from ..service import ServerState
+from ..settings import LogFormat, LogLevel, Settings
 from ..sockets import bound_sockets, is_exposed
-from .common import choose, load, make_settings, note_environment, one_line_errors
+from .common import OptionError, choose, load, make_settings, note_environment, one_line_errors
 from .options import (
     ChunkSize,
     Draft,
     DraftLayers,
     Dtype,
+    DtypeName,
     HeadsFile,
     KvBits,
     MaxLoss,
@@ -33,6 +39,8 @@ from .options import (
     Target,
     setting,
 )
+
+_OF_ONE_MODEL = ("pair", "pairs_file", "target", "draft", "no_draft", "draft_layers", "draft_heads", "model_alias")
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +55,7 @@ _OF_THE_PAIR = (
     "draft_layers",
     "draft_heads",
     "dtype",
+    "config",
 )  # every other parameter has its setting's name
 
 
@@ -59,6 +68,17 @@ def serve(
     no_draft: NoDraft = False,
     draft_layers: DraftLayers = None,
     draft_heads: HeadsFile = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A table of several models, which are loaded when they are asked for. Default: models.toml in "
+            "~/.config/mlx-specprefill, if it is there and no model is named."
+        ),
+    ] = None,
+    max_models: Annotated[
+        int | None,
+        typer.Option(help="Models of that table in memory at a time. Default: as many as there is room for."),
+    ] = None,
     host: Annotated[str | None, setting("host", "Address to listen at.")] = None,
     port: Annotated[int | None, setting("port", "Port to listen at, 0: a free one.")] = None,
     dtype: Dtype = "auto",
@@ -191,7 +211,11 @@ def serve(
     """Start the OpenAI-compatible server. Every setting also has an environment variable: MLX_SPECPREFILL_PORT, ..."""
     note_environment()
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _OF_THE_PAIR}
+    named = {name: value for name in _OF_ONE_MODEL if (value := context.params[name])}
     with one_line_errors():
+        if (table := _table(config, named)) is not None:
+            serve_several(table, dtype, given)
+            return
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         settings = make_settings(chosen, **given)
         configure_logging(settings.log_level, settings.log_format)
@@ -202,6 +226,34 @@ def serve(
                 logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
             with Engine(load(chosen, dtype, settings, calibrate=True), settings.serving_config()) as engine:
                 serve_forever(engine, settings, sockets)
+
+
+def _table(config: Path | None, named: dict[str, Any]) -> Path | None:
+    """The table of several models that is meant, if one is.
+
+    Raises:
+        OptionError: options name one model, too.
+    """
+    if config is not None and named:
+        raise OptionError(f"--config and --{next(iter(named)).replace('_', '-')} exclude each other")
+    return config or (models_file() if not named and models_file().is_file() else None)
+
+
+def serve_several(file: Path, dtype: DtypeName, given: dict[str, Any]) -> None:
+    """Serve the models of a table."""
+    rows = read_table(file)
+    settings = Settings(**{name: value for name, value in given.items() if value not in (None, (), [])})
+    entries = entries_of(rows, file, given)
+    configure_logging(settings.log_level, settings.log_format)
+    outlive_the_terminal()
+    with bound_sockets(settings.host, settings.port) as sockets:
+        if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
+            logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
+        host = Loader(rows, file, settings.memory_limit, dtype)
+        try:
+            serve_models(Models(ServerState(settings), entries, host, settings.max_models), sockets)
+        finally:
+            host.close()
 
 
 def outlive_the_terminal() -> None:

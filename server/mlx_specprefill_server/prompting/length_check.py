@@ -47,7 +47,7 @@ class LengthCheck:
         self.check_length(len(text), field)
         if self._context is None or len(text) <= PIECE * self._context:
             return
-        step, tokens = PIECE * self._context, 0
+        step, tokens = PIECE * max(1, self._context), 0
         for start in range(0, len(text), step):
             tokens += self._count(text[start : start + step])
             if tokens > SLACK * self._context:

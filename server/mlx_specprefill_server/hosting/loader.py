@@ -1,0 +1,147 @@
+"""The real host of models: all on one MLX thread, which loads piece by piece and answers requests in between."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mlx_specprefill import (
+    DtypeName,
+    Engine,
+    EngineConfig,
+    LoadedModels,
+    MLXThread,
+    describe_stored,
+    loaded_bytes,
+    place_of,
+)
+
+from ..pair_loading import load
+from ..pairs import MissingPairError, Pair, Row, located
+from .entry import Entry, LoadProgress, Tell
+from .models import MissingModelError
+
+__all__ = ["Loader"]
+
+UNSAFE = re.compile(r"[^\w.-]+")  # in a folder's name
+
+
+class Loader:
+    """A `Host`.
+
+    Args:
+        rows: of the table, by their names.
+        file: the table; None: the one that comes along.
+        memory_limit: bytes for everything; None: what the device recommends.
+        dtype: of models whose row names none.
+    """
+
+    def __init__(
+        self, rows: Mapping[str, Row], file: Path | None, memory_limit: int | None = None, dtype: DtypeName = "auto"
+    ) -> None:
+        self._rows = rows
+        self._file = file
+        self._dtype = dtype
+        self._loaded = LoadedModels()
+        self._thread = MLXThread(memory_limit)
+        self._thread.start()
+
+    @property
+    def on_pressure(self) -> Callable[[int], None]:
+        return self._thread.memory.on_pressure or (lambda need: None)
+
+    @on_pressure.setter
+    def on_pressure(self, call: Callable[[int], None]) -> None:
+        self._thread.memory.on_pressure = call
+
+    def need(self, entry: Entry) -> int:
+        """Of its weights, but for those that another model has in memory."""
+        pair = self._pair(entry)
+        found = {where: self._place(where) for where in (pair.target, pair.draft) if where not in (None, "self")}
+        missing = {
+            where: place for where, place in found.items() if not self._loaded.holds(str(where), self._type(pair))
+        }
+        return sum(_weights(place, self._type(pair)) for place in missing.values())
+
+    def free(self) -> int | None:
+        return self._thread.memory.free()
+
+    def limit(self) -> int | None:
+        return self._thread.memory.limit
+
+    def load(self, entry: Entry, tell: Tell) -> Engine:
+        self._thread.call(partial(self._expect, self.need(entry)))
+        try:
+            engine = self._thread.call(partial(self._read, entry, tell))
+            tell(LoadProgress("Measuring what the models cost"))
+            engine.start()
+            return engine
+        finally:
+            self._thread.call(partial(self._expect, 0))
+
+    def release(self) -> None:
+        self._thread.release()
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _expect(self, nbytes: int) -> None:
+        """Models of that size are on their way into memory: requests leave the room for them. On the MLX thread."""
+        self._thread.memory.loading = nbytes
+        self._thread.memory.reclaim(0)
+
+    def _read(self, entry: Entry, tell: Tell) -> Engine:
+        """On the MLX thread."""
+        pair = self._pair(entry)
+        told = partial(self._told, tell)
+        made = load(pair, self._dtype, entry.settings, calibrate=True, tell=told, loaded=self._loaded)
+        return Engine(made, self._config(entry, pair), thread=self._thread, lasting=entry.pin)
+
+    @contextmanager
+    def _told(self, tell: Tell, words: str) -> Iterator[Callable[[int, int], None]]:
+        """Clients learn nothing of this machine's folders; requests for other models get their turns."""
+        step = "Loading" if words.startswith("Loading ") else words
+
+        def progress(done: int, total: int) -> None:
+            tell(LoadProgress(step, done, total))
+            self._thread.pause()
+
+        progress(0, 0)
+        yield progress
+
+    def _config(self, entry: Entry, pair: Pair) -> EngineConfig:
+        """Its part of the memory, and a folder of its own for prefixes."""
+        config, limit = entry.settings.serving_config(), self.limit()
+        part = None if pair.memory_share is None or limit is None else int(pair.memory_share * limit)
+        config = replace(config, memory_limit=part)
+        if config.prefix_cache_dir is None:
+            return config
+        folder = config.prefix_cache_dir / UNSAFE.sub("-", entry.name)
+        return replace(config, prefix_cache_dir=folder, prefix_disk_bytes=config.prefix_disk_bytes // len(self._rows))
+
+    def _pair(self, entry: Entry) -> Pair:
+        try:
+            return located(entry.name, self._rows[entry.name], self._file)
+        except MissingPairError as error:
+            raise MissingModelError(str(error)) from None
+
+    def _place(self, where: str | None) -> Path:
+        place = place_of(str(where))
+        if place is None:
+            raise MissingModelError(f"`mlx-specprefill pull {where}` fetches {where}")
+        return place
+
+    def _type(self, pair: Pair) -> DtypeName:
+        return pair.dtype if self._dtype == "auto" else self._dtype
+
+
+def _weights(place: Path, dtype: DtypeName) -> int:
+    _, parameters = describe_stored(place)
+    if dtype == "float32":
+        halves = sum(parameters.pop(kind, 0) for kind in ("BF16", "F16"))
+        parameters["F32"] = parameters.get("F32", 0) + halves
+    return loaded_bytes(parameters, "auto" if dtype == "auto" else "stored")[0]

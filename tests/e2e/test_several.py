@@ -1,0 +1,289 @@
+"""Several models in one server, on real engines: their answers are those of servers with one model each, whatever comes
+and goes meanwhile, and nothing is left of what went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import pytest
+from fastapi import FastAPI
+
+from mlx_specprefill import Engine
+from mlx_specprefill_server.app import app_of, create_app
+from mlx_specprefill_server.hosting.entry import Entry, LoadProgress
+from mlx_specprefill_server.hosting.loader import Loader
+from mlx_specprefill_server.hosting.models import Models
+from mlx_specprefill_server.hosting.table import entries_of, read_table
+from mlx_specprefill_server.pair_loading import load, make_settings
+from mlx_specprefill_server.pairs import find_pair
+from mlx_specprefill_server.service import ServerState
+from mlx_specprefill_server.settings import Settings
+from tests.tiny import save_checkpoint
+
+FAMILIES = ("llama", "gpt_oss", "nemotron_h")
+GIVEN: dict[str, Any] = {"remember": False, "densify": False, "prefill_step": 256}
+TABLE = """
+[{name}]
+target = "./{name}"
+draft = "./draft"
+threshold = 400
+keep_pct = 0.3
+"""
+Client = httpx.AsyncClient
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three targets, the draft that all of them have, and their table."""
+    made = tmp_path_factory.mktemp("models")
+    for seed, family in enumerate(FAMILIES):
+        save_checkpoint(made / family, family, seed)
+    draft = save_checkpoint(made / "draft", "llama", seed=9)
+    # Random heads find nothing: a draft that is calibrated anew would be refused.
+    (draft / "heads.json").write_text(json.dumps({"heads": [[1, 0, 1.0]], "depth": 2, "layers": 3, "recall": {}}))
+    (made / "models.toml").write_text("".join(TABLE.format(name=name) for name in FAMILIES))
+    return made
+
+
+@contextmanager
+def several(folder: Path, tmp_path: Path, **settings: Any) -> Iterator[tuple[Models, Loader]]:
+    file, given = folder / "models.toml", {**GIVEN, "calibration_file": tmp_path / "costs.json", **settings}
+    rows = read_table(file)
+    host = Loader(rows, file, given.get("memory_limit"))
+    try:
+        known = Settings(**given)
+        yield Models(ServerState(known), entries_of(rows, file, given), host, known.max_models), host
+    finally:
+        host.close()
+
+
+def served(app: FastAPI, work: Callable[[Client], Awaitable[Any]]) -> Any:
+    async def session() -> Any:
+        async with Client(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=120) as client:
+            return await work(client)
+
+    return asyncio.run(asyncio.wait_for(session(), 280))
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    """Short and long, streamed and whole, sparse and full, for all models."""
+    rng = random.Random(0)
+    texts = [" ".join(f"w{rng.randrange(2, 96)}" for _ in range(length)) for length in (5, 40, 150, 600, 900)]
+    return [
+        {
+            "model": rng.choice(FAMILIES),
+            "prompt": rng.choice(texts),
+            "max_tokens": rng.choice((1, 6, 14)),
+            "stream": rng.random() < 0.4,
+            "specprefill": rng.choice((True, False, None)),
+            "cache_salt": str(number),  # else what an earlier request has left says what is read of a later one
+        }
+        for number in range(count)
+    ]
+
+
+async def answer(client: Client, body: dict[str, Any]) -> tuple[str, str]:
+    """The text and how it ended. A 503 is asked again, as clients do, though sooner."""
+    while (reply := await client.post("/v1/completions", json=body)).status_code == 503:
+        assert reply.headers["retry-after"]
+        await asyncio.sleep(0.02)
+    assert reply.status_code == 200, reply.text
+    if not body["stream"]:
+        choice = reply.json()["choices"][0]
+        return choice["text"], choice["finish_reason"]
+    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ") and line != "data: [DONE]"]
+    parts = [json.loads(line) for line in lines]
+    assert not any("error" in part for part in parts), parts
+    choices = [choice for part in parts for choice in part["choices"]]
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
+def alone(folder: Path, tmp_path: Path, family: str, asked: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The answers of a server with this model."""
+    pair = find_pair(family, folder / "models.toml")
+    settings = make_settings(pair, **GIVEN, calibration_file=tmp_path / "costs.json")
+
+    async def work(client: Client) -> list[tuple[str, str]]:
+        return [await answer(client, body) for body in asked]
+
+    with Engine(load(pair, "auto", settings, calibrate=True), settings.serving_config()) as engine:
+        found: list[tuple[str, str]] = served(create_app(engine, settings), work)
+        return found
+
+
+def test_two_hundred_mixed_requests_are_answered_as_by_servers_with_one_model(folder: Path, tmp_path: Path) -> None:
+    asked = bodies(200)
+    expected: dict[int, tuple[str, str]] = {}
+    for family in FAMILIES:
+        numbers = [number for number, body in enumerate(asked) if body["model"] == family]
+        answers = alone(folder, tmp_path, family, [asked[number] for number in numbers])
+        expected.update(zip(numbers, answers, strict=True))
+
+    async def work(client: Client) -> list[tuple[str, str]]:
+        gate = asyncio.Semaphore(8)
+
+        async def ask(body: dict[str, Any]) -> tuple[str, str]:
+            async with gate:
+                return await answer(client, body)
+
+        return await asyncio.gather(*map(ask, asked))
+
+    with several(folder, tmp_path, max_models=2) as (models, _):
+        found = served(app_of(models), work)
+        loads = [entry.loads for entry in models]
+    assert found == [expected[number] for number in range(len(asked))]
+    assert sum(loads) > 3  # some of them have come and gone
+
+
+def test_nothing_is_left_after_fifty_swaps(folder: Path, tmp_path: Path) -> None:
+    with several(folder, tmp_path, max_models=1) as (models, host):
+        gone: list[weakref.ref[Any]] = []
+
+        async def swap(client: Client, number: int) -> None:
+            body = bodies(5)[number % 5] | {"model": FAMILIES[number % 3]}
+            await answer(client, body)
+            service = models.known(body["model"]).service
+            assert service is not None
+            parts = service, service.engine, service.engine.pair.target, service.engine.pair.draft
+            gone.extend(map(weakref.ref, parts))
+
+        async def work(client: Client) -> tuple[int, int, int]:
+            for number in range(15):  # whatever is made once has been made
+                await swap(client, number)
+            assert await models.unload(models.known(FAMILIES[2]))
+            before = mx.get_active_memory(), threading.active_count()
+            for number in range(50):
+                await swap(client, number)
+            assert await models.unload(models.known(FAMILIES[49 % 3]))
+            return mx.get_active_memory() - before[0], threading.active_count() - before[1], host.free() or 0
+
+        left, threads, free = served(app_of(models), work)
+        assert sum(entry.loads for entry in models) == 65
+        gc.collect()
+        assert [ref() for ref in gone] == [None] * len(gone)
+        assert left <= 0
+        assert threads <= 0
+        assert free == host.limit()
+
+
+def test_a_draft_that_all_models_have_is_loaded_once(folder: Path, tmp_path: Path) -> None:
+    async def work(client: Client) -> None:
+        await asyncio.gather(*(answer(client, body) for body in bodies(12)))
+
+    with several(folder, tmp_path) as (models, _):
+        served(app_of(models), work)
+        services = [entry.service for entry in models]
+        assert [entry.loads for entry in models] == [1, 1, 1]  # though many asked at once
+        drafts = {id(service.engine.pair.draft.whole) for service in services if service is not None}
+        assert len(drafts) == 1
+
+
+def test_a_model_that_can_not_be_loaded_leaves_the_others_serving(folder: Path, tmp_path: Path) -> None:
+    broken = folder / "broken"
+    weights = save_checkpoint(broken, "llama", seed=4) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-500])
+    table = folder / "with_broken.toml"
+    table.write_text((folder / "models.toml").read_text() + TABLE.format(name="broken"))
+    rows = read_table(table)
+    host = Loader(rows, table)
+    models = Models(ServerState(Settings()), entries_of(rows, table, {**GIVEN, "calibration_file": None}), host)
+
+    async def work(client: Client) -> list[Any]:
+        asked = [body | {"model": "broken", "stream": False} for body in bodies(3)]
+        fails = [client.post("/v1/completions", json=body) for body in asked]
+        answers, *replies = await asyncio.gather(asyncio.gather(*(answer(client, b) for b in bodies(10))), *fails)
+        assert len(answers) == 10
+        listed = (await client.get("/v1/models/broken")).json()
+        assert (listed["state"], "broken" in listed["error"]) == ("failed", True)
+        assert str(folder) not in (await client.get("/metrics")).text
+        return replies
+
+    try:
+        for reply in served(app_of(models), work):
+            assert reply.status_code == 500
+            assert reply.json()["error"]["code"] == "model_failed"
+    finally:
+        host.close()
+
+
+def test_answers_go_on_while_another_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_specprefill.reading._PIECE", 2000)
+    seen = list[int]()
+    with several(folder, tmp_path) as (models, host):
+        load = host.load
+
+        def made() -> int:
+            """Tokens of answers in work, on the MLX thread."""
+            engine: Any = models.default.service and models.default.service.engine
+            return sum(len(job.sequence.tokens) for job in engine.loop.jobs.values())
+
+        def watched(entry: Entry, tell: Callable[[LoadProgress], None]) -> Engine:
+            def told(progress: LoadProgress) -> None:
+                if progress.total or progress.step != "Loading":
+                    seen.append(made())
+                tell(progress)
+
+            return load(entry, told)
+
+        async def work(client: Client) -> None:
+            first = {"model": FAMILIES[0], "prompt": "w5 w6", "max_tokens": 2500, "min_tokens": 2500, "stream": False}
+            answering = asyncio.create_task(answer(client, first))
+            while models.default.service is None or not models.default.service.engine.stats().decoding:
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(host, "load", watched)
+            await answer(client, bodies(1)[0] | {"model": FAMILIES[1], "max_tokens": 1})
+            answering.cancel()
+
+        served(app_of(models), work)
+    assert seen[-1] > seen[0]
+
+
+DEMOS = Path(__file__).parents[2] / "models"
+DEMO_TABLE = """
+[{name}]
+target = "{folder}/target"
+draft = "{folder}/draft"
+threshold = 512
+"""
+
+
+def test_a_limit_of_bytes_holds_two_models_and_a_long_request_has_the_room_of_one(tmp_path: Path) -> None:
+    names = ("demo", "demo-qwen3_5", "demo-gpt_oss")
+    (tmp_path / "models.toml").write_text("".join(DEMO_TABLE.format(name=n, folder=DEMOS / n) for n in names))
+    with several(tmp_path, tmp_path) as (models, host):
+        needs = {entry.id: host.need(entry) for entry in models}
+    assert min(needs.values()) > 10 << 20
+    limit = sum(sorted(needs.values())[-2:]) + (8 << 20)
+
+    def there() -> set[str]:
+        return {entry.id for entry in models if entry.service is not None}
+
+    async def work(client: Client) -> None:
+        for name in names:
+            await answer(client, bodies(1)[0] | {"model": name, "prompt": "Hello", "max_tokens": 2})
+            assert name in there()
+        assert there() == set(names[1:])
+        service = models.known(names[2]).service
+        assert service is not None
+        engine: Any = service.engine
+        assert engine.memory.admission.weights == needs[names[2]]  # as was predicted
+        long = {"model": names[2], "prompt": [5] * 6000, "max_tokens": 1, "specprefill": False, "stream": False}
+        await answer(client, long)
+        assert there() == {names[2]}
+
+    with several(tmp_path, tmp_path, memory_limit=limit, prefill_step=64) as (models, _):
+        served(app_of(models), work)

@@ -34,7 +34,7 @@ class Hub:
 
     Attributes:
         repositories: id -> file name -> content.
-        refused: id -> status and code of the answer to everything about it.
+        refused: id -> status and code of the answer to everything about it; `withheld`: only to its files.
         token: which every request about a gated repository has to carry; None: nothing is asked for.
         cut: bytes of a large file after which its connection is closed; `cuts`: how often.
         stalled: bytes after which a large file's answer waits for `released`.
@@ -45,6 +45,7 @@ class Hub:
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
+    withheld: dict[str, tuple[int, str]] = field(default_factory=dict)
     token: str | None = None
     cut: int | None = None
     cuts: int = 0
@@ -229,6 +230,10 @@ class _Front(_Handler):
         self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
 
     def resolve(self, found: re.Match[str]) -> None:
+        if found["id"] in self.hub.withheld:
+            status, code = self.hub.withheld[found["id"]]
+            self.answer(status, X_Error_Code=code, X_Error_Message="no")
+            return
         body = self.hub.repositories[found["id"]].get(found["file"])
         said = {"X_Repo_Commit": COMMIT}
         if body is None:

@@ -81,6 +81,15 @@ class TestAWholePull:
         # 3 layers of 2 heads of 12, keys and values, float32 on the CPU: 576 bytes per token, of 1000 tokens
         assert "memory at 1,000 tokens, org/target: 0.2 MB of weights and 0.5 MB of KV cache" in said
 
+    def test_where_nobody_watches_each_tenth_is_a_line(self, hub: Hub) -> None:
+        lines = [line for line in pull("org/target").stderr.splitlines() if " MB of " in line and "memory" not in line]
+        assert 1 <= len(lines) <= 10
+        assert lines[-1] == "org/target: 0.2 MB of 0.2 MB"
+
+    def test_nothing_else_is_asked_of_the_hub(self, hub: Hub) -> None:
+        pull("org/target")
+        assert {path.split("/org/target")[0] for _, path, _ in hub.asked} == {"/api/models", ""}
+
     def test_only_files_that_loading_takes_are_fetched(self, hub: Hub) -> None:
         others = {"pytorch_model.bin": b"x" * 20_000, "README.md": b"text", "original.gguf": b"x" * 20_000}
         hub.repositories["org/target"] |= others
@@ -233,6 +242,20 @@ class TestWhatIsRefused:
         said = refused("org/target")
         assert f"org/target is gated: accept its conditions on its page, {hub.url}/org/target" in said
         assert "HF_TOKEN" in said
+
+    @pytest.mark.parametrize(
+        ("status", "code", "words"),
+        [
+            (401, "GatedRepo", "org/target is gated"),
+            (403, "GatedRepo", "org/target is gated"),
+            (401, "", "answers 401"),
+            (403, "", "answers 403"),
+        ],
+    )
+    def test_one_whose_page_is_open_and_whose_files_are_not(self, hub: Hub, status: int, code: str, words: str) -> None:
+        """As the hub has it for gated models."""
+        hub.withheld["org/target"] = (status, code)
+        assert words in refused("org/target")
 
     @pytest.mark.parametrize("status", [401, 403])
     def test_a_token_that_is_refused(self, hub: Hub, status: int, monkeypatch: pytest.MonkeyPatch) -> None:

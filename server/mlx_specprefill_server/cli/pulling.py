@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Annotated
 
 import typer
@@ -154,11 +155,34 @@ def _check_memory(planned: list[_Planned], context: int, force: bool) -> None:
 
 @contextmanager
 def _bar(repository: Repository) -> Iterator[Told]:
-    """How much has come; where nobody watches, nothing."""
+    """How much has come; where nobody watches, a line for each tenth."""
     total = sum(file.size for file in repository.large)
     here = total - sum(repository.left(file) for file in repository.large)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = notes()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_interactive) as bars:
+    if not console.is_interactive:
+        yield _Tenths(repository.id, here, total)
+        return
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
         task = bars.add_task(repository.id, total=total, completed=here)
         yield lambda count: bars.advance(task, count)
+
+
+class _Tenths:
+    """Says each tenth of a download once, from any thread."""
+
+    def __init__(self, name: str, here: int, total: int) -> None:
+        self._name, self._here, self._total = name, here, total
+        self._said = self._tenths
+        self._lock = Lock()
+
+    @property
+    def _tenths(self) -> int:
+        return 10 * self._here // max(self._total, 1)
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._here += count
+            if self._tenths > self._said:
+                self._said = self._tenths
+                typer.echo(f"{self._name}: {size(self._here)} of {size(self._total)}", err=True)

@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
     FileMetadataError,
     GatedRepoError,
     HfHubHTTPError,
+    LocalEntryNotFoundError,
     NotASafetensorsRepoError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -33,6 +34,15 @@ from mlx_specprefill import LOADED_FILES
 __all__ = ["HubError", "RemoteFile", "Repository", "UnreachableHubError", "free_disk", "look_up", "talking_to"]
 
 _HEADERS_AT_ONCE = 8
+_EXPECTED = (
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    EntryNotFoundError,
+    FileMetadataError,
+    NotASafetensorsRepoError,
+    SafetensorsParsingError,
+    httpx2.TransportError,
+)
 
 
 class HubError(ValueError):
@@ -175,32 +185,42 @@ def talking_to(repository: str) -> Iterator[None]:
     Raises:
         HubError, UnreachableHubError: as of `look_up`.
     """
-    hub = constants.ENDPOINT
     try:
         yield
-    except GatedRepoError as error:
-        raise HubError(
-            f"{repository} is gated: accept its conditions on its page, {hub}/{repository}, then sign in with "
-            "`hf auth login` or set HF_TOKEN"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise HubError(
-            f"{hub} has no model {repository}, or it is private: check the name; for a private one sign in with "
-            "`hf auth login` or set HF_TOKEN"
-        ) from error
-    except OfflineModeIsEnabled as error:
-        raise UnreachableHubError(
-            f"{repository} is to be looked up at {hub}, but HF_HUB_OFFLINE is set: unset it"
-        ) from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        said = f": {error.server_message}" if error.server_message else ""
-        hint = "; the token in HF_TOKEN or of `hf auth login` is refused" if status in (401, 403) else ""
-        raise HubError(f"{hub} answers {status} for {repository}{said}{hint}") from error
-    except (EntryNotFoundError, FileMetadataError, NotASafetensorsRepoError, SafetensorsParsingError) as error:
-        raise HubError(f"{repository} can't be read: {error}") from error
-    except httpx2.TransportError as error:
-        raise UnreachableHubError(f"{hub} can't be reached: {error}; what was fetched so far is kept") from error
+    except _EXPECTED as error:
+        raise _in_words(repository, _first_of(error)) from error
+
+
+def _first_of(error: Exception) -> Exception:
+    """Where a file is neither on the hub nor in the cache, huggingface_hub says the latter: the former is its cause."""
+    cause = error.__cause__
+    return cause if isinstance(error, LocalEntryNotFoundError) and isinstance(cause, _EXPECTED) else error
+
+
+def _in_words(repository: str, error: Exception) -> HubError:
+    hub = constants.ENDPOINT
+    sign_in = "sign in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, GatedRepoError):
+        page = f"{hub}/{repository}"
+        return HubError(f"{repository} is gated: accept its conditions on its page, {page}, then {sign_in}")
+    if isinstance(error, RepositoryNotFoundError):
+        return HubError(
+            f"{hub} has no model {repository}, or it is private: check the name; for a private one {sign_in}"
+        )
+    if isinstance(error, OfflineModeIsEnabled):
+        return UnreachableHubError(f"{repository} is to be looked up at {hub}, but HF_HUB_OFFLINE is set: unset it")
+    if isinstance(error, HfHubHTTPError):
+        return HubError(_answered(repository, error))
+    if isinstance(error, httpx2.TransportError):
+        return UnreachableHubError(f"{hub} can't be reached: {error}; what was fetched so far is kept")
+    return HubError(f"{repository} can't be read: {error}")
+
+
+def _answered(repository: str, error: HfHubHTTPError) -> str:
+    status = error.response.status_code
+    said = f": {error.server_message}" if error.server_message else ""
+    hint = "; the token in HF_TOKEN or of `hf auth login` is refused, or none is there" if status in (401, 403) else ""
+    return f"{constants.ENDPOINT} answers {status} for {repository}{said}{hint}"
 
 
 def free_disk() -> tuple[Path, int]:

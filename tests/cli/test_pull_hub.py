@@ -12,7 +12,6 @@ import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import Result
@@ -215,7 +214,7 @@ class TestWhatIsRefused:
         assert refused("org/target", "--force") == said
 
     def test_too_little_memory(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pulling, "machine", lambda: SimpleNamespace(memory_limit=2**20))
+        monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "1MB")
         said = refused("org/target", "--draft", "org/draft")
         # 576 and 768 bytes a token, of the 4096 that these models were made for
         assert "5.7 MB of memory are needed at 32,768 tokens, and 1.0 MB may be used on this machine" in said

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from mlx_specprefill import (
     SpecPrefillError,
     SpecPrefillOptions,
     keep_share,
+    machine,
     max_loss,
 )
 
@@ -50,6 +52,7 @@ __all__ = [
     "one_line_errors",
     "options_of",
     "read_text",
+    "usable_memory",
 ]
 
 USAGE_ERROR = 2  # the exit status of everything the user can put right
@@ -172,6 +175,12 @@ def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
     with notes().status(words) as status:
         unit = " MB" if words.startswith("Loading ") else ""
         yield lambda done, total: status.update(f"{words}: {done} of {total}{unit}" if total else words)
+
+
+def usable_memory(given: str | None = None) -> int | None:
+    """Bytes for weights, requests and caches: as given, else as set, else what this machine recommends, if it does."""
+    options: dict[str, Any] = {} if given is None else {"memory_limit": given}
+    return Settings(**options).memory_limit or machine().memory_limit
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from mlx_specprefill import find_model, is_repository_id, machine
+from mlx_specprefill import find_model, is_repository_id
 
 from ..getting.downloading import Told, fetch
 from ..getting.hub import Repository, UnreachableHubError, free_disk, look_up
@@ -19,7 +19,7 @@ from ..getting.needs import Need, fit, need_of_repository, size
 from ..packages import PackagedFile
 from ..packages import fetch as install
 from ..pairs import NAMED_PAIRS, Row, find_row, read_pairs
-from .common import OptionError, notes, one_line_errors
+from .common import OptionError, notes, one_line_errors, usable_memory
 from .options import PairsFile
 
 __all__ = ["pull"]
@@ -140,7 +140,7 @@ def _check_models(planned: list[_Planned], force: bool) -> None:
 
 def _check_memory(planned: list[_Planned], context: int, force: bool) -> None:
     """Weights and caches of all of them, for one request; a prefill's working memory comes on top."""
-    needs, limit = [plan.need for plan in planned], machine().memory_limit
+    needs, limit = [plan.need for plan in planned], usable_memory()
     for need in needs:
         typer.echo(f"memory at {context:,} tokens, {need.said(context)}", err=True)
     if force or fit(needs, context, limit):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_specprefill import machine
-
 from ..getting.needs import size
 from ..getting.recommending import Recommended
 from ..getting.recommending import recommended as find
-from ..settings import Settings
-from .common import OptionError, one_line_errors
+from .common import OptionError, one_line_errors, usable_memory
 from .stored import AsJson
 
 __all__ = ["recommend"]
@@ -56,8 +53,7 @@ def _limit(given: str | None) -> int:
     Raises:
         OptionError: none is given, and the machine doesn't say one.
     """
-    options: dict[str, Any] = {} if given is None else {"memory_limit": given}
-    found = Settings(**options).memory_limit or machine().memory_limit
+    found = usable_memory(given)
     if found is None:
         raise OptionError("this machine doesn't say how much memory may be used: set --memory-limit")
     return found

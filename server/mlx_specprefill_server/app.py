@@ -22,6 +22,7 @@ from .connections import Connections, LimitedProtocol, raise_open_files_limit
 from .generating.engine_protocol import EngineLike
 from .greeting import greeting
 from .hosting.models import Models
+from .hosting.waiting import StillLoadingError, answer_when_loaded
 from .middleware import HeadMiddleware, TrailingSlashMiddleware
 from .monitoring.access_log import AccessLogMiddleware
 from .openai import chat, completions, responses
@@ -63,6 +64,7 @@ def app_of(models: Models) -> FastAPI:
     )
     app.state.models = models
     errors.install(app)
+    app.add_exception_handler(StillLoadingError, answer_when_loaded)  # type: ignore[arg-type] # of that exception alone
     app.add_middleware(RequestLimitMiddleware, state=models.state, settings=settings)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(AuthMiddleware, settings=settings)

@@ -16,6 +16,7 @@ from mlx_specprefill import EngineClosedError, RequestCancelled
 from .explaining.inspection import RunningInspection
 from .generating.generation import Generation
 from .hosting.models import Models
+from .hosting.waiting import StillLoadingError
 from .request_body import SMALL, decompress, parse_json, read_body, validate
 from .service import Service, current_deadline
 
@@ -54,8 +55,12 @@ async def _model_of_body(request: Request, models: ModelsDep) -> AsyncIterator[S
 
     It is not unloaded before the response is over.
     """
-    entry = models.find(request.scope.pop("model", None))
+    body, name = request.scope["body"]
+    entry = models.find(name)
     async with models.use(entry):
+        if entry.service is None and getattr(body, "stream", False):
+            await while_connected(request, models.begin(entry))
+            raise StillLoadingError(models, entry)
         if entry.service is None:
             await while_connected(request, models.loaded(entry))
         assert entry.service is not None
@@ -80,10 +85,14 @@ def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Call
         return validate(model, given), given.get("model")
 
     async def parse(request: Request, models: ModelsDep) -> Model:
+        if "body" in request.scope:  # the request has waited for its model
+            known: Model = request.scope["body"][0]
+            return known
         raw = await read_body(request, models.state.settings.body_limit)
         encoding = request.headers.get("content-encoding", "")
         large = len(raw) > SMALL or bool(encoding)
-        body, request.scope["model"] = await models.state.convert(partial(checked, models, raw, encoding), large)
+        request.scope["body"] = await models.state.convert(partial(checked, models, raw, encoding), large)
+        body: Model = request.scope["body"][0]
         return body
 
     parse.body_model = model  # type: ignore[attr-defined] # for the API's document

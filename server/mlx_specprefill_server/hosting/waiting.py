@@ -1,0 +1,136 @@
+"""Streams of models that are on their way into memory: signs of life in the dialect's form, then the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import orjson
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from ..errors import ANTHROPIC_PATH, error_response
+from ..service import current_deadline
+from ..sse import DONE, EVENT_STREAM_HEADERS, comment, data_event, named_event
+from .entry import Entry
+from .models import Models
+
+__all__ = ["StillLoadingError", "answer_when_loaded"]
+
+RESPONSES_PATH = "/v1/responses"
+HEADERS = {**EVENT_STREAM_HEADERS, "content-type": "text/event-stream; charset=utf-8"}
+
+
+class StillLoadingError(Exception):
+    """A stream was asked of a model that is not in memory yet; it ends the handling of the request, not the request."""
+
+    def __init__(self, models: Models, entry: Entry) -> None:
+        super().__init__(entry.id)
+        self.models = models
+        self.entry = entry
+
+
+async def answer_when_loaded(request: Request, waits: StillLoadingError) -> Response:
+    """The handler of that exception."""
+    return _LoadingStream(waits.models, waits.entry, request.scope["path"])
+
+
+class _LoadingStream(Response):
+    """Tells how far loading is, and then handles the request, whose body has been read, once more.
+
+    From the first byte on the status is 200: what fails later is told as the dialect tells failures in a stream.
+    """
+
+    def __init__(self, models: Models, entry: Entry, path: str) -> None:
+        self.background = None
+        self._models = models
+        self._entry = entry
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with self._models.use(self._entry):
+            if await self._loaded(receive, send):
+                await scope["app"].router(dict(scope), receive, self._within(send))
+
+    async def _loaded(self, receive: Receive, send: Send) -> bool:
+        """False: there is nothing more to do."""
+        loading = asyncio.create_task(self._models.loaded(self._entry))
+        leaving = asyncio.create_task(_left(receive))
+        settings = self._models.state.settings
+        deadline, every = current_deadline(), min(settings.progress_s, settings.keep_alive_s)
+        try:
+            while not (loading.done() or leaving.done()):
+                if deadline is not None and asyncio.get_running_loop().time() >= deadline[0]:
+                    raise deadline[1]
+                await send(_body(self._sign_of_life()))
+                await asyncio.wait((loading, leaving), timeout=every, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+            return loading.done()
+        except Exception as error:  # noqa: BLE001 - whatever it is, headers are out
+            failure = bytes(error_response(error, self._path).body)
+            await send(_body(self._failure(failure), more=False))
+            return False
+        finally:
+            loading.cancel()
+            leaving.cancel()
+
+    def _within(self, send: Send) -> Callable[[Message], Any]:
+        """The response of the handler as a part of this one."""
+        status, failure = [200], bytearray()
+
+        async def pass_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status[0] = message["status"]
+            elif status[0] == 200:
+                await send(message)
+            else:
+                failure.extend(message.get("body", b""))
+                if not message.get("more_body", False):
+                    await send(_body(self._failure(bytes(failure)), more=False))
+
+        return pass_on
+
+    def _sign_of_life(self) -> bytes:
+        """What every client of the dialect skips: most take nothing seriously before the first event of an answer."""
+        told = {"model": self._entry.id, "state": self._entry.state, **self._entry.progress.to_dict()}
+        if self._path == ANTHROPIC_PATH:
+            return named_event({"type": "ping", "loading": told})
+        return comment("loading", told)
+
+    def _failure(self, body: bytes) -> bytes:
+        """An error object, as it would be the body of a response."""
+        told = orjson.loads(body)
+        if self._path == ANTHROPIC_PATH:
+            return named_event(told)
+        if self._path == RESPONSES_PATH:
+            return named_event(self._failed_response(told["error"]))
+        return data_event(told) + DONE
+
+    def _failed_response(self, error: dict[str, Any]) -> dict[str, Any]:
+        """Agents repeat the whole prompt on every code but those that mean that it can't succeed."""
+        code = "server_error" if error["code"] in ("no_room_for_model", "engine_unavailable") else "invalid_prompt"
+        response = {
+            "id": f"resp_{uuid4().hex}",
+            "object": "response",
+            "created_at": self._models.state.started,
+            "model": self._entry.id,
+            "status": "failed",
+            "output": [],
+            "error": {"code": code, "message": error["message"]},
+        }
+        return {"type": "response.failed", "sequence_number": 0, "response": response}
+
+
+def _body(data: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

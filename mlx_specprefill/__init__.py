@@ -38,6 +38,8 @@ from .config import (
     keep_share,
     max_loss,
 )
+from .distributed.joining import join_ranks
+from .distributed.ranks import ALONE, Ranks
 from .engine.admission.blueprint import Blueprint, blueprint, loaded_bytes, predicted_gain
 from .engine.admission.cost import PairCost, break_even
 from .engine.admission.time_calibration import calibrate, known_cost
@@ -56,6 +58,7 @@ from .errors import (
     InvalidRequestError,
     LoadError,
     PairMismatchError,
+    PeerLostError,
     RequestCancelled,
     SettingsError,
     SparseUnsupportedError,
@@ -105,6 +108,7 @@ from .token_ids import TokenIds, as_token_ids
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALONE",
     "BLAS",
     "LOADED_FILES",
     "MULTIPLES",
@@ -146,11 +150,13 @@ __all__ = [
     "ModelPair",
     "PairCost",
     "PairMismatchError",
+    "PeerLostError",
     "Prediction",
     "PrefillReport",
     "Progress",
     "PromptLogprobs",
     "PromptSpan",
+    "Ranks",
     "ReasoningBudget",
     "Replay",
     "RequestCancelled",
@@ -186,6 +192,7 @@ __all__ = [
     "find_heads",
     "find_model",
     "is_repository_id",
+    "join_ranks",
     "keep_pct",
     "keep_share",
     "known_cost",

@@ -9,6 +9,7 @@ SpecPrefillError
 ├── SparseUnsupportedError     this model or cache can't be prefilled sparsely; `.reason` is shown to the user
 ├── EngineError                the engine failed on one request (HTTP 500)
 │   └── EngineClosedError      the engine is not running or its queue is full (HTTP 503)
+│       └── PeerLostError      one of the processes that run the model together is gone; `.rank`
 └── RequestCancelled           the caller gave up; not an error, never counted as a fallback
 """
 
@@ -21,6 +22,8 @@ __all__ = [
     "InvalidRequestError",
     "LoadError",
     "PairMismatchError",
+    "PeerLost",
+    "PeerLostError",
     "RequestCancelled",
     "SettingsError",
     "SparseUnsupportedError",
@@ -81,6 +84,22 @@ class EngineError(SpecPrefillError):
 
 class EngineClosedError(EngineError):
     """The engine takes no request now: not started, shutting down, or its queue is full."""
+
+
+class PeerLostError(EngineClosedError):
+    """One of the processes that run the model together is gone or hangs: nothing can be computed any more."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerLost(BaseException):
+    """Raised on the MLX thread where it would have to wait for a process that is gone."""
+
+    def __init__(self, error: PeerLostError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class RequestCancelled(SpecPrefillError):  # noqa: N818 - a control signal, not an error

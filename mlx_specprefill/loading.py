@@ -20,12 +20,14 @@ from .adapters.patches import install_patches
 from .adapters.probe import probe_sparse, staged_model
 from .adapters.registry import adapter_for, architecture_of
 from .adapters.retrieval_heads import RetrievalDraft, attach_heads, heads_file_layers, known_heads
+from .adapters.sharding import Sharding
 from .adapters.staged import StagedModel
 from .adapters.text_mapping import TextMapping
 from .adapters.tokenizers import mapping_between
-from .cache.positioned import make_positioned_cache
+from .cache.positioned import Positioned, leaves, make_positioned_cache
+from .distributed.ranks import ALONE, Ranks
 from .errors import LoadError, SparseUnsupportedError
-from .reading import DtypeName, LoadedModels, OnProgress, cast_model, read_model
+from .reading import DtypeName, LoadedModels, OnProgress, cast_model, read_model, read_part
 from .stored import place_of
 
 __all__ = ["DtypeName", "ModelPair", "load_pair", "make_pair", "with_heads"]
@@ -48,6 +50,7 @@ class ModelPair:
         staged: the target in two parts, where the draft is the target's own first layers; or why prompts can't be
             prefilled in stages.
         mapping: the way from the target's tokens to those of a draft with another tokenizer; None: it has the target's.
+        ranks: the processes that run the target together; `sharding`: how it is spread over them.
     """
 
     target: nn.Module
@@ -67,6 +70,8 @@ class ModelPair:
     heads: DraftHeads | None = None
     staged: StagedModel | str = "the draft is not the target's own first layers"
     mapping: TextMapping | None = None
+    ranks: Ranks = ALONE
+    sharding: Sharding | None = None
 
     @property
     def stages(self) -> StagedModel | None:
@@ -107,6 +112,7 @@ def load_pair(
     dtype: DtypeName = "auto",
     loaded: LoadedModels | None = None,
     on_progress: OnProgress = lambda done, total: None,
+    ranks: Ranks = ALONE,
 ) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
@@ -125,14 +131,23 @@ def load_pair(
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
         loaded: models of other pairs, which this one shares.
         on_progress: gets the bytes of target or draft that are in memory, and those of the whole; one after the other.
+        ranks: from `join_ranks`. Each of several holds its part of the target, and the whole draft.
 
     Raises:
-        LoadError: a checkpoint is missing or broken, or the draft can't score with so many layers.
+        LoadError: a checkpoint is missing or broken, or the draft can't score with so many layers; the target can't be
+            spread over so many ranks, has other files on another one, or was to be its own draft there.
         PairMismatchError: the draft has another tokenizer, and the target's text can't be mapped to its tokens.
     """
     read = read_model if loaded is None else loaded.read
-    model, tokenizer, config = read(target, dtype, on_progress)
-    mtp = _load_head(model, target, dtype)
+    sharding: Sharding | None = None
+    if ranks.several:
+        if draft == "self":
+            raise LoadError("a target that runs on several machines can't score prompts itself: it needs a draft model")
+        model, tokenizer, config, sharding = read_part(target, dtype, on_progress, ranks)
+        mtp: MTPHead | str = "the target runs on several machines"
+    else:
+        model, tokenizer, config = read(target, dtype, on_progress)
+        mtp = _load_head(model, target, dtype)
     draft_model: nn.Module | Literal["self"] | None = None if draft is None else "self"
     draft_from, draft_config, draft_tokenizer = target, None, None
     if draft is not None and draft != "self":
@@ -150,8 +165,10 @@ def load_pair(
         draft_heads=draft_heads,
         draft_tokenizer=draft_tokenizer,
         mtp=mtp,
+        ranks=ranks,
+        sharding=sharding,
     )
-    known = _calibrated_heads(pair, heads, draft_from, draft_layers, draft_heads)
+    known = ranks.agree("draft's heads", lambda: _calibrated_heads(pair, heads, draft_from, draft_layers, draft_heads))
     return pair if known is None else with_heads(pair, known, exit_early=exit_early)
 
 
@@ -212,12 +229,15 @@ def make_pair(
     draft_heads: str | Path | None = None,
     draft_tokenizer: TokenizerWrapper | None = None,
     mtp: MTPHead | str = "it was not loaded from a checkpoint",
+    ranks: Ranks = ALONE,
+    sharding: Sharding | None = None,
 ) -> ModelPair:
     """Join loaded models: install what they need, once, and find out whether this pair can prefill sparsely.
 
     Args:
         draft, draft_layers, draft_heads: as in `load_pair`.
         draft_tokenizer: None: the target's.
+        ranks, sharding: of a target that is spread over several processes already.
 
     Raises:
         LoadError: the draft can't score with so many layers.
@@ -231,7 +251,7 @@ def make_pair(
     elif draft_layers is not None:
         draft, draft_id = _shallow(draft, draft_id, draft_layers)
     mapping = None if draft_tokenizer is None else mapping_between(tokenizer, draft_tokenizer, draft_id)
-    refusal = _sparse_refusal(target, draft)
+    refusal = _refusal_of_all(ranks, target, draft)
     if refusal is not None:
         log.warning("%s: full prefill only: %s", target_id, refusal)
     return ModelPair(
@@ -252,6 +272,8 @@ def make_pair(
         heads=_for_mapping(known_heads(draft), mapping) if isinstance(draft, RetrievalDraft) else None,
         staged=staged_model(target, draft) if refusal is None else refusal,
         mapping=mapping,
+        ranks=ranks,
+        sharding=sharding,
     )
 
 
@@ -313,6 +335,17 @@ def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead
     cast_model(head.layers, dtype)
     mx.eval(head.layers.parameters())
     return head
+
+
+def _refusal_of_all(ranks: Ranks, target: nn.Module, draft: nn.Module | None) -> str | None:
+    """Of one rank, or of several that hold different layers."""
+    refusal = _sparse_refusal(target, draft)
+    if not ranks.several:
+        return refusal
+    holds = refusal is None and any(isinstance(part, Positioned) for part in leaves(make_positioned_cache(target)))
+    if ranks.every(holds):
+        return None
+    return ranks.agree("refusal", lambda: refusal) or "one of the machines has none of its attention layers"
 
 
 def _sparse_refusal(target: nn.Module, draft: nn.Module | None) -> str | None:

@@ -6,6 +6,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +15,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import hf_repo_to_path
 
 from .adapters.gguf import is_gguf, load_gguf
+from .adapters.sharding import Sharding, files_digest, shard
+from .distributed.ranks import Group, Ranks
 from .errors import LoadError
 from .stored import place_of
 
-__all__ = ["DtypeName", "LoadedModels", "OnProgress", "cast_model", "read_model"]
+__all__ = ["DtypeName", "LoadedModels", "OnProgress", "cast_model", "read_model", "read_part"]
 
 log = logging.getLogger(__name__)
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -69,16 +73,50 @@ def read_model(where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> 
     path = place_of(where)
     if is_gguf(path or Path(where)):
         return _read_gguf(path or Path(where), dtype, on_progress)
+    with _errors(where):
+        model, tokenizer, config = _lazy(where)
+        cast_model(model, dtype)
+        _fill(model, on_progress)
+    return model, tokenizer, config
+
+
+def read_part(
+    where: str | Path, dtype: DtypeName, on_progress: OnProgress, ranks: Ranks
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], Sharding | None]:
+    """This rank's part of a model, whose other weights are not read, and how it is spread.
+
+    Raises:
+        LoadError: as for `read_model`; mlx-lm can't spread it over so many ranks, or another rank has other files.
+    """
+    assert isinstance(ranks, Group)
+    path = place_of(where)
+    if is_gguf(path or Path(where)):
+        raise LoadError(f"{where}: a GGUF file can't be spread over several machines; use the safetensors files")
+    with _errors(where):
+        model, tokenizer, config = _lazy(where)
+        ranks.same("target", files_digest(path or hf_repo_to_path(str(where))))
+        sharding = shard(model, str(where), config, ranks)
+        cast_model(model, dtype)
+        _fill(model, on_progress)
+    return model, tokenizer, config, sharding
+
+
+@contextmanager
+def _errors(where: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        raise LoadError(f"{where}: {error}") from error
+
+
+def _lazy(where: str | Path) -> Read:
+    """Parameters that are only known where to be read."""
+    path = place_of(where)
     if path is None:
         log.info("%s is neither in Hugging Face's cache nor in LM Studio's folders: it is downloaded", where)
     elif not (path / "config.json").is_file():
         raise LoadError(f"{where}: no model here (config.json is missing)")
-    try:
-        model, tokenizer, config = mlx_load(str(path or where), return_config=True, lazy=True)
-        cast_model(model, dtype)
-        _fill(model, on_progress)
-    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-        raise LoadError(f"{where}: {error}") from error
+    model, tokenizer, config = mlx_load(str(path or where), return_config=True, lazy=True)
     return model, tokenizer, config
 
 

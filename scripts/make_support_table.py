@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mlx_specprefill.adapters import registry  # noqa: E402, I001 - before mlx is imported, to load a fast BLAS
+from mlx_specprefill.adapters.sharding import sharding_of  # noqa: E402
 
 import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402
@@ -36,14 +37,15 @@ model. *First layers*: so can its first layers alone, if one of them sees the wh
 caches are bit for bit those of the whole model. *Staged*: it can be prefilled without a draft: its first layers read
 the whole prompt and score it, the others the kept tokens, which equals a dense run in which the dropped tokens are
 masked out of the latter alone. Models whose layers share keys can be split at some depths only; that is checked when
-one is loaded. What is refused still works, with an ordinary full prefill.
+one is loaded. What is refused still works, with an ordinary full prefill. *Several machines*: how mlx-lm can
+[spread it](../guides/several-machines.md).
 
 {targets} of {total} architectures can be prefilled sparsely, {staged} of them without a draft; {drafts} can score a
 prompt, {depths} with their first layers alone. Other names for them:
 {aliases}.
 
-| architecture | attention | sparse target | draft | first layers | staged | max error | why not |
-|---|---|---|---|---|---|---|---|
+| architecture | attention | sparse target | draft | first layers | staged | several machines | max error | why not |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -86,10 +88,18 @@ def line(name: str, row: dict[str, object]) -> str:
         "yes" if row["capture"] else "no",
         "yes" if row["depth"] else "no",
         "yes" if row["staged"] else "no",
+        spread(name),
         error,
         "; ".join(sorted(reasons)),
     ]
     return "| " + " | ".join(cells) + " |\n"
+
+
+def spread(name: str) -> str:
+    """Over several machines."""
+    if name in oracle.UNBUILDABLE:
+        return ""
+    return sharding_of(oracle.build(oracle.variants(name)[0])) or "no"
 
 
 def attention(name: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -16,6 +18,7 @@ from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
+from ..distributed.ranks import Ranks
 from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest
@@ -26,6 +29,7 @@ from ..token_ids import TokenIds
 __all__ = ["EngineCaches", "empty_cache", "empty_draft_cache"]
 
 log = logging.getLogger(__name__)
+_MOST = (1 << 30) - 1
 
 
 def empty_cache(model: nn.Module) -> list[Any]:
@@ -53,19 +57,21 @@ class EngineCaches:
         self.enabled = config.prefix_cache_bytes > 0
         self.sessions = SessionStore(self.budget)
         self._stages = pair.stages
+        self._ranks = pair.ranks
         self._disk: DiskTier | None = None
         self._target: PrefixCache | None = None
         self._draft: PrefixCache | None = None
         if not self.enabled:
             return
         if config.prefix_cache_dir is not None:
-            self._disk = DiskTier(config.prefix_cache_dir, config.prefix_disk_bytes)
+            self._disk = DiskTier(_own_folder(config.prefix_cache_dir, pair.ranks), config.prefix_disk_bytes)
             if not self._disk.enabled and not config.prefix_cache_optional:
                 raise SettingsError(
                     f"the prefix cache folder can't be used: {self._disk.trouble} (--prefix-cache-optional goes on "
                     "without it)"
                 )
-        identity = model_identity(pair.target, pair.target_config)
+        # One name for an entry on all ranks, of which each holds its own part.
+        identity = pair.ranks.agree("identity", lambda: model_identity(pair.target, pair.target_config))
         self._target = PrefixCache(
             identity,
             lambda: empty_cache(pair.target),
@@ -78,7 +84,8 @@ class EngineCaches:
             draft_identity = model_identity(pair.draft, pair.draft_config or {})
             # The draft costs little to run again: its prefixes stay in memory.
             self._draft = PrefixCache(draft_identity, lambda: empty_draft_cache(pair), self.budget, kind="draft")
-            self._pair_name = f"{identity}:{draft_identity}:{config.selection}:{config.scoring}:{pair.heads}"
+            draft_name = pair.ranks.agree("draft identity", lambda: draft_identity)
+            self._pair_name = f"{identity}:{draft_name}:{config.selection}:{config.scoring}:{pair.heads}"
 
     @property
     def nbytes(self) -> int:
@@ -108,10 +115,28 @@ class EngineCaches:
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
     ) -> CacheHit | None:
         """The longest dense prefix that leaves at least one token to feed. `again`: not a request of its own."""
-        return _lookup(self._target, tokens, label, again)
+        return self._common(self._target, tokens, label, again)
 
     def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
-        return _lookup(self._draft, tokens, label)
+        return self._common(self._draft, tokens, label)
+
+    def _common(
+        self,
+        cache: PrefixCache | None,
+        tokens: Sequence[int] | TokenIds,
+        label: CacheLabel,
+        again: bool = False,
+    ) -> CacheHit | None:
+        """The longest prefix that all ranks have: each evicts, and reads its disk, by itself."""
+        hit = _lookup(cache, tokens, label, again)
+        length = 0 if hit is None else hit.length
+        least, most = self._ranks.range(length)
+        while least < most:
+            if length > least:
+                hit = _lookup(cache, tokens[: least + 1], label, True) if least else None
+                length = 0 if hit is None else hit.length
+            least, most = self._ranks.range(length)
+        return hit
 
     def covers(self, tokens: Sequence[int] | TokenIds, dense: int, label: CacheLabel) -> int:
         """How many of these tokens need not be read again, as things stand.
@@ -119,6 +144,9 @@ class EngineCaches:
         Args:
             dense: of how many a dense prefix may be used.
         """
+        return self._ranks.agree("covered", lambda: self._covered(tokens, dense, label))
+
+    def _covered(self, tokens: Sequence[int] | TokenIds, dense: int, label: CacheLabel) -> int:
         try:
             prefix = 0 if self._target is None else self._target.covers(tokens[:dense], label)
             return max(prefix, self.sessions.covers(tokens, label))
@@ -143,6 +171,14 @@ class EngineCaches:
         """
         if not self.enabled:
             return None
+        found = self._session(tokens, choice, label, staged)
+        kept = 0 if found is None else 1 + zlib.crc32(found.kept.tobytes()) % _MOST
+        lowest, highest = self._ranks.range(kept)  # the same one everywhere, or none
+        return found if lowest == highest else None
+
+    def _session(
+        self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel, staged: bool
+    ) -> Session | None:
         hit = self.sessions.lookup(f"{self._pair_name}:{choice}", tokens, label)
         if hit is None:
             return None
@@ -154,7 +190,11 @@ class EngineCaches:
 
     def session_length(self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel) -> int:
         """For how many of these tokens `session` would find one."""
-        return self.sessions.covers(tokens, label, f"{self._pair_name}:{choice}") if self.enabled else 0
+        if not self.enabled:
+            return 0
+        return self._ranks.agree(
+            "session length", lambda: self.sessions.covers(tokens, label, f"{self._pair_name}:{choice}")
+        )
 
     def keep_session(
         self,
@@ -203,6 +243,11 @@ class EngineCaches:
     def close(self) -> None:
         if self._disk is not None:
             self._disk.close()
+
+
+def _own_folder(folder: Path, ranks: Ranks) -> Path:
+    """Each rank keeps its part of every prefix, also where several of them share a disk."""
+    return folder / f"rank-{ranks.rank}-of-{ranks.size}" if ranks.several else folder
 
 
 def _lookup(

@@ -8,6 +8,7 @@ before the next can be chosen: it is read, and the mask made, while the forward 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ..adapters.rope import adjusted_offsets
 from ..adapters.staged import StagedModel
 from ..cache.rows import batch_key, extend_batch, extract_row, filter_batch, give_back, make_room, merge_rows
 from ..constraints import GrammarState, Mask
+from ..distributed.ranks import ALONE, Ranks
 from ..errors import InvalidRequestError
 from ..request import TokenEvent
 from ..sampling import LogitsProcessor, Sampler, choose, greedy, token_event
@@ -131,14 +133,18 @@ class _Choice(NamedTuple):
 class _Group:
     """Rows that share a forward. A single row keeps its own cache and costs what it costs alone."""
 
-    def __init__(self, model: nn.Module, staged: StagedModel | None, spec: DecodeRow, key: Hashable | None) -> None:
+    def __init__(
+        self, model: nn.Module, staged: StagedModel | None, spec: DecodeRow, key: Hashable | None, ranks: Ranks
+    ) -> None:
         self._model = model
         self._staged = staged
+        self._ranks = ranks
         self.key = key
         self.rows = [_Row(spec)]
         self.cache = spec.cache
         first = None if spec.grammar is None else spec.grammar.allowed(spec.logits.shape[-1])
-        self.next = _Choice(spec.logits, *self.rows[0].choose(spec.logits, _together([first])))
+        tokens, scores = self.rows[0].choose(spec.logits, _together([first]))
+        self.next = _Choice(spec.logits, ranks.tokens(tokens), scores)
         self._queue()
 
     def advance(self) -> _Choice:
@@ -146,7 +152,8 @@ class _Group:
         fed = self.next
         with adjusted_offsets([row.shift for row in self.rows]):
             logits = self._forward(fed.tokens[:, None])[:, -1, :]
-        self.next = self._choose(logits, fed.tokens, self._allowed(logits, fed.tokens))
+        chosen = self._choose(logits, fed.tokens, self._allowed(logits, fed.tokens))
+        self.next = chosen._replace(tokens=self._ranks.tokens(chosen.tokens))
         self._queue()
         return fed
 
@@ -290,12 +297,14 @@ class DecodeBatch:
     anything but `RowFailed`, no row's cache can be used any more.
     """
 
-    def __init__(self, model: nn.Module, staged: StagedModel | None = None) -> None:
+    def __init__(self, model: nn.Module, staged: StagedModel | None = None, ranks: Ranks = ALONE) -> None:
         """Args:
         staged: the same model in two parts, for rows that need it.
+        ranks: over which the model is spread.
         """
         self._model = model
         self._staged = staged
+        self._ranks = ranks
         self._batched = adapter_for(architecture_of(model)).batch_refusal is None
         self._groups: list[_Group] = []
 
@@ -320,7 +329,7 @@ class DecodeBatch:
         if row.uid in self.uids:
             raise ValueError(f"row {row.uid} is decoding already")
         key = batch_key(row.cache) if self._batched and row.shift == 0 else None
-        self._groups.append(_Group(self._model, self._staged, row, key))
+        self._groups.append(_Group(self._model, self._staged, row, key, self._ranks))
 
     def first_token(self, uid: int) -> TokenEvent:
         """What the newest row begins with, before a step feeds it, which will not return it again.
@@ -362,5 +371,6 @@ class DecodeBatch:
         alike: dict[Hashable, list[_Group]] = {}
         for group in self._groups:
             alike.setdefault(id(group) if group.key is None else group.key, []).append(group)
-        until = time.monotonic() + COPYING_S
+        # On several machines, who joins can't depend on how fast one of them copies.
+        until = math.inf if self._ranks.several else time.monotonic() + COPYING_S
         self._groups = [group for first, *others in alike.values() for group in (first, *first.admit(others, until))]

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from ..distributed.ranks import ALONE, Ranks
 from ..errors import RequestCancelled
 from ..request import SHARED, CacheLabel, GenerationRequest, PromptSpan
 from ..token_ids import TokenIds, joined
@@ -60,7 +61,8 @@ class DensifyQueue:
     A turn stays in the queue until it is removed, also while it is being made dense.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self._turns: list[SparseTurn] = []  # newest first
 
     def __len__(self) -> int:
@@ -82,7 +84,11 @@ class DensifyQueue:
             self._turns.remove(turn)
 
     def _in_order(self) -> list[SparseTurn]:
-        return sorted(self._turns, key=lambda turn: not turn.handle.expecting)
+        turns = self._turns
+        expecting = self._ranks.agree("expecting", lambda: [turn.handle.expecting for turn in turns])
+        return [turn for turn, first in zip(turns, expecting, strict=True) if first] + [
+            turn for turn, first in zip(turns, expecting, strict=True) if not first
+        ]
 
 
 class Densifier:
@@ -99,7 +105,8 @@ class Densifier:
         self._prefiller = prefiller
         self._memory = memory
         self._now: tuple[SparseTurn, RequestHandle] | None = None
-        self.turns = DensifyQueue()
+        self._ranks = prefiller.pair.ranks
+        self.turns = DensifyQueue(self._ranks)
         self.count = self.tokens = 0
 
     def job(self, uid: int) -> Job | None:
@@ -108,10 +115,11 @@ class Densifier:
         if turn is None:
             return None
         if self._now is not None:
-            if turn.outranks(self._now[0]):
+            now = self._now[0]
+            if self._ranks.agree("outranks", lambda: turn.outranks(now)):
                 self._now[1].cancel()  # its finished slices stay in the cache, and its turn in the queue
             return None
-        if not self._memory.admission.reserve_free(uid, self._memory.need_dense(len(turn.tokens))):
+        if not self._reserve(uid, len(turn.tokens)):
             log.info("no memory to make %d tokens dense", len(turn.tokens))
             self.turns.discard(turn)
             return None
@@ -120,6 +128,13 @@ class Densifier:
             GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label), turn.choice
         )
         return Job(uid, ignore, self._now[1], slices, on_end=partial(self._ended, turn), background=True)
+
+    def _reserve(self, uid: int, tokens: int) -> bool:
+        admission = self._memory.admission
+        if self._ranks.every(admission.reserve_free(uid, self._memory.need_dense(tokens))):
+            return True
+        admission.release(uid)
+        return False
 
     def _ended(self, turn: SparseTurn, result: object) -> None:
         self._now = None

@@ -9,18 +9,18 @@ from __future__ import annotations
 import atexit
 import queue
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..cache.entry import CacheEntry
 from ..config import EngineConfig
 from ..constraints import Grammars, GrammarState, ReasoningBudgetState
-from ..errors import ContextLengthError, EngineClosedError
+from ..errors import ContextLengthError, EngineClosedError, PeerLostError
 from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Progress
 from ..specprefill.plan import PrefillPlan
@@ -32,9 +32,10 @@ from .densify import Densifier
 from .handle import RequestHandle
 from .inbox import Inbox, Results
 from .inspection import Inspection, inspect_prompt
-from .job import Job, OnEvent, ignore
+from .job import Job, OnEvent, Work, ignore
 from .loop import Loop
 from .mlx_thread import MLXThread
+from .orders import Orders
 from .prefill import Prefiller
 from .replay import Replay, replay_continuation
 from .rows import Rows
@@ -46,18 +47,21 @@ from .stats import EngineStats
 
 __all__ = ["Engine", "EngineHealth"]
 
-T = TypeVar("T")
 _PATIENCE = 4  # times `slice_target_ms`: how long a prefill may wait while others are served
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """`heartbeat_age_s` is the time since the loop last finished a slice of work or woke up idle."""
+    """`heartbeat_age_s` is the time since the loop last finished a slice of work or woke up idle.
+
+    `lost`: which of the processes that run the target together is gone, if one is.
+    """
 
     alive: bool
     heartbeat_age_s: float
     running: int
     queued: int
+    lost: str | None = None
 
 
 class Engine:
@@ -96,9 +100,12 @@ class Engine:
         self.rows = Rows(pair, self.config, self.speculator)
         self.densifier = Densifier(self.prefiller, self.memory)
         self._inbox = Inbox(self.scheduler, self.config.max_queue, self._thread.wake)
+        calls: dict[str, Callable[..., Any]] = {"drop": self.caches.drop, "clear": self.caches.clear}
+        orders = Orders(self._inbox, pair.ranks, self._job, calls)
         self.loop = Loop(
-            self.config, self._inbox, self.scheduler, self.memory, self.caches, slicing, self.rows, self.densifier
+            self.config, orders, self.scheduler, self.memory, self.caches, slicing, self.rows, self.densifier
         )
+        pair.ranks.on_lost(self._lose)
         self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
         self._started = False
 
@@ -133,8 +140,21 @@ class Engine:
             self.close()
             raise
         if self.loop.ended.is_set():
-            raise EngineClosedError("the engine could not begin; the log says why")
+            raise self.pair.ranks.lost or EngineClosedError("the engine could not begin; the log says why")
+        self.pair.ranks.watch(lambda: self.loop.beat)
         atexit.register(self.close)
+
+    def follow(self) -> None:
+        """On another rank than the first: do what rank 0 does, until its engine ends.
+
+        Raises:
+            PeerLostError: a rank is gone, or they no longer do the same.
+        """
+        self.start()
+        self.loop.ended.wait()
+        self.close()
+        if (lost := self.pair.ranks.lost) is not None:
+            raise lost
 
     def close(self, timeout: float = 30.0) -> None:
         """Refuse new requests, cancel what runs and what waits, and wait for the end of its loop and its own thread."""
@@ -142,6 +162,7 @@ class Engine:
             return
         if self._thread.is_alive:
             self.loop.ended.wait(timeout)
+        self.pair.ranks.watch(None)
         atexit.unregister(self.close)
         if self._alone:
             self._thread.close(timeout)
@@ -152,7 +173,8 @@ class Engine:
         """From any thread. A request on its way from the queue to its prefill may count in both, never in neither."""
         age, queued = time.monotonic() - self.loop.beat, self._inbox.waiting
         alive = self._thread.is_alive and not self.loop.ended.is_set()
-        return EngineHealth(alive, age, self.scheduler.running, queued)
+        lost = self.pair.ranks.lost
+        return EngineHealth(alive, age, self.scheduler.running, queued, None if lost is None else str(lost))
 
     @property
     def window(self) -> int:
@@ -196,8 +218,8 @@ class Engine:
             EngineClosedError: the engine is not running.
         """
         if name is not None:
-            return self._inbox.call(partial(self.caches.drop, name, owner))
-        self._inbox.call(partial(self.caches.clear, owner))
+            return self._inbox.call(partial(self.caches.drop, name, owner), ("drop", (name, owner)))
+        self._inbox.call(partial(self.caches.clear, owner), ("clear", (owner,)))
         return True
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -210,8 +232,8 @@ class Engine:
         """
         self._checked(request)
 
-    def _checked(self, request: GenerationRequest) -> tuple[PrefillPlan, int]:
-        """The plan of a request that can run, and the bytes that it will need."""
+    def _checked(self, request: GenerationRequest) -> PrefillPlan:
+        """The plan of a request that can run."""
         check_request(request, self.pair)
         if request.constraint is not None:
             self._grammars.check(request.constraint)
@@ -225,7 +247,7 @@ class Engine:
         if not self.memory.can_ever(need):
             window = self.memory.window(request.specprefill.speculative)
             raise ContextLengthError(len(request.prompt), request.max_tokens, window)
-        return plan, need
+        return plan
 
     def compile(self, constraint: Constraint) -> None:
         """Compile a grammar ahead of `submit`, which then takes no time; blocks, up to some hundred milliseconds.
@@ -242,12 +264,30 @@ class Engine:
             InvalidRequestError: the request can never run.
             EngineClosedError: the engine is not running, or `max_queue` requests wait already.
         """
-        plan, need = self._checked(request)
+        job = self._job(Work(self._inbox.next_uid(), "answer", request, self._checked(request)))
+        job.on_event = on_event
+        self._post(job)
+        return job.handle
+
+    def _post(self, job: Job) -> None:
+        if (lost := self.pair.ranks.lost) is not None:
+            raise lost
+        self._inbox.post(job)
+
+    def _job(self, work: Work) -> Job:
+        """A job that does some work, on any rank; nobody hears of it yet."""
+        request, plan = work.request, work.plan
         handle = RequestHandle()
-        uid, submitted = self._inbox.next_uid(), time.perf_counter()
-        sequence = Sequence(uid, request, submitted, self._guide(request), plan=plan, need=need)
-        self._inbox.post(Job(sequence.uid, on_event, handle, self.prefiller.run(sequence), sequence))
-        return handle
+        if work.what == "inspect":
+            return Job(work.uid, ignore, handle, inspect_prompt(self.prefiller, request), work=work)
+        if work.what == "replay":
+            continuation, attention, keep = work.args
+            slices = replay_continuation(self.prefiller, request, continuation, attention, keep)
+            return Job(work.uid, ignore, handle, slices, work=work)
+        assert plan is not None
+        need = self.memory.need(request, "sparse" if plan.crowded else plan.mode)
+        sequence = Sequence(work.uid, request, time.perf_counter(), self._guide(request), plan=plan, need=need)
+        return Job(work.uid, ignore, handle, self.prefiller.run(sequence), sequence, work=work)
 
     def generate(self, request: GenerationRequest) -> Iterator[Event]:
         """Submit and yield the events as they come; closing the iterator cancels."""
@@ -275,7 +315,8 @@ class Engine:
             if on_progress is not None and isinstance(event, Progress):
                 on_progress(event)
 
-        return self._wait_for(inspect_prompt(self.prefiller, request), report)
+        found: Inspection = self._wait_for(Work(self._inbox.next_uid(), "inspect", request), report)
+        return found
 
     def submit_inspection(
         self, request: GenerationRequest, on_event: OnEvent, on_end: Callable[[Inspection | Exception], None]
@@ -286,7 +327,7 @@ class Engine:
             InvalidRequestError, EngineClosedError: as for `submit`.
         """
         self.check(request)
-        return self._start(inspect_prompt(self.prefiller, request), on_event, on_end)
+        return self._start(Work(self._inbox.next_uid(), "inspect", request), on_event, on_end)
 
     def replay(
         self, request: GenerationRequest, continuation: Tokens[int], attention: bool = False, keep: bool = False
@@ -301,21 +342,28 @@ class Engine:
             InvalidRequestError: as for `submit`, the continuation counting as the answer.
         """
         self.check(replace(request, max_tokens=len(continuation)))
-        slices = replay_continuation(self.prefiller, request, tuple(continuation), attention, keep)
-        return self._wait_for(slices, ignore)
+        work = Work(self._inbox.next_uid(), "replay", request, args=(tuple(continuation), attention, keep))
+        found: Replay = self._wait_for(work, ignore)
+        return found
 
-    def _wait_for(self, slices: Generator[Any, None, T], on_event: OnEvent) -> T:
+    def _wait_for(self, work: Work, on_event: OnEvent) -> Any:
         """Run a job without answer on the MLX thread; its result."""
-        done = Results[T]()
-        self._start(slices, on_event, done.put)
+        done = Results[Any]()
+        self._start(work, on_event, done.put)
         return done.wait()
 
-    def _start(
-        self, slices: Generator[Any, None, T], on_event: OnEvent, on_end: Callable[[T | Exception], None]
-    ) -> RequestHandle:
-        handle = RequestHandle()
-        self._inbox.post(Job(self._inbox.next_uid(), on_event, handle, slices, on_end=on_end))
-        return handle
+    def _start(self, work: Work, on_event: OnEvent, on_end: Callable[[Any], None]) -> RequestHandle:
+        job = self._job(work)
+        job.on_event, job.on_end = on_event, on_end
+        self._post(job)
+        return job.handle
+
+    def _lose(self, error: PeerLostError) -> None:
+        """A process that the target needs is gone. The MLX thread may wait for it for ever."""
+        self._inbox.close(str(error))
+        self.loop.lose(error)
+        for job in self._inbox.drain():
+            job.lose(error)
 
     def _guide(self, request: GenerationRequest) -> GrammarState | None:
         grammar: GrammarState | None = None

@@ -5,16 +5,32 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from ..errors import EngineClosedError
 from .job import Job, bare
 from .scheduler import Scheduler
 
-__all__ = ["Inbox", "Results"]
+__all__ = ["Call", "Inbox", "Results"]
 
 T = TypeVar("T")
-Call = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Something to call on the MLX thread.
+
+    Attributes:
+        named: what other ranks have to call at the same time, a name and arguments; None: nothing.
+    """
+
+    run: Callable[[], None]
+    named: tuple[str, tuple[Any, ...]] | None = None
+
+    def __call__(self) -> None:
+        self.run()
 
 
 class Results(queue.SimpleQueue[T | Exception]):
@@ -46,6 +62,7 @@ class Inbox:
         self._uids = 0
         self._unread = 0  # jobs
         self._open = False
+        self._why = "the engine is not running"
 
     @property
     def is_open(self) -> bool:
@@ -63,10 +80,15 @@ class Inbox:
     def open(self) -> None:
         self._open = True
 
-    def close(self) -> bool:
-        """Take nothing more, and wake the MLX thread; False when it was closed already."""
+    def close(self, why: str | None = None) -> bool:
+        """Take nothing more, and wake the MLX thread; False when it was closed already.
+
+        Args:
+            why: told to those that come later.
+        """
         with self._lock:
             was_open, self._open = self._open, False
+            self._why = why or self._why
         if was_open:
             self._posted.put(None)
             self._wake()
@@ -92,8 +114,11 @@ class Inbox:
         self._posted.put(job)
         self._wake()
 
-    def call(self, call: Callable[[], T]) -> T:
+    def call(self, call: Callable[[], T], named: tuple[str, tuple[Any, ...]] | None = None) -> T:
         """Call something on the MLX thread, between two slices; its result.
+
+        Args:
+            named: see `Call`.
 
         Raises:
             EngineClosedError: the inbox is closed.
@@ -108,7 +133,7 @@ class Inbox:
 
         with self._lock:
             self._check_open()
-            self._posted.put(answer)
+            self._posted.put(Call(answer, named))
         self._wake()
         return done.wait()
 
@@ -124,6 +149,20 @@ class Inbox:
                 self._unread -= 1
         return posted
 
+    def note(self, job: Job) -> None:
+        """A job that came another way, on the MLX thread."""
+        self._scheduler.add(job.uid)
+
+    def drain(self) -> list[Job]:
+        """The jobs that nobody will take any more; of a closed inbox, from any thread."""
+        jobs = []
+        while not self._posted.empty():
+            with suppress(queue.Empty):
+                posted = self._posted.get_nowait()
+                if isinstance(posted, Job):
+                    jobs.append(posted)
+        return jobs
+
     def _check_open(self) -> None:
         if not self._open:
-            raise EngineClosedError("the engine is not running")
+            raise EngineClosedError(self._why)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import RequestCancelled
-from ..request import Event, Progress
+from ..request import Event, Failed, GenerationRequest, Progress
+from ..specprefill.plan import PrefillPlan
 from .handle import RequestHandle
 from .sequence import Sequence
 
-__all__ = ["Job", "OnEvent", "bare", "ignore"]
+__all__ = ["Job", "OnEvent", "Work", "bare", "ignore"]
 
 log = logging.getLogger(__name__)
 OnEvent = Callable[[Event], None]
@@ -20,6 +21,23 @@ OnEvent = Callable[[Event], None]
 
 def ignore(_: object) -> None:
     """A callback that does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a job does, as it goes to other ranks.
+
+    Attributes:
+        what: to make of the request, one of `Engine`'s kinds of work.
+        plan: of a request that is to be answered.
+        args: what else that takes.
+    """
+
+    uid: int
+    what: str
+    request: GenerationRequest
+    plan: PrefillPlan | None = None
+    args: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -32,6 +50,7 @@ class Job:
         done: tokens per stage, as last reported.
         on_end: gets the result or the exception of a job without sequence.
         slice_s: seconds that its latest slice took.
+        work: what it does; None for background tasks, which begin by themselves.
     """
 
     uid: int
@@ -43,6 +62,7 @@ class Job:
     background: bool = False
     done: dict[str, int] = field(default_factory=dict)
     slice_s: float = 0.0
+    work: Work | None = None
 
     def depth(self, stage: str) -> int:
         """Tokens that the model of this stage holds already."""
@@ -69,6 +89,15 @@ class Job:
         except Exception:
             log.exception("cleaning up a cancelled request failed")
         self.slices.close()
+
+    def lose(self, error: Exception) -> None:
+        """Report that it has failed, and nothing after that; from any thread."""
+        on_event, self.on_event = self.on_event, ignore
+        on_end, self.on_end = self.on_end, ignore
+        if self.sequence is None:
+            on_end(error)
+        else:
+            on_event(Failed(error, self.sequence.account()))
 
     def emit(self, event: Event) -> None:
         """Report. A callback that raises cancels its own job, and hears no more."""

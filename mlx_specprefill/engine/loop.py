@@ -13,15 +13,16 @@ import time
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import EngineClosedError, RequestCancelled
+from ..errors import EngineClosedError, PeerLost, RequestCancelled
 from ..request import Event, Failed, Finished, FinishReason, GenerationRequest, TokenEvent
 from ..token_ids import TokenIds, joined
 from .admission.memory import Memory
 from .caches import EngineCaches
 from .densify import Densifier, SparseTurn
 from .failures import log_failure
-from .inbox import Inbox
+from .inbox import Call
 from .job import Job, bare
+from .orders import Orders
 from .rows import Rows
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -52,7 +53,7 @@ class Loop:
     def __init__(
         self,
         config: EngineConfig,
-        inbox: Inbox,
+        orders: Orders,
         scheduler: Scheduler,
         memory: Memory,
         caches: EngineCaches,
@@ -61,7 +62,8 @@ class Loop:
         densifier: Densifier,
     ) -> None:
         self._config = config
-        self._inbox = inbox
+        self._orders = orders
+        self._ranks = orders.ranks
         self._scheduler = scheduler
         self._memory = memory
         self._caches = caches
@@ -92,45 +94,56 @@ class Loop:
         """
         self.beat = time.monotonic()
         self._slicing.elsewhere = elsewhere
+        if not self._orders.begin_step():
+            return
         self._read_inbox()
-        if self._inbox.is_open:
+        if self._orders.accepting():
             self._guarded_tick(background)
 
     def end(self) -> None:
         """Cancel what runs or waits, and let go of what is kept."""
-        self._inbox.close()
-        self._read_inbox()
-        for job in list(self.jobs.values()):
-            self._cancel(job)
+        try:
+            self._orders.end()
+            self._read_inbox()
+            for job in list(self.jobs.values()):
+                self._cancel(job)
+        except PeerLost as lost:
+            self.lose(lost.error)
         self._caches.close()
         self._memory.close()
         self.ended.set()
         self.ready.set()
 
+    def lose(self, error: Exception) -> None:
+        """Fail everything that runs, from any thread: the MLX thread may wait for ever."""
+        for job in list(self.jobs.values()):
+            job.lose(error)
+
     @property
     def over(self) -> bool:
         """Nothing more will come."""
-        return not (self._inbox.is_open or self._inbox)
+        return self._orders.over
 
     @property
     def busy(self) -> bool:
         """Requests have something to gain by a tick."""
         scheduler = self._scheduler
-        return bool(self._inbox or scheduler.running or (scheduler.waiting and not self.stuck))
+        orders = self._orders
+        return orders.follows or bool(orders.waiting or scheduler.running or (scheduler.waiting and not self.stuck))
 
     @property
     def answering(self) -> bool:
         return bool(self._scheduler.decoding)
 
     def _read_inbox(self) -> None:
-        while (posted := self._inbox.take(0.0)) is not None:
+        while (posted := self._orders.take()) is not None:
             self._returned = False
-            if isinstance(posted, Job):
-                self.jobs[posted.uid] = posted
-                if posted.sequence is not None:
-                    self._scheduler.expect(posted.uid, *self._left(posted.sequence.request))
-            else:
+            if isinstance(posted, Call):
                 posted()
+                continue
+            self.jobs[posted.uid] = posted
+            if posted.sequence is not None:
+                self._scheduler.expect(posted.uid, *self._left(posted.sequence.request))
 
     def _left(self, request: GenerationRequest) -> tuple[int, int]:
         """Full slices and tokens of a prompt that are not cached, as far as is known."""
@@ -144,7 +157,7 @@ class Loop:
     @property
     def rest_s(self) -> float:
         """How long nothing is to be done unless a request comes."""
-        if not self._inbox.is_open or not self._scheduler.idle:
+        if self._orders.over or self._orders.follows or not self._scheduler.idle:
             return 0.0
         quiet = time.monotonic() - self._last_end
         return min(IDLE_BEAT_S, _QUIET_S - quiet) if self._densifier.turns else IDLE_BEAT_S
@@ -154,20 +167,24 @@ class Loop:
         try:
             self._tick(background)
         except Exception as error:
+            self._ranks.together(error)
             log.exception("the engine starts over")
             for job in list(self.jobs.values()):
                 self._fail(job, error)
             self._rows.clear()
 
     def _tick(self, background: bool) -> None:
-        for job in [job for job in self.jobs.values() if job.handle.cancelled]:
-            self._cancel(job)
+        for uid in self._cancelled():
+            self._cancel(self.jobs[uid])
         self._admit()
         self._decode()
         if background:
             self._start_background()
         self._prefill()
         self._look_at_memory()
+
+    def _cancelled(self) -> list[int]:
+        return self._ranks.agree("cancelled", lambda: [uid for uid, job in self.jobs.items() if job.handle.cancelled])
 
     def _look_at_memory(self) -> None:
         """Compare what MLX holds with what is accounted for; return freed memory to the system when idle."""
@@ -191,7 +208,7 @@ class Loop:
                 self._scheduler.admit(uid, passing)
                 if job.sequence is not None:
                     job.sequence.started = time.perf_counter()
-            elif self._scheduler.running == 0 and self._memory.common.may_come(_need(job), self._memory):
+            elif self._scheduler.running == 0 and self._may_come(job):
                 self.stuck = True
                 return
             elif self._scheduler.running == 0:
@@ -202,18 +219,24 @@ class Loop:
             else:
                 passing = True
 
+    def _may_come(self, job: Job) -> bool:
+        """Whether memory that other engines hold may become free for it."""
+        return self._ranks.every(self._memory.common.may_come(_need(job), self._memory))
+
     def _has_memory(self, job: Job) -> bool:
         """Reserve what a job will need, if there is as much."""
         need = _need(job)
-        if not self._memory.admission.fits(need):
+        if not self._ranks.every(self._memory.admission.fits(need)):
             self._stop_background()
         return self._memory.reserve(job.uid, need)
 
     def _start_background(self) -> None:
         """With nothing else to do, make the prompt of a sparse turn dense in the exact cache."""
-        if not self._densifier.turns or self._scheduler.running or self._scheduler.waiting or self.rest_s > 0:
+        if not self._densifier.turns or self._scheduler.running or self._scheduler.waiting:
             return
-        job = self._densifier.job(self._inbox.next_uid())
+        if self._ranks.agree("rest", lambda: self.rest_s > 0):
+            return
+        job = self._densifier.job(self._orders.next_uid())
         if job is not None:
             self._returned = False
             self.jobs[job.uid] = job
@@ -231,8 +254,8 @@ class Loop:
         begun, job = time.perf_counter(), self._next_prefill()
         while job is not None:
             self._slice(job)
-            spent = time.perf_counter() - begun
-            if any(other.handle.cancelled for other in self.jobs.values()):
+            spent = self._ranks.agree("spent", lambda: time.perf_counter() - begun)
+            if self._cancelled():
                 return
             self._read_inbox()
             self._admit()
@@ -256,10 +279,11 @@ class Loop:
         try:
             event = self._advance(job)
         except Exception as error:  # noqa: BLE001 - one job must not end the others
+            self._ranks.together(error)
             log_failure(log, "prefill failed", error)
             self._fail(job, error)
             return
-        job.slice_s = time.perf_counter() - begun
+        job.slice_s = self._ranks.agree("slice", lambda: time.perf_counter() - begun)
         if event is not None:
             self._slicing.account(job, event)
             self._emit(job, event)
@@ -290,6 +314,7 @@ class Loop:
     def _decode(self) -> None:
         for uid, outcome in self._rows.step():
             if isinstance(outcome, Exception):
+                self._ranks.together(outcome)
                 self._fail(self.jobs[uid], outcome)
             else:
                 self._decoded(self.jobs[uid], outcome)

@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from ..errors import EngineClosedError, RequestCancelled
+from ..errors import EngineClosedError, PeerLost, RequestCancelled
 from .admission.common import CommonMemory
 from .inbox import Results
 from .job import bare
@@ -55,6 +56,7 @@ class MLXThread:
     def __init__(self, memory_limit: int | None = None) -> None:
         self.memory = CommonMemory(memory_limit)
         self._members: list[_Member] = []
+        self._loops = weakref.WeakSet[Loop]()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wakened = threading.Event()
         self._lock = threading.Lock()
@@ -156,6 +158,17 @@ class MLXThread:
     # --- on the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._rounds()
+        except PeerLost as lost:
+            for loop in self._loops:
+                loop.lose(lost.error)
+        finally:
+            for loop in self._loops:
+                loop.ended.set()
+                loop.ready.set()
+
+    def _rounds(self) -> None:
         while self._open:
             self._wakened.wait(self._rest_s())
             self._wakened.clear()
@@ -176,6 +189,7 @@ class MLXThread:
             call()
 
     def _begin(self, loop: Loop) -> None:
+        self._loops.add(loop)
         try:
             loop.begin()
         except Exception:

@@ -33,7 +33,7 @@ class Rows:
         self._pair = pair
         self._config = config
         self._speculator = speculator
-        self._batch = DecodeBatch(pair.target, pair.stages)
+        self._batch = DecodeBatch(pair.target, pair.stages, pair.ranks)
         self._drafted: dict[int, Sequence] = {}  # the speculator's rows
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class Rows:
 
     def clear(self) -> None:
         """Forget every row, whatever state it is in."""
-        self._batch = DecodeBatch(self._pair.target, self._pair.stages)
+        self._batch = DecodeBatch(self._pair.target, self._pair.stages, self._pair.ranks)
         self._speculator.clear()
         self._drafted.clear()
 
@@ -129,7 +129,7 @@ class Rows:
         except Exception as error:
             log.exception("decode step failed")
             lost = self._batch.uids
-            self._batch = DecodeBatch(self._pair.target, self._pair.stages)
+            self._batch = DecodeBatch(self._pair.target, self._pair.stages, self._pair.ranks)
             return [(uid, error) for uid in lost]
 
     def _step_drafted(self) -> Iterator[Outcome]:

@@ -130,6 +130,8 @@ class PromptScorer:
             raise
         if stored:
             self.caches.keep_draft(prompt, task.cache, keeper)
-        scores = replace(steps.result, read=len(prompt) - (0 if hit is None else hit.length))
+        found = steps.result
+        importance = self.pair.ranks.floats(found.importance)
+        scores = replace(found, importance=importance, read=len(prompt) - (0 if hit is None else hit.length))
         own = whole_draft(self.pair.draft) is self.pair.target
         return replace(scores, scorer="self") if own else scores

@@ -80,6 +80,8 @@ class Speculator:
     @property
     def refusals(self) -> dict[StrategyName, str | None]:
         """Why a strategy can't run with this pair, None where it can."""
+        if self._refusals is None and self.pair.ranks.several:
+            self._refusals = dict.fromkeys(STRATEGIES, "the target runs on several machines")
         if self._refusals is None:
             self._refusals = refusals(self.pair.target, self.pair.proposer, self.pair.mtp, self._quantized)
         return self._refusals

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_specprefill import (
+    ALONE,
     DraftHeads,
     DtypeName,
     LoadedModels,
     ModelPair,
+    Ranks,
     SpecPrefillPolicy,
     calibrated_heads,
     load_pair,
@@ -75,6 +77,7 @@ def load(
     calibrate: bool = False,
     tell: Tell = silent,
     loaded: LoadedModels | None = None,
+    ranks: Ranks = ALONE,
 ) -> ModelPair:
     """The pair in memory, with the calibrated heads of its draft where they are known.
 
@@ -85,6 +88,7 @@ def load(
         settings: where calibrations are kept; None: nowhere.
         loaded: models of other pairs, which this one shares.
         calibrate: measure them where they are not known.
+        ranks: over which the target is spread; it then needs a draft model to score prompts.
     """
     names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
     heads = None if pair.heads is None else Path(pair.heads)
@@ -94,7 +98,7 @@ def load(
     with tell(f"Loading {names}") as progress:
         made = load_pair(
             pair.target,
-            "self" if own else pair.draft,
+            None if own and ranks.several else "self" if own else pair.draft,
             draft_layers=pair.draft_layers,
             draft_heads=pair.draft_heads,
             heads=heads,
@@ -102,15 +106,18 @@ def load(
             dtype=pair.dtype if dtype == "auto" else dtype,
             loaded=loaded,
             on_progress=lambda done, total: progress(done >> 20, total >> 20),
+            ranks=ranks,
         )
     if pair.context is not None:
         made = replace(made, context_length=min(made.context_length, pair.context))
+    if own and ranks.several:
+        return made
     if made.heads is None and settings is not None and pair.draft_layers is None:
         found = _heads(made, settings, calibrate, tell)
         made = made if found is None else with_heads(made, found, exit_early=early)
     if pair.draft is None and made.stages is None:
         return _alone(made)
-    if pair.scorer == "auto" and settings is not None and calibrate:
+    if pair.scorer == "auto" and not ranks.several and settings is not None and calibrate:
         made = _faster(made, pair, settings, tell)
     return made if settings is None else _with_shares(made, settings, calibrate, tell)
 
@@ -161,14 +168,22 @@ def _with_shares(pair: ModelPair, settings: Settings, calibrate: bool, tell: Tel
     """What the draft loses when shares are chosen per prompt; measured only where the server's own are."""
     config, measure = settings.engine_config(), calibrate and settings.specprefill_keep_pct == "auto"
     with tell("Calibrating how much to keep, once") as progress:
-        return with_calibrated_shares(
-            pair, config.scoring, config.selection, settings.heads_folder, measure=measure, on_progress=progress
-        )
+
+        def heads() -> DraftHeads | None:
+            return with_calibrated_shares(
+                pair, config.scoring, config.selection, settings.heads_folder, measure=measure, on_progress=progress
+            ).heads
+
+        return replace(pair, heads=pair.ranks.agree("shares", heads))
 
 
 def _heads(pair: ModelPair, settings: Settings, calibrate: bool, tell: Tell) -> DraftHeads | None:
     config = settings.engine_config()
     with tell("Calibrating the draft's heads, once") as progress:
-        return calibrated_heads(
-            pair, config.scoring, config.selection, settings.heads_folder, measure=calibrate, on_progress=progress
-        )
+
+        def heads() -> DraftHeads | None:
+            return calibrated_heads(
+                pair, config.scoring, config.selection, settings.heads_folder, measure=calibrate, on_progress=progress
+            )
+
+        return pair.ranks.agree("heads", heads)

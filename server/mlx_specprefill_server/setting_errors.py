@@ -14,13 +14,14 @@ from .settings import ENV_PREFIX, Settings
 
 __all__ = ["NOT_SETTINGS", "flag_of", "unknown_variables", "variable", "what_is_wrong"]
 
-NOT_SETTINGS = ["BLAS"]  # read by the library, before there are settings
+NOT_SETTINGS = ["BLAS", "CONTROL", "LAUNCHED", "RANK_KEY"]  # read by the library, before there are settings
 _FLAGS = {
     "admin_keys": "--admin-key",
     "allowed_hosts": "--allowed-host",
     "api_keys": "--api-key",
     "cors_origins": "--cors-origin",
     "forced_rule": "--forced",
+    "peer_timeout_s": "--peer-timeout",
     "queue_timeout_s": "--queue-timeout",
     "request_timeout_s": "--request-timeout",
     "shutdown_grace_s": "--shutdown-grace",

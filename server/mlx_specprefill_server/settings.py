@@ -101,6 +101,7 @@ class Settings(BaseSettings):
     stale_after_s: float = Field(
         default=600.0, gt=0, description="Seconds without a step of the engine after which /health answers 503."
     )
+    peer_timeout_s: float = Field(default=60.0, gt=0)  # of silence after which another rank counts as lost
     shutdown_grace_s: float = Field(default=30.0, ge=0)  # that requests in work get to finish after SIGTERM
     request_timeout_s: float | None = Field(default=None, gt=0)  # of a request from its arrival to its end
     queue_timeout_s: float | None = Field(default=None, gt=0)  # of a request's wait for one of the rows

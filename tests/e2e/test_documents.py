@@ -36,7 +36,11 @@ ON_THE_MACHINE = ("mlx-specprefill list", "mlx-specprefill show demo", "mlx-spec
 RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help", *ON_THE_MACHINE)
 NOT_RUN = {
     "tests/e2e/test_readme.py runs it": ("python3 -c", "curl "),
-    "starts a server, as tests/e2e and scripts/try_install.py do": ("scripts/serve", "mlx-specprefill serve"),
+    "starts a server, as tests/e2e, tests/distributed and scripts/try_install.py do": (
+        "scripts/serve",
+        "mlx-specprefill serve",
+        "mlx.launch ",
+    ),
     "tests/cli/test_service.py runs it with stand-ins for the system's programs": ("mlx-specprefill service",),
     "needs the network": (
         "pip ",

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import (
+    ALONE,
     CacheEntry,
     ChunkInfo,
     Constraint,
@@ -33,6 +34,7 @@ from mlx_specprefill import (
     PrefillReport,
     Progress,
     PromptLogprobs,
+    Ranks,
     RequestCancelled,
     Timings,
     TokenEvent,
@@ -70,6 +72,8 @@ class FakePair:
     draft_id: str | None = "demo/draft"
     mapping: Any = None
     sparse_refusal: str | None = None
+    ranks: Ranks = ALONE
+    sharding: str | None = None
     stages: Any = None
     dtype: str = "float32"
 

@@ -83,7 +83,8 @@ class Memory:
             self._draft = measure_footprint(pair.draft, self._costs.longest_slice("draft"))
             self._head = measure_head_footprint(pair.mtp)
             self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
-        except Exception:
+        except Exception as error:
+            pair.ranks.fail(error)
             log.exception("could not measure memory use: requests are admitted without a prediction")
             limit = None
         self.admission = Admission(
@@ -94,12 +95,22 @@ class Memory:
             self.common.missing,
             lambda need: self.common.reclaim(need, self),
         )
+        self._agree()
         if (window := self.window()) < pair.context_length:
             log.warning(
                 "memory leaves room for %d tokens of prompt and answer, of the model's %d; --memory-limit allows more",
                 window,
                 pair.context_length,
             )
+
+    def _agree(self) -> None:
+        """Of several ranks the smallest one decides what fits: the others plan with as much as it has room for."""
+        ranks = self._pair.ranks
+        if not ranks.several:
+            return
+        window, _ = ranks.range(self.window())
+        if ranks.every(self.admission.limit is not None) and window < self.window():
+            self.admission.limit = self.admission.weights + self._target.of(window)
 
     def close(self) -> None:
         """Give back what it had of the common memory, and freed memory to the system; on the MLX thread."""
@@ -129,7 +140,8 @@ class Memory:
 
     def reserve(self, uid: int, need: int) -> bool:
         """Take the bytes for a request if they are there, or if caches can give way."""
-        if not self.admission.reserve(uid, need):
+        if not self._pair.ranks.every(self.admission.reserve(uid, need)):
+            self.admission.release(uid)
             return False
         self.last_use = time.monotonic()
         self.common.came(self)

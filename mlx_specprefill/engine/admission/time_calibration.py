@@ -57,7 +57,7 @@ def calibrated(
     if pair.draft is None or pair.sparse_refusal is not None:
         return None
     try:
-        known = known_cost(pair, config)
+        known = pair.ranks.agree("known cost", lambda: known_cost(pair, config))
         if known is not None:
             return known
         log.info("measuring what target and draft cost on this machine, once")
@@ -123,7 +123,9 @@ def calibrate(
         task = ToScore.alone(draft, tokens, config.scoring, cache=cache, step=lambda: step, seen=seen)
         return scorer_for(config.rule, pair.heads, config.scoring).score(draft, task)
 
-    models = (_Model(partial(_until, given_up, read), prompt, pause) for read in (read_target, read_draft))
+    clock = partial(pair.ranks.agree, "time", time.perf_counter)
+    ended = partial(pair.ranks.agree, "given up", given_up)
+    models = (_Model(partial(_until, ended, read), prompt, pause, clock) for read in (read_target, read_draft))
     cost = replace(_measure(*models), staged=pair.stages is not None, draft_ratio=pair.draft_ratio)
     mx.clear_cache()
     _store(config.calibration_file, _key(pair, config), cost)
@@ -161,10 +163,11 @@ class _Samples:
 class _Model:
     """What has been measured of a model."""
 
-    def __init__(self, read: Read, prompt: list[int], pause: Callable[[], None]) -> None:
+    def __init__(self, read: Read, prompt: list[int], pause: Callable[[], None], clock: Callable[[], float]) -> None:
         self._read = read
         self._prompt = prompt
         self._pause = pause
+        self._clock = clock
         self._forwards: list[Sample] = []
         self._ends: list[Sample] = []
         self._seconds: dict[int, float] = {}  # that the short prompt took, by tokens per forward
@@ -186,7 +189,7 @@ class _Model:
     def try_steps(self, longest: int) -> None:
         """Read a short prompt in forwards of several lengths, none above `longest`, all of them twice."""
         length = min(_STEPS[0], len(self._prompt))
-        _read(self._read, self._prompt[:length], length, self._pause)  # whatever compiles and loads does so now
+        self._take(length, length, kept=False)  # whatever compiles and loads does so now
         seconds = self._take(length, length).seconds
         tried = min(_TRIED, len(self._prompt), max(1, int(_SECONDS / 2 / seconds)) * length)
         for _ in range(2):
@@ -209,10 +212,11 @@ class _Model:
         """As far as the time allows."""
         self._take(len(self._prompt), self.step, _SECONDS)
 
-    def _take(self, length: int, step: int, limit_s: float = math.inf) -> _Samples:
-        found = _read(self._read, self._prompt[:length], step, self._pause, limit_s)
-        self._forwards += found.forwards
-        self._ends += found.ends
+    def _take(self, length: int, step: int, limit_s: float = math.inf, kept: bool = True) -> _Samples:
+        found = _read(self._read, self._prompt[:length], step, self._pause, limit_s, self._clock)
+        if kept:
+            self._forwards += found.forwards
+            self._ends += found.ends
         return found
 
 
@@ -224,22 +228,29 @@ def _fastest(samples: list[Sample]) -> list[Sample]:
     return list(kinds.values())
 
 
-def _read(read: Read, tokens: list[int], step: int, pause: Callable[[], None], limit_s: float = math.inf) -> _Samples:
+def _read(
+    read: Read,
+    tokens: list[int],
+    step: int,
+    pause: Callable[[], None],
+    limit_s: float = math.inf,
+    clock: Callable[[], float] = lambda: time.perf_counter(),
+) -> _Samples:
     """One prompt, slice by slice, until the time is up; whatever follows the last slice of many is its end."""
     found, start = _Samples(), 0
-    began = mark = time.perf_counter()
+    began = mark = clock()
     for progress in read(tokens, step):
         if progress.done == len(tokens):
             continue
-        now = time.perf_counter()
+        now = clock()
         found.forwards.append(Sample(progress.done - start, start, 1e3 * (now - mark)))
         start, found.seconds = progress.done, now - began
         if found.seconds > limit_s:
             return found
         pause()
-        mark = time.perf_counter()
+        mark = clock()
         began += mark - now
-    now = time.perf_counter()
+    now = clock()
     found.ends.append(Sample(len(tokens) - start, len(tokens), 1e3 * (now - mark)))
     found.seconds = now - began
     return found

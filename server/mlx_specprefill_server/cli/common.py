@@ -14,8 +14,10 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from mlx_specprefill import (
+    ALONE,
     BLAS,
     ModelPair,
+    Ranks,
     SpecPrefillError,
     SpecPrefillOptions,
     keep_share,
@@ -164,9 +166,16 @@ def options_of(enabled: bool | None, keep: str | None, loss: str | None = None) 
     )
 
 
-def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False) -> ModelPair:
+def load(
+    pair: Pair,
+    dtype: DtypeName,
+    settings: Settings | None = None,
+    *,
+    calibrate: bool = False,
+    ranks: Ranks = ALONE,
+) -> ModelPair:
     """`pair_loading.load`, which says on standard error what it does."""
-    return pair_loading.load(pair, dtype, settings, calibrate=calibrate, tell=_progress)
+    return pair_loading.load(pair, dtype, settings, calibrate=calibrate, tell=_progress, ranks=ranks)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +40,7 @@ from .options import (
     Target,
     setting,
 )
+from .several import end_together, follow, join, launch, without
 
 _OF_ONE_MODEL = ("pair", "pairs_file", "target", "draft", "no_draft", "draft_layers", "draft_heads", "model_alias")
 
@@ -56,6 +58,8 @@ _OF_THE_PAIR = (
     "draft_heads",
     "dtype",
     "config",
+    "hosts",
+    "starting_port",
 )  # every other parameter has its setting's name
 
 
@@ -192,6 +196,17 @@ def serve(
     max_requests_per_key: Annotated[
         int | None, typer.Option(help="Requests with one API key that may be in work. Default: any number.")
     ] = None,
+    hosts: Annotated[
+        Path | None,
+        typer.Option(help="Run one model on several machines: those in this file, in the format of mlx.launch."),
+    ] = None,
+    starting_port: Annotated[
+        int | None, typer.Option(help="The first port between these machines, as of mlx.launch: 32323 if not given.")
+    ] = None,
+    peer_timeout_s: Annotated[
+        float | None,
+        setting("peer_timeout_s", "Seconds of silence after which one of them counts as lost.", "--peer-timeout"),
+    ] = None,
     shutdown_grace_s: Annotated[
         float | None,
         setting("shutdown_grace_s", "Seconds that requests get to finish after SIGTERM.", "--shutdown-grace"),
@@ -213,19 +228,31 @@ def serve(
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _OF_THE_PAIR}
     named = {name: value for name in _OF_ONE_MODEL if (value := context.params[name])}
     with one_line_errors():
-        if (table := _table(config, named)) is not None:
+        table = _table(config, named)
+        if hosts is not None:
+            if table is not None:
+                raise OptionError(f"--hosts runs one model, {table} names several: choose by --pair or --target")
+            raise typer.Exit(launch(hosts, without(sys.argv[1:], "--hosts", "--starting-port"), starting_port))
+        if table is not None:
             serve_several(table, dtype, given)
             return
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         settings = make_settings(chosen, **given)
         configure_logging(settings.log_level, settings.log_format)
         outlive_the_terminal()
+        ranks = join(settings)
+        end_together(ranks)
+        if not ranks.leads:
+            follow(Engine(load(chosen, dtype, settings, calibrate=True, ranks=ranks), settings.serving_config()), ranks)
+            return
         # First, because loading takes minutes: a port that another program has is to be known at once.
         with bound_sockets(settings.host, settings.port) as sockets:
             if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
                 logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
-            with Engine(load(chosen, dtype, settings, calibrate=True), settings.serving_config()) as engine:
+            pair_loaded = load(chosen, dtype, settings, calibrate=True, ranks=ranks)
+            with Engine(pair_loaded, settings.serving_config()) as engine:
                 serve_forever(engine, settings, sockets)
+            ranks.close()
 
 
 def _table(config: Path | None, named: dict[str, Any]) -> Path | None:
@@ -246,6 +273,8 @@ def serve_several(file: Path, dtype: DtypeName, given: dict[str, Any]) -> None:
     entries = entries_of(rows, file, given)
     configure_logging(settings.log_level, settings.log_format)
     outlive_the_terminal()
+    if join(settings).several:
+        raise OptionError(f"several machines run one model, {file} names several: choose by --pair or --target")
     with bound_sockets(settings.host, settings.port) as sockets:
         if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
             logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)

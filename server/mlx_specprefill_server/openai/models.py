@@ -105,6 +105,7 @@ def _in_memory(service: Service) -> dict[str, Any]:
         "context_window": length,
         "meta": {"n_ctx": length, "n_ctx_train": service.engine.pair.context_length},
         "memory": _memory(service),
+        "ranks": _ranks(service),
         "draft": service.draft_id,
         "draft_tokenizer": _draft_tokenizer(service),
         "scorer": _scorer(service),
@@ -114,7 +115,7 @@ def _in_memory(service: Service) -> dict[str, Any]:
 
 def _nothing_known() -> dict[str, Any]:
     """Of a model that is not in memory; clients that look for these fields find them."""
-    names = ("max_input_tokens", "max_model_len", "context_length", "context_window", "memory", "draft")
+    names = ("max_input_tokens", "max_model_len", "context_length", "context_window", "memory", "ranks", "draft")
     return dict.fromkeys((*names, "draft_tokenizer", "scorer", "specprefill"), None)
 
 
@@ -123,6 +124,12 @@ def _memory(service: Service) -> dict[str, int]:
     use = service.engine.stats().memory
     weights = use.target_weights + use.draft_weights
     return {"weights": weights, "requests": use.requests, "caches": use.prefix_cache + use.sessions}
+
+
+def _ranks(service: Service) -> dict[str, Any]:
+    """How many processes run the target together, and how it is spread over them."""
+    pair = service.engine.pair
+    return {"count": pair.ranks.size, "sharding": pair.sharding}
 
 
 def _scorer(service: Service) -> str | None:

@@ -1,0 +1,74 @@
+"""A target spread over several processes, by mlx-lm's own means."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.nn as nn
+
+from ..distributed.ranks import Group
+from ..errors import LoadError
+
+__all__ = ["Sharding", "files_digest", "shard", "sharding_of"]
+
+Sharding = Literal["tensor", "pipeline"]
+_PART = 4096  # bytes
+_PARTS = 64  # of every file
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """How mlx-lm can spread it: every layer over all ranks, else some layers to each rank; None: not at all."""
+    if hasattr(model, "shard"):
+        return "tensor"
+    return "pipeline" if hasattr(getattr(model, "model", None), "pipeline") else None
+
+
+def shard(model: nn.Module, name: str, config: dict[str, Any], group: Group, kind: Sharding | None = None) -> Sharding:
+    """Leave this rank's part of a model whose weights were not read yet.
+
+    Args:
+        kind: how; None: as `sharding_of` says.
+
+    Raises:
+        LoadError: mlx-lm can't spread it over so many ranks.
+    """
+    kind = kind or sharding_of(model)
+    if kind is None:
+        raise LoadError(
+            f"{name} can't run on several machines: mlx-lm can neither shard {model.model_type} nor pipeline it"
+        )
+    try:
+        if kind == "tensor":
+            _check_heads(name, config, group.size)
+            model.shard(group.group)
+        else:
+            model.model.pipeline(group.group)
+    except (ValueError, AssertionError, IndexError) as error:
+        raise LoadError(f"{name} can't be spread over {group.size} ranks: {error}") from error
+    return kind
+
+
+def _check_heads(name: str, config: dict[str, Any], size: int) -> None:
+    """mlx-lm divides without looking at the rest."""
+    text = config.get("text_config", config)
+    for key in ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"):
+        count = text.get(key)
+        # A latent cache (MLA) is whole on every rank, whatever this number says.
+        if isinstance(count, int) and count % size and not (key == "num_key_value_heads" and "kv_lora_rank" in text):
+            raise LoadError(f"{name} can't be spread over {size} ranks: its {count} {key} can't be divided by that")
+
+
+def files_digest(path: Path) -> str:
+    """Of a checkpoint's configuration and of samples of its weights, without reading all of them."""
+    digest = hashlib.blake2b(digest_size=16)
+    files = [path] if path.is_file() else sorted([*path.glob("config.json"), *path.glob("*.safetensors")])
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as content:
+            for index in range(_PARTS):
+                content.seek(index * size // _PARTS)
+                digest.update(content.read(_PART))
+    return digest.hexdigest()

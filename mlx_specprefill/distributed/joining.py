@@ -1,0 +1,66 @@
+"""How a process becomes one of several that run a model together."""
+
+from __future__ import annotations
+
+import threading
+from importlib.metadata import PackageNotFoundError, version
+
+import mlx.core as mx
+
+from ..errors import LoadError
+from .link import connect
+from .place import Place, place
+from .ranks import ALONE, Group, Ranks
+
+__all__ = ["join_ranks"]
+
+_PACKAGES = ("mlx-specprefill", "mlx", "mlx-lm")
+
+
+def join_ranks(timeout: float = 60.0, facts: dict[str, str] | None = None) -> Ranks:
+    """This process's place among those that `mlx.launch` has started with it; alone without that.
+
+    Args:
+        timeout: seconds to wait for the others, and of silence after which one of them counts as lost.
+        facts: by name, what has to be the same on all ranks beside the versions of the packages.
+
+    Raises:
+        LoadError: a rank is missing or differs, or MLX's own connection does not come about.
+        SettingsError: the environment does not say where rank 0 is.
+    """
+    found = place()
+    if found is None:
+        return ALONE
+    link = connect(found, timeout, {f"version of {name}": _version(name) for name in _PACKAGES} | (facts or {}))
+    return Group(link, _mlx_group(found, timeout))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _mlx_group(place: Place, timeout: float) -> mx.distributed.Group:
+    """MLX waits for its peers without a limit."""
+    found: list[mx.distributed.Group | Exception] = []
+
+    def init() -> None:
+        try:
+            found.append(mx.distributed.init(strict=True))
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller
+            found.append(error)
+
+    thread = threading.Thread(target=init, name="mlx-specprefill-init", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    slow = LoadError(f"MLX's connection between the ranks did not come about in {timeout:.0f} s")
+    group = found[0] if found else slow
+    if isinstance(group, Exception):
+        raise LoadError(f"{place.name(place.rank)}: {group}") from group
+    if (group.rank(), group.size()) != (place.rank, place.size):
+        raise LoadError(
+            f"MLX is rank {group.rank()} of {group.size()}, the environment says rank {place.rank} of {place.size}"
+        )
+    return group

@@ -1,0 +1,300 @@
+"""The processes' connection beside MLX's: what rank 0 tells the others, and signs of life.
+
+MLX's collectives carry arrays. They have no time limit and don't say who is missing, and a process that waits in one
+keeps a core busy. So rank 0 holds one TCP connection to every other rank, on which its decisions go out and both sides
+say every now and then that they are alive. Rank 0's messages are pickled, the others' are JSON: rank 0 serves clients,
+and takes no code from anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from ..errors import LoadError, PeerLost, PeerLostError
+from .place import Place
+
+__all__ = ["Link", "connect"]
+
+log = logging.getLogger(__name__)
+_BEATS = 4  # signs of life within the time after which a process counts as lost
+_RETRY_S = 0.1
+_END, _BEAT = "end", "beat"
+
+
+@dataclass(eq=False)
+class _Peer:
+    """One of the other processes, as the link sees it.
+
+    Attributes:
+        seen: when it last said something, by the monotonic clock.
+        said: what it said, but for signs of life; None: nothing will come any more.
+    """
+
+    rank: int
+    connection: Connection
+    seen: float = field(default_factory=time.monotonic)
+    said: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def send(self, message: bytes) -> None:
+        with self.lock:
+            self.connection.send_bytes(message)
+
+
+class Link:
+    """Rank 0's connections to all others, or another rank's to rank 0.
+
+    Args:
+        timeout: seconds of silence after which a process counts as lost.
+    """
+
+    def __init__(self, place: Place, timeout: float, peers: list[_Peer]) -> None:
+        self.place = place
+        self.rank = place.rank
+        self.size = place.size
+        self.timeout = timeout
+        self._peers = {peer.rank: peer for peer in peers}
+        self._calls: list[Callable[[PeerLostError], None]] = []
+        self._losing = threading.Lock()
+        self._gone = threading.Event()
+        self._closed = False
+        self._beat: Callable[[], float] | None = None
+        self.lost: PeerLostError | None = None
+
+    def start(self) -> None:
+        for peer in self._peers.values():
+            self._thread(f"listen-{peer.rank}", self._listen, peer)
+        self._thread("beat", self._send_beats)
+        self._thread("watch", self._watch)
+
+    def _thread(self, name: str, call: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=call, args=args, name=f"mlx-specprefill-{name}", daemon=True).start()
+
+    # --- what rank 0 tells -------------------------------------------------------------------------------------------
+
+    def tell(self, what: str, value: Any) -> None:
+        """From rank 0 to all others.
+
+        Raises:
+            PeerLost: one is gone.
+        """
+        message = pickle.dumps((what, value), protocol=pickle.HIGHEST_PROTOCOL)
+        self._check()
+        for peer in self._peers.values():
+            try:
+                peer.send(message)
+            except OSError as error:
+                raise self._lose(peer.rank, f"its connection is closed ({error})") from error
+
+    def hear(self) -> tuple[str, Any]:
+        """What rank 0 tells next.
+
+        Raises:
+            PeerLost: it is gone.
+        """
+        message = self._peers[0].said.get()
+        if message is None:
+            self._gone.wait(self.timeout)
+            self._check()
+            raise self._lose(0, "it has ended")
+        found: tuple[str, Any] = message
+        return found
+
+    def same(self, what: str, value: str) -> None:
+        """
+        Raises:
+            LoadError: a rank has another value than rank 0; all of them raise.
+            PeerLost: one is gone.
+        """
+        if self.rank:
+            try:
+                self._peers[0].send(json.dumps({"same": what, "value": value}).encode())
+            except OSError as error:
+                raise self._lose(0, f"its connection is closed ({error})") from error
+            told, verdict = self.hear()
+            if told != "same":
+                raise self.differ(f"rank {self.rank} compares its {what} where rank 0 tells {told!r}")
+        else:
+            verdict = self._compared(what, value)
+            self.tell("same", verdict)
+        if verdict is not None:
+            raise LoadError(verdict)
+
+    def _compared(self, what: str, value: str) -> str | None:
+        for peer in self._peers.values():
+            said = peer.said.get()
+            if said is None:
+                self._gone.wait(self.timeout)
+                self._check()
+            elif said.get("same") != what or said.get("value") != value:
+                name = self.place.name(peer.rank)
+                return f"{name} has another {what} than rank 0: {said.get('value')!r}, not {value!r}"
+        return None
+
+    # --- signs of life -----------------------------------------------------------------------------------------------
+
+    def watch(self, beat: Callable[[], float] | None) -> None:
+        """Look at the MLX thread too."""
+        self._beat = beat
+
+    def on_lost(self, call: Callable[[PeerLostError], None]) -> None:
+        self._calls.append(call)
+
+    def differ(self, why: str) -> PeerLost:
+        """The processes no longer do the same."""
+        return self._lose(self.rank, why)
+
+    def close(self) -> None:
+        """Nothing is lost from here on; the others are told."""
+        if self._closed:
+            return
+        self._closed = True
+        for peer in self._peers.values():
+            with suppress(OSError):
+                peer.send(pickle.dumps((_END, None)) if self.rank == 0 else json.dumps({_END: True}).encode())
+
+    def _listen(self, peer: _Peer) -> None:
+        read = pickle.loads if self.rank else json.loads
+        while True:
+            try:
+                message = read(peer.connection.recv_bytes())
+            except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+                self._lose(peer.rank, "its process has ended or its machine can't be reached")
+                break
+            peer.seen = time.monotonic()
+            kind = message[0] if self.rank else next(iter(message))
+            if kind == _END:
+                self._closed = True
+                break
+            if kind != _BEAT:
+                peer.said.put(message)
+        peer.said.put(None)
+
+    def _send_beats(self) -> None:
+        message = json.dumps({_BEAT: True}).encode() if self.rank else pickle.dumps((_BEAT, None))
+        while not self._closed and self.lost is None:
+            for peer in self._peers.values():
+                with suppress(OSError):  # the listener notices
+                    peer.send(message)
+            time.sleep(self.timeout / _BEATS)
+
+    def _watch(self) -> None:
+        while not self._closed and self.lost is None:
+            time.sleep(self.timeout / _BEATS)
+            now = time.monotonic()
+            for peer in self._peers.values():
+                if now - peer.seen > self.timeout:
+                    self._lose(peer.rank, f"it has been silent for {now - peer.seen:.0f} s")
+            beat = self._beat
+            if beat is not None and now - beat() > self.timeout:
+                self._lose(self.rank, f"the ranks have waited for each other for {now - beat():.0f} s")
+
+    def _check(self) -> None:
+        if self.lost is not None:
+            raise PeerLost(self.lost)
+
+    def _lose(self, rank: int, why: str) -> PeerLost:
+        """The first loss counts; the others follow from it."""
+        with self._losing:
+            first = self.lost is None and not self._closed
+            if self.lost is None:
+                self.lost = PeerLostError(rank, f"{self.place.name(rank)} is lost: {why}")
+        if first:
+            log.error("%s", self.lost)
+            self._gone.set()
+            for peer in self._peers.values():
+                peer.said.put(None)
+            for call in self._calls:
+                self._thread("lost", call, self.lost)
+        return PeerLost(self.lost)
+
+
+# --- how they find each other ----------------------------------------------------------------------------------------
+
+
+def connect(place: Place, timeout: float, facts: dict[str, str]) -> Link:
+    """Wait for the other processes.
+
+    Args:
+        timeout: seconds, for that and from then on.
+        facts: versions and the like, which have to be the same everywhere.
+
+    Raises:
+        LoadError: a rank is missing, or differs from rank 0.
+    """
+    deadline = time.monotonic() + timeout
+    peers = [_call(place, deadline)] if place.rank else _receive(place, deadline)
+    link = Link(place, timeout, peers)
+    link.start()
+    for name, fact in facts.items():
+        link.same(name, fact)
+    return link
+
+
+def _call(place: Place, deadline: float) -> _Peer:
+    """From another rank to rank 0."""
+    while True:
+        try:
+            connection = Client(place.control, authkey=place.key)
+            break
+        except AuthenticationError as error:
+            raise LoadError(f"{place.name(0)} has another hostfile or key than {place.name(place.rank)}") from error
+        except (OSError, EOFError) as error:
+            if time.monotonic() > deadline:
+                where = f"{place.control[0]}:{place.control[1]}"
+                raise LoadError(f"{place.name(0)} can't be reached at {where}: {error}") from error
+            time.sleep(_RETRY_S)
+    _at_once(connection)
+    connection.send_bytes(json.dumps({"rank": place.rank}).encode())
+    return _Peer(0, connection)
+
+
+def _receive(place: Place, deadline: float) -> list[_Peer]:
+    """Rank 0 from all others."""
+    try:
+        listener = Listener(place.control, backlog=place.size, authkey=place.key)
+    except OSError as error:
+        where = f"{place.control[0]}:{place.control[1]}"
+        raise LoadError(f"rank 0 can't listen at {where} for the other ranks: {error.strerror or error}") from error
+    found: dict[int, _Peer] = {}
+    done = threading.Event()
+
+    def accept() -> None:
+        while len(found) < place.size - 1:
+            with suppress(OSError, EOFError, AuthenticationError, ValueError, KeyError):
+                connection = listener.accept()
+                _at_once(connection)
+                rank = int(json.loads(connection.recv_bytes())["rank"])
+                if 0 < rank < place.size:
+                    found[rank] = _Peer(rank, connection)
+            if done.is_set():
+                return
+        done.set()
+
+    threading.Thread(target=accept, name="mlx-specprefill-accept", daemon=True).start()
+    complete = done.wait(max(0.0, deadline - time.monotonic()))
+    done.set()
+    listener.close()
+    if not complete:
+        missing = [place.name(rank) for rank in range(1, place.size) if rank not in found]
+        raise LoadError(f"{' and '.join(missing)} did not come: is the machine reachable, and the program there?")
+    return [found[rank] for rank in sorted(found)]
+
+
+def _at_once(connection: Connection) -> None:
+    """Small messages must not wait for the acknowledgement of earlier ones."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as wire:
+        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

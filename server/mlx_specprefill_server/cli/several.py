@@ -1,0 +1,143 @@
+"""`mlx-specprefill serve` on several machines: started by `mlx.launch`, or starting it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from mlx_specprefill import Engine, PeerLostError, Ranks, SettingsError, join_ranks
+
+from ..settings import ENV_PREFIX, Settings
+
+__all__ = ["LAUNCHED_VARIABLE", "end_together", "follow", "join", "launch", "without"]
+
+logger = logging.getLogger(__name__)
+
+LAUNCHED_VARIABLE = f"{ENV_PREFIX}LAUNCHED"
+KEY_VARIABLE = f"{ENV_PREFIX}RANK_KEY"
+_SECRET = (f"{ENV_PREFIX}API_KEYS", f"{ENV_PREFIX}ADMIN_KEYS")  # no command line may show them
+_LOST = 1  # exit status where another process is gone
+_TELLING_S = 5.0  # for the last answers, and for /health to say what is wrong
+_ASKS = {signal.SIGTERM: b"end\n", signal.SIGINT: b"stop\n"}  # what the launcher passes on to the ranks
+
+
+# --- the command that starts the others ------------------------------------------------------------------------------
+
+
+def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> int:
+    """Run this command on all hosts with `mlx.launch`, until it ends; the exit status.
+
+    Args:
+        hosts: MLX's hostfile.
+        arguments: of this command, without those that are meant for the launcher.
+
+    Raises:
+        SettingsError: there is no such file, or no `mlx.launch`.
+    """
+    if not hosts.is_file():
+        raise SettingsError(f"--hosts {hosts}: there is no such file; mlx.distributed_config makes one")
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    if not launcher.is_file():
+        raise SettingsError(f"{launcher} is missing: it comes with the package mlx")
+    port = () if starting_port is None else ("--starting-port", str(starting_port))
+    own = (sys.executable, "-m", "mlx_specprefill_server", *arguments)
+    command = [str(launcher), "--hostfile", str(hosts), *port, *_environment(), "--", *own]
+    # Its input stays open: it looks at it all the time, and the ranks take its end for the launcher's.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        asked = _pass_on_signals(process)
+        status = process.wait()
+    return 0 if asked() else status or _LOST  # a server ends by itself only where something went wrong
+
+
+def _environment() -> list[str]:
+    """What mlx.launch sets on all hosts: the settings of this machine, and a key that the ranks show each other."""
+    settings = {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
+    for name in _SECRET:
+        settings.pop(name, None)
+    settings |= {LAUNCHED_VARIABLE: "1", KEY_VARIABLE: os.environ.get(KEY_VARIABLE) or secrets.token_hex()}
+    return [part for name, value in settings.items() for part in ("--env", f"{name}={value}")]
+
+
+def _pass_on_signals(process: subprocess.Popen[bytes]) -> Callable[[], bool]:
+    """Through the launcher's input, which reaches other machines too; whether there was one."""
+    received: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        if process.stdin is not None:
+            process.stdin.write(_ASKS[signal.Signals(number)])
+            process.stdin.flush()
+
+    for number in _ASKS:
+        signal.signal(number, handle)
+    return lambda: bool(received)
+
+
+def without(arguments: Sequence[str], *options: str) -> list[str]:
+    """Arguments but for these options, each of which takes a value."""
+    kept, skip = [], False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if not skip and name not in options:
+            kept.append(argument)
+        skip = not skip and name in options and not equals
+    return kept
+
+
+# --- the ranks -------------------------------------------------------------------------------------------------------
+
+
+def join(settings: Settings) -> Ranks:
+    """This process among those that mlx.launch has started; alone without that.
+
+    Raises:
+        LoadError: a rank is missing, or has other versions or settings.
+    """
+    # What each machine may have for itself: paths, and how much memory there is.
+    config = replace(settings.engine_config(), prefix_cache_dir=None, calibration_file=None, memory_limit=None)
+    return join_ranks(settings.peer_timeout_s, {"engine settings": str(config)})
+
+
+def end_together(ranks: Ranks) -> None:
+    """End with the other ranks; on rank 0, after those that wait for answers have been told."""
+    if not ranks.several:
+        return
+    ranks.on_lost(lambda lost: _end(lost, _TELLING_S if ranks.leads else 0.0))
+    if ranks.leads and LAUNCHED_VARIABLE in os.environ:
+        threading.Thread(target=_obey, name="mlx-specprefill-launcher", daemon=True).start()
+
+
+def follow(engine: Engine, ranks: Ranks) -> None:
+    """On another rank: do what rank 0 does, until it ends."""
+    for number in _ASKS:
+        signal.signal(number, signal.SIG_IGN)  # rank 0 gets it too, lets its requests finish, and ends this one
+    logger.info("process %d is rank %d of %d and follows rank 0", os.getpid(), ranks.rank, ranks.size)
+    engine.follow()
+    ranks.close()
+
+
+def _obey() -> None:
+    """What the launcher passes on; its end is a wish too."""
+    for line in sys.stdin.buffer:
+        number = next((number for number, asks in _ASKS.items() if line.strip() == asks.strip()), None)
+        if number is not None:
+            os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end(lost: PeerLostError, after_s: float) -> None:
+    """The MLX thread may wait for the lost process for ever: no other way ends this one."""
+    time.sleep(after_s)
+    logger.error("%s: this process ends with exit status %d", lost, _LOST)
+    logging.shutdown()
+    os._exit(_LOST)

@@ -1,0 +1,68 @@
+"""A target over two processes on MLX's ring answers as it does in one."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_specprefill.adapters.sharding import sharding_of
+from tests.oracle import build
+
+from .ranks import logs, started
+from .worker import NAMES
+
+LIMIT_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Everything in one pair of processes: to start them takes as long as many requests."""
+    folder = tmp_path_factory.mktemp("ranks")
+    out = folder / "out.json"
+    with started(folder, "-m", "tests.distributed.worker", "equal", str(out)) as processes:
+        until = time.monotonic() + LIMIT_S
+        for process in processes:
+            process.wait(max(1.0, until - time.monotonic()))
+    assert out.is_file(), logs(folder)
+    results: dict[str, Any] = json.loads(out.read_text())
+    return results
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_one_process(found: dict[str, Any], name: str) -> None:
+    one, several = found[name]["one"], found[name]["several"]
+    for keep in ("None", "1/5", "1"):
+        np.testing.assert_allclose(several[f"logprobs {keep}"], one[f"logprobs {keep}"], atol=2e-5)
+        assert several[f"kept {keep}"] == one[f"kept {keep}"]
+    assert one["kept 1/5"] < one["kept None"] == one["kept 1"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_are_those_of_one_process(found: dict[str, Any], name: str) -> None:
+    """Greedy, dense and sparse; drawn with a seed; behind a cached prefix, which is found on both ranks."""
+    one, several = found[name]["one"], found[name]["several"]
+    answers = [key for key in one if key.startswith("tokens")]
+    assert {key: several[key] for key in answers} == {key: one[key] for key in answers}
+    assert several["cached"] == one["cached"] > 0
+
+
+@pytest.mark.parametrize("name", ["llama, 8 rows", "gpt_oss, 8 rows", "turns", "cancelled"])
+def test_rows_conversations_and_cancellations(found: dict[str, Any], name: str) -> None:
+    """Eight mixed rows; a sparse conversation that is extended and then made dense; requests that were given up."""
+    assert found[name]["several"] == found[name]["one"]
+
+
+def test_what_one_rank_has_forgotten_is_read_again(found: dict[str, Any]) -> None:
+    one, several = found["forgetful"]["one"], found["forgetful"]["several"]
+    assert several["tokens"] == one["tokens"]
+    assert several["cached"] < one["cached"]
+
+
+def test_an_architecture_that_can_not_be_spread() -> None:
+    assert sharding_of(build("nemotron_h")) is None
+    assert sharding_of(build("qwen3_next")) == "pipeline"
+    assert sharding_of(build("qwen3_5")) == "tensor"

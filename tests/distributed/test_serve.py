@@ -1,0 +1,110 @@
+"""`serve --hosts` with two processes on this machine, started by mlx.launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving import start_named
+from tests.waiting import eventually
+
+from .ranks import ROOT, free_ports
+
+PROMPTS = ("The capital of France is", " ".join(f"Box {i} holds {i * 7 % 101} marbles." for i in range(120)))
+
+
+@contextmanager
+def served(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    """The launcher, the server's address, and what all of them print."""
+    hosts, log = folder / "hosts.json", folder / "log"
+    hosts.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
+    ports = free_ports(4)
+    command = [sys.executable, "-m", "mlx_specprefill_server", "serve", "--pair", "demo", "--port", str(ports)]
+    command += ["--hosts", str(hosts), "--starting-port", str(ports + 2), "--peer-timeout", "30", *options]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_")}
+    environment |= {
+        "MLX_SPECPREFILL_CALIBRATION_FILE": str(folder / "costs.json"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")]),
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
+        try:
+            assert eventually(lambda: "running on" in log.read_text() or process.poll() is not None, 240)
+            assert process.poll() is None, log.read_text()
+            yield process, f"http://127.0.0.1:{ports}", log
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+
+
+def completed(base: str, prompt: str) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "specprefill": len(prompt) > 1000}
+    answer = httpx.post(f"{base}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_it_answers_as_one_process_does_and_ends_when_asked(tmp_path: Path) -> None:
+    with start_named(tmp_path / "one", "demo") as alone:
+        expected = [completed(alone.base, prompt) for prompt in PROMPTS]
+    with served(tmp_path) as (process, base, log):
+        found = [completed(base, prompt) for prompt in PROMPTS]
+        (model,) = httpx.get(f"{base}/v1/models").json()["data"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+    assert [one["choices"][0]["text"] for one in found] == [one["choices"][0]["text"] for one in expected]
+    assert [one["usage"] for one in found] == [one["usage"] for one in expected]
+    assert model["ranks"] == {"count": 2, "sharding": "tensor"}
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_lost_rank_ends_the_server_and_every_answer(tmp_path: Path) -> None:
+    with served(tmp_path) as (process, base, log):
+        found = re.search(r"process (\d+) is rank 1 of 2", log.read_text())
+        assert found is not None, log.read_text()
+        body = {"prompt": PROMPTS[1], "max_tokens": 4000, "ignore_eos": True, "stream": True, "specprefill": False}
+        lines: list[str] = []
+        begun = threading.Event()
+
+        def read() -> None:
+            with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=120) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    begun.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert begun.wait(120)
+        os.kill(int(found[1]), signal.SIGKILL)
+        with httpx.Client(base_url=base) as client:
+            assert eventually(lambda: client.get("/health").status_code == 503, 20)
+            health = client.get("/health").json()
+        reader.join(60)
+        assert process.wait(60) == 1, log.read_text()
+    assert "rank 1 (127.0.0.1) is lost" in health["error"]["message"]
+    (error,) = [line for line in lines if '"error"' in line] or [f"no error: {lines[-5:]} {log.read_text()}"]
+    assert "rank 1 (127.0.0.1) is lost" in error
+
+
+@pytest.mark.parametrize(("options", "why"), [(("--hosts", "nowhere.json"), "nowhere.json: there is no such file")])
+def test_what_can_not_be_launched(options: tuple[str, ...], why: str) -> None:
+    command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 2
+    assert why in ended.stderr

@@ -1,0 +1,239 @@
+"""One rank of several on this machine, that runs the tests' tiny models: `python -m tests.distributed.worker CASE OUT`.
+
+Rank 0 writes what came of it to OUT as JSON. The single process's results are computed here too, with the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_specprefill import (
+    ALONE,
+    Engine,
+    EngineClosedError,
+    EngineConfig,
+    Failed,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    PrefillReport,
+    Ranks,
+    SamplingParams,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+    TokenEvent,
+    join_ranks,
+    make_pair,
+)
+from mlx_specprefill.adapters.sharding import shard
+from mlx_specprefill.distributed.ranks import Group
+from mlx_specprefill.engine import loop
+from tests.oracle import build, tiny_models
+from tests.tiny import tokenizer
+from tests.waiting import eventually
+
+TIMEOUT_S = 20.0
+VOCABULARY = 128
+CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100_000), prefill_step=64, prefix_cache_bytes=64 << 20)
+NAMES = (
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_5",
+    "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v3 pipeline",
+    "qwen3_next pipeline",
+)
+PROMPT, ANSWER = 200, 32
+SPARSE = replace(CONFIG, policy=SpecPrefillPolicy(threshold=40, keep_pct=Fraction(1, 5)))
+
+
+def pair(name: str, ranks: Ranks) -> ModelPair:
+    """A tiny target, or this rank's part of it, and a tiny draft."""
+    name, _, how = name.partition(" ")
+    model = build(name, times=2 if how else 1)  # so that every part has attention
+    config = tiny_models()[name].config
+    sharding = None
+    if isinstance(ranks, Group):
+        sharding = shard(model, name, config, ranks, "pipeline" if how else None)
+        mx.eval(model.parameters())
+    return make_pair(
+        model,
+        tokenizer(VOCABULARY),
+        config | {"max_position_embeddings": 4096},
+        draft=build("llama", seed=1),
+        draft_config={"max_position_embeddings": 4096},
+        ranks=ranks,
+        sharding=sharding,
+    )
+
+
+@contextmanager
+def running(made: ModelPair, config: EngineConfig = CONFIG) -> Iterator[Engine | None]:
+    """An engine, or nothing on the ranks that follow."""
+    if made.ranks.leads:
+        with Engine(made, config) as engine:
+            yield engine
+    else:
+        Engine(made, config).follow()
+        yield None
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(2, VOCABULARY, length).tolist())
+
+
+def request(length: int, keep: Fraction | None, seed: int = 0, **more: Any) -> GenerationRequest:
+    options = SpecPrefillOptions(enabled=keep is not None, keep_pct=keep)
+    return GenerationRequest(prompt(length, seed), ANSWER, specprefill=options, **more)
+
+
+def answered(engine: Engine, asked: GenerationRequest) -> tuple[list[int], PrefillReport]:
+    tokens, last = [], None
+    for event in engine.generate(asked):
+        if isinstance(event, TokenEvent):
+            tokens.append(event.token)
+        if isinstance(event, Failed):
+            raise event.error
+        last = event
+    assert isinstance(last, Finished)
+    return tokens, last.account
+
+
+# --- what is compared ------------------------------------------------------------------------------------------------
+
+KEEPS = (None, Fraction(1, 5), Fraction(1))
+MIXED = [request(60 + 37 * i, KEEPS[i % 2], seed=i) for i in range(8)]
+
+
+def everything(engine: Engine) -> dict[str, Any]:
+    """Distributions and answers, dense and sparse; an answer that starts from a cached prefix; one that is sampled."""
+    found: dict[str, Any] = {}
+    for keep in KEEPS:
+        asked = request(PROMPT, keep)
+        found[f"logprobs {keep}"] = engine.replay(asked, prompt(4, seed=9)).logprobs.tolist()
+        found[f"tokens {keep}"], report = answered(engine, asked)
+        found[f"kept {keep}"] = report.kept_tokens
+    longer = GenerationRequest((*prompt(PROMPT), *prompt(20, seed=5)), ANSWER)
+    found["tokens prefix"], report = answered(engine, longer)
+    found["cached"] = report.cached_tokens
+    drawn = replace(request(PROMPT, Fraction(1, 5)), sampling=SamplingParams(temperature=0.9, seed=4))
+    found["tokens drawn"], _ = answered(engine, drawn)
+    return found
+
+
+def mixed(engine: Engine) -> dict[str, Any]:
+    """Eight answers side by side, dense and sparse."""
+    events: list[list[Any]] = [[] for _ in MIXED]
+    for asked, seen in zip(MIXED, events, strict=True):
+        engine.submit(asked, seen.append)
+    waiting = [answered(engine, request(PROMPT, None))]
+    while not all(seen and isinstance(seen[-1], (Finished, Failed)) for seen in events):
+        waiting.append(answered(engine, request(40, None)))
+    return {f"tokens row {i}": [e.token for e in seen if isinstance(e, TokenEvent)] for i, seen in enumerate(events)}
+
+
+def turns(engine: Engine) -> dict[str, Any]:
+    """A sparse conversation: its second turn goes on from the first, its third from what became dense meanwhile."""
+    first = GenerationRequest(prompt(PROMPT), ANSWER)
+    answer, report = answered(engine, first)
+    found = {"tokens first": answer, "kept": report.kept_tokens}
+    second = GenerationRequest((*first.prompt.tolist(), *answer, *prompt(60, seed=6)), ANSWER)
+    answer, report = answered(engine, second)
+    found |= {"tokens second": answer, "continuation": report.continuation, "reused": report.cached_tokens}
+    assert eventually(lambda: engine.stats().densified > 0)
+    third = GenerationRequest((*second.prompt.tolist(), *answer, *prompt(60, seed=7)), ANSWER)
+    answer, report = answered(engine, third)
+    return found | {"tokens third": answer, "dense": report.cached_tokens}
+
+
+def cancelled(engine: Engine) -> dict[str, Any]:
+    """One that was given up in its prefill and one in its answer leave the others alone."""
+    for asked, events in ((request(3000, None), 2), (request(PROMPT, None), 12)):
+        given_up = engine.generate(asked)
+        for _ in range(events):
+            next(given_up)
+        given_up.close()
+    return {"tokens": answered(engine, request(PROMPT, Fraction(1, 5)))[0]}
+
+
+def forgetful(engine: Engine) -> dict[str, Any]:
+    """Rank 1 has less room for prefixes than rank 0."""
+    for seed in range(4):
+        answered(engine, request(PROMPT, None, seed=seed))
+    tokens, report = answered(engine, request(PROMPT, None, seed=0))
+    return {"tokens": tokens, "cached": report.cached_tokens}
+
+
+def compared(ranks: Ranks, name: str, run: Callable[[Engine], dict[str, Any]], config: EngineConfig = CONFIG) -> Any:
+    """What the ranks found, beside what one process finds."""
+    alone = ranks.agree("alone", lambda: _alone(name, run, config))
+    if not ranks.leads and run is forgetful:
+        config = replace(config, prefix_cache_bytes=100 << 10)
+    with running(pair(name, ranks), config) as engine:
+        found = None if engine is None else run(engine)
+    return {"one": alone, "several": found}
+
+
+def _alone(name: str, run: Callable[[Engine], dict[str, Any]], config: EngineConfig) -> dict[str, Any]:
+    with Engine(pair(name, ALONE), config) as engine:
+        return run(engine)
+
+
+def equal(ranks: Ranks) -> dict[str, Any]:
+    found = {name: compared(ranks, name, everything) for name in NAMES}
+    found |= {f"{name}, 8 rows": compared(ranks, name, mixed) for name in ("llama", "gpt_oss")}
+    found["turns"] = compared(ranks, "llama", turns, SPARSE)
+    found["cancelled"] = compared(ranks, "llama", cancelled)
+    found["forgetful"] = compared(ranks, "llama", forgetful)
+    return found
+
+
+def die(ranks: Ranks) -> dict[str, Any]:
+    """Answers for ever, until somebody kills rank 1."""
+    with running(pair("llama", ranks)) as engine:
+        if engine is None:
+            return {}
+        error: Exception | None = None
+        print("answering", flush=True)
+        while error is None:
+            for event in engine.generate(replace(request(PROMPT, None), max_tokens=3000)):
+                if isinstance(event, Failed):
+                    error = event.error
+        told = {"error": type(error).__name__, "message": str(error), "health": engine.health().lost}
+        try:
+            engine.submit(request(PROMPT, None), lambda _: None)
+        except EngineClosedError as refused:
+            told["refused"] = str(refused)
+        Path(sys.argv[2]).write_text(json.dumps(told))
+        os._exit(3)
+
+
+CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {"equal": equal, "die": die}
+
+
+def main() -> None:
+    mx.disable_compile()
+    loop._QUIET_S = 3.0  # a slow machine must not begin to densify between two turns
+    with mx.stream(mx.cpu):
+        ranks = join_ranks(float(os.environ.get("TIMEOUT_S", TIMEOUT_S)))
+        found = CASES[sys.argv[1]](ranks)
+    if ranks.leads:
+        Path(sys.argv[2]).write_text(json.dumps(found))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()

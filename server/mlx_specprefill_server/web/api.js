@@ -4,6 +4,9 @@ import { find } from "./format.js";
 
 const KEY = "api-key";
 
+/** Which of several models is asked, and whether it is in memory; null: the server has one. */
+export const asked = { model: null, there: true };
+
 export class ApiError extends Error {
   constructor(status, message, code) {
     super(message);
@@ -42,7 +45,8 @@ export async function request(path, { method = "GET", body, signal } = {}) {
     const key = sessionStorage.getItem(KEY);
     const headers = body === undefined ? {} : { "content-type": "application/json" };
     if (key) headers.authorization = `Bearer ${key}`;
-    const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
+    const [where, what] = toModel(path, body);
+    const response = await fetch(where, { method, headers, signal, body: what && JSON.stringify(what) });
     if (response.status === 401) {
       find("key-button").hidden = false;
       if (await askForKey(key)) continue;
@@ -50,6 +54,13 @@ export async function request(path, { method = "GET", body, signal } = {}) {
     if (!response.ok) throw await failure(response);
     return response;
   }
+}
+
+/** The same request, of the model that is asked. */
+function toModel(path, body) {
+  if (!asked.model || path.startsWith("/v1/models")) return [path, body];
+  if (body !== undefined) return [path, { model: asked.model, ...body }];
+  return [path.startsWith("/v1/") ? `${path}?model=${encodeURIComponent(asked.model)}` : path, body];
 }
 
 async function failure(response) {
@@ -78,6 +89,7 @@ export async function* events(path, options) {
     for (const block of blocks) {
       if (block === "data: [DONE]") return;
       if (block.startsWith("data: ")) yield JSON.parse(block.slice(6));
+      else if (block.startsWith(": loading ")) yield { loading: JSON.parse(block.slice(10)) };
     }
   }
 }

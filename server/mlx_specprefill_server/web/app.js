@@ -1,11 +1,12 @@
 // Which view is shown, the theme, the key, and who answers.
 
-import { enterKey, json } from "./api.js";
+import { asked, enterKey, json } from "./api.js";
 import { Chat } from "./chat.js";
 import { Conversations } from "./conversations.js";
 import { count, find } from "./format.js";
 import { LivePanel } from "./live.js";
 import { TextMap } from "./map.js";
+import { Models } from "./models.js";
 import { ONE_MODEL, server, TWO_MODELS } from "./words.js";
 
 const THEMES = ["auto", "light", "dark"];
@@ -14,6 +15,11 @@ const map = new TextMap();
 const live = new LivePanel();
 const chat = new Chat(map, () => shelf.show());
 const shelf = new Conversations(chat);
+const models = new Models(() => {
+  live.hide();
+  showView();
+  return showModel();
+});
 
 function showView() {
   const watched = location.hash === "#server";
@@ -33,8 +39,28 @@ function showTheme() {
   map.redraw();
 }
 
+let offered = false;
+
 /** And a sample for somebody who has nothing here yet. */
 async function showModels() {
+  try {
+    await models.refresh();
+  } catch (error) {
+    chat.tell(error.message);
+    return;
+  }
+  await showModel();
+}
+
+/** Who is asked; one that is not in memory is not brought there before it is asked something. */
+async function showModel() {
+  if (!asked.there) {
+    const { id, error } = models.current;
+    find("models").textContent = error ? `${id} can't be loaded: ${error}` : `${id} is loaded with the first question`;
+    chat.documents.window = Infinity;
+    chat.documents.show();
+    return;
+  }
   try {
     const { model, draft, staged, context_length: room } = await json("/v1/specprefill/stats");
     const who = staged ? `Model ${model}, without a small one` : `Large model ${model}, ${draft ? `small model ${draft}` : "no small model"}`;
@@ -43,7 +69,8 @@ async function showModels() {
     find("intro").textContent = server.words.intro;
     chat.documents.window = room;
     chat.documents.show();
-    if (!known) await chat.offer();
+    if (!known && !offered) await chat.offer();
+    offered = true;
   } catch (error) {
     chat.tell(error.message);
   }

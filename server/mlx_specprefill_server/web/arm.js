@@ -61,6 +61,8 @@ export class Arm {
 
   #take(chunk, ms) {
     const { record } = this;
+    if (chunk.loading) this.#loads(chunk.loading);
+    if (chunk.error) throw new BrokenOff(chunk.error.message);
     if (chunk.prompt_progress) this.#read(chunk.prompt_progress, ms);
     const choice = chunk.choices?.[0];
     const { content, reasoning_content: thought } = choice?.delta ?? {};
@@ -75,7 +77,13 @@ export class Arm {
     if (chunk.engine_error) throw new BrokenOff(chunk.engine_error.message);
   }
 
+  /** The model is on its way into memory. */
+  #loads({ model, step, done, total }) {
+    this.facts.textContent = `${model} is being loaded: ${step}${total ? `, ${count(done)} of ${count(total)}` : ""}…`;
+  }
+
   #read({ stage, total, processed }, ms) {
+    this.facts.textContent = "";
     this.lane.enter(stage, ms);
     this.progress = total ? processed / total : undefined;
     this.lane.moveTo(ms, this.progress);

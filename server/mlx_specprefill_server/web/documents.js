@@ -1,6 +1,6 @@
 // The documents that go with the next question: chips with their tokens, and how much of the window all of it takes.
 
-import { ApiError, json } from "./api.js";
+import { ApiError, asked, json } from "./api.js";
 import { count, element, find } from "./format.js";
 import { textOf, UnreadableError } from "./reading.js";
 
@@ -11,6 +11,7 @@ const PAUSE_MS = 400; // of typing, before the question is counted
 export async function tokensOf(text) {
   if (!text) return 0;
   try {
+    if (!asked.there) throw new Error("the model is not in memory, where its tokenizer is");
     return (await json("/tokenize", { method: "POST", body: { content: text } })).count;
   } catch (error) {
     if (error instanceof ApiError && error.status === 400) return Infinity;

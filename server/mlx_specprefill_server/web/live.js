@@ -1,10 +1,9 @@
 // The server's own numbers, once a second while somebody looks.
 
-import { events, json } from "./api.js";
+import { asked, events, json } from "./api.js";
 import { ago, bytes, count, element, find, seconds } from "./format.js";
 import { Plot } from "./plots.js";
 import { Timeline } from "./timeline.js";
-import { ONE_MODEL, server } from "./words.js";
 
 const CACHE_EVERY_MS = 3000;
 const CONSUMERS = [
@@ -30,10 +29,13 @@ export class LivePanel {
 
   show() {
     if (this.looking) return;
+    if (!asked.there) {
+      find("live-state").textContent = "The model that is asked is not in memory.";
+      return;
+    }
     this.looking = new AbortController();
     this.#follow(this.looking.signal);
     this.#refresh();
-    this.#models();
     this.timer = setInterval(() => this.#refresh(), CACHE_EVERY_MS);
   }
 
@@ -47,6 +49,10 @@ export class LivePanel {
     while (!signal.aborted) {
       try {
         for await (const stats of events("/v1/specprefill/stats/stream", { signal })) {
+          if (stats.error) {
+            find("live-state").textContent = stats.error.message;
+            continue;
+          }
           find("live-state").textContent = stats.alive ? "" : "The engine has stopped.";
           render(stats);
           for (const plot of this.plots) plot.add(stats);
@@ -60,15 +66,6 @@ export class LivePanel {
         find("live-state").textContent = `No connection to the server: ${error.message}`;
       }
       await new Promise((resolve) => setTimeout(resolve, 2000));
-    }
-  }
-
-  async #models() {
-    try {
-      find("model-list").replaceChildren(...(await json("/v1/models")).data.map(modelRow));
-    } catch (error) {
-      if (error.status === 401) this.#refused(error);
-      else find("live-state").textContent = error.message;
     }
   }
 
@@ -132,16 +129,6 @@ function renderRunning({ running, time }) {
   }
   find("running").replaceChildren(running.length ? lanes.element
     : element("p", { className: "faint", textContent: "Nothing is being answered." }));
-}
-
-function modelRow(model) {
-  const { specprefill, draft, licence, origin } = model;
-  const scoring = draft ? `small model ${draft}` : "no small model";
-  const facts = [`answers as ${model.id}`, server.words === ONE_MODEL ? "its first layers choose what the others read" : scoring,
-    `window of ${count(model.context_window)} tokens`,
-    specprefill.available ? "reads selectively" : `reads everything: ${specprefill.reason}`];
-  return element("li", {}, element("strong", { textContent: model.display_name }),
-    element("span", { textContent: ` ${[...facts, ...[origin, licence].filter(Boolean)].join(" · ")}` }));
 }
 
 function renderMemory(memory) {

@@ -1,0 +1,130 @@
+"""The picker: hidden with one model; with several it says which are in memory, chooses, loads and unloads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from selenium.webdriver.support.ui import Select
+
+from mlx_specprefill_server.app import app_of, make_server
+from mlx_specprefill_server.hosting.models import Models
+from mlx_specprefill_server.settings import Settings
+from tests.waiting import eventually
+
+from ..server.hosting import FakeHost, entry, models_of
+from .conftest import Page
+from .test_page import complaints
+
+
+@pytest.fixture
+def host() -> Iterator[FakeHost]:
+    made = FakeHost()
+    yield made
+    made.held_up.set()
+    made.close()
+
+
+@pytest.fixture
+def several(host: FakeHost, page: Page) -> Iterator[tuple[str, Models]]:
+    """Its server goes after the page has left it."""
+    models = models_of(host, entry("big"), entry("small", "tiny"), entry("fixed", pin=True), progress_s=0.05)
+    server = make_server(app_of(models), Settings(port=0))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    assert eventually(lambda: server.started)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", models
+    page.driver.get("about:blank")
+    host.held_up.set()
+    server.should_exit = True
+    thread.join(60)
+
+
+def options(page: Page) -> list[str]:
+    return [option.text for option in Select(page.find("#model")).options]
+
+
+def test_with_one_model_there_is_nothing_to_choose(page: Page, live: object) -> None:
+    base, _ = live()  # type: ignore[operator]
+    page.open(base)
+    assert not page.find("#picker").is_displayed()
+    page.find("nav a[href='#server']").click()
+    assert page.until(lambda: page.all("#model-list li"))
+    assert not page.find("#model-list button").is_displayed()
+
+
+def test_a_model_is_chosen_and_loaded_by_the_first_question(
+    page: Page, several: tuple[str, Models], host: FakeHost
+) -> None:
+    base, _ = several
+    page.open(base)
+    page.until(lambda: options(page) == ["big: not in memory", "small: not in memory", "fixed: in memory"])
+    assert host.loaded == ["fixed"]  # looking at the page loads nothing
+    assert "big is loaded with the first question" in page.find("#models").text
+    Select(page.find("#model")).select_by_value("small")
+    host.held_up.clear()
+    page.find("#question").send_keys("Who are you?")
+    page.run("arguments[0].click()", page.find("#send"))
+    page.until(lambda: "small is being loaded: Loading, 1 of 2" in page.find(".arm .facts").text)
+    page.until(lambda: "small: loading…" in options(page))
+    page.shoot("loading")
+    host.held_up.set()
+    page.until(lambda: "I am small" in page.find(".arm .answer").text)
+    page.until(lambda: "small: in memory" in options(page))
+    page.until(lambda: "Large model small" in page.find("#models").text)
+    assert complaints(page) == []
+    page.reload()
+    assert Select(page.find("#model")).first_selected_option.text == "small: in memory"
+    assert host.loaded == ["fixed", "small"]
+
+
+def test_models_are_loaded_and_unloaded_in_the_server_view(
+    page: Page, several: tuple[str, Models], host: FakeHost
+) -> None:
+    base, models = several
+    host.broken["big"] = "its weights are cut off"
+    page.open(base)
+    page.find("nav a[href='#server']").click()
+    page.until(lambda: len(page.all("#model-list li")) == 3)
+
+    def row(number: int) -> str:
+        return page.all("#model-list li")[number].text
+
+    def press(number: int) -> None:
+        page.all("#model-list li")[number].find_element("css selector", "button").click()
+
+    assert "not in memory · answers as small, tiny" in row(1)
+    assert not page.all("#model-list button")[2].is_displayed()  # pinned
+    press(1)
+    page.until(lambda: "in memory · answers as small, tiny · small model demo/draft" in row(1))
+    assert "holds 1.2 KB" in row(1)
+    assert complaints(page) == []
+    page.shoot("models")
+    press(1)
+    page.until(lambda: "not in memory · answers as small" in row(1))
+    assert models.known("small").state == "unloaded"
+    host.held_up.clear()
+    press(1)
+    page.until(lambda: "loading… · Loading 1 of 2" in row(1))
+    host.held_up.set()
+    page.until(lambda: "in memory · answers as small" in row(1))
+    time.sleep(0.1)
+
+
+def test_a_model_that_fails_says_why(page: Page, several: tuple[str, Models], host: FakeHost) -> None:
+    base, _ = several
+    host.broken["big"] = "its weights are cut off"
+    page.open(base)
+    page.until(lambda: "fixed: in memory" in options(page))
+    page.find("#question").send_keys("Who are you?")
+    page.press("#send")
+    page.until(lambda: "its weights are cut off" in page.find("#notice").text)
+    page.until(lambda: "big: failed to load" in options(page))
+    page.until(lambda: "big can't be loaded: its weights are cut off" in page.find("#models").text)
+    Select(page.find("#model")).select_by_value("fixed")
+    page.until(lambda: "Large model fixed" in page.find("#models").text)
+    page.find("#question").clear()
+    page.ask("Who are you?")
+    assert "I am fixed" in page.all(".arm .answer")[-1].text

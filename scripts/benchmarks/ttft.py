@@ -37,6 +37,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -63,6 +64,7 @@ from mlx_specprefill.specprefill.staged_prefill import HiddenStates, prefill_upp
 from mlx_specprefill.specprefill.text import TextReader
 from mlx_specprefill.speculative.row import Limits
 
+from . import ranks
 from .harness import BenchError, pairs
 from .harness.figures import machine, rounded, show, timed
 from .harness.random_pair import random_pair
@@ -245,6 +247,8 @@ def row(setup: Setup, tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", default="default", choices=RULE_NAMES, help="how tokens are scored and chosen")
     parser.add_argument("--not-staged", action="store_true", help="all layers of the target read the kept tokens")
+    parser.add_argument("--hosts", type=Path, help="MLX's hostfile: `scripts/bench ranks` on the shape's target")
+    parser.add_argument("--starting-port", type=int, help="the first port between these machines")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape, instead of checkpoints")
     parser.add_argument("--layers", type=int, help="of a shape's target; the draft gets the same share of its own")
     parser.add_argument("--experts", type=int, help="per expert layer of a shape; the work per token stays")
@@ -306,6 +310,11 @@ def load(options: argparse.Namespace) -> ModelPair:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    if options.hosts is not None:
+        if options.shape is None:
+            raise BenchError("--hosts measures random weights in a shape: give --shape")
+        options.dtype = "float32" if options.dtype == "auto" else options.dtype
+        return ranks.launched(options)
     if min(options.lengths) < 64 or options.repeats < 1:
         raise BenchError("--lengths must be at least 64 tokens and --repeats at least 1")
     shares = [keep_pct(share, "--keep") for share in options.keep]

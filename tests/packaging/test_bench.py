@@ -15,6 +15,7 @@ from benchmarks import long, lossless
 from benchmarks.harness import servers
 from benchmarks.harness.command import FOLDER, benchmark, main, parsed
 
+from tests.distributed.ranks import free_ports
 from tests.tiny import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,3 +191,17 @@ def test_wrong_answers_end_with_status_1_and_a_report(
     monkeypatch.setattr(lossless, "run", lambda _: {"check": "lossless", "different": 1})
     assert main(["lossless"]) == 1
     assert capsys.readouterr().out == '{"check": "lossless", "different": 1}\n'
+
+
+def test_what_two_ranks_send_each_other(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sums per layer, of the hidden size, in float32."""
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "scripts"), str(ROOT), str(ROOT / "server")]))
+    options = "--shape llama-3.1-8b --layers 1 --narrow 4 --lengths 64 --repeats 1"
+    found = report(f"ttft --hosts {hosts} --starting-port {free_ports(4) + 1} {options}")
+    assert (found["benchmark"], found["ranks"], found["sharding"]) == ("ranks", 2, "tensor")
+    (row,) = found["rows"]
+    assert (row["collectives"], row["payload"], row["wire"]) == (2, 2 * 1024 * 4, 2 * 1024 * 4)
+    assert row["prefill_share"] < 1
+    assert row["token_share"] < 1

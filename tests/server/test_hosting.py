@@ -127,6 +127,41 @@ def test_what_is_in_use_or_pinned_stays_and_the_next_one_is_told_to_come_again(h
     run(work())
 
 
+def test_a_loading_that_has_begun_waits_for_room_that_was_taken_since(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        models = models_of(host, entry("a"), entry("b"), entry("c"), max_models=2)
+        await use(models, "a")
+        host.held_up.clear()
+        waits = [asyncio.create_task(use(models, "b"))]
+        await until(host.loading.is_set)
+        waits.append(asyncio.create_task(use(models, "c")))
+        await until(lambda: models.known("c").task is not None)
+        a, b = models.known("a"), models.known("b")
+        async with models.use(b), models.use(a):
+            host.held_up.set()
+            await until(lambda: models.known("c").progress.step == "Waiting for room")
+        await asyncio.gather(*waits)
+        assert states(models) == ["unloaded", "loaded", "loaded"]
+        monkeypatch.setattr("mlx_specprefill_server.hosting.models.PATIENCE_S", 0.05)
+        host.held_up.clear()
+        host.loading.clear()
+        loading = asyncio.create_task(models.unload(b))
+        await loading
+        again = asyncio.create_task(use(models, "b"))
+        await until(host.loading.is_set)
+        late = asyncio.create_task(use(models, "a"))
+        await until(lambda: a.task is not None)
+        async with models.use(models.known("c")), models.use(b):
+            host.held_up.set()
+            with pytest.raises(NoRoomError):
+                await late
+        await again
+
+    run(work())
+
+
 def test_what_still_runs_though_its_client_has_left_stays(host: FakeHost) -> None:
     async def work() -> None:
         models = models_of(host, entry("a"), entry("b"), max_models=1)

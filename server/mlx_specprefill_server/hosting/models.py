@@ -9,10 +9,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from mlx_specprefill import RequestCancelled
+from mlx_specprefill import EngineClosedError, RequestCancelled
 
 from ..errors import ApiError
 from ..service import ServerState, Service
@@ -23,6 +23,7 @@ __all__ = ["MissingModelError", "Models", "NoRoomError", "RoomError"]
 logger = logging.getLogger(__name__)
 RETRY_AFTER_S = "5"
 LOOK_AGAIN_S = 1.0  # at a model whose time is over, while something still runs
+PATIENCE_S = 30.0  # of a loading that has begun, for room that has been taken since
 
 
 class NoRoomError(ApiError):
@@ -62,6 +63,7 @@ class Models:
         self._host = host
         self._max = max_models or len(entries)
         self._lock = asyncio.Lock()
+        self._freed = asyncio.Event()  # a request is over
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         if host is not None:
@@ -142,6 +144,7 @@ class Models:
         finally:
             entry.users -= 1
             entry.last_use = time.monotonic()
+            self._freed.set()
             self._watch(entry)
 
     async def begin(self, entry: Entry) -> None:
@@ -214,7 +217,7 @@ class Models:
                 await self._bring(entry)
         except NoRoomError as error:
             entry.state, failure = "unloaded", error
-        except RequestCancelled:
+        except (RequestCancelled, EngineClosedError):
             entry.state, failure = "unloaded", ApiError(503, "The server is shutting down.", code="engine_unavailable")
         except Exception as error:  # also those that nobody has thought of: one model must not take the others along
             logger.exception("%s could not be loaded", entry.id)
@@ -295,12 +298,18 @@ class Models:
 
     async def _make_room(self, entry: Entry) -> None:
         """Unload who was used least recently, until there is room."""
-        need = await asyncio.to_thread(self._the_host.need, entry)
+        need, until = await asyncio.to_thread(self._the_host.need, entry), time.monotonic() + PATIENCE_S
         while (why := self._short(entry, need)) is not None:
-            victim = self._least_recent()
-            if victim is None:
+            self._freed.clear()
+            if (victim := self._least_recent()) is not None:
+                await self._unload(victim)
+            elif time.monotonic() < until:
+                entry.progress = LoadProgress("Waiting for room")
+                self.state.refuse_when_stopping()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._freed.wait(), LOOK_AGAIN_S)
+            else:
                 raise NoRoomError(entry, why)
-            await self._unload(victim)
 
     def _short(self, entry: Entry, need: int) -> str | None:
         there = [other for other in self if other.service is not None and other is not entry]

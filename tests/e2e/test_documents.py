@@ -41,6 +41,7 @@ NOT_RUN = {
         "mlx-specprefill serve",
         "mlx.launch ",
     ),
+    "tests/packaging/test_replicas.py runs it": ("LISTEN=127.0.0.1:8080 ",),
     "tests/cli/test_service.py runs it with stand-ins for the system's programs": ("mlx-specprefill service",),
     "needs the network": (
         "pip ",

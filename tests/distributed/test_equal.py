@@ -48,12 +48,19 @@ def test_answers_are_those_of_one_process(found: dict[str, Any], name: str) -> N
     answers = [key for key in one if key.startswith("tokens")]
     assert {key: several[key] for key in answers} == {key: one[key] for key in answers}
     assert several["cached"] == one["cached"] > 0
+    assert several["inspected"] == one["inspected"]
 
 
-@pytest.mark.parametrize("name", ["llama, 8 rows", "gpt_oss, 8 rows", "turns", "cancelled"])
+@pytest.mark.parametrize("name", ["llama, 8 rows", "gpt_oss, 8 rows", "turns", "cancelled", "quantised cache"])
 def test_rows_conversations_and_cancellations(found: dict[str, Any], name: str) -> None:
     """Eight mixed rows; a sparse conversation that is extended and then made dense; requests that were given up."""
     assert found[name]["several"] == found[name]["one"]
+
+
+def test_each_rank_keeps_its_part_of_a_prefix_on_disk(found: dict[str, Any]) -> None:
+    assert found["first"]["several"]["cached"] == 0
+    assert found["stored"]["several"] == found["stored"]["one"]
+    assert found["stored"]["several"]["cached"] > 0
 
 
 def test_what_one_rank_has_forgotten_is_read_again(found: dict[str, Any]) -> None:

@@ -102,9 +102,24 @@ def test_a_lost_rank_ends_the_server_and_every_answer(tmp_path: Path) -> None:
     assert "rank 1 (127.0.0.1) is lost" in error
 
 
-@pytest.mark.parametrize(("options", "why"), [(("--hosts", "nowhere.json"), "nowhere.json: there is no such file")])
-def test_what_can_not_be_launched(options: tuple[str, ...], why: str) -> None:
+MISSING = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "nowhere.invalid", "ips": ["127.0.0.1"]}]
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "why"),
+    [
+        (None, 2, "there is no such file"),
+        ("nothing", 2, "this is no hostfile of MLX's"),
+        (json.dumps(MISSING), 1, "rank 1 on nowhere.invalid"),
+    ],
+)
+def test_what_can_not_be_launched(tmp_path: Path, content: str | None, status: int, why: str) -> None:
+    hosts = tmp_path / "hosts.json"
+    if content is not None:
+        hosts.write_text(content)
+    options = ("--hosts", str(hosts), "--starting-port", str(free_ports(4) + 1), "--port", "0", "--pair", "demo")
     command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert ended.returncode == 2
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")])}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    assert ended.returncode == status, ended.stderr
     assert why in ended.stderr

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from mlx_specprefill import (
@@ -55,6 +56,7 @@ NAMES = (
     "deepseek_v3",
     "deepseek_v3 pipeline",
     "qwen3_next pipeline",
+    "qwen3_5 4bit",
 )
 PROMPT, ANSWER = 200, 32
 SPARSE = replace(CONFIG, policy=SpecPrefillPolicy(threshold=40, keep_pct=Fraction(1, 5)))
@@ -63,11 +65,13 @@ SPARSE = replace(CONFIG, policy=SpecPrefillPolicy(threshold=40, keep_pct=Fractio
 def pair(name: str, ranks: Ranks) -> ModelPair:
     """A tiny target, or this rank's part of it, and a tiny draft."""
     name, _, how = name.partition(" ")
-    model = build(name, times=2 if how else 1)  # so that every part has attention
+    model = build(name, times=2 if how == "pipeline" else 1)  # so that every part has attention
+    if how == "4bit":
+        nn.quantize(model, group_size=32, bits=4)
     config = tiny_models()[name].config
     sharding = None
     if isinstance(ranks, Group):
-        sharding = shard(model, name, config, ranks, "pipeline" if how else None)
+        sharding = shard(model, name, config, ranks, "pipeline" if how == "pipeline" else None)
         mx.eval(model.parameters())
     return make_pair(
         model,
@@ -129,6 +133,9 @@ def everything(engine: Engine) -> dict[str, Any]:
     longer = GenerationRequest((*prompt(PROMPT), *prompt(20, seed=5)), ANSWER)
     found["tokens prefix"], report = answered(engine, longer)
     found["cached"] = report.cached_tokens
+    found["inspected"] = engine.inspect(request(PROMPT, Fraction(1, 5))).kept_tokens
+    punished = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5)
+    found["tokens punished"], _ = answered(engine, replace(request(80, None), sampling=punished, logprobs=2))
     drawn = replace(request(PROMPT, Fraction(1, 5)), sampling=SamplingParams(temperature=0.9, seed=4))
     found["tokens drawn"], _ = answered(engine, drawn)
     return found
@@ -177,6 +184,12 @@ def forgetful(engine: Engine) -> dict[str, Any]:
     return {"tokens": tokens, "cached": report.cached_tokens}
 
 
+def stored(engine: Engine) -> dict[str, Any]:
+    """What an earlier engine has left on disk, if there was one."""
+    tokens, report = answered(engine, request(PROMPT, None))
+    return {"tokens": tokens, "cached": report.cached_tokens}
+
+
 def compared(ranks: Ranks, name: str, run: Callable[[Engine], dict[str, Any]], config: EngineConfig = CONFIG) -> Any:
     """What the ranks found, beside what one process finds."""
     alone = ranks.agree("alone", lambda: _alone(name, run, config))
@@ -197,6 +210,10 @@ def equal(ranks: Ranks) -> dict[str, Any]:
     found |= {f"{name}, 8 rows": compared(ranks, name, mixed) for name in ("llama", "gpt_oss")}
     found["turns"] = compared(ranks, "llama", turns, SPARSE)
     found["cancelled"] = compared(ranks, "llama", cancelled)
+    found["quantised cache"] = compared(ranks, "qwen3", cancelled, replace(CONFIG, kv_bits=8, kv_group_size=32))
+    disk = Path(sys.argv[2]).with_name("prefixes")
+    found["first"] = compared(ranks, "qwen3", stored, replace(CONFIG, prefix_cache_dir=disk))
+    found["stored"] = compared(ranks, "qwen3", stored, replace(CONFIG, prefix_cache_dir=disk))
     found["forgetful"] = compared(ranks, "llama", forgetful)
     return found
 

@@ -232,6 +232,7 @@ def serve(
         if hosts is not None:
             if table is not None:
                 raise OptionError(f"--hosts runs one model, {table} names several: choose by --pair or --target")
+            configure_logging(given["log_level"] or "info")
             raise typer.Exit(launch(hosts, without(sys.argv[1:], "--hosts", "--starting-port"), starting_port))
         if table is not None:
             serve_several(table, dtype, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -46,6 +47,7 @@ def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> 
     """
     if not hosts.is_file():
         raise SettingsError(f"--hosts {hosts}: there is no such file; mlx.distributed_config makes one")
+    logger.info("starting %s", ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(_named(hosts))))
     launcher = Path(sys.executable).with_name("mlx.launch")
     if not launcher.is_file():
         raise SettingsError(f"{launcher} is missing: it comes with the package mlx")
@@ -57,6 +59,18 @@ def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> 
         asked = _pass_on_signals(process)
         status = process.wait()
     return 0 if asked() else status or _LOST  # a server ends by itself only where something went wrong
+
+
+def _named(hosts: Path) -> list[str]:
+    """
+    Raises:
+        SettingsError: the file is no hostfile.
+    """
+    try:
+        found = json.loads(hosts.read_text(encoding="utf-8"))
+        return [str(host["ssh"]) for host in (found["hosts"] if isinstance(found, dict) else found)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"--hosts {hosts}: this is no hostfile of MLX's: {error}") from error
 
 
 def _environment() -> list[str]:

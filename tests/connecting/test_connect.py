@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
 from mlx_specprefill_server.cli.connecting import AgentName
-from mlx_specprefill_server.connecting import changing
+from mlx_specprefill_server.connecting import changing, running
 from mlx_specprefill_server.connecting.agents import AGENTS, MOVED_BY
 from mlx_specprefill_server.connecting.json_files import data_of
 from mlx_specprefill_server.connecting.undoing import without_ours
@@ -41,6 +42,13 @@ BEFORE = {
     "codex": TOML,
     "continue": "name: mine # x\nmodels:\n- name: theirs\n  provider: openai\n  model: m\n",
     "aider": "# mine\ndark-mode: true\n",
+}
+SEVERAL = {
+    "data": [
+        {"id": "large", "aliases": ["gpt-5"], "context_length": 9000},
+        {"id": "small", "aliases": ["quick"], "context_length": 5000},
+        {"id": "gone", "aliases": [], "context_length": None},
+    ]
 }
 ALL = pytest.mark.parametrize("agent", FILES)
 
@@ -307,3 +315,13 @@ def test_other_mistakes(home: Path, base: str) -> None:
 )
 def test_taking_back_ours_and_nothing_else(before: str, ours: str, now: str, expected: str | None) -> None:
     assert without_ours(before, ours, now) == expected
+
+
+def test_one_of_several_models_is_connected(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(json.dumps(SEVERAL).encode()))
+    assert '"large"' in connect("codex").stdout
+    said = connect("codex", "--model", "quick").stdout
+    assert '"small"' in said
+    assert "5000" in said
+    assert "has: large, small, gone" in connect("codex", "--model", "x", code=2).output
+    assert "does not know the window of gone" in connect("codex", "--model", "gone", code=2).output

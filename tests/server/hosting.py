@@ -47,6 +47,11 @@ class FakeHost:
             raise MissingModelError(f"mlx-specprefill pull {entry.id} fetches it")
         return WEIGHTS
 
+    def context(self, entry: Entry) -> int | None:
+        if entry.id in self.missing:
+            raise MissingModelError("not here")
+        return 2048
+
     def free(self) -> int | None:
         return None if self.room is None else self.room - WEIGHTS * sum(e.alive for e in self.engines.values())
 

@@ -261,10 +261,25 @@ def test_pinned_models_are_loaded_at_the_start(host: FakeHost) -> None:
     async def work() -> None:
         models = models_of(host, entry("a"), entry("b", pin=True))
         models.start()
-        await until(lambda: models.known("b").state == "loaded")
+        await until(lambda: models.known("b").state == "loaded" and models.known("a").context)
         assert host.loaded == ["b"]
+        assert [one.context for one in models] == [2048, 4096]  # as the files say, and as it turned out
         await models.close()
         assert not host.engines["b"].alive
+
+    run(work())
+
+
+def test_a_server_that_stops_lets_nobody_wait(host: FakeHost) -> None:
+    async def work() -> None:
+        models = models_of(host, entry("a"))
+        host.held_up.clear()
+        waits = asyncio.create_task(use(models, "a"))
+        await until(host.loading.is_set)
+        models.state.stop()
+        with pytest.raises(EngineClosedError):
+            await waits
+        host.held_up.set()
 
     run(work())
 

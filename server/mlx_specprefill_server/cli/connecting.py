@@ -28,6 +28,7 @@ def connect(
     api_key: Annotated[
         str | None, typer.Option(envvar="MLX_SPECPREFILL_API_KEY", help="If the server asks for one.")
     ] = None,
+    model: Annotated[str | None, typer.Option(help="Which of the server's models. Default: its first.")] = None,
     write_files: Annotated[
         bool, typer.Option("--write", help="Put it into the agent's own files, after a look at what changes.")
     ] = False,
@@ -49,7 +50,7 @@ def connect(
         if undo:
             _undo(agent, force)
             return
-        server = find(url, api_key)
+        server = find(url, api_key, model)
         setup = AGENTS[agent].setup(server)
         if write_files:
             _write(agent, setup)

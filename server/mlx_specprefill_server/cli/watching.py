@@ -93,6 +93,8 @@ class StatsReader:
 def _refusal(url: str, status: int) -> str:
     if status == 401:
         return f"{url} asks for a key: --api-key"
+    if status == 503:
+        return f"{url}: no model is in memory yet, or the server is not ready"
     return f"{url} answered with status {status}"
 
 

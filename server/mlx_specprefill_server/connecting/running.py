@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mlx_specprefill import SpecPrefillError
 
@@ -44,8 +46,11 @@ class RunningServer:
         return min(_MOST_OUTPUT, self.window // 4)
 
 
-def find(url: str, key: str | None) -> RunningServer:
+def find(url: str, key: str | None, model: str | None = None) -> RunningServer:
     """The server at this address, with or without a /v1 at its end.
+
+    Args:
+        model: of several; None: the default one.
 
     Raises:
         ServerError: says what is wrong.
@@ -55,8 +60,8 @@ def find(url: str, key: str | None) -> RunningServer:
     try:
         request = urllib.request.Request(models, headers={"authorization": f"Bearer {key}"} if key else {})
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            model = json.load(response)["data"][0]
-            return RunningServer(base, model["id"], int(model["context_length"]), key)
+            listed = json.load(response)["data"]
+        return _running(base, listed, key, model)
     except urllib.error.HTTPError as error:
         said = "asks for a key: --api-key" if error.code == 401 else f"answered with status {error.code}"
         raise ServerError(f"{models} {said}") from error
@@ -65,3 +70,17 @@ def find(url: str, key: str | None) -> RunningServer:
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ServerError(f"{models}: {reason}. Start the server first, or say where it is: --url") from error
+
+
+def _running(base: str, listed: Sequence[Mapping[str, Any]], key: str | None, wanted: str | None) -> RunningServer:
+    """
+    Raises:
+        ServerError: it has no such model, or does not know how much that can read.
+    """
+    named = [one for one in listed if wanted in (None, one["id"], *(one.get("aliases") or ()))]
+    if listed and not named:
+        raise ServerError(f"{base} has no model {wanted!r}; it has: {', '.join(one['id'] for one in listed)}")
+    model = named[0]
+    if model["context_length"] is None:
+        raise ServerError(f"{base} does not know the window of {model['id']}: its files are not on that machine")
+    return RunningServer(base, model["id"], int(model["context_length"]), key)

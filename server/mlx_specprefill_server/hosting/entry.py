@@ -39,6 +39,7 @@ class Entry:
         pin: it is loaded when the server starts, and stays.
         ttl: seconds without a request after which it is unloaded; None: it stays until its room is needed.
         service: it in memory, ready for requests.
+        context: tokens of prompt and answer, as far as is known: memory may leave room for fewer.
         error: why it could not be loaded.
         users: requests that have chosen it and are not over.
         last_use: when the latest of them was over, by the monotonic clock.
@@ -55,6 +56,7 @@ class Entry:
     metrics: Metrics = field(init=False)
     state: ModelState = "unloaded"
     service: Service | None = None
+    context: int | None = None
     error: str | None = None
     progress: LoadProgress = LoadProgress()
     users: int = 0
@@ -105,6 +107,9 @@ class Host(Protocol):
         Raises:
             MissingModelError: its files are not on this machine.
         """
+
+    def context(self, entry: Entry) -> int | None:
+        """Tokens of prompt and answer, as its files say; None: they don't. Raises as `need`."""
 
     def free(self) -> int | None:
         """Bytes that models in memory and requests in work leave; None: there is no limit."""

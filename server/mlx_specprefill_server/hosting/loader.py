@@ -15,6 +15,7 @@ from mlx_specprefill import (
     EngineConfig,
     LoadedModels,
     MLXThread,
+    blueprint,
     describe_stored,
     loaded_bytes,
     place_of,
@@ -66,6 +67,12 @@ class Loader:
             where: place for where, place in found.items() if not self._loaded.holds(str(where), self._type(pair))
         }
         return sum(_weights(place, self._type(pair)) for place in missing.values())
+
+    def context(self, entry: Entry) -> int | None:
+        pair = self._pair(entry)
+        config, _ = describe_stored(self._place(pair.target))
+        known = self._thread.call(partial(blueprint, config, "float32")).context
+        return known if pair.context is None else min(known, pair.context)
 
     def free(self) -> int | None:
         return self._thread.memory.free()

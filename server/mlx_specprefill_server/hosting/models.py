@@ -173,8 +173,11 @@ class Models:
         """
         while entry.service is None:
             await self.begin(entry)
-            if entry.task is not None:
-                await asyncio.shield(entry.task)
+            if (task := entry.task) is not None:
+                while not task.done():
+                    await asyncio.wait((task,), timeout=LOOK_AGAIN_S)
+                    self.state.refuse_when_stopping()
+                task.result()
         return entry.service
 
     async def load_again(self, entry: Entry) -> Service:
@@ -191,10 +194,22 @@ class Models:
         return entry.service is None
 
     def start(self) -> None:
-        """Load what is to stay."""
+        """Look at what there is, and load what is to stay."""
+        if self.several:
+            self._start(self._look_at_all())
         for entry in self:
             if entry.pin and entry.service is None:
                 self._start(self._load_quietly(entry))
+
+    async def _look_at_all(self) -> None:
+        """Clients that plan by a model's window are to know it before it is in memory."""
+        for entry in self:
+            try:
+                found = await asyncio.to_thread(self._the_host.context, entry)
+            except Exception as error:  # noqa: BLE001 - a request for it is told; until then it is not known
+                logger.warning("%s: %s", entry.id, error)
+                continue
+            entry.context = entry.context or found
 
     async def close(self) -> None:
         """Ends every engine."""
@@ -238,6 +253,7 @@ class Models:
         entry.service = Service(engine, entry.settings, self.state, entry.metrics)
         entry.metrics.watch(engine)
         entry.state, entry.last_use, entry.loads = "loaded", time.monotonic(), entry.loads + 1
+        entry.context = entry.service.context_length
         logger.info("%s is loaded, after %.1f s", entry.id, time.monotonic() - begun)
         self._watch(entry)
 

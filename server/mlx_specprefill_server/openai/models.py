@@ -93,7 +93,7 @@ def _model(models: Models, entry: Entry) -> dict[str, Any]:
     if models.several:
         told |= {"aliases": list(entry.aliases), "default": entry is models.default, "pinned": entry.pin}
         told["loading"] = entry.progress.to_dict() if entry.state == "loading" else None
-    return told | (_nothing_known() if entry.service is None else _in_memory(entry.service))
+    return told | (_nothing_known(entry) if entry.service is None else _in_memory(entry.service))
 
 
 def _in_memory(service: Service) -> dict[str, Any]:
@@ -113,10 +113,11 @@ def _in_memory(service: Service) -> dict[str, Any]:
     }
 
 
-def _nothing_known() -> dict[str, Any]:
-    """Of a model that is not in memory; clients that look for these fields find them."""
-    names = ("max_input_tokens", "max_model_len", "context_length", "context_window", "memory", "ranks", "draft")
-    return dict.fromkeys((*names, "draft_tokenizer", "scorer", "specprefill"), None)
+def _nothing_known(entry: Entry) -> dict[str, Any]:
+    """Of a model that is not in memory but its window; clients that look for these fields find them."""
+    windows = ("max_input_tokens", "max_model_len", "context_length", "context_window")
+    unknown = ("memory", "ranks", "draft", "draft_tokenizer", "scorer", "specprefill")
+    return dict.fromkeys(windows, entry.context) | dict.fromkeys(unknown, None)
 
 
 def _memory(service: Service) -> dict[str, int]:

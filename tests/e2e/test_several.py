@@ -253,6 +253,25 @@ def test_answers_go_on_while_another_model_is_loaded(
     assert seen[-1] > seen[0]
 
 
+def test_each_model_has_its_part_of_the_memory_and_a_folder_of_its_own(folder: Path, tmp_path: Path) -> None:
+    table = folder / "shares.toml"
+    rows = [
+        TABLE.format(name=name) + f"memory_share = {share}\n"
+        for name, share in zip(FAMILIES, (0.5, 0.25, 1), strict=True)
+    ]
+    table.write_text("".join(rows))
+    read = read_table(table)
+    host = Loader(read, table, 1 << 30)
+    try:
+        given = {**GIVEN, "prefix_cache_dir": tmp_path / "prefixes", "prefix_disk_size": 3000, "memory_limit": 1 << 30}
+        configs = [host._config(entry, host._pair(entry)) for entry in entries_of(read, table, given)]
+    finally:
+        host.close()
+    assert [config.memory_limit for config in configs] == [1 << 29, 1 << 28, 1 << 30]
+    assert [config.prefix_cache_dir for config in configs] == [tmp_path / "prefixes" / name for name in FAMILIES]
+    assert {config.prefix_disk_bytes for config in configs} == {1000}
+
+
 DEMOS = Path(__file__).parents[2] / "models"
 DEMO_TABLE = """
 [{name}]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from mlx_specprefill import LoadError
 from mlx_specprefill_server.generating.engine_protocol import EngineLike
 from mlx_specprefill_server.hosting.entry import Entry, LoadProgress, Tell
-from mlx_specprefill_server.hosting.models import MissingModelError, Models
+from mlx_specprefill_server.hosting.models import Models
+from mlx_specprefill_server.hosting.refusals import MissingModelError
 from mlx_specprefill_server.service import ServerState
 from mlx_specprefill_server.settings import Settings
 

@@ -12,7 +12,8 @@ import pytest
 from mlx_specprefill import EngineClosedError
 from mlx_specprefill_server.errors import ApiError
 from mlx_specprefill_server.hosting.entry import Entry
-from mlx_specprefill_server.hosting.models import Models, NoRoomError
+from mlx_specprefill_server.hosting.models import Models
+from mlx_specprefill_server.hosting.refusals import NoRoomError
 
 from .hosting import WEIGHTS, FakeHost, entry, models_of
 

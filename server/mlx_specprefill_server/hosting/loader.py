@@ -24,7 +24,7 @@ from mlx_specprefill import (
 from ..pair_loading import load
 from ..pairs import MissingPairError, Pair, Row, located
 from .entry import Entry, LoadProgress, Tell
-from .models import MissingModelError
+from .refusals import MissingModelError
 
 __all__ = ["Loader"]
 

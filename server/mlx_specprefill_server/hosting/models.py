@@ -15,31 +15,16 @@ from typing import Any
 from mlx_specprefill import EngineClosedError, RequestCancelled
 
 from ..errors import ApiError
+from ..getting.needs import size
 from ..service import ServerState, Service
 from .entry import Entry, Host, LoadProgress
+from .refusals import RETRY_AFTER_S, MissingModelError, NoRoomError, failed, named
 
-__all__ = ["MissingModelError", "Models", "NoRoomError", "RoomError"]
+__all__ = ["Models"]
 
 logger = logging.getLogger(__name__)
-RETRY_AFTER_S = "5"
 LOOK_AGAIN_S = 1.0  # at a model whose time is over, while something still runs
 PATIENCE_S = 30.0  # of a loading that has begun, for room that has been taken since
-
-
-class NoRoomError(ApiError):
-    """What is in use must end first."""
-
-    def __init__(self, entry: Entry, why: str) -> None:
-        message = f"The model {entry.id!r} can't be loaded now: {why}. Try again when their requests have ended."
-        super().__init__(503, message, code="no_room_for_model", headers={"Retry-After": RETRY_AFTER_S})
-
-
-class RoomError(ValueError):
-    """It will never fit."""
-
-
-class MissingModelError(ValueError):
-    """A model's files are not on this machine; the message is meant for the user."""
 
 
 class Models:
@@ -158,7 +143,7 @@ class Models:
         if entry.service is not None or entry.task is not None:
             return
         if entry.state == "failed":
-            raise _failed(entry)
+            raise failed(entry)
         await self._check_room(entry)
         if entry.task is None and entry.service is None:
             entry.error, entry.progress = None, LoadProgress()
@@ -237,7 +222,7 @@ class Models:
         except Exception as error:  # also those that nobody has thought of: one model must not take the others along
             logger.exception("%s could not be loaded", entry.id)
             entry.state, entry.error = "failed", str(error) or type(error).__name__
-            failure = _failed(entry)
+            failure = failed(entry)
         finally:
             entry.task = None
         if failure is not None:  # out here it doesn't keep the frames that hold half a model
@@ -290,27 +275,27 @@ class Models:
         except Exception as error:
             logger.exception("%s can't be loaded", entry.id)
             entry.state, entry.error = "failed", str(error) or type(error).__name__
-            raise _failed(entry) from None
+            raise failed(entry) from None
         others = [
             other for other in self if other is not entry and (other.service is not None or other.task is not None)
         ]
         stay = [other for other in others if not other.may_go]
         if len(stay) >= self._max:
-            raise NoRoomError(entry, f"{_named(stay)} may not go, and --max-models is {self._max}")
+            raise NoRoomError(entry, f"{named(stay)} may not go, and --max-models is {self._max}")
         if free is not None and free + sum(other.weights for other in others if other.may_go) < need:
             self._refuse_for_ever(entry, need)
-            raise NoRoomError(entry, f"it needs {_size(need)}, and what is in use leaves {_size(max(0, free))}")
+            raise NoRoomError(entry, f"it needs {size(need)}, and what is in use leaves {size(max(0, free))}")
 
     def _refuse_for_ever(self, entry: Entry, need: int) -> None:
         limit, pinned = self._the_host.limit(), [other for other in self if other.pin and other is not entry]
         taken = sum(other.weights for other in pinned)
         if limit is not None and need + taken > limit:
-            beside = f" beside {_size(taken)} of {_named(pinned)}" if taken else ""
+            beside = f" beside {size(taken)} of {named(pinned)}" if taken else ""
             entry.state, entry.error = (
                 "failed",
-                f"it needs {_size(need)}, and the memory limit is {_size(limit)}{beside}",
+                f"it needs {size(need)}, and the memory limit is {size(limit)}{beside}",
             )
-            raise _failed(entry)
+            raise failed(entry)
 
     async def _make_room(self, entry: Entry) -> None:
         """Unload who was used least recently, until there is room."""
@@ -330,11 +315,11 @@ class Models:
     def _short(self, entry: Entry, need: int) -> str | None:
         there = [other for other in self if other.service is not None and other is not entry]
         if len(there) >= self._max:
-            return f"{_named(there)} may not go, and --max-models is {self._max}"
+            return f"{named(there)} may not go, and --max-models is {self._max}"
         free = self._the_host.free()
         if free is None or free >= need:
             return None
-        return f"it needs {_size(need)}, and what is in use leaves {_size(max(0, free))}"
+        return f"it needs {size(need)}, and what is in use leaves {size(max(0, free))}"
 
     def _least_recent(self) -> Entry | None:
         return min((entry for entry in self if entry.may_go), key=lambda entry: entry.last_use, default=None)
@@ -388,16 +373,3 @@ class Models:
     def _the_host(self) -> Host:
         assert self._host is not None
         return self._host
-
-
-def _failed(entry: Entry) -> ApiError:
-    message = f"The model {entry.id!r} could not be loaded: {entry.error}. POST /v1/models/{entry.id}/load tries again."
-    return ApiError(500, message, param="model", code="model_failed")
-
-
-def _named(entries: Sequence[Entry]) -> str:
-    return ", ".join(entry.id for entry in entries)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MB"

@@ -1,0 +1,35 @@
+"""Why a model is not loaded, as clients are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import ApiError
+from .entry import Entry
+
+__all__ = ["RETRY_AFTER_S", "MissingModelError", "NoRoomError", "failed", "named"]
+
+RETRY_AFTER_S = "5"
+
+
+class MissingModelError(ValueError):
+    """A model's files are not on this machine; the message is meant for the user."""
+
+
+class NoRoomError(ApiError):
+    """What is in use must end first."""
+
+    def __init__(self, entry: Entry, why: str) -> None:
+        message = f"The model {entry.id!r} can't be loaded now: {why}. Try again when their requests have ended."
+        super().__init__(503, message, code="no_room_for_model", headers={"Retry-After": RETRY_AFTER_S})
+
+
+def failed(entry: Entry) -> ApiError:
+    """It could not be loaded, and is not tried again by itself."""
+    message = f"The model {entry.id!r} could not be loaded: {entry.error}. POST /v1/models/{entry.id}/load tries again."
+    return ApiError(500, message, param="model", code="model_failed")
+
+
+def named(entries: Sequence[Entry]) -> str:
+    """Their ids."""
+    return ", ".join(entry.id for entry in entries)

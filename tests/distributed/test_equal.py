@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,22 @@ def test_what_one_rank_has_forgotten_is_read_again(found: dict[str, Any]) -> Non
     one, several = found["forgetful"]["one"], found["forgetful"]["several"]
     assert several["tokens"] == one["tokens"]
     assert several["cached"] < one["cached"]
+
+
+def test_the_rank_with_the_least_memory_decides_what_fits(found: dict[str, Any]) -> None:
+    one, several = found["limited"]["one"], found["limited"]["several"]
+    assert several["tokens"] == one["tokens"]
+    assert several["window"] < one["window"] == 4096
+    assert f"maximum context length is {several['window']} tokens" in several["refused"]
+    assert one["refused"] is None
+
+
+def test_a_crowd_does_not_get_the_ranks_out_of_step(tmp_path: Path) -> None:
+    """Whatever clocks, clients and chance do: a rank that did something else would end all of them."""
+    out = tmp_path / "out.json"
+    with started(tmp_path, "-m", "tests.distributed.worker", "busy", str(out)) as processes:
+        assert [process.wait(LIMIT_S) for process in processes] == [0, 0], logs(tmp_path)
+    assert json.loads(out.read_text()) == {"failed": [], "answers": True}
 
 
 def test_an_architecture_that_can_not_be_spread() -> None:

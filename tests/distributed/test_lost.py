@@ -19,7 +19,7 @@ WORKER = ("-m", "tests.distributed.worker")
 @pytest.mark.parametrize(("sign", "why"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "silent for")])
 def test_a_rank_that_dies_or_hangs(tmp_path: Path, sign: signal.Signals, why: str) -> None:
     out = tmp_path / "out.json"
-    with started(tmp_path, *WORKER, "die", str(out), settings={"TIMEOUT_S": "8"}) as (first, second):
+    with started(tmp_path, *WORKER, "die", str(out), settings={"TIMEOUT_S": "6"}) as (first, second):
         assert eventually(lambda: "answering" in (tmp_path / "rank-0.log").read_text(), 120), logs(tmp_path)
         time.sleep(0.5)
         second.send_signal(sign)

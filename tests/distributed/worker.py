@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +24,7 @@ import numpy as np
 
 from mlx_specprefill import (
     ALONE,
+    ContextLengthError,
     Engine,
     EngineClosedError,
     EngineConfig,
@@ -190,11 +194,54 @@ def stored(engine: Engine) -> dict[str, Any]:
     return {"tokens": tokens, "cached": report.cached_tokens}
 
 
+def limited(engine: Engine) -> dict[str, Any]:
+    """Rank 1 has less memory than rank 0."""
+    try:
+        engine.check(request(3000, None))
+        refused = None
+    except ContextLengthError as error:
+        refused = str(error)
+    return {"tokens": answered(engine, request(PROMPT, None))[0], "window": engine.window, "refused": refused}
+
+
+def crowd(engine: Engine) -> dict[str, Any]:
+    """Conversations that come and go, are cancelled, inspected and forgotten, while others are made dense."""
+    failed: list[str] = []
+    threads = [threading.Thread(target=_talk, args=(engine, seed, failed)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"failed": failed, "answers": engine.stats().prefix_misses > 0}
+
+
+def _talk(engine: Engine, seed: int, failed: list[str]) -> None:
+    chance = random.Random(seed)
+    said = list(prompt(chance.randint(30, 400), seed))
+    for turn in range(3):
+        options = SpecPrefillOptions(chance.choice([None, True, False]), chance.choice([None, Fraction(1, 2)]))
+        sampling = SamplingParams(temperature=chance.choice([0.0, 0.8]))
+        asked = GenerationRequest(tuple(said), chance.randint(1, ANSWER), sampling, options)
+        last = chance.choice([1000, 1000, 5, 12])
+        for count, event in enumerate(events := engine.generate(asked)):
+            failed += [str(event.error)] if isinstance(event, Failed) else []
+            said += [event.token] if isinstance(event, TokenEvent) else []
+            if count == last:
+                events.close()  # type: ignore[attr-defined]
+        said += prompt(chance.randint(5, 120), 100 * seed + turn)
+        if seed % 3 == turn:
+            engine.inspect(asked)
+            engine.drop_cached()
+        time.sleep(chance.random() / 2)
+
+
 def compared(ranks: Ranks, name: str, run: Callable[[Engine], dict[str, Any]], config: EngineConfig = CONFIG) -> Any:
     """What the ranks found, beside what one process finds."""
     alone = ranks.agree("alone", lambda: _alone(name, run, config))
     if not ranks.leads and run is forgetful:
         config = replace(config, prefix_cache_bytes=100 << 10)
+    if not ranks.leads and run is limited:
+        config = replace(config, memory_limit=6 << 20)
     with running(pair(name, ranks), config) as engine:
         found = None if engine is None else run(engine)
     return {"one": alone, "several": found}
@@ -214,6 +261,7 @@ def equal(ranks: Ranks) -> dict[str, Any]:
     disk = Path(sys.argv[2]).with_name("prefixes")
     found["first"] = compared(ranks, "qwen3", stored, replace(CONFIG, prefix_cache_dir=disk))
     found["stored"] = compared(ranks, "qwen3", stored, replace(CONFIG, prefix_cache_dir=disk))
+    found["limited"] = compared(ranks, "qwen3", limited)
     found["forgetful"] = compared(ranks, "llama", forgetful)
     return found
 
@@ -238,7 +286,16 @@ def die(ranks: Ranks) -> dict[str, Any]:
         os._exit(3)
 
 
-CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {"equal": equal, "die": die}
+def busy(ranks: Ranks) -> dict[str, Any]:
+    """Little room for caches, on disk too, and background work as soon as there is nothing else."""
+    loop._QUIET_S = 0.1
+    disk = Path(sys.argv[2]).with_name("prefixes")
+    config = replace(SPARSE, prefix_cache_bytes=3 << 20, prefix_cache_dir=disk, prefix_disk_bytes=4 << 20, max_rows=4)
+    with running(pair("qwen3", ranks), config) as engine:
+        return {} if engine is None else crowd(engine)
+
+
+CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {"equal": equal, "busy": busy, "die": die}
 
 
 def main() -> None:

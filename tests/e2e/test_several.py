@@ -75,7 +75,7 @@ def served(app: FastAPI, work: Callable[[Client], Awaitable[Any]]) -> Any:
         async with Client(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=120) as client:
             return await work(client)
 
-    return asyncio.run(asyncio.wait_for(session(), 280))
+    return asyncio.run(asyncio.wait_for(session(), 580))
 
 
 def bodies(count: int) -> list[dict[str, Any]]:
@@ -124,6 +124,7 @@ def alone(folder: Path, tmp_path: Path, family: str, asked: list[dict[str, Any]]
         return found
 
 
+@pytest.mark.timeout(600)
 def test_two_hundred_mixed_requests_are_answered_as_by_servers_with_one_model(folder: Path, tmp_path: Path) -> None:
     asked = bodies(200)
     expected: dict[int, tuple[str, str]] = {}
@@ -148,6 +149,7 @@ def test_two_hundred_mixed_requests_are_answered_as_by_servers_with_one_model(fo
     assert sum(loads) > 3  # some of them have come and gone
 
 
+@pytest.mark.timeout(600)
 def test_nothing_is_left_after_fifty_swaps(folder: Path, tmp_path: Path) -> None:
     with several(folder, tmp_path, max_models=1) as (models, host):
         gone: list[weakref.ref[Any]] = []
@@ -208,7 +210,7 @@ def test_a_model_that_can_not_be_loaded_leaves_the_others_serving(folder: Path, 
         assert len(answers) == 10
         listed = (await client.get("/v1/models/broken")).json()
         assert (listed["state"], "broken" in listed["error"]) == ("failed", True)
-        assert str(folder) not in (await client.get("/metrics")).text
+        assert str(folder) not in listed["error"]
         return replies
 
     try:

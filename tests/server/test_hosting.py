@@ -211,6 +211,22 @@ def test_a_failure_is_remembered_and_the_others_go_on(host: FakeHost) -> None:
     run(work())
 
 
+def test_clients_learn_nothing_of_this_machines_folders(host: FakeHost) -> None:
+    where = "/home/me/my-models/llama"
+    said = f"{where}: can't read '{where}/model.safetensors' of org/llama (3/4): ~/x/y.gguf"
+    shown = "llama: can't read 'model.safetensors' of org/llama (3/4): y.gguf"
+
+    async def work() -> None:
+        models = models_of(host, entry("a"))
+        host.broken["a"] = said
+        with pytest.raises(ApiError) as error:
+            await use(models, "a")
+        assert shown in str(error.value)
+        assert models.known("a").error == shown
+
+    run(work())
+
+
 def test_missing_files_are_looked_for_again(host: FakeHost) -> None:
     async def work() -> None:
         models = models_of(host, entry("a"))

@@ -18,7 +18,7 @@ from ..errors import ApiError
 from ..getting.needs import size
 from ..service import ServerState, Service
 from .entry import Entry, Host, LoadProgress
-from .refusals import RETRY_AFTER_S, MissingModelError, NoRoomError, failed, named
+from .refusals import RETRY_AFTER_S, MissingModelError, NoRoomError, failed, named, reason_of
 
 __all__ = ["Models"]
 
@@ -221,7 +221,7 @@ class Models:
             entry.state, failure = "unloaded", ApiError(503, "The server is shutting down.", code="engine_unavailable")
         except Exception as error:  # also those that nobody has thought of: one model must not take the others along
             logger.exception("%s could not be loaded", entry.id)
-            entry.state, entry.error = "failed", str(error) or type(error).__name__
+            entry.state, entry.error = "failed", reason_of(error)
             failure = failed(entry)
         finally:
             entry.task = None
@@ -274,7 +274,7 @@ class Models:
             ) from error
         except Exception as error:
             logger.exception("%s can't be loaded", entry.id)
-            entry.state, entry.error = "failed", str(error) or type(error).__name__
+            entry.state, entry.error = "failed", reason_of(error)
             raise failed(entry) from None
         others = [
             other for other in self if other is not entry and (other.service is not None or other.task is not None)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ..errors import ApiError
 from .entry import Entry
 
-__all__ = ["RETRY_AFTER_S", "MissingModelError", "NoRoomError", "failed", "named"]
+__all__ = ["RETRY_AFTER_S", "MissingModelError", "NoRoomError", "failed", "named", "reason_of"]
 
 RETRY_AFTER_S = "5"
+FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^\s/:,'\"]+/)*(?=[^\s/:,'\"])")  # of an absolute path, up to its last part
 
 
 class MissingModelError(ValueError):
@@ -22,6 +24,11 @@ class NoRoomError(ApiError):
     def __init__(self, entry: Entry, why: str) -> None:
         message = f"The model {entry.id!r} can't be loaded now: {why}. Try again when their requests have ended."
         super().__init__(503, message, code="no_room_for_model", headers={"Retry-After": RETRY_AFTER_S})
+
+
+def reason_of(error: Exception) -> str:
+    """What it says, without this machine's folders, which are nobody's business; the log has it whole."""
+    return FOLDERS.sub("", str(error)) or type(error).__name__
 
 
 def failed(entry: Entry) -> ApiError:

@@ -200,18 +200,23 @@ class Link:
                     self._lose(peer.rank, f"it has been silent for {now - peer.seen:.0f} s")
             beat = self._beat
             if beat is not None and now - beat() > self.timeout:
-                self._lose(self.rank, f"the ranks have waited for each other for {now - beat():.0f} s")
+                waited = f"the {self.size} ranks have waited for each other for {now - beat():.0f} s"
+                self._lose(self.rank, "", f"{waited}: one of them hangs, or a connection between two of them")
 
     def _check(self) -> None:
         if self.lost is not None:
             raise PeerLost(self.lost)
 
-    def _lose(self, rank: int, why: str) -> PeerLost:
-        """The first loss counts; the others follow from it."""
+    def _lose(self, rank: int, why: str, words: str | None = None) -> PeerLost:
+        """The first loss counts; the others follow from it.
+
+        Args:
+            words: the whole message, where it is not known which rank it is.
+        """
         with self._losing:
             first = self.lost is None and not self._closed
             if self.lost is None:
-                self.lost = PeerLostError(rank, f"{self.place.name(rank)} is lost: {why}")
+                self.lost = PeerLostError(rank, words or f"{self.place.name(rank)} is lost: {why}")
         if first:
             log.error("%s", self.lost)
             self._gone.set()

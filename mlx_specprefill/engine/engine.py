@@ -364,6 +364,7 @@ class Engine:
         self.loop.lose(error)
         for job in self._inbox.drain():
             job.lose(error)
+        self.loop.ended.set()  # nobody is to wait for a thread that may wait for ever
 
     def _guide(self, request: GenerationRequest) -> GrammarState | None:
         grammar: GrammarState | None = None

@@ -31,6 +31,12 @@ def test_a_rank_that_dies_or_hangs(tmp_path: Path, sign: signal.Signals, why: st
     assert told["health"] == told["refused"] == told["message"]
 
 
+def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
+    with started(tmp_path, *WORKER, "hang", str(tmp_path / "out.json"), settings={"TIMEOUT_S": "6"}) as processes:
+        assert [process.wait(90) for process in processes] == [4, 4], logs(tmp_path)
+    assert "lost: the 2 ranks have waited for each other for" in logs(tmp_path)
+
+
 def test_rank_0_that_dies_ends_the_others(tmp_path: Path) -> None:
     with started(tmp_path, *WORKER, "die", str(tmp_path / "out.json")) as (first, second):
         assert eventually(lambda: "answering" in (tmp_path / "rank-0.log").read_text(), 120), logs(tmp_path)

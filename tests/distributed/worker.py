@@ -295,7 +295,22 @@ def busy(ranks: Ranks) -> dict[str, Any]:
         return {} if engine is None else crowd(engine)
 
 
-CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {"equal": equal, "busy": busy, "die": die}
+def hang(ranks: Ranks) -> dict[str, Any]:
+    """Rank 1's MLX thread hangs, and its process lives."""
+    made = pair("llama", ranks)
+    if not ranks.leads:
+        made.ranks.tokens = lambda tokens: time.sleep(1000) or tokens  # type: ignore[method-assign, func-returns-value]
+    try:
+        with running(made) as engine:
+            if engine is not None:
+                answered(engine, request(PROMPT, None))
+    except EngineClosedError as error:
+        print(f"lost: {error}", flush=True)
+        os._exit(4)
+    return {}
+
+
+CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {"equal": equal, "hang": hang, "busy": busy, "die": die}
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ def test_nothing_is_a_server_error(api: Any, mode: GenerationMode) -> None:
     """`mode`: requests that the document allows, and others."""
     called = set()
     for operation in (result.ok() for result in api.get_all_operations()):
-        if mode is GenerationMode.NEGATIVE and operation.method != "post":
+        if mode is GenerationMode.NEGATIVE and (operation.method != "post" or not operation.body):
             continue  # nothing to get wrong
 
         @BOUNDED

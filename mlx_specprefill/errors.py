@@ -22,7 +22,6 @@ __all__ = [
     "InvalidRequestError",
     "LoadError",
     "PairMismatchError",
-    "PeerLost",
     "PeerLostError",
     "RequestCancelled",
     "SettingsError",

@@ -16,9 +16,15 @@ from typing import Any
 
 import httpx
 
-__all__ = ["Server", "start", "start_named"]
+__all__ = ["Server", "heeds_ctrl_c", "start", "start_named"]
 
 START_S = 240
+
+
+def heeds_ctrl_c() -> None:
+    """In a new process: also where this suite runs in the background of a shell, which ignores SIGINT, and so would
+    what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @dataclass

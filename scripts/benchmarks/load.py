@@ -39,6 +39,7 @@ SHARED, CONTINUED = 0.3, 0.3  # shares of the requests
 ANSWERS = (8, 64)  # tokens
 LATE_SHARE = 0.1  # of the requests: more than the twentieth that a sustained rate may have
 MOST_AT_ONCE = 128
+DECIDED = ("--specprefill-threshold", "512")  # each request says how it is read: nothing has to be measured
 OURS_SPARSE, OURS_FULL, PEER = "ours, sparse", "ours, full", "mlx_lm.server"
 
 Messages = list[dict[str, str]]
@@ -229,8 +230,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list[Arm]:
     """A process for each arm: what one has read is of no use to the others."""
     arms = [
-        Arm(OURS_SPARSE, stack.enter_context(copies.ours()), SPARSE),
-        Arm(OURS_FULL, stack.enter_context(copies.ours()), DENSE),
+        Arm(OURS_SPARSE, stack.enter_context(copies.ours(*DECIDED)), SPARSE),
+        Arm(OURS_FULL, stack.enter_context(copies.ours(*DECIDED)), DENSE),
     ]
     if not options.alone:
         arms.append(Arm(PEER, stack.enter_context(copies.mlx_lm()), {}))

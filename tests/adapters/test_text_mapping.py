@@ -77,10 +77,11 @@ def said(tokenizer, tokens):
     return None if "\ufffd" in text else text.strip(" ")
 
 
-def test_six_pairs_of_tokenizers_and_5000_texts():
+@pytest.mark.parametrize("texts", [600, pytest.param(5000, marks=pytest.mark.nightly)])
+def test_six_pairs_of_tokenizers_and_many_texts(texts):
     rng, began = random.Random(0), time.perf_counter()
     mappings = {pair: TextMapping(found(pair[0]), found(pair[1])) for pair in PAIRS}
-    for number in range(5000):
+    for number in range(texts):
         pair = PAIRS[number % len(PAIRS)]
         text = random_text(rng, rng.randrange(1, 60))
         tokens = plain(found(pair[0]), text)

@@ -83,7 +83,7 @@ def two_ways(folder: Path, times: tuple[float, float], monkeypatch: pytest.Monke
     """A pair whose target can do without its draft; what a token costs in the draft, and in the target's own layers."""
     law = ModelCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0)
 
-    def cost(pair: ModelPair, _: object) -> PairCost:
+    def cost(pair: ModelPair, _: object, **__: object) -> PairCost:
         staged = pair.stages is not None
         return PairCost(law, replace(law, token_ms=times[staged]), 512, 512, staged=staged)
 

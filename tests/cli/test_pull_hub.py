@@ -24,6 +24,7 @@ from mlx_specprefill_server.cli import pulling
 from mlx_specprefill_server.getting import downloading
 from tests.gguf_files import tiny
 from tests.hub import COMMIT, LARGE, Hub, hub_of, used_by_this_process
+from tests.serving import heeds_ctrl_c
 from tests.tiny import CONFIGS, save_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -182,7 +183,9 @@ class TestAnInterruptedPull:
         home = tmp_path / "huggingface"
         environment = {**os.environ, **hub.variables(home)}
         command = [sys.executable, "-m", "mlx_specprefill_server", "pull", "org/target"]
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c
+        ) as process:
             until = time.monotonic() + 120
             while not any(path.stat().st_size == hub.stalled for path in home.rglob("*.incomplete")):
                 assert process.poll() is None, process.stderr and process.stderr.read()

@@ -14,7 +14,7 @@ from mlx_specprefill.adapters.sharding import sharding_of
 from tests.oracle import build
 
 from .ranks import logs, started
-from .worker import NAMES
+from .worker import MORE_NAMES, NAMES
 
 LIMIT_S = 300.0
 
@@ -22,9 +22,18 @@ LIMIT_S = 300.0
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Everything in one pair of processes: to start them takes as long as many requests."""
-    folder = tmp_path_factory.mktemp("ranks")
+    return found_in("equal", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What takes as long again."""
+    return found_in("more", tmp_path_factory.mktemp("ranks"))
+
+
+def found_in(case: str, folder: Path) -> dict[str, Any]:
     out = folder / "out.json"
-    with started(folder, "-m", "tests.distributed.worker", "equal", str(out)) as processes:
+    with started(folder, "-m", "tests.distributed.worker", case, str(out)) as processes:
         until = time.monotonic() + LIMIT_S
         for process in processes:
             process.wait(max(1.0, until - time.monotonic()))
@@ -35,7 +44,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_one_process(found: dict[str, Any], name: str) -> None:
-    one, several = found[name]["one"], found[name]["several"]
+    same_logits(**found[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MORE_NAMES)
+def test_logits_and_answers_of_further_models(more: dict[str, Any], name: str) -> None:
+    same_logits(**more[name])
+    same_answers(**more[name])
+
+
+def same_logits(one: dict[str, Any], several: dict[str, Any]) -> None:
     for keep in ("None", "1/5", "1"):
         np.testing.assert_allclose(several[f"logprobs {keep}"], one[f"logprobs {keep}"], atol=2e-5)
         assert several[f"kept {keep}"] == one[f"kept {keep}"]
@@ -44,34 +63,46 @@ def test_logits_are_those_of_one_process(found: dict[str, Any], name: str) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_are_those_of_one_process(found: dict[str, Any], name: str) -> None:
+    same_answers(**found[name])
+
+
+def same_answers(one: dict[str, Any], several: dict[str, Any]) -> None:
     """Greedy, dense and sparse; drawn with a seed; behind a cached prefix, which is found on both ranks."""
-    one, several = found[name]["one"], found[name]["several"]
     answers = [key for key in one if key.startswith("tokens")]
     assert {key: several[key] for key in answers} == {key: one[key] for key in answers}
     assert several["cached"] == one["cached"] > 0
     assert several["inspected"] == one["inspected"]
 
 
-@pytest.mark.parametrize("name", ["llama, 8 rows", "gpt_oss, 8 rows", "turns", "cancelled", "quantised cache"])
+@pytest.mark.parametrize("name", ["llama, 8 rows", "turns", "cancelled"])
 def test_rows_conversations_and_cancellations(found: dict[str, Any], name: str) -> None:
     """Eight mixed rows; a sparse conversation that is extended and then made dense; requests that were given up."""
     assert found[name]["several"] == found[name]["one"]
 
 
-def test_each_rank_keeps_its_part_of_a_prefix_on_disk(found: dict[str, Any]) -> None:
-    assert found["first"]["several"]["cached"] == 0
-    assert found["stored"]["several"] == found["stored"]["one"]
-    assert found["stored"]["several"]["cached"] > 0
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gpt_oss, 8 rows", "quantised cache"])
+def test_windows_side_by_side_and_quantised_caches(more: dict[str, Any], name: str) -> None:
+    assert more[name]["several"] == more[name]["one"]
 
 
-def test_what_one_rank_has_forgotten_is_read_again(found: dict[str, Any]) -> None:
-    one, several = found["forgetful"]["one"], found["forgetful"]["several"]
+@pytest.mark.nightly
+def test_each_rank_keeps_its_part_of_a_prefix_on_disk(more: dict[str, Any]) -> None:
+    assert more["first"]["several"]["cached"] == 0
+    assert more["stored"]["several"] == more["stored"]["one"]
+    assert more["stored"]["several"]["cached"] > 0
+
+
+@pytest.mark.nightly
+def test_what_one_rank_has_forgotten_is_read_again(more: dict[str, Any]) -> None:
+    one, several = more["forgetful"]["one"], more["forgetful"]["several"]
     assert several["tokens"] == one["tokens"]
     assert several["cached"] < one["cached"]
 
 
-def test_the_rank_with_the_least_memory_decides_what_fits(found: dict[str, Any]) -> None:
-    one, several = found["limited"]["one"], found["limited"]["several"]
+@pytest.mark.nightly
+def test_the_rank_with_the_least_memory_decides_what_fits(more: dict[str, Any]) -> None:
+    one, several = more["limited"]["one"], more["limited"]["several"]
     assert several["tokens"] == one["tokens"]
     assert several["window"] < one["window"] == 4096
     assert f"maximum context length is {several['window']} tokens" in several["refused"]

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ..serving import start
+from ..serving import heeds_ctrl_c, start
 from .conftest import PAIR
 
 OPTIONS = ("--target", str(PAIR[0]), "--draft", str(PAIR[1]))
@@ -98,11 +98,6 @@ def test_few_open_files_are_enough_or_it_says_so(tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
-
-
-def heeds_ctrl_c() -> None:
-    """Also where this suite runs in the background of a shell, which ignores SIGINT, and so would what it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_ctrl_c_while_the_pair_is_measured(tmp_path: Path) -> None:

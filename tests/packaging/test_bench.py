@@ -168,7 +168,7 @@ def test_exponents_are_fitted() -> None:
 
 def test_load(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "REST_S", 0.2)
-    sent = "--seconds 2 --rate 16 --lengths 40 80 --shared 50 --least 1 --limit-s 1e-6"
+    sent = "--seconds 1 --rate 32 --lengths 40 80 --shared 50 --least 1 --limit-s 1e-6"
     found = report(f"load --quick {sent}")
     assert found.keys() == set(LOAD)
     assert [row.keys() for row in found["rows"]] == [set(LOAD_ROW)] * 8

@@ -434,12 +434,13 @@ def test_two_tiers_on_one_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_kill_9_during_writes_fifty_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [15, pytest.param(50, marks=pytest.mark.nightly)])
+def test_kill_9_during_writes_many_times(tmp_path: Path, times: int) -> None:
     """Whatever moment a process dies at, the next one opens the folder and serves nothing that is wrong."""
     rng, served, number = random.Random(0), 0, 0
     until = time.monotonic() + 120  # fifteen seconds, but minutes where others keep the disk busy: then fewer will do
     with writers(tmp_path) as start:
-        while number < 50 and (number < 10 or time.monotonic() < until):
+        while number < times and (number < 10 or time.monotonic() < until):
             process = start(number)
             assert process.stdout is not None
             assert process.stdout.readline().startswith("ready"), "the folder could not be opened"

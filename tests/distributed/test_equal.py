@@ -109,6 +109,7 @@ def test_the_rank_with_the_least_memory_decides_what_fits(more: dict[str, Any]) 
     assert one["refused"] is None
 
 
+@pytest.mark.nightly
 def test_a_crowd_does_not_get_the_ranks_out_of_step(tmp_path: Path) -> None:
     """Whatever clocks, clients and chance do: a rank that did something else would end all of them."""
     out = tmp_path / "out.json"

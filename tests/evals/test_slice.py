@@ -37,7 +37,10 @@ def asked(name, options):
     return report["cells"][0]
 
 
-@pytest.fixture(scope="module", params=sorted(BUNDLED))
+OTHERS = sorted(BUNDLED.keys() - {"demo"})
+
+
+@pytest.fixture(scope="module", params=["demo", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def cell(request):
     return request.param, asked(request.param, OPTIONS)
 

@@ -166,6 +166,7 @@ def test_exponents_are_fitted() -> None:
     assert long.exponent(rows[:1], "linear") is None
 
 
+@pytest.mark.nightly
 def test_load(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "REST_S", 0.2)
     sent = "--seconds 1 --rate 32 --lengths 40 80 --shared 50 --least 1 --limit-s 1e-6"
@@ -176,6 +177,7 @@ def test_load(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["p95_s"] is None or row["p95_s"] > 0 for row in found["rows"])
 
 
+@pytest.mark.nightly
 def test_agents(report: Report) -> None:
     found = report("agents --quick --alone --tokens 1000 --repeats 1")
     assert found.keys() == set(AGENTS)
@@ -193,6 +195,7 @@ def test_wrong_answers_end_with_status_1_and_a_report(
     assert capsys.readouterr().out == '{"check": "lossless", "different": 1}\n'
 
 
+@pytest.mark.nightly
 def test_what_two_ranks_send_each_other(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sums per layer, of the hidden size, in float32."""
     hosts = tmp_path / "hosts.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from huggingface_hub import constants, scan_cache_dir
+from huggingface_hub import constants
 
 from .inventory import StoredModel
 
@@ -25,11 +25,6 @@ def delete(model: StoredModel) -> None:
 
 
 def _from_cache(folder: Path) -> None:
-    """As huggingface_hub does it, which knows what repositories share; what it takes for broken, whole."""
-    found = scan_cache_dir(constants.HF_HUB_CACHE)
-    commits = [one.commit_hash for repo in found.repos if repo.repo_path.name == folder.name for one in repo.revisions]
-    if commits:
-        found.delete_revisions(*commits).execute()
-    if folder.exists():
-        shutil.rmtree(folder)
+    """The folder of that repository: huggingface_hub deletes by commit, which a copied repository has, too."""
+    shutil.rmtree(folder)
     shutil.rmtree(Path(constants.HF_HUB_CACHE) / ".locks" / folder.name, ignore_errors=True)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import EngineClosedError
@@ -35,6 +36,13 @@ class Call:
 
 class Results(queue.SimpleQueue[T | Exception]):
     """One result, from the MLX thread to the caller that waits for it."""
+
+    def fill(self, call: Callable[[], T]) -> None:
+        """Put there what the call returns or raises: that belongs to who waits, not to the thread."""
+        try:
+            self.put(call())
+        except Exception as error:  # noqa: BLE001
+            self.put(bare(error))
 
     def wait(self) -> T:
         """What was put there; an exception is raised."""
@@ -124,16 +132,9 @@ class Inbox:
             EngineClosedError: the inbox is closed.
         """
         done = Results[T]()
-
-        def answer() -> None:
-            try:
-                done.put(call())
-            except Exception as error:  # noqa: BLE001 - it belongs to the caller, not to the loop
-                done.put(bare(error))
-
         with self._lock:
             self._check_open()
-            self._posted.put(Call(answer, named))
+            self._posted.put(Call(partial(done.fill, call), named))
         self._wake()
         return done.wait()
 

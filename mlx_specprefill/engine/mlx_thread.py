@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -20,7 +21,6 @@ import mlx.core as mx
 from ..errors import EngineClosedError, PeerLost, RequestCancelled
 from .admission.common import CommonMemory
 from .inbox import Results
-from .job import bare
 from .loop import IDLE_BEAT_S, Loop
 
 __all__ = ["MLXThread"]
@@ -113,17 +113,10 @@ class MLXThread:
             EngineClosedError: the thread is not running.
         """
         done = Results[T]()
-
-        def answer() -> None:
-            try:
-                done.put(call())
-            except Exception as error:  # noqa: BLE001 - it belongs to the caller, not to the thread
-                done.put(bare(error))
-
         with self._lock:
             if not self._open:
                 raise EngineClosedError("the MLX thread is not running")
-            self._calls.put(answer)
+            self._calls.put(partial(done.fill, call))
         self.wake()
         return done.wait()
 

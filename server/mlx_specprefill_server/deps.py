@@ -17,7 +17,7 @@ from .explaining.inspection import RunningInspection
 from .generating.generation import Generation
 from .hosting.models import Models
 from .hosting.waiting import StillLoadingError
-from .request_body import SMALL, decompress, parse_json, read_body, validate
+from .request_body import SMALL, client_left, decompress, parse_json, read_body, validate
 from .service import Service, current_deadline
 
 __all__ = [
@@ -107,7 +107,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         DeadlineError: the request has no time left.
     """
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(_disconnected(request))
+    watch = asyncio.create_task(client_left(request.receive))
     deadline = current_deadline()
     left = None if deadline is None else deadline[0] - asyncio.get_running_loop().time()
     try:
@@ -139,11 +139,5 @@ async def close_on_disconnect(request: Request, generation: Generation | Running
 
 
 async def _until_disconnect(request: Request, generation: Generation | RunningInspection) -> None:
-    await _disconnected(request)
+    await client_left(request.receive)
     generation.close()
-
-
-async def _disconnected(request: Request) -> None:
-    """The body has been read, so the next message can only be the disconnect."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

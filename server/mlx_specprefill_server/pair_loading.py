@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from .settings import Settings
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ONE_SHOT", "Tell", "load", "make_settings", "silent"]
+__all__ = ["ONE_SHOT", "Tell", "load", "make_settings", "only_given", "silent"]
 
 ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
 _LONG = 8192  # tokens of the prompt by whose predicted times a draft is compared with the target's own layers
@@ -47,13 +47,18 @@ def silent(words: str) -> Iterator[Callable[[int, int], None]]:
     yield lambda done, total: None
 
 
+def only_given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that a command line leaves open."""
+    return {name: value for name, value in options.items() if value not in (None, (), [])}
+
+
 def make_settings(pair: Described, *, one_shot: bool = False, **given: Any) -> Settings:
     """Options first, then the environment, then the pair's own values, then the built-in defaults.
 
     Args:
         given: by the settings' names; None or empty: not given.
     """
-    options = {name: value for name, value in given.items() if value not in (None, (), [])}
+    options = only_given(given)
     known = Settings(**options).model_fields_set
     pair_says = {
         "specprefill_threshold": _ONE_SHOT_THRESHOLD if one_shot and pair.threshold is None else pair.threshold,

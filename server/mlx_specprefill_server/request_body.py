@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
+from starlette.types import Receive
 
 from mlx_specprefill import InvalidRequestError
 
 from .errors import ApiError
 
-__all__ = ["SMALL", "check_model_name", "decompress", "parse_json", "read_body", "validate"]
+__all__ = ["SMALL", "check_model_name", "client_left", "decompress", "parse_json", "read_body", "validate"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -26,6 +27,12 @@ MOST_MEMBERS = 1 << 15  # of all objects in one body; each takes ten times as lo
 DEEPEST = 250  # what comes in may have to go out again, a little deeper, and orjson writes no more than 254 levels
 LONGEST_NAME = 256  # characters of a model's name, which answers and logs repeat
 CONTAINERS = (list, dict)
+
+
+async def client_left(receive: Receive) -> None:
+    """Returns when it has; the body has been read, so the next message can only be that."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def read_body(request: Request, limit: int) -> bytearray:

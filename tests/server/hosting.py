@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
+
 from mlx_specprefill import LoadError
+from mlx_specprefill_server.app import app_of, make_server
 from mlx_specprefill_server.generating.engine_protocol import EngineLike
 from mlx_specprefill_server.hosting.entry import Entry, LoadProgress, Tell
 from mlx_specprefill_server.hosting.models import Models
 from mlx_specprefill_server.hosting.refusals import MissingModelError
 from mlx_specprefill_server.service import ServerState
 from mlx_specprefill_server.settings import Settings
+from tests.waiting import eventually
 
 from .fakes import FakeEngine, FakePair
 
@@ -86,3 +91,25 @@ def models_of(host: FakeHost, *entries: Entry, max_models: int | None = None, **
 
 def entry(name: str, *aliases: str, pin: bool = False, ttl: float | None = None) -> Entry:
     return Entry(name, Settings(model_alias=name), name=name, aliases=aliases, pin=pin, ttl=ttl)
+
+
+@pytest.fixture
+def host() -> Iterator[FakeHost]:
+    made = FakeHost()
+    yield made
+    made.held_up.set()
+    made.close()
+
+
+@contextmanager
+def running(host: FakeHost, models: Models, settings: Settings) -> Iterator[str]:
+    """The address of a real server of these models; at its end what waits for a loading goes on."""
+    server = make_server(app_of(models), settings)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    assert eventually(lambda: server.started)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    host.held_up.set()
+    server.should_exit = True
+    thread.join(60)
+    assert not thread.is_alive()

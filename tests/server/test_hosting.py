@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -16,14 +16,7 @@ from mlx_specprefill_server.hosting.models import Models
 from mlx_specprefill_server.hosting.refusals import NoRoomError
 
 from .hosting import WEIGHTS, FakeHost, entry, models_of
-
-
-@pytest.fixture
-def host() -> Iterator[FakeHost]:
-    made = FakeHost()
-    yield made
-    made.held_up.set()
-    made.close()
+from .hosting import host as host
 
 
 def states(models: Models) -> list[str]:

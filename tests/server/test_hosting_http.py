@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,16 +14,9 @@ from mlx_specprefill_server.hosting.entry import Entry
 from .conftest import client_of
 from .fakes import FakeEngine
 from .hosting import FakeHost, entry, models_of
+from .hosting import host as host
 
 HI = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture
-def host() -> Iterator[FakeHost]:
-    made = FakeHost()
-    yield made
-    made.held_up.set()
-    made.close()
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ import httpx
 import openai
 import pytest
 
-from mlx_specprefill_server.app import app_of, make_server
 from mlx_specprefill_server.hosting.models import Models
 from mlx_specprefill_server.settings import Settings
 from tests.waiting import eventually
 
-from .hosting import FakeHost, entry, models_of
+from .hosting import FakeHost, entry, models_of, running
+from .hosting import host as host
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 STREAMED: dict[str, dict[str, Any]] = {
@@ -31,26 +31,11 @@ ALL = pytest.mark.parametrize("path", STREAMED)
 
 
 @pytest.fixture
-def host() -> Iterator[FakeHost]:
-    made = FakeHost()
-    yield made
-    made.held_up.set()
-    made.close()
-
-
-@pytest.fixture
 def live(host: FakeHost) -> Iterator[tuple[str, Models]]:
     settings = Settings(port=0, progress_s=0.02)
     models = models_of(host, entry("a"), entry("b"), max_models=1, progress_s=0.02)
-    server = make_server(app_of(models), settings)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    assert eventually(lambda: server.started)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", models
-    host.held_up.set()
-    server.should_exit = True
-    thread.join(60)
-    assert not thread.is_alive()
+    with running(host, models, settings) as address:
+        yield address, models
 
 
 def streaming(base: str, path: str, **more: Any) -> Any:

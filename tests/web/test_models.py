@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 from selenium.webdriver.support.ui import Select
 
-from mlx_specprefill_server.app import app_of, make_server
 from mlx_specprefill_server.hosting.models import Models
 from mlx_specprefill_server.settings import Settings
-from tests.waiting import eventually
 
-from ..server.hosting import FakeHost, entry, models_of
+from ..server.hosting import FakeHost, entry, models_of, running
+from ..server.hosting import host as host
 from .conftest import Page
 from .test_page import complaints
-
-
-@pytest.fixture
-def host() -> Iterator[FakeHost]:
-    made = FakeHost()
-    yield made
-    made.held_up.set()
-    made.close()
 
 
 @pytest.fixture
 def several(host: FakeHost, page: Page) -> Iterator[tuple[str, Models]]:
     """Its server goes after the page has left it."""
     models = models_of(host, entry("big"), entry("small", "tiny"), entry("fixed", pin=True), progress_s=0.05)
-    server = make_server(app_of(models), Settings(port=0))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    assert eventually(lambda: server.started)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", models
-    page.driver.get("about:blank")
-    host.held_up.set()
-    server.should_exit = True
-    thread.join(60)
+    with running(host, models, Settings(port=0)) as address:
+        yield address, models
+        page.driver.get("about:blank")
 
 
 def options(page: Page) -> list[str]:

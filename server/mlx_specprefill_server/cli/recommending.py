@@ -14,7 +14,7 @@ from ..getting.needs import size
 from ..getting.recommending import Recommended
 from ..getting.recommending import recommended as find
 from .common import OptionError, one_line_errors, usable_memory
-from .stored import AsJson
+from .stored import AsJson, KeepPct
 
 __all__ = ["recommend"]
 
@@ -25,9 +25,7 @@ def recommend(
         typer.Option(help="For weights and caches, as 48GB. Default: what this machine recommends."),
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of prompt and answer for which there is room.")] = 32768,
-    keep_pct: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of chunks that a sparse prefill keeps.")
-    ] = 0.2,
+    keep_pct: KeepPct = 0.2,
     as_json: AsJson = False,
 ) -> None:
     """Show the pairs that fit the memory of this machine, the largest target first.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +21,7 @@ from ..hosting.loader import Loader
 from ..hosting.models import Models
 from ..hosting.table import entries_of, models_file, read_table
 from ..monitoring.logs import configure_logging
+from ..pair_loading import only_given
 from ..parsers.formats import ReasoningParser, ToolParser
 from ..service import ServerState
 from ..settings import LogFormat, LogLevel, Settings
@@ -247,9 +251,7 @@ def serve(
             follow(Engine(load(chosen, dtype, settings, calibrate=True, ranks=ranks), settings.serving_config()), ranks)
             return
         # First, because loading takes minutes: a port that another program has is to be known at once.
-        with bound_sockets(settings.host, settings.port) as sockets:
-            if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
-                logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
+        with listening(settings) as sockets:
             pair_loaded = load(chosen, dtype, settings, calibrate=True, ranks=ranks)
             with Engine(pair_loaded, settings.serving_config()) as engine:
                 serve_forever(engine, settings, sockets)
@@ -270,20 +272,27 @@ def _table(config: Path | None, named: dict[str, Any]) -> Path | None:
 def serve_several(file: Path, dtype: DtypeName, given: dict[str, Any]) -> None:
     """Serve the models of a table."""
     rows = read_table(file)
-    settings = Settings(**{name: value for name, value in given.items() if value not in (None, (), [])})
+    settings = Settings(**only_given(given))
     entries = entries_of(rows, file, given)
     configure_logging(settings.log_level, settings.log_format)
     outlive_the_terminal()
     if join(settings).several:
         raise OptionError(f"several machines run one model, {file} names several: choose by --pair or --target")
-    with bound_sockets(settings.host, settings.port) as sockets:
-        if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
-            logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
+    with listening(settings) as sockets:
         host = Loader(rows, file, settings.memory_limit, dtype)
         try:
             serve_models(Models(ServerState(settings), entries, host, settings.max_models), sockets)
         finally:
             host.close()
+
+
+@contextmanager
+def listening(settings: Settings) -> Iterator[list[socket.socket]]:
+    """Bound sockets; says who can reach them without a key."""
+    with bound_sockets(settings.host, settings.port) as sockets:
+        if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
+            logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
+        yield sockets
 
 
 def outlive_the_terminal() -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from mlx_specprefill import LoadError, is_repository_id, place_of
 
 from ..getting.describing import LENGTHS, facts
-from ..getting.hub import look_up
+from ..getting.hub import look_up, repository_and_file
 from ..getting.inventory import PLACES, Package, StoredModel, packages_of, pair_state, stored_models, support
 from ..getting.needs import Need, need_of_repository, need_of_stored, size
 from ..getting.removing import delete
@@ -96,9 +96,7 @@ def _short(name: str | None) -> str:
 
 def show(
     name: Annotated[str, typer.Argument(help="A repository id, a folder, a GGUF file, or a named pair.")],
-    keep_pct: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of chunks that a sparse prefill keeps.")
-    ] = 0.2,
+    keep_pct: KeepPct = 0.2,
     as_json: AsJson = False,
     pairs_file: PairsFile = None,
 ) -> None:
@@ -145,9 +143,8 @@ def _found(name: str, pairs_file: Path | None) -> _Found:
 def _on_the_hub(name: str) -> Need:
     if not is_repository_id(name):
         raise OptionError(f"{name!r} is neither a pair nor a repository id: those are as in publisher/name")
-    publisher, short, *file = name.split("/", 2)
-    remote = look_up(f"{publisher}/{short}", file[0] if file else None)
-    return replace(need_of_repository(remote, file[0] if file else None), name=name)
+    repository, file = repository_and_file(name)
+    return replace(need_of_repository(look_up(repository, file), file), name=name)
 
 
 def _print_facts(said: dict[str, Any]) -> None:

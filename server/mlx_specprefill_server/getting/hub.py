@@ -31,7 +31,16 @@ from huggingface_hub.file_download import repo_folder_name
 
 from mlx_specprefill import LOADED_FILES
 
-__all__ = ["HubError", "RemoteFile", "Repository", "UnreachableHubError", "free_disk", "look_up", "talking_to"]
+__all__ = [
+    "HubError",
+    "RemoteFile",
+    "Repository",
+    "UnreachableHubError",
+    "free_disk",
+    "look_up",
+    "repository_and_file",
+    "talking_to",
+]
 
 _HEADERS_AT_ONCE = 8
 _EXPECTED = (
@@ -133,6 +142,12 @@ class Repository:
                 for kind, count in head.parameter_count.items():
                     counts[kind] = counts.get(kind, 0) + count
         return counts
+
+
+def repository_and_file(name: str) -> tuple[str, str | None]:
+    """The two parts of `publisher/name/FILE.gguf`; of any other name itself, and None."""
+    publisher, *rest = name.split("/", 2)
+    return (f"{publisher}/{rest[0]}", rest[1]) if len(rest) > 1 else (name, None)
 
 
 def look_up(repository: str, file: str | None = None) -> Repository:

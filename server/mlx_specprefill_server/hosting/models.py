@@ -18,7 +18,7 @@ from ..errors import ApiError
 from ..getting.needs import size
 from ..service import ServerState, Service
 from .entry import Entry, Host, LoadProgress
-from .refusals import RETRY_AFTER_S, MissingModelError, NoRoomError, failed, named, reason_of
+from .refusals import RETRY_AFTER_S, MissingModelError, NoRoomError, failed, named, reason_of, too_little, too_many
 
 __all__ = ["Models"]
 
@@ -281,10 +281,10 @@ class Models:
         ]
         stay = [other for other in others if not other.may_go]
         if len(stay) >= self._max:
-            raise NoRoomError(entry, f"{named(stay)} may not go, and --max-models is {self._max}")
+            raise NoRoomError(entry, too_many(stay, self._max))
         if free is not None and free + sum(other.weights for other in others if other.may_go) < need:
             self._refuse_for_ever(entry, need)
-            raise NoRoomError(entry, f"it needs {size(need)}, and what is in use leaves {size(max(0, free))}")
+            raise NoRoomError(entry, too_little(need, free))
 
     def _refuse_for_ever(self, entry: Entry, need: int) -> None:
         limit, pinned = self._the_host.limit(), [other for other in self if other.pin and other is not entry]
@@ -315,11 +315,11 @@ class Models:
     def _short(self, entry: Entry, need: int) -> str | None:
         there = [other for other in self if other.service is not None and other is not entry]
         if len(there) >= self._max:
-            return f"{named(there)} may not go, and --max-models is {self._max}"
+            return too_many(there, self._max)
         free = self._the_host.free()
         if free is None or free >= need:
             return None
-        return f"it needs {size(need)}, and what is in use leaves {size(max(0, free))}"
+        return too_little(need, free)
 
     def _least_recent(self) -> Entry | None:
         return min((entry for entry in self if entry.may_go), key=lambda entry: entry.last_use, default=None)

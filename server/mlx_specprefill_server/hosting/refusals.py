@@ -6,9 +6,19 @@ import re
 from collections.abc import Sequence
 
 from ..errors import ApiError
+from ..getting.needs import size
 from .entry import Entry
 
-__all__ = ["RETRY_AFTER_S", "MissingModelError", "NoRoomError", "failed", "named", "reason_of"]
+__all__ = [
+    "RETRY_AFTER_S",
+    "MissingModelError",
+    "NoRoomError",
+    "failed",
+    "named",
+    "reason_of",
+    "too_little",
+    "too_many",
+]
 
 RETRY_AFTER_S = "5"
 FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^\s/:,'\"]+/)*(?=[^\s/:,'\"])")  # of an absolute path, up to its last part
@@ -35,6 +45,16 @@ def failed(entry: Entry) -> ApiError:
     """It could not be loaded, and is not tried again by itself."""
     message = f"The model {entry.id!r} could not be loaded: {entry.error}. POST /v1/models/{entry.id}/load tries again."
     return ApiError(500, message, param="model", code="model_failed")
+
+
+def too_many(there: Sequence[Entry], most: int) -> str:
+    """Models that may not go."""
+    return f"{named(there)} may not go, and --max-models is {most}"
+
+
+def too_little(need: int, free: int) -> str:
+    """Bytes of memory."""
+    return f"it needs {size(need)}, and what is in use leaves {size(max(0, free))}"
 
 
 def named(entries: Sequence[Entry]) -> str:

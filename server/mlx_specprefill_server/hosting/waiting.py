@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..errors import ANTHROPIC_PATH, error_response
+from ..request_body import client_left
 from ..service import current_deadline
 from ..sse import DONE, EVENT_STREAM_HEADERS, comment, data_event, named_event
 from .entry import Entry
@@ -60,7 +61,7 @@ class _LoadingStream(Response):
     async def _loaded(self, receive: Receive, send: Send) -> bool:
         """False: there is nothing more to do."""
         loading = asyncio.create_task(self._models.loaded(self._entry))
-        leaving = asyncio.create_task(_left(receive))
+        leaving = asyncio.create_task(client_left(receive))
         settings = self._models.state.settings
         deadline, every = current_deadline(), min(settings.progress_s, settings.keep_alive_s)
         try:
@@ -129,8 +130,3 @@ class _LoadingStream(Response):
 
 def _body(data: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": more}
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -129,7 +129,9 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; true: shut down."""
-        if self._state.draining and (not self._state.requests or time.monotonic() >= self._end_at):
+        ended = not self._state.requests or time.monotonic() >= self._end_at
+        # Where a rank is lost, the process ends by itself, once /health has said so: mlx.launch sends SIGTERM before that.
+        if self._state.draining and ended and self._models.lost is None:
             self.should_exit = True
         return await super().on_tick(counter)
 

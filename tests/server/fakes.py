@@ -110,6 +110,7 @@ class FakeEngine:
         self.inspected: Inspection | Exception | threading.Event | None = None  # None: every other chunk is kept
         self.heartbeat_age_s = 0.0
         self.full = False
+        self.lost: str | None = None
         self._running = self._waiting = 0
         self._jobs: queue.Queue[Any] = queue.Queue()
         self._thread = threading.Thread(target=self._loop, daemon=True)
@@ -176,7 +177,7 @@ class FakeEngine:
         return found
 
     def health(self) -> EngineHealth:
-        return EngineHealth(self.alive, self.heartbeat_age_s, self._running, self._waiting)
+        return EngineHealth(self.alive, self.heartbeat_age_s, self._running, self._waiting, self.lost)
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -73,6 +73,12 @@ class Models:
         """Whether models come and go."""
         return self._host is not None
 
+    @property
+    def lost(self) -> str | None:
+        """Which rank of several machines is gone, if one is."""
+        states = (entry.service.engine.health() for entry in self if entry.service is not None)
+        return next((state.lost for state in states if state.lost is not None), None)
+
     # --- which one ---------------------------------------------------------------------------------------------------
 
     def find(self, name: Any) -> Entry:

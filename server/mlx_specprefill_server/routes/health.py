@@ -49,9 +49,8 @@ async def health(models: ModelsDep) -> Response:
 
 def _trouble(models: Models) -> str | None:
     """A single long step is not trouble, which is why the limit on silence is generous."""
-    states = [entry.service.engine.health() for entry in models if entry.service is not None]
-    if (lost := next((state.lost for state in states if state.lost is not None), None)) is not None:
-        return lost  # also where its end ends this server
+    if models.lost is not None:
+        return models.lost  # also where its end ends this server
     if models.state.draining:
         return "the server is shutting down"
     limit = models.state.settings.stale_after_s

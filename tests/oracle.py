@@ -187,17 +187,23 @@ def make_case(vocab: int, keep: float = 0.4, length: int = PROMPT_LEN, decoded: 
 # --- the oracle ------------------------------------------------------------------------------------------------------
 
 
-def masked_dense(model: nn.Module, case: Case) -> Logits:
-    """Logits of the last prompt token and of every continuation token, (1 + T, V)."""
-    return _MaskedDense(model, case).run()
+def masked_dense(model: nn.Module, case: Case, kv_bits: int | None = None, group: int = 64) -> Logits:
+    """Logits of the last prompt token and of every continuation token, (1 + T, V).
+
+    Args:
+        kv_bits: mlx-lm's quantised caches take the place of the plain ones once the prompt is read.
+        group: values that share a scale.
+    """
+    return _MaskedDense(model, case, kv_bits, group).run()
 
 
 class _MaskedDense:
     """One dense run; positions equal indices here, as nothing is ever removed."""
 
-    def __init__(self, model: nn.Module, case: Case) -> None:
+    def __init__(self, model: nn.Module, case: Case, kv_bits: int | None = None, group: int = 64) -> None:
         self.model = model
         self.case = case
+        self.kv_bits, self.group = kv_bits, group
         self.caches = make_prompt_cache(model)
         self.kept = np.zeros(case.prompt.size + case.continuation.size, dtype=bool)
         self.kept[case.kept] = True
@@ -223,7 +229,16 @@ class _MaskedDense:
                 mx.eval(logits, [leaf.state for leaf in _leaves(self.caches)])
                 rows.append(np.array(logits.astype(mx.float32)))
                 start += tokens.size
+                if self.kv_bits is not None and start == self.case.prompt.size:
+                    self.caches = [self._quantised(part) for part in self.caches]
         return np.stack(rows)
+
+    def _quantised(self, part: Any) -> Any:
+        if not isinstance(part, KVCache):
+            return part
+        quantised = part.to_quantized(group_size=self.group, bits=self.kv_bits)
+        quantised.make_mask = self._mask_maker(quantised)
+        return quantised
 
     def _advance(self, start: int, count: int) -> None:
         self.coming = np.arange(start, start + count)

@@ -41,7 +41,7 @@ from mlx_specprefill_evals.command import Options, evaluate
 from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_evals.statistics import paired_difference
 from mlx_specprefill_evals.tasks import GROUPS, REAL, TASKS, Space, make_item
-from mlx_specprefill_server.cli.common import load
+from mlx_specprefill_server.cli.loading import load
 from mlx_specprefill_server.pairs import find_pair
 
 import mlx.core as mx  # isort: skip - after the library, which loads a fast BLAS

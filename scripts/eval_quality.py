@@ -25,7 +25,7 @@ from mlx_specprefill_evals.arms import ARM_KINDS, arms
 from mlx_specprefill_evals.command import Options, evaluate
 from mlx_specprefill_evals.errors import EvaluationError
 from mlx_specprefill_evals.local import LocalModel, examination
-from mlx_specprefill_server.cli.common import load
+from mlx_specprefill_server.cli.loading import load
 from mlx_specprefill_server.pairs import NAMED_PAIRS, Pair, PairsError, find_pair, read_pairs
 
 QUICK: dict[str, Any] = {"task": ["niah_single_2", "niah_multikey_1"], "lengths": [1024, 2048], "n": 8, "depths": []}

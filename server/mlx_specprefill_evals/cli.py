@@ -17,7 +17,8 @@ from mlx_specprefill_evals.command import evaluate as run
 from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_evals.remote import RemoteModel
 from mlx_specprefill_evals.tasks import GROUPS
-from mlx_specprefill_server.cli.common import OptionError, begin, choose, load, make_settings, one_line_errors
+from mlx_specprefill_server.cli.common import OptionError, begin, choose, make_settings, one_line_errors
+from mlx_specprefill_server.cli.loading import load
 from mlx_specprefill_server.cli.options import (
     ChunkSize,
     Draft,

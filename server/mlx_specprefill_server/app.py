@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; true: shut down."""
         ended = not self._state.requests or time.monotonic() >= self._end_at
-        # Where a rank is lost, the process ends by itself, once /health has said so: mlx.launch sends SIGTERM before that.
+        # A process that has lost a rank ends by itself, once /health has said so; mlx.launch sends SIGTERM before.
         if self._state.draining and ended and self._models.lost is None:
             self.should_exit = True
         return await super().on_tick(counter)

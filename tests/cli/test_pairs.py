@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill_server import packages, pairs
-from mlx_specprefill_server.cli.common import OptionError, choose, load
+from mlx_specprefill_server.cli.common import OptionError, choose
+from mlx_specprefill_server.cli.loading import load
 from mlx_specprefill_server.pairs import MissingPairError, PairsError, find_pair, find_row, read_pairs
 from tests.gguf_files import tiny
 

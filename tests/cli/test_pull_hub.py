@@ -21,7 +21,10 @@ from typer.testing import CliRunner
 from mlx_specprefill import find_model, load_pair
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli import pulling
+from mlx_specprefill_server.cli.common import OptionError
+from mlx_specprefill_server.cli.loading import load
 from mlx_specprefill_server.getting import downloading
+from mlx_specprefill_server.pairs import Pair
 from tests.gguf_files import tiny
 from tests.hub import COMMIT, LARGE, Hub, hub_of, used_by_this_process
 from tests.serving import heeds_ctrl_c
@@ -132,6 +135,36 @@ class TestAWholePull:
         assert hub.sent == {}
 
 
+class TestLoadingWhatIsNotHere:
+    def test_it_is_fetched_first(self, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        pair = load(Pair(target="org/target", draft="org/draft"), "auto")
+        assert (pair.target_id, pair.draft_id, pair.sparse_refusal) == ("org/target", "org/draft", None)
+        said = capsys.readouterr().err
+        assert "org/target: " in said
+        assert "MB to fetch" in said
+        assert "memory at 32,768 tokens, org/draft" in said
+
+    def test_what_is_here_is_not_asked_for(self, hub: Hub) -> None:
+        pull("org/target")
+        hub.asked.clear()
+        load(Pair(target="org/target"), "auto")
+        assert hub.asked == []
+
+    def test_what_memory_has_no_room_for_is_refused(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "1MB")
+        with pytest.raises(OptionError, match=r"1\.0 MB may be used .* `mlx-specprefill pull` with --force fetches it"):
+            load(Pair(target="org/target", draft="self"), "auto")
+        assert find_model("org/target") is None
+
+    def test_a_command_says_in_one_line_what_the_hub_has_not(self, hub: Hub, tmp_path: Path) -> None:
+        prompt = tmp_path / "prompt"
+        prompt.write_text("Hi")
+        asked = ["generate", "--prompt-file", str(prompt), "--target", "org/nothing"]
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, asked)
+        assert done.exit_code == 2, done.output
+        assert f"error: {hub.url} has no model org/nothing" in done.stderr
+
+
 class TestAnInterruptedPull:
     @pytest.fixture(autouse=True)
     def _without_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +225,11 @@ class TestAnInterruptedPull:
                 assert time.monotonic() < until
                 time.sleep(0.05)
             process.send_signal(how)
-            if how == signal.SIGINT:  # it waits for the connection, which has nothing to say, at most so long
+            if how == signal.SIGINT:  # it waits for the connection's end, and is not to get the rest before it notices
+                hub.withheld["org/target"] = (503, "")
                 hub.released.set()
-            assert process.wait(60) == (-signal.SIGKILL if how == signal.SIGKILL else 130)
+            assert process.wait(120) == (-signal.SIGKILL if how == signal.SIGKILL else 130)
+        hub.withheld.clear()
         hub.released.set()
         kept = sum(path.stat().st_size for path in home.rglob("*.incomplete"))
         assert kept == size // 2 or how == signal.SIGINT

@@ -43,6 +43,7 @@ LONG = {"max_position_embeddings": 200_000, "num_hidden_layers": 12}
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     return tmp_path
 
 
@@ -113,6 +114,20 @@ class TestList:
         assert found["packages"] == [{"package": "no-such-package==1.2", "pair": "a", "path": None}]
         states = {pair["pair"]: pair["state"] for pair in found["pairs"]}
         assert states == {"a": "not installed", "b": "ready", "c": "from its repository"}
+
+    def test_pairs_of_the_users_table_come_after_the_named_ones(self, hub: Hub, home: Path) -> None:
+        named = said("list")
+        table = home / ".config" / "mlx-specprefill" / "models.toml"
+        table.parent.mkdir(parents=True)
+        table.write_text(PAIRS)
+        both = said("list")
+        assert both["pairs"][: len(named["pairs"])] == named["pairs"]
+        states = {pair["pair"]: pair["state"] for pair in both["pairs"][len(named["pairs"]) :]}
+        assert states == {"a": "not installed", "b": "ready", "c": "from its repository"}
+        assert both["packages"] == [
+            *named["packages"],
+            {"package": "no-such-package==1.2", "pair": "a", "path": None},
+        ]
 
     def test_the_tables_say_the_same(self, hub: Hub, lm_studio: Path) -> None:
         shown = run("list").stdout

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from mlx_specprefill import ModelPair
-from mlx_specprefill_server.cli.common import choose, load
+from mlx_specprefill_server.cli.common import choose
+from mlx_specprefill_server.cli.loading import load
 
 from . import BenchError
 

@@ -16,7 +16,8 @@ from mlx_specprefill import Engine, ModelPair, PairCost, SparseUnsupportedError,
 from ..benchmark import BenchmarkError, Plan, file_name, load_before, measure, record
 from ..benchmark_picture import picture
 from ..settings import Settings
-from .common import ONE_SHOT, begin, choose, duration, load, make_settings, notes, one_line_errors
+from .common import ONE_SHOT, begin, choose, duration, make_settings, notes, one_line_errors
+from .loading import load
 from .options import Draft, DraftLayers, Dtype, HeadsFile, Keep, Level, NoDraft, PairName, PairsFile, Target
 
 __all__ = ["bench", "fitting"]

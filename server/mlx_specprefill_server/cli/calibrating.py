@@ -12,8 +12,9 @@ from rich.console import Console
 from mlx_specprefill import MULTIPLES, DraftHeads, ShareCurve, SpecPrefillPolicy, break_even
 from mlx_specprefill import calibrate as measure_pair
 
-from .common import begin, choose, load, make_settings, notes, one_line_errors
+from .common import begin, choose, make_settings, notes, one_line_errors
 from .console import cost_table
+from .loading import load
 from .options import Draft, DraftLayers, Dtype, HeadsFile, Keep, Level, MaxLoss, NoDraft, PairName, PairsFile, Target
 
 __all__ = ["calibrate"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,8 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from mlx_specprefill import (
-    ALONE,
     BLAS,
     ModelPair,
-    Ranks,
     SpecPrefillError,
     SpecPrefillOptions,
     keep_share,
@@ -25,7 +23,6 @@ from mlx_specprefill import (
     max_loss,
 )
 
-from .. import pair_loading
 from ..getting.hub import HubError
 from ..monitoring.logs import configure_logging
 from ..packages import PackageError
@@ -36,7 +33,6 @@ from ..prompting.prompt import Prompt, PromptBuilder
 from ..service_managers import ServiceError
 from ..setting_errors import unknown_variables, what_is_wrong
 from ..settings import LogLevel, Settings
-from .options import DtypeName
 
 __all__ = [
     "FAILED",
@@ -46,7 +42,6 @@ __all__ = [
     "begin",
     "choose",
     "duration",
-    "load",
     "make_prompt",
     "make_settings",
     "note_environment",
@@ -164,26 +159,6 @@ def options_of(enabled: bool | None, keep: str | None, loss: str | None = None) 
         None if keep is None else keep_share(keep, "--keep-pct"),
         max_loss=None if loss is None else max_loss(loss, "--max-loss"),
     )
-
-
-def load(
-    pair: Pair,
-    dtype: DtypeName,
-    settings: Settings | None = None,
-    *,
-    calibrate: bool = False,
-    ranks: Ranks = ALONE,
-) -> ModelPair:
-    """`pair_loading.load`, which says on standard error what it does."""
-    return pair_loading.load(pair, dtype, settings, calibrate=calibrate, tell=_progress, ranks=ranks)
-
-
-@contextmanager
-def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
-    """Says what is done, and how far it is, while it lasts."""
-    with notes().status(words) as status:
-        unit = " MB" if words.startswith("Loading ") else ""
-        yield lambda done, total: status.update(f"{words}: {done} of {total}{unit}" if total else words)
 
 
 def usable_memory(given: str | None = None) -> int | None:

@@ -23,7 +23,6 @@ from .common import (
     ONE_SHOT,
     begin,
     choose,
-    load,
     make_prompt,
     make_settings,
     notes,
@@ -32,6 +31,7 @@ from .common import (
     read_text,
 )
 from .console import StageBars, stage_bars, stage_summary, stage_table
+from .loading import load
 from .options import (
     ChunkSize,
     Draft,

@@ -19,7 +19,6 @@ from .common import (
     begin,
     choose,
     duration,
-    load,
     make_prompt,
     make_settings,
     notes,
@@ -28,6 +27,7 @@ from .common import (
     read_text,
 )
 from .console import chunk_table, stage_bars, work_table
+from .loading import load
 from .options import (
     ChunkSize,
     Draft,

@@ -11,21 +11,22 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from mlx_specprefill import find_model, is_repository_id
+from mlx_specprefill import find_model, is_repository_id, place_of
 
 from ..getting.downloading import Told, fetch
 from ..getting.hub import Repository, UnreachableHubError, free_disk, look_up, repository_and_file
 from ..getting.needs import Need, fit, need_of_repository, size
 from ..packages import PackagedFile
 from ..packages import fetch as install
-from ..pairs import NAMED_PAIRS, Row, find_row, read_pairs
+from ..pairs import NAMED_PAIRS, Pair, Row, find_row, read_pairs
 from .common import OptionError, notes, one_line_errors, usable_memory
 from .options import PairsFile
 
-__all__ = ["pull"]
+__all__ = ["fetch_missing", "pull"]
 
 _USUAL = 32768  # tokens of a context for which there should be room
 _SPARE_DISK = 1 << 30  # bytes that stay free
+_FORCE = "--force fetches it all the same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,21 @@ def pull(
     typer.echo(f"{name} is installed. mlx-specprefill serve {serve}")
 
 
+def fetch_missing(pair: Pair) -> None:
+    """Fetch those of a pair's models that are repository ids and not on this machine.
+
+    Raises:
+        OptionError: the disk or the memory has no room, or one can't be loaded here.
+        HubError: one can't be fetched.
+    """
+    named = [name for name in (pair.target, pair.draft) if name is not None and place_of(name) is None]
+    missing = [name for name in named if is_repository_id(name)]
+    if missing:
+        _fetch_all(
+            missing, pair.context or _USUAL, False, "`mlx-specprefill pull` with --force fetches it all the same"
+        )
+
+
 def _pull_pair(name: str, row: Row, context: int, force: bool) -> None:
     models = [model for model in (row.target, row.draft) if model is not None]
     packaged = [model for model in models if isinstance(model, PackagedFile)]
@@ -80,7 +96,7 @@ def _pull_pair(name: str, row: Row, context: int, force: bool) -> None:
     _fetch_all(remote, context, force)
 
 
-def _fetch_all(names: list[str], context: int, force: bool) -> None:
+def _fetch_all(names: list[str], context: int, force: bool, otherwise: str = _FORCE) -> None:
     """Plan everything before anything large is fetched."""
     planned = [plan for plan in map(_planned, names) if plan is not None]
     for plan in planned:
@@ -88,8 +104,8 @@ def _fetch_all(names: list[str], context: int, force: bool) -> None:
             f"{plan.name}: {len(plan.repository.files)} files, {size(plan.repository.missing)} to fetch", err=True
         )
     _check_disk(planned)
-    _check_models(planned, force)
-    _check_memory(planned, context, force)
+    _check_models(planned, force, otherwise)
+    _check_memory(planned, context, force, otherwise)
     for plan in planned:
         with _bar(plan.repository) as told:
             fetch(plan.repository, told)
@@ -124,18 +140,18 @@ def _check_disk(planned: list[_Planned]) -> None:
         )
 
 
-def _check_models(planned: list[_Planned], force: bool) -> None:
+def _check_models(planned: list[_Planned], force: bool, otherwise: str) -> None:
     for plan in planned:
         design = plan.need.design
         if design is None:
             continue
         if design.refusal is not None and not force:
-            raise OptionError(f"{plan.name} could not be loaded: {design.refusal}; --force fetches it all the same")
+            raise OptionError(f"{plan.name} could not be loaded: {design.refusal}; {otherwise}")
         if design.refusal is None and design.sparse_refusal is not None:
             typer.echo(f"note: {plan.name} is always read in full: {design.sparse_refusal}", err=True)
 
 
-def _check_memory(planned: list[_Planned], context: int, force: bool) -> None:
+def _check_memory(planned: list[_Planned], context: int, force: bool, otherwise: str) -> None:
     """Weights and caches of all of them, for one request; a prefill's working memory comes on top."""
     needs, limit = [plan.need for plan in planned], usable_memory()
     for need in needs:
@@ -146,7 +162,7 @@ def _check_memory(planned: list[_Planned], context: int, force: bool) -> None:
     total = sum(need.memory(context) for need in needs)
     raise OptionError(
         f"{size(total)} of memory are needed at {context:,} tokens, and {size(limit)} may be used on this machine: "
-        "choose a smaller model or fewer bits, a shorter --context, or --force"
+        f"choose a smaller model, fewer bits or a shorter context; {otherwise}"
     )
 
 

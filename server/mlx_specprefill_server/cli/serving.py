@@ -26,7 +26,8 @@ from ..parsers.formats import ReasoningParser, ToolParser
 from ..service import ServerState
 from ..settings import LogFormat, LogLevel, Settings
 from ..sockets import bound_sockets, is_exposed
-from .common import OptionError, choose, load, make_settings, note_environment, one_line_errors
+from .common import OptionError, choose, make_settings, note_environment, one_line_errors
+from .loading import load
 from .options import (
     ChunkSize,
     Draft,

@@ -20,6 +20,7 @@ from ..getting.hub import look_up, repository_and_file
 from ..getting.inventory import PLACES, Package, StoredModel, packages_of, pair_state, stored_models, support
 from ..getting.needs import Need, need_of_repository, need_of_stored, size
 from ..getting.removing import delete
+from ..hosting.table import models_file
 from ..packages import uninstall
 from ..pairs import NAMED_PAIRS, Row, find_pair, read_pairs
 from .common import OptionError, one_line_errors
@@ -32,18 +33,27 @@ KeepPct = Annotated[float, typer.Option(min=0.01, max=1, help="Share of chunks t
 
 
 def list_models(as_json: AsJson = False, pairs_file: PairsFile = None) -> None:
-    """Show what is on this machine: models in Hugging Face's cache and LM Studio's folders, packages, pairs."""
+    """Show what is on this machine: models in Hugging Face's cache and LM Studio's folders, packages, pairs.
+
+    Pairs are those of --pairs-file, else the named ones and those of models.toml in your configuration folder.
+    """
     with one_line_errors():
-        rows = read_pairs(pairs_file or NAMED_PAIRS)
+        named = _named(pairs_file)
         models = [_model_facts(model) for model in stored_models()]
-        packages = [_package_facts(package) for package in packages_of(rows)]
-        pairs = [_pair_facts(name, row, pairs_file) for name, row in rows.items()]
+        packages = [_package_facts(package) for _, rows in named for package in packages_of(rows)]
+        pairs = [_pair_facts(name, row, file) for file, rows in named for name, row in rows.items()]
     if as_json:
         typer.echo(json.dumps({"models": models, "packages": packages, "pairs": pairs}))
         return
     _print("Models", ("id", "size", "where", "architecture", "sparse prefill"), (_model_cells(one) for one in models))
     _print("Packages", ("package", "pair", "where"), (_package_cells(one) for one in packages))
     _print("Pairs", ("pair", "target", "draft", "state"), (_pair_cells(one) for one in pairs))
+
+
+def _named(file: Path | None) -> list[tuple[Path | None, dict[str, Row]]]:
+    """The pairs of the file; without one those that come along, and those of the user's table."""
+    files = [file] if file is not None else [None, *([models_file()] if models_file().is_file() else [])]
+    return [(one, read_pairs(one or NAMED_PAIRS)) for one in files]
 
 
 def _model_facts(model: StoredModel) -> dict[str, Any]:

@@ -1,0 +1,47 @@
+"""How the commands load a pair: what is not on this machine is fetched first, and they say what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mlx_specprefill import ALONE, ModelPair, Ranks
+
+from .. import pair_loading
+from ..pairs import Pair
+from ..settings import Settings
+from .common import notes
+from .options import DtypeName
+from .pulling import fetch_missing
+
+__all__ = ["load"]
+
+
+def load(
+    pair: Pair,
+    dtype: DtypeName,
+    settings: Settings | None = None,
+    *,
+    calibrate: bool = False,
+    ranks: Ranks = ALONE,
+) -> ModelPair:
+    """`pair_loading.load`, which says on standard error what it does.
+
+    A repository id that is not on this machine is fetched as `pull` does. On several machines mlx-lm does that, because
+    what a model takes of each one's memory is not known before.
+
+    Raises:
+        OptionError: the disk or the memory has no room for what is missing.
+        HubError: it can't be fetched.
+    """
+    if not ranks.several:
+        fetch_missing(pair)
+    return pair_loading.load(pair, dtype, settings, calibrate=calibrate, tell=_progress, ranks=ranks)
+
+
+@contextmanager
+def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
+    """Says what is done, and how far it is, while it lasts."""
+    with notes().status(words) as status:
+        unit = " MB" if words.startswith("Loading ") else ""
+        yield lambda done, total: status.update(f"{words}: {done} of {total}{unit}" if total else words)

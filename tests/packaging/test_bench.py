@@ -25,6 +25,9 @@ SERVING = "alone_tok_s together_tok_s streams gain".split()
 LONG = "benchmark device blas mlx pair repeats rest_share_max peak_ratio_max exponents rows".split()
 LONG_ROW = """tokens full_ms sparse_ms draft_alone_ms target_kept_ms kept_tokens rest_ms rest_of_full full_peak_mib
 sparse_peak_mib peak_ratio hit_ms""".split()
+PREFIXES = """benchmark device blas mlx sessions tokens layers repeats find_covers_ms find_ms hit_mib hit_lookup_ms
+hit_forward_ms hit_alone_ms hit_over_ms hit_peak_mib store_mib store_ms store_evicting_ms store_evicted evict_us
+disk_mib disk_write_s disk_cold disk_file_ms disk_restore_ms disk_share disk_file_mib_s disk_restore_mib_s""".split()
 LOAD = "benchmark device blas mlx limit_s rates sparse_vs_dense dense_vs_mlx_lm rows".split()
 LOAD_ROW = "arm rate requests unanswered p50_s p95_s sustained".split()
 AGENTS = """benchmark device blas mlx tokens repeats sum_vs_dense sum_vs_mlx_lm worst_vs_dense
@@ -156,6 +159,13 @@ def test_long(report: Report) -> None:
     assert found.keys() == set(LONG)
     assert [row.keys() for row in found["rows"]] == [set(LONG_ROW)] * 2
     assert all(row["peak_ratio"] > 0 and row["kept_tokens"] < row["tokens"] / 2 for row in found["rows"])
+
+
+def test_prefixes(report: Report) -> None:
+    found = report("prefixes --quick --tokens 4096 --sessions 2 --layers 2 --repeats 1")
+    assert list(found) == PREFIXES
+    assert found["store_evicted"] == 4096 / 256
+    assert found["hit_mib"] == 2 * 4096 * 2 * 64 * 4 / 2**20
 
 
 def test_exponents_are_fitted() -> None:

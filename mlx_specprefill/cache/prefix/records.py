@@ -91,22 +91,28 @@ class Layout:
             arrays[f"{index}.write"] = mx.array([write], dtype=mx.int32)
         return arrays
 
-    def build(self, chain: Sequence[Arrays], state: Arrays | None, length: int) -> list[Any]:
+    def build(
+        self, chain: Sequence[Arrays], excess: int, state: Arrays | None, length: int, room: int = 0
+    ) -> list[Any]:
         """A prompt cache of `length` tokens that shares nothing writable with the arrays it is made of.
+
+        Keys and values are not evaluated: the first forward copies them, layer by layer, to where it writes its own.
+        Nobody waits for the copy of a cache that no forward reads.
 
         Args:
             chain: deltas from the first token on; the last one may reach beyond `length`.
+            excess: by how many tokens it does.
             state: of the other layers at exactly `length`; None when there are none.
+            room: tokens that are to be written without another copy.
         """
         cache = self._make()
         for index, (part, kind) in enumerate(zip(leaves(cache), self._kinds, strict=True)):
             if kind == "tokens":
-                _restore_tokens(part, index, chain, length)
+                _restore_tokens(part, index, chain, excess, length, room)
             elif state is not None and kind == "recurrent":
                 _restore_recurrent(part, index, state)
             elif state is not None and f"{index}.keys" in state:
                 _restore_window(part, index, state, length)
-        mx.eval([part.state for part in cache])
         return cache
 
     def _written(self, cache: Sequence[Any], kind: _Kind) -> list[tuple[int, Any]]:
@@ -143,13 +149,24 @@ def _compact(ring: Any) -> tuple[mx.array, mx.array, int]:
     return ring.keys[..., :size, :], ring.values[..., :size, :], ring._idx
 
 
-def _restore_tokens(part: Any, index: int, chain: Sequence[Arrays], length: int) -> None:
+def _restore_tokens(part: Any, index: int, chain: Sequence[Arrays], excess: int, length: int, room: int) -> None:
     names = f"{index}.keys", f"{index}.values"
     if not chain or names[0] not in chain[0]:
         return
-    keys, values = (mx.concatenate([arrays[name] for arrays in chain], axis=2)[..., :length, :] for name in names)
+    spare = -(length + room) % KVCache.step + room if room else 0
+    keys, values = (_joined([arrays[name] for arrays in chain], excess, spare) for name in names)
     inner = keys, values, length
     part.state = (inner, length, [(0, length)]) if isinstance(part, Positioned) else inner
+
+
+def _joined(parts: list[mx.array], excess: int, spare: int) -> mx.array:
+    """Parts (1, H, S, D) without the last `excess` tokens, and `spare` slots behind them, as one; not evaluated."""
+    last = parts[-1]
+    if excess:
+        parts[-1] = last[..., : last.shape[2] - excess, :]
+    if spare:
+        parts.append(mx.zeros((1, last.shape[1], spare, last.shape[3]), last.dtype))
+    return mx.concatenate(parts, axis=2)
 
 
 def _restore_recurrent(part: Any, index: int, state: Arrays) -> None:

@@ -27,6 +27,7 @@ from .stored_tree import StoredTree
 __all__ = ["PrefixCache"]
 
 log = logging.getLogger(__name__)
+_ROOM = 2048  # tokens: what follows a hit is usually less, and a forward reads no more at once
 
 
 class PrefixCache:
@@ -96,7 +97,7 @@ class PrefixCache:
         self._stored.begin()
         wanted = np.asarray(tokens, dtype=np.int32)[:limit]
         while (match := self._match(wanted, label)) is not None:
-            hit = self._serve(match, again)
+            hit = self._serve(match, min(len(tokens) - match.length, _ROOM), again)
             if hit is not None:
                 self.hits += not again
                 self.tokens_served += 0 if again else hit.length
@@ -115,8 +116,11 @@ class PrefixCache:
             return None
         return (deepest_state if self._layout.stateful else longest_match)(root, wanted, self.block_size)
 
-    def _serve(self, match: Match, again: bool) -> CacheHit | None:
-        """The matched prefix as a prompt cache; None when a part could not be read, which is then forgotten."""
+    def _serve(self, match: Match, room: int, again: bool) -> CacheHit | None:
+        """The matched prefix as a prompt cache with room for so many tokens more.
+
+        None when a part could not be read, which is then forgotten.
+        """
         records = match.node.blocks()
         count = len(records)
         if self._layout.stateful and match.node.state is not None:
@@ -129,7 +133,8 @@ class PrefixCache:
                 return None
             loaded.append(arrays)
         state = loaded[count] if len(loaded) > count else None
-        cache = self._layout.build(loaded[:count], state, match.length)
+        excess = match.node.end - match.length
+        cache = self._layout.build(loaded[:count], excess, state, match.length, room)
         for record in records:
             self._budget.touch(record, hit=not again)
         for record, arrays in zip(records, loaded, strict=True):

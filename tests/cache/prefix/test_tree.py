@@ -259,6 +259,38 @@ def test_hits_can_be_written_to(family: str) -> None:
         assert same(third.cache, reference)
 
 
+@pytest.mark.parametrize("following", [5, 300])
+def test_a_hit_is_copied_once_and_by_the_forward(following: int) -> None:
+    """The look-up computes nothing; the forward writes into the room that the copy was made with."""
+    model, prompt = model_of("llama"), random_prompt(600 + following, 11)
+    prefixes = PrefixCache("m", lambda: make_positioned_cache(model), ByteBudget(LARGE), block_size=256)
+    prefixes.store(prompt[:600], dense("llama", prompt[:600], 600)[0])
+    whole, logits = dense("llama", prompt[:600], 600)[0], None
+    logits = feed(model, whole, prompt[600:], following)
+    before = mx.get_active_memory()
+    hit = prefixes.lookup(prompt, 600)
+    assert hit is not None
+    assert mx.get_active_memory() - before < 16_000  # and not the bytes of 600 tokens
+    slots = [part.keys.shape[2] for part in hit.cache]
+    assert mx.array_equal(feed(model, hit.cache, prompt[600:], following), logits).item()
+    assert same(hit.cache, whole)
+    assert [part.keys.shape[2] for part in hit.cache] == slots
+    assert max(slots) < 600 + following + 256
+
+
+def test_what_was_found_outlives_its_eviction() -> None:
+    """Nothing has been copied when the blocks go."""
+    make = fake_caches()
+    prefixes = PrefixCache("m", make, (budget := ByteBudget(LARGE)), block_size=BLOCK)
+    tokens = tuple(range(40))
+    prefixes.store(tokens, filled(make, tokens))
+    hit = prefixes.lookup((*tokens[:30], 99), 30)
+    budget.shrink(LARGE)
+    assert budget.used == prefixes.nbytes == 0
+    assert hit is not None
+    assert same(hit.cache, filled(make, tokens[:30]))
+
+
 def test_prompts_share_the_blocks_they_have_in_common() -> None:
     make = fake_caches()
     prefixes = PrefixCache("m", make, ByteBudget(LARGE), block_size=BLOCK)

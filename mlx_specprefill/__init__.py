@@ -17,6 +17,7 @@ BLAS = preload()
 _files.preload()
 
 from .adapters.heads import DraftHeads, read_heads
+from .adapters.placement import DraftPlacement, PlacementChoice
 from .adapters.shares import MULTIPLES, ShareCurve
 from .adapters.tokenizers import check_same_tokenizer
 from .cache.entry import CacheEntry
@@ -124,6 +125,7 @@ __all__ = [
     "Constraint",
     "ContextLengthError",
     "DraftHeads",
+    "DraftPlacement",
     "DtypeName",
     "Engine",
     "EngineClosedError",
@@ -151,6 +153,7 @@ __all__ = [
     "PairCost",
     "PairMismatchError",
     "PeerLostError",
+    "PlacementChoice",
     "Prediction",
     "PrefillReport",
     "Progress",

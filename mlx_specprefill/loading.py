@@ -17,14 +17,15 @@ from .adapters.gguf import is_gguf
 from .adapters.heads import DraftHeads, read_heads
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
-from .adapters.probe import probe_sparse, staged_model
+from .adapters.placement import DraftPlacement, PlacementChoice, place_draft
+from .adapters.probe import staged_model
+from .adapters.refusals import sparse_refusal
 from .adapters.registry import adapter_for, architecture_of
 from .adapters.retrieval_heads import RetrievalDraft, attach_heads, heads_file_layers, known_heads
 from .adapters.sharding import Sharding
 from .adapters.staged import StagedModel
 from .adapters.text_mapping import TextMapping
 from .adapters.tokenizers import mapping_between
-from .cache.positioned import Positioned, leaves, make_positioned_cache
 from .distributed.ranks import ALONE, Ranks
 from .errors import LoadError, SparseUnsupportedError
 from .reading import DtypeName, LoadedModels, OnProgress, cast_model, read_model, read_part
@@ -51,6 +52,8 @@ class ModelPair:
             prefilled in stages.
         mapping: the way from the target's tokens to those of a draft with another tokenizer; None: it has the target's.
         ranks: the processes that run the target together; `sharding`: how it is spread over them.
+        draft_placement: on which of several ranks the draft is, None on one or without a draft. With "first", the other
+            ranks know of it what rank 0 told them, and have none: `draft` and `mapping` are None, `draft_id` is not.
     """
 
     target: nn.Module
@@ -72,6 +75,7 @@ class ModelPair:
     mapping: TextMapping | None = None
     ranks: Ranks = ALONE
     sharding: Sharding | None = None
+    draft_placement: DraftPlacement | None = None
 
     @property
     def stages(self) -> StagedModel | None:
@@ -113,6 +117,7 @@ def load_pair(
     loaded: LoadedModels | None = None,
     on_progress: OnProgress = lambda done, total: None,
     ranks: Ranks = ALONE,
+    draft_placement: PlacementChoice = "auto",
 ) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
@@ -131,7 +136,8 @@ def load_pair(
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
         loaded: models of other pairs, which this one shares.
         on_progress: gets the bytes of target or draft that are in memory, and those of the whole; one after the other.
-        ranks: from `join_ranks`. Each of several holds its part of the target, and the whole draft.
+        ranks: from `join_ranks`. Each of several holds its part of the target.
+        draft_placement: which of them read prompts with the draft.
 
     Raises:
         LoadError: a checkpoint is missing or broken, or the draft can't score with so many layers; the target can't be
@@ -150,9 +156,13 @@ def load_pair(
         mtp = _load_head(model, target, dtype)
     draft_model: nn.Module | Literal["self"] | None = None if draft is None else "self"
     draft_from, draft_config, draft_tokenizer = target, None, None
+    placement: DraftPlacement | None = None
     if draft is not None and draft != "self":
-        draft_from = draft
-        draft_model, draft_tokenizer, draft_config = read(draft, dtype, on_progress)
+        draft_from, placement = draft, place_draft(draft_placement) if ranks.several else None
+        if placement == "first" and not ranks.leads:
+            draft_model = None
+        else:
+            draft_model, draft_tokenizer, draft_config = read(draft, dtype, on_progress)
     pair = make_pair(
         model,
         tokenizer,
@@ -167,6 +177,7 @@ def load_pair(
         mtp=mtp,
         ranks=ranks,
         sharding=sharding,
+        draft_placement=placement,
     )
     known = ranks.agree("draft's heads", lambda: _calibrated_heads(pair, heads, draft_from, draft_layers, draft_heads))
     return pair if known is None else with_heads(pair, known, exit_early=exit_early)
@@ -181,6 +192,12 @@ def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -
     Raises:
         LoadError: the heads are another model's, or lie in layers that the draft was cut off from.
     """
+    if pair.draft_placement == "first":
+        return _told_by_rank_0(_with_heads(pair, heads, exit_early) if pair.ranks.leads else pair)
+    return _with_heads(pair, heads, exit_early)
+
+
+def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPair:
     if pair.draft is None:
         raise LoadError("calibrated heads are given, but there is no draft")
     whole = whole_draft(pair.draft)
@@ -210,7 +227,7 @@ def _calibrated_heads(
     beside = (place_of(folder) or Path(folder)) / "heads.json"
     if draft_heads is not None:
         beside = Path(draft_heads).expanduser().with_suffix(".json")
-    unknown = heads is None and pair.draft is not None
+    unknown = heads is None and pair.draft_id is not None
     if unknown and (draft_layers is None or draft_heads is not None) and beside.is_file():
         heads = beside
     return read_heads(heads) if isinstance(heads, Path) else heads
@@ -231,6 +248,7 @@ def make_pair(
     mtp: MTPHead | str = "it was not loaded from a checkpoint",
     ranks: Ranks = ALONE,
     sharding: Sharding | None = None,
+    draft_placement: DraftPlacement | None = None,
 ) -> ModelPair:
     """Join loaded models: install what they need, once, and find out whether this pair can prefill sparsely.
 
@@ -238,6 +256,7 @@ def make_pair(
         draft, draft_layers, draft_heads: as in `load_pair`.
         draft_tokenizer: None: the target's.
         ranks, sharding: of a target that is spread over several processes already.
+        draft_placement: of its draft; "first": on rank 0 alone, the others are given none.
 
     Raises:
         LoadError: the draft can't score with so many layers.
@@ -246,15 +265,17 @@ def make_pair(
     install_patches()
     if isinstance(draft, str):
         draft, draft_config, draft_id = target, config, target_id
-    if draft_heads is not None:
+    if draft_placement == "first" and not ranks.leads:
+        draft = None
+    elif draft_heads is not None:
         draft, draft_id = _with_retrieval_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
     elif draft_layers is not None:
         draft, draft_id = _shallow(draft, draft_id, draft_layers)
     mapping = None if draft_tokenizer is None else mapping_between(tokenizer, draft_tokenizer, draft_id)
-    refusal = _refusal_of_all(ranks, target, draft)
+    refusal = sparse_refusal(target, draft, ranks)
     if refusal is not None:
         log.warning("%s: full prefill only: %s", target_id, refusal)
-    return ModelPair(
+    pair = ModelPair(
         target=target,
         draft=draft,
         tokenizer=tokenizer,
@@ -270,11 +291,31 @@ def make_pair(
         draft_config=draft_config,
         mtp=mtp,
         heads=_for_mapping(known_heads(draft), mapping) if isinstance(draft, RetrievalDraft) else None,
-        staged=staged_model(target, draft) if refusal is None else refusal,
+        staged=_staged(target, draft, refusal),
         mapping=mapping,
         ranks=ranks,
         sharding=sharding,
+        draft_placement=draft_placement,
     )
+    return _told_by_rank_0(pair) if draft_placement == "first" else pair
+
+
+def _told_by_rank_0(pair: ModelPair) -> ModelPair:
+    """On the other ranks: the pair with what rank 0 knows of a draft that is there alone."""
+
+    def known() -> dict[str, Any]:
+        found = {name: getattr(pair, name) for name in ("draft_id", "draft_config", "heads", "sparse_refusal")}
+        # How many tokens a draft with another tokenizer reads is known to rank 0 alone, which refuses what is too long.
+        return found | {"draft_context": pair.draft_context if pair.mapping is None else None}
+
+    told = pair.ranks.agree("draft", known)
+    return pair if pair.ranks.leads else replace(pair, **told)
+
+
+def _staged(target: nn.Module, draft: nn.Module | None, refusal: str | None) -> StagedModel | str:
+    if refusal is not None:
+        return refusal
+    return "the draft is on rank 0" if draft is None else staged_model(target, draft)
 
 
 def _for_mapping(heads: DraftHeads, mapping: TextMapping | None) -> DraftHeads:
@@ -335,32 +376,6 @@ def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead
     cast_model(head.layers, dtype)
     mx.eval(head.layers.parameters())
     return head
-
-
-def _refusal_of_all(ranks: Ranks, target: nn.Module, draft: nn.Module | None) -> str | None:
-    """Of one rank, or of several that hold different layers."""
-    refusal = _sparse_refusal(target, draft)
-    if not ranks.several:
-        return refusal
-    holds = refusal is None and any(isinstance(part, Positioned) for part in leaves(make_positioned_cache(target)))
-    if ranks.every(holds):
-        return None
-    return ranks.agree("refusal", lambda: refusal) or "one of the machines has none of its attention layers"
-
-
-def _sparse_refusal(target: nn.Module, draft: nn.Module | None) -> str | None:
-    if draft is None:
-        return "no draft model is loaded"
-    adapter, draft_adapter = adapter_for(architecture_of(target)), adapter_for(architecture_of(draft))
-    if adapter.sparse_refusal is not None:
-        return adapter.sparse_refusal
-    if draft_adapter.draft_refusal is not None:
-        return f"the draft can't score: {draft_adapter.draft_refusal}"
-    try:
-        make_positioned_cache(target)
-    except SparseUnsupportedError as error:
-        return error.reason
-    return probe_sparse(target)
 
 
 def _name(where: str | Path) -> str:

@@ -18,7 +18,7 @@ from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import ALONE, Ranks
 from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest
@@ -58,6 +58,7 @@ class EngineCaches:
         self.sessions = SessionStore(self.budget)
         self._stages = pair.stages
         self._ranks = pair.ranks
+        self._draft_ranks = ALONE if pair.draft_placement == "first" else pair.ranks
         self._disk: DiskTier | None = None
         self._target: PrefixCache | None = None
         self._draft: PrefixCache | None = None
@@ -84,6 +85,7 @@ class EngineCaches:
             draft_identity = model_identity(pair.draft, pair.draft_config or {})
             # The draft costs little to run again: its prefixes stay in memory.
             self._draft = PrefixCache(draft_identity, lambda: empty_draft_cache(pair), self.budget, kind="draft")
+        if pair.draft_id is not None:
             draft_name = pair.ranks.agree("draft identity", lambda: draft_identity)
             self._pair_name = f"{identity}:{draft_name}:{config.selection}:{config.scoring}:{pair.heads}"
 
@@ -115,27 +117,29 @@ class EngineCaches:
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
     ) -> CacheHit | None:
         """The longest dense prefix that leaves at least one token to feed. `again`: not a request of its own."""
-        return self._common(self._target, tokens, label, again)
+        return self._common(self._target, self._ranks, tokens, label, again)
 
     def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
-        return self._common(self._draft, tokens, label)
+        """The longest prefix that the draft has read; with the draft on rank 0 alone to be asked there."""
+        return self._common(self._draft, self._draft_ranks, tokens, label)
 
+    @staticmethod
     def _common(
-        self,
         cache: PrefixCache | None,
+        ranks: Ranks,
         tokens: Sequence[int] | TokenIds,
         label: CacheLabel,
         again: bool = False,
     ) -> CacheHit | None:
-        """The longest prefix that all ranks have: each evicts, and reads its disk, by itself."""
+        """The longest prefix that all of these ranks have: each evicts, and reads its disk, by itself."""
         hit = _lookup(cache, tokens, label, again)
         length = 0 if hit is None else hit.length
-        least, most = self._ranks.range(length)
+        least, most = ranks.range(length)
         while least < most:
             if length > least:
                 hit = _lookup(cache, tokens[: least + 1], label, True) if least else None
                 length = 0 if hit is None else hit.length
-            least, most = self._ranks.range(length)
+            least, most = ranks.range(length)
         return hit
 
     def covers(self, tokens: Sequence[int] | TokenIds, dense: int, label: CacheLabel) -> int:

@@ -112,6 +112,7 @@ def load(
             loaded=loaded,
             on_progress=lambda done, total: progress(done >> 20, total >> 20),
             ranks=ranks,
+            draft_placement="auto" if settings is None else settings.draft_placement,
         )
     if pair.context is not None:
         made = replace(made, context_length=min(made.context_length, pair.context))

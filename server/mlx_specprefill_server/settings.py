@@ -15,6 +15,7 @@ from mlx_specprefill import (
     EngineConfig,
     ForcedRule,
     Keep,
+    PlacementChoice,
     RuleName,
     Scope,
     SelectionConfig,
@@ -102,6 +103,7 @@ class Settings(BaseSettings):
         default=600.0, gt=0, description="Seconds without a step of the engine after which /health answers 503."
     )
     peer_timeout_s: float = Field(default=60.0, gt=0)  # of silence after which another rank counts as lost
+    draft_placement: PlacementChoice = "auto"  # which of several ranks read prompts with the draft
     shutdown_grace_s: float = Field(default=30.0, ge=0)  # that requests in work get to finish after SIGTERM
     request_timeout_s: float | None = Field(default=None, gt=0)  # of a request from its arrival to its end
     queue_timeout_s: float | None = Field(default=None, gt=0)  # of a request's wait for one of the rows

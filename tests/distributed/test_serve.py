@@ -70,7 +70,7 @@ def test_it_answers_as_one_process_does_and_ends_when_asked(tmp_path: Path) -> N
         assert process.wait(60) == 0, log.read_text()
     assert [one["choices"][0]["text"] for one in found] == [one["choices"][0]["text"] for one in expected]
     assert [one["usage"] for one in found] == [one["usage"] for one in expected]
-    assert model["ranks"] == {"count": 2, "sharding": "tensor"}
+    assert model["ranks"] == {"count": 2, "sharding": "tensor", "draft": "first"}
     assert "Traceback" not in log.read_text()
 
 

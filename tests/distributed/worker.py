@@ -25,6 +25,7 @@ import numpy as np
 from mlx_specprefill import (
     ALONE,
     ContextLengthError,
+    DraftPlacement,
     Engine,
     EngineClosedError,
     EngineConfig,
@@ -58,6 +59,7 @@ NAMES = (
     "qwen3_5",
     "gpt_oss",
     "deepseek_v3 pipeline",
+    "llama all",
 )
 MORE_NAMES = ("deepseek_v3", "qwen3_next pipeline", "qwen3_5 4bit")
 PROMPT, ANSWER = 200, 32
@@ -67,6 +69,7 @@ SPARSE = replace(CONFIG, policy=SpecPrefillPolicy(threshold=40, keep_pct=Fractio
 def pair(name: str, ranks: Ranks) -> ModelPair:
     """A tiny target, or this rank's part of it, and a tiny draft."""
     name, _, how = name.partition(" ")
+    placement: DraftPlacement = "all" if how == "all" else "first"
     model = build(name, times=2 if how == "pipeline" else 1)  # so that every part has attention
     if how == "4bit":
         nn.quantize(model, group_size=32, bits=4)
@@ -79,10 +82,11 @@ def pair(name: str, ranks: Ranks) -> ModelPair:
         model,
         tokenizer(VOCABULARY),
         config | {"max_position_embeddings": 4096},
-        draft=build("llama", seed=1),
+        draft=build("llama", seed=1) if ranks.leads or placement == "all" else None,
         draft_config={"max_position_embeddings": 4096},
         ranks=ranks,
         sharding=sharding,
+        draft_placement=placement if ranks.several else None,
     )
 
 
@@ -169,13 +173,27 @@ def turns(engine: Engine) -> dict[str, Any]:
 
 
 def cancelled(engine: Engine) -> dict[str, Any]:
-    """One that was given up in its prefill and one in its answer leave the others alone."""
-    for asked, events in ((request(3000, None), 2), (request(PROMPT, None), 12)):
+    """Some that were given up, while a model read the prompt or in their answer, leave the others alone."""
+    sparse = Fraction(1, 5)
+    for asked, events in ((request(3000, None), 2), (request(2000, sparse), 4), (request(PROMPT, None), 12)):
         given_up = engine.generate(asked)
         for _ in range(events):
             next(given_up)
         given_up.close()
-    return {"tokens": answered(engine, request(PROMPT, Fraction(1, 5)))[0]}
+    tokens, report = answered(engine, request(2000, sparse))
+    return {"tokens": tokens, "kept": report.kept_tokens}
+
+
+def broken(engine: Engine) -> dict[str, Any]:
+    """The draft fails: what follows is a full prefill, on all ranks."""
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("the draft is broken")
+        yield
+
+    engine.prefiller.scorer._found = fail  # type: ignore[method-assign]
+    tokens, report = answered(engine, request(PROMPT, Fraction(1, 5)))
+    return {"tokens": tokens, "reason": report.reason, "kept": report.kept_tokens}
 
 
 def forgetful(engine: Engine) -> dict[str, Any]:
@@ -255,6 +273,7 @@ def equal(ranks: Ranks) -> dict[str, Any]:
     found["llama, 8 rows"] = compared(ranks, "llama", mixed)
     found["turns"] = compared(ranks, "llama", turns, SPARSE)
     found["cancelled"] = compared(ranks, "llama", cancelled)
+    found["broken"] = compared(ranks, "llama", broken)
     return found
 
 

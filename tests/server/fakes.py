@@ -74,6 +74,7 @@ class FakePair:
     sparse_refusal: str | None = None
     ranks: Ranks = ALONE
     sharding: str | None = None
+    draft_placement: str | None = None
     stages: Any = None
     dtype: str = "float32"
 

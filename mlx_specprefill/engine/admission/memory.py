@@ -109,8 +109,12 @@ class Memory:
         if not ranks.several:
             return
         window, _ = ranks.range(self.window())
-        if ranks.every(self.admission.limit is not None) and window < self.window():
-            self.admission.limit = self.admission.weights + self._target.of(window)
+        limit = self.admission.limit
+        if ranks.every(limit is not None) and limit is not None and window < self.window():
+            room = self._target.of(window)
+            if self._pair.draft_placement == "first":  # what the others have room for, they need for the target alone
+                room += self._draft.of(round(window * self._pair.draft_ratio))
+            self.admission.limit = min(limit, self.admission.weights + room)
 
     def close(self) -> None:
         """Give back what it had of the common memory, and freed memory to the system; on the MLX thread."""

@@ -22,6 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..._replacing import replace_text
 from ...cache.fingerprint import model_identity
 from ...config import EngineConfig
+from ...distributed.leading import led
 from ...errors import RequestCancelled, SparseUnsupportedError
 from ...loading import ModelPair
 from ...request import Progress
@@ -54,14 +55,15 @@ def calibrated(
 
     None without a draft, and when measuring fails: the gate then goes by length alone.
     """
-    if pair.draft is None or pair.sparse_refusal is not None:
+    if pair.draft_id is None or pair.sparse_refusal is not None:
         return None
     try:
         known = pair.ranks.agree("known cost", lambda: known_cost(pair, config))
         if known is not None:
             return known
         log.info("measuring what target and draft cost on this machine, once")
-        return calibrate(pair, config, given_up, pause)
+        cost = calibrate(pair, config, given_up, pause)
+        return pair.ranks.agree("cost", lambda: cost)
     except RequestCancelled:
         return None
     except Exception:
@@ -106,30 +108,44 @@ def calibrate(
         SparseUnsupportedError: there is no draft, or it can't score.
         RequestCancelled: it was given up.
     """
-    draft = pair.draft
-    if draft is None:
+    if pair.draft_id is None:
         raise SparseUnsupportedError("no draft model is loaded")
-    longest = min(pair.context_length, pair.draft_context or pair.context_length)
-    rng = np.random.default_rng(0)
-    vocabulary = pair.vocab_size if pair.mapping is None else min(pair.vocab_size, len(pair.draft_tokenizer))
-    prompt = [int(token) for token in rng.integers(0, vocabulary, min(longest, _LONG))]
+    prompt = pair.ranks.agree("measured prompt", lambda: _prompt(pair))
 
     def read_target(tokens: list[int], step: int) -> Generator[Progress, None, Any]:
         return prefill(pair.target, list(make_prompt_cache(pair.target)), tokens, None, step)
 
     def read_draft(tokens: list[int], step: int) -> Generator[Progress, None, Any]:
-        cache = list(make_prompt_cache(draft))
-        seen = None if pair.stages is None else _computed
-        task = ToScore.alone(draft, tokens, config.scoring, cache=cache, step=lambda: step, seen=seen)
-        return scorer_for(config.rule, pair.heads, config.scoring).score(draft, task)
+        if pair.draft_placement == "first":
+            return led(pair.ranks, "draft", lambda: _without_result(_read_draft(pair, config, tokens, step)))
+        return _read_draft(pair, config, tokens, step)
 
     clock = partial(pair.ranks.agree, "time", time.perf_counter)
     ended = partial(pair.ranks.agree, "given up", given_up)
     models = (_Model(partial(_until, ended, read), prompt, pause, clock) for read in (read_target, read_draft))
     cost = replace(_measure(*models), staged=pair.stages is not None, draft_ratio=pair.draft_ratio)
     mx.clear_cache()
-    _store(config.calibration_file, _key(pair, config), cost)
+    if pair.draft is not None:
+        _store(config.calibration_file, _key(pair, config), cost)
     return cost
+
+
+def _prompt(pair: ModelPair) -> list[int]:
+    longest = min(pair.context_length, pair.draft_context or pair.context_length)
+    vocabulary = pair.vocab_size if pair.mapping is None else min(pair.vocab_size, len(pair.draft_tokenizer))
+    return [int(token) for token in np.random.default_rng(0).integers(0, vocabulary, min(longest, _LONG))]
+
+
+def _read_draft(pair: ModelPair, config: EngineConfig, tokens: list[int], step: int) -> Generator[Progress, None, Any]:
+    assert pair.draft is not None
+    cache = list(make_prompt_cache(pair.draft))
+    seen = None if pair.stages is None else _computed
+    task = ToScore.alone(pair.draft, tokens, config.scoring, cache=cache, step=lambda: step, seen=seen)
+    return scorer_for(config.rule, pair.heads, config.scoring).score(pair.draft, task)
+
+
+def _without_result(work: Generator[Progress, None, Any]) -> Generator[Progress, None, None]:
+    yield from work
 
 
 def _computed(_: int, hidden: mx.array) -> None:

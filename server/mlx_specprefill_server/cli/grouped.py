@@ -63,7 +63,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "strict_model",
         "allow_special_tokens",
     ),
-    "Several machines": ("hosts", "starting_port", "peer_timeout_s"),
+    "Several machines": ("hosts", "starting_port", "peer_timeout_s", "draft_placement"),
     "Limits": (
         "max_connections",
         "max_requests_per_key",

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_specprefill import Engine, ForcedRule, Scope, SpeculationName
+from mlx_specprefill import Engine, ForcedRule, PlacementChoice, Scope, SpeculationName
 
 from ..app import serve as serve_forever
 from ..app import serve_models
@@ -211,6 +211,10 @@ def serve(
     peer_timeout_s: Annotated[
         float | None,
         setting("peer_timeout_s", "Seconds of silence after which one of them counts as lost.", "--peer-timeout"),
+    ] = None,
+    draft_placement: Annotated[
+        PlacementChoice | None,
+        setting("draft_placement", "Which of them read prompts with the draft: all, or the first alone."),
     ] = None,
     shutdown_grace_s: Annotated[
         float | None,

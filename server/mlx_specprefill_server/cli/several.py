@@ -119,7 +119,8 @@ def join(settings: Settings) -> Ranks:
     """
     # What each machine may have for itself: paths, and how much memory there is.
     config = replace(settings.engine_config(), prefix_cache_dir=None, calibration_file=None, memory_limit=None)
-    return join_ranks(settings.peer_timeout_s, {"engine settings": str(config)})
+    same = {"engine settings": str(config), "draft placement": settings.draft_placement}
+    return join_ranks(settings.peer_timeout_s, same)
 
 
 def end_together(ranks: Ranks) -> None:

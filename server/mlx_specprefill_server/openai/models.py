@@ -128,9 +128,9 @@ def _memory(service: Service) -> dict[str, int]:
 
 
 def _ranks(service: Service) -> dict[str, Any]:
-    """How many processes run the target together, and how it is spread over them."""
+    """How many processes run the target together, how it is spread over them, and which of them have the draft."""
     pair = service.engine.pair
-    return {"count": pair.ranks.size, "sharding": pair.sharding}
+    return {"count": pair.ranks.size, "sharding": pair.sharding, "draft": pair.draft_placement}
 
 
 def _scorer(service: Service) -> str | None:

@@ -83,6 +83,11 @@ class ModelPair:
         return None if isinstance(self.staged, str) else self.staged
 
     @property
+    def drafted(self) -> bool:
+        """Whether there is a draft, here or on rank 0."""
+        return self.draft is not None or self.draft_placement == "first"
+
+    @property
     def draft_tokenizer(self) -> TokenizerWrapper:
         return self.tokenizer if self.mapping is None else self.mapping.tokenizer
 
@@ -227,7 +232,7 @@ def _calibrated_heads(
     beside = (place_of(folder) or Path(folder)) / "heads.json"
     if draft_heads is not None:
         beside = Path(draft_heads).expanduser().with_suffix(".json")
-    unknown = heads is None and pair.draft_id is not None
+    unknown = heads is None and pair.drafted
     if unknown and (draft_layers is None or draft_heads is not None) and beside.is_file():
         heads = beside
     return read_heads(heads) if isinstance(heads, Path) else heads

@@ -85,7 +85,7 @@ class EngineCaches:
             draft_identity = model_identity(pair.draft, pair.draft_config or {})
             # The draft costs little to run again: its prefixes stay in memory.
             self._draft = PrefixCache(draft_identity, lambda: empty_draft_cache(pair), self.budget, kind="draft")
-        if pair.draft_id is not None:
+        if pair.drafted:
             draft_name = pair.ranks.agree("draft identity", lambda: draft_identity)
             self._pair_name = f"{identity}:{draft_name}:{config.selection}:{config.scoring}:{pair.heads}"
 

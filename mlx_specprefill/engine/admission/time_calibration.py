@@ -55,7 +55,7 @@ def calibrated(
 
     None without a draft, and when measuring fails: the gate then goes by length alone.
     """
-    if pair.draft_id is None or pair.sparse_refusal is not None:
+    if not pair.drafted or pair.sparse_refusal is not None:
         return None
     try:
         known = pair.ranks.agree("known cost", lambda: known_cost(pair, config))
@@ -108,7 +108,7 @@ def calibrate(
         SparseUnsupportedError: there is no draft, or it can't score.
         RequestCancelled: it was given up.
     """
-    if pair.draft_id is None:
+    if not pair.drafted:
         raise SparseUnsupportedError("no draft model is loaded")
     prompt = pair.ranks.agree("measured prompt", lambda: _prompt(pair))
 

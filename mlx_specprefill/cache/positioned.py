@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 Positions = npt.NDArray[np.int32]
+_SMALLEST_GROUP = 32  # of values that share a scale in MLX
 
 
 class Runs:
@@ -365,8 +366,12 @@ def shift_of(cache: Sequence[Any]) -> int:
 def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[Any], int]:
     """mlx-lm's quantised KV caches in place of the plain ones, and the shift that they can't carry themselves.
 
+    Args:
+        group_size: values that share a scale; 32 where a head is not a multiple of that many.
+
     Raises:
-        SparseUnsupportedError: a window layer or composite, which mlx-lm can't quantise, or layers whose shifts differ.
+        SparseUnsupportedError: a window layer or composite, which mlx-lm can't quantise, layers whose shifts differ, or
+            heads that are no multiple of 32 values.
     """
     shift = shift_of(cache)
     if any(part.shift != shift for part in leaves(cache) if isinstance(part, Positioned)):
@@ -377,6 +382,14 @@ def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[
             part = part.inner
         elif not isinstance(part, (ArraysCache, KVCache)):
             raise SparseUnsupportedError(f"{type(part).__name__} can't be quantised")
-        quantized.append(part.to_quantized(group_size=group_size, bits=bits) if type(part) is KVCache else part)
+        quantized.append(_quantized(part, group_size, bits) if type(part) is KVCache else part)
     assert all(isinstance(part, (QuantizedKVCache, ArraysCache)) for part in quantized)
     return quantized, shift
+
+
+def _quantized(part: KVCache, group_size: int, bits: int) -> QuantizedKVCache:
+    sizes = [] if part.keys is None else [part.keys.shape[-1], part.values.shape[-1]]
+    for group in (group_size, _SMALLEST_GROUP):
+        if all(size % group == 0 for size in sizes):
+            return part.to_quantized(group_size=group, bits=bits)
+    raise SparseUnsupportedError(f"heads of {sizes[0]} and {sizes[1]} values can't be quantised: 32 share a scale")

@@ -387,6 +387,17 @@ def test_windows_and_composites_are_not_quantized() -> None:
         quantize_kv([CacheList(PositionedKVCache())], 32, 8)
 
 
+@pytest.mark.parametrize(("size", "group"), [(128, 64), (64, 64), (96, 32), (32, 32), (80, None), (16, None)])
+def test_groups_fit_the_heads(size: int, group: int | None) -> None:
+    cache = PositionedKVCache()
+    cache.update_and_fetch(mx.ones((1, 2, 5, size)), mx.ones((1, 2, 5, size)))
+    if group is None:
+        with pytest.raises(SparseUnsupportedError, match=f"heads of {size} and {size} values"):
+            quantize_kv([cache], 64, 8)
+    else:
+        assert quantize_kv([cache], 64, 8)[0][0].group_size == group
+
+
 def test_recurrent_state_is_left_as_it_is() -> None:
     recurrent = ArraysCache(2)
     quantized, shift = quantize_kv([recurrent, PositionedKVCache()], 32, 8)

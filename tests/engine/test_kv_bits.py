@@ -19,7 +19,7 @@ from tests.autoregressive import decode
 from tests.oracle import Case, masked_dense
 from tests.rows import logprob_error, tokens
 from tests.slices import finish
-from tests.tiny import random_prompt, tiny_pair
+from tests.tiny import greedy, random_prompt, tiny_pair
 
 GROUP, COUNT = 32, 24
 CLOSE = 1e-4
@@ -116,3 +116,16 @@ def test_sparse_answers_are_those_of_a_masked_run(engine: Engine, pair: ModelPai
         rows = truth - np.log(np.exp(truth).sum(axis=-1, keepdims=True))
         # A key that lies between two steps may be rounded the other way; all of them together are what it costs.
         assert np.abs(ours - rows.max(axis=-1)).max() < 0.05 * np.abs(truth - plain)[1:].max()
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_small_heads_are_quantised_in_smaller_groups_or_not_at_all(size: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The answer comes in any case; the default is 64 values per group."""
+    pair, request = tiny_pair("qwen3", head_dim=size), asked(1)
+    with Engine(pair, EngineConfig(kv_bits=8, prefix_cache_bytes=0)) as engine:
+        events, _ = answered(engine, request)
+    if size == 32:
+        assert_same(events, alone(pair, request, 8))
+    else:
+        assert "heads of 16 and 16 values can't be quantised" in caplog.text
+        assert tokens(events) == greedy(pair.target, tuple(map(int, request.prompt)), COUNT)

@@ -1,6 +1,6 @@
 """Answers by proposals against one token per forward, in one run.
 
-Five parts, chosen with `--parts`:
+Eight parts, chosen with `--parts`:
 
 - `needle`: questions about codes in a long text, answered by the trained pair. Acceptance at both levels, tokens per
   target forward and time per token, for every strategy and for a StreamingLLM cache of the retrieval's budget that the
@@ -10,6 +10,14 @@ Five parts, chosen with `--parts`:
 - `shape`: random weights in a shape whose decoding reads far more keys and values than weights, on a cache of random
   keys. The draft shares the target's embeddings up to noise, which controls how often it is right.
 - `gate`: requests that say `auto` and `off`, interleaved, through the engine, where speculation can't win.
+- `tasks`: quotes, edits of code and free answers through the engine, every strategy that the pair can run, and `auto`,
+  against `off` behind the same cached prompt (`--pair smollm2 -n 20`). `ngram_vs_off` and `auto_vs_off` are the worst
+  of the tasks; the aim is .98.
+- `after`: decoding after a full and after a sparse prefill of the same prompts, on the pair and on a shape with random
+  weights (`--shape`). `sparse_vs_full_ROWS` is tokens per second after sparse over those after full, of the pair;
+  `shape_sparse_vs_full_ROWS` of the shape.
+- `kv`: KV caches of 8 and 4 bits against unquantised ones after both prefills, on the same two: time and memory, and on
+  the pair how far the next token's distribution moves over real text.
 
 Arms are interleaved and times are medians over prompts.
 """
@@ -45,22 +53,39 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.sampling import make_sampler
+from mlx_specprefill.shapes import SHAPES
 from mlx_specprefill.speculative.proposers import DraftModelProposer, Proposer
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
 from mlx_specprefill.speculative.strategies import STRATEGIES, ProposerInputs, refusals, streaming_drafter
 from mlx_specprefill.speculative.token_sampler import TokenSampler
 
 from .harness import BenchError, pairs
-from .harness.figures import Clock, ratio, show_rows
-from .harness.prompts import codes_prompt, edit_prompt, passage_prompt
+from .harness.after_prefill import after_prefill
+from .harness.figures import Clock, ratio, rounded, show_rows
+from .harness.kv_bits import compared_bits, divergences
+from .harness.prefilled import Text, random_target
+from .harness.prompts import codes_prompt, edit_prompt, passage_prompt, real_text
 from .harness.stages import decode, finish, full_prefill
+from .harness.tasks import task_answers, worst
 
 PLAIN, MEANS, STREAMING = "autoregressive", "means", "streaming"
 ARMS = (PLAIN, *(name for name, strategy in STRATEGIES.items() if not strategy.needs_head), MEANS, STREAMING)
-PARTS = ("needle", "real", "edit", "shape", "gate")
+PARTS = ("needle", "real", "edit", "shape", "gate", "tasks", "after", "kv")
 PROMPTS = {"real": passage_prompt, "edit": edit_prompt}
 SINKS = 16
-QUICK = {"lengths": [1024], "n": 2, "context": 4096, "noise": [0.3], "repeats": 1}
+MOST_KV_ROWS = 8  # rows with quantised caches take a forward each
+TASK_ARMS: tuple[SpeculationName, ...] = ("draft", "ngram", "retrieval")
+QUICK: dict[str, Any] = {"lengths": [1024], "n": 2, "context": 4096, "noise": [0.3], "repeats": 1}
+QUICK |= {"turns": 2, "steps": 4, "rows": [1, 8]}
+    "lengths": [1024],
+    "n": 2,
+    "context": 4096,
+    "noise": [0.3],
+    "repeats": 1,
+    "turns": 2,
+    "steps": 4,
+    "rows": [1, 8],
+}
 
 Row = dict[str, Any]
 
@@ -78,6 +103,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--noise", nargs="+", type=float, default=[0.0, 0.3], help="of the random draft")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer of the random shape")
     parser.add_argument("--repeats", type=int, default=3, help="answers per arm of the random shape")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32], help="of `after`; `kv` takes up to 8")
+    parser.add_argument("--turns", type=int, default=10, help="pairs of `after` and `kv`")
+    parser.add_argument("--steps", type=int, default=24, help="of each turn of `after` and `kv`")
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b", help="of `after` and `kv`")
+    parser.add_argument("--layers", type=int, default=4, help="of that shape")
+    parser.add_argument("--narrow", type=int, default=8, help="divide its widths")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -97,6 +128,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if "gate" in options.parts:
         report["gate"] = gate(pair, options)
         show_rows([report["gate"]])
+    for name, measured in (("tasks", tasks), ("after", after), ("kv", kv)):
+        if name in options.parts:
+            report |= measured(pair, options)
     return {**report, "seconds": round(time.perf_counter() - started, 1)}
 
 
@@ -310,3 +344,48 @@ def spoken(engine: Engine, prompt: tuple[int, ...], how: SpeculationName) -> Pre
         if isinstance(event, Finished):
             return event.account
     raise BenchError("a request failed")
+
+
+# --- tasks, and what follows a prefill -------------------------------------------------------------------------------
+
+
+def tasks(pair: ModelPair, options: argparse.Namespace) -> Row:
+    """Of every strategy that can run, and `auto`."""
+    refused = refusals(pair.target, pair.proposer, pair.mtp)
+    arms = ("off", *(arm for arm in TASK_ARMS if refused[arm] is None), "auto")
+    config = SpeculationConfig(budget=options.budget, chunk=options.chunk, shortlist=options.shortlist)
+    rows = rounded(task_answers(pair, arms, config, options.n, options.lengths[0], options.tokens))
+    show_rows(rows)
+    found = {f"{arm}_vs_off": worst(rows, arm) for arm in ("ngram", "auto")}
+    return {"tasks": rows, **found, "different": sum(row["different"] for row in rows)}
+
+
+def both_targets(pair: ModelPair, options: argparse.Namespace) -> dict[str, tuple[nn.Module, Text]]:
+    """The pair's with real text, the shape's with random weights and random tokens, by name."""
+    install_patches()
+    shape = random_target(options.shape, options.layers, options.narrow)
+    return {"pair": (pair.target, lambda seed, length: real_text(pair.tokenizer, seed, length)), "shape": shape}
+
+
+def after(pair: ModelPair, options: argparse.Namespace) -> Row:
+    rows: list[Row] = []
+    for name, (model, text) in both_targets(pair, options).items():
+        sizes = options.lengths[0], options.rows, options.steps, options.turns
+        rows += rounded(after_prefill(name, model, text, *sizes))
+    show_rows(rows)
+    heads = {"pair": "", "shape": "shape_"}
+    ratios = {f"{heads[row['model']]}sparse_vs_full_{row['rows']}": row["sparse_vs_full"] for row in rows}
+    return {"after": rows, **ratios}
+
+
+def kv(pair: ModelPair, options: argparse.Namespace) -> Row:
+    rows: list[Row] = []
+    targets, length = both_targets(pair, options), options.lengths[0]
+    for name, (model, text) in targets.items():
+        counts = [count for count in options.rows if count <= MOST_KV_ROWS]
+        rows += compared_bits(name, model, text, length, counts, options.steps, options.turns)
+    apart = rounded(divergences(*targets["pair"], length, options.tokens, options.n))
+    rows = rounded(rows)
+    for table in (rows, apart):
+        show_rows(table)
+    return {"kv": rows, "kv_kl": apart}

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from tests.tiny import save_checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(file.stem for file in FOLDER.glob("[a-z]*.py"))
 DECODE_ROW = "part context n arm tokens_per_step ms_per_token gain cpu_ms_per_token cpu_gain outer inner".split()
+TASK_ROW = "part task arm n ms_per_token vs_off low high acceptance tokens_per_step engaged different".split()
+AFTER_ROW = "part model context kept rows full_tok_s sparse_tok_s sparse_vs_full low high n".split()
+KV_ROW = "part model context prefill rows kv mib step_ms gain low high".split()
 SERVING = "alone_tok_s together_tok_s streams gain".split()
 LONG = "benchmark device blas mlx pair repeats rest_share_max peak_ratio_max exponents rows".split()
 LONG_ROW = """tokens full_ms sparse_ms draft_alone_ms target_kept_ms kept_tokens rest_ms rest_of_full full_peak_mib
@@ -141,6 +145,25 @@ def test_decode(report: Report) -> None:
     assert all(row.keys() == {*DECODE_ROW, "noise"} for row in found["shape"])
     times = {f"{arm}_{clock}" for arm in ("off", "auto") for clock in ("ms", "cpu_ms")}
     assert found["gate"].keys() == {"part", "n", "loss", "cpu_loss", "reasons", *times}
+
+
+def test_decode_of_tasks_and_after_prefills(report: Report) -> None:
+    small = "--lengths 256 -n 3 --tokens 6 --rows 1 2 --turns 1 --steps 2 --layers 1 --narrow 16 --budget 64"
+    found = report(f"decode --quick --parts tasks after kv {small}")
+    ratios = {f"{head}sparse_vs_full_{rows}" for head in ("", "shape_") for rows in (1, 2)}
+    parts = {"tasks", "ngram_vs_off", "auto_vs_off", "different", "after", "kv", "kv_kl"}
+    assert found.keys() == {"bench", "budget", "seconds", *parts, *ratios}
+    assert found["different"] == 0
+    assert all(row.keys() == set(TASK_ROW) for row in found["tasks"])
+    told = {(row["task"], row["arm"]) for row in found["tasks"]}
+    assert told == set(product(("quote", "edit", "free"), ("off", "draft", "ngram", "retrieval", "auto")))
+    assert all(row.keys() == set(AFTER_ROW) for row in found["after"])
+    assert all(row.keys() == set(KV_ROW) for row in found["kv"])
+    sizes = {(row["model"], row["kv"]): row["mib"] for row in found["kv"] if row["prefill"] == "full"}
+    for model in ("pair", "shape"):
+        assert sizes[model, "none"] > 3 * sizes[model, "8 bits"] > 4 * sizes[model, "4 bits"]
+    apart = {(row["prefill"], row["kv"]): row["kl"] for row in found["kv_kl"]}
+    assert all(0 <= apart[kind, "8 bits"] < apart[kind, "4 bits"] for kind in ("full", "sparse"))
 
 
 def test_lossless(report: Report) -> None:

@@ -12,7 +12,7 @@ from mlx_specprefill_evals.corpus import modules, paragraphs
 from mlx_specprefill_evals.facts import Fact, needle, six_digits
 from mlx_specprefill_evals.haystack import FILLERS, document
 
-__all__ = ["codes_prompt", "edit_prompt", "needle_prompt", "passage_prompt"]
+__all__ = ["codes_prompt", "edit_prompt", "needle_prompt", "passage_prompt", "quote_prompt", "real_text"]
 
 
 def needle_prompt(tokenizer: TokenizerWrapper, seed: int, length: int, depth: float) -> tuple[int, ...]:
@@ -50,6 +50,30 @@ def codes_prompt(
 
 def passage_prompt(tokenizer: TokenizerWrapper, seed: int, length: int) -> tuple[int, ...]:
     """About `length` tokens of the standard library's documentation, to be explained."""
+    text = "\n\n".join(_passage(tokenizer, seed, length))
+    messages = [{"role": "user", "content": f"{text}\n\nExplain what this text says, with its own words."}]
+    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+def quote_prompt(tokenizer: TokenizerWrapper, seed: int, length: int) -> tuple[int, ...]:
+    """The same passage, one paragraph of which is to be quoted; the quotation is begun."""
+    parts = _passage(tokenizer, seed, length)
+    chosen = max(parts[: max(1, len(parts) // 2)], key=len)
+    words = chosen.split()
+    asked = f"Quote the paragraph that begins with {' '.join(words[:5])!r}, word for word."
+    messages = [{"role": "user", "content": "\n\n".join(parts) + "\n\n" + asked}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return (*prompt, *tokenizer.encode(" ".join(words[:8]), add_special_tokens=False))
+
+
+def real_text(tokenizer: TokenizerWrapper, seed: int, length: int) -> list[int]:
+    """So many tokens of a passage, without any question."""
+    text = "\n\n".join(_passage(tokenizer, seed, length + 1))
+    return list(tokenizer.encode(text, add_special_tokens=False))[:length]
+
+
+def _passage(tokenizer: TokenizerWrapper, seed: int, length: int) -> list[str]:
+    """Paragraphs that follow each other, of about so many tokens."""
     pages = paragraphs()
     at = random.Random(f"passage/{seed}").randrange(len(pages))
     parts: list[str] = []
@@ -58,9 +82,7 @@ def passage_prompt(tokenizer: TokenizerWrapper, seed: int, length: int) -> tuple
         parts.append(pages[at % len(pages)].text)
         tokens += len(tokenizer.encode(parts[-1], add_special_tokens=False))
         at += 1
-    text = "\n\n".join(parts)
-    messages = [{"role": "user", "content": f"{text}\n\nExplain what this text says, with its own words."}]
-    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    return parts
 
 
 def edit_prompt(tokenizer: TokenizerWrapper, seed: int, length: int) -> tuple[int, ...]:

@@ -77,15 +77,6 @@ MOST_KV_ROWS = 8  # rows with quantised caches take a forward each
 TASK_ARMS: tuple[SpeculationName, ...] = ("draft", "ngram", "retrieval")
 QUICK: dict[str, Any] = {"lengths": [1024], "n": 2, "context": 4096, "noise": [0.3], "repeats": 1}
 QUICK |= {"turns": 2, "steps": 4, "rows": [1, 8]}
-    "lengths": [1024],
-    "n": 2,
-    "context": 4096,
-    "noise": [0.3],
-    "repeats": 1,
-    "turns": 2,
-    "steps": 4,
-    "rows": [1, 8],
-}
 
 Row = dict[str, Any]
 

@@ -2,8 +2,8 @@
 
 One safetensors file per record, one sqlite index per folder. A file comes into being under its own name only when it is
 complete, its row only after that, and nothing is served whose checksum differs from its row's. Arrays are turned into
-bytes on the MLX thread; one I/O thread does all writing. A failure of the folder costs cached work and a log line,
-never a request. The index holds the prompts' tokens in plain form, so only the owner may read.
+bytes on the MLX thread; one I/O thread does all writing, and a few read. A failure of the folder costs cached work and a
+log line, never a request. The index holds the prompts' tokens in plain form, so only the owner may read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,13 +27,14 @@ import mlx.core as mx
 
 from .index import DiskRow, RecordIndex, file_name
 from .private import create_private
-from .record_file import Part, as_bytes, checksum, decode, encode
+from .record_file import Data, Part, as_bytes, checksum, decode, encode, read_into
 
 __all__ = ["DiskTier"]
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
+_READERS = 4  # threads; also the files that are in memory before their turn
 
 
 @dataclass(slots=True)
@@ -63,7 +66,7 @@ class _Remove:
 
 
 class DiskTier:
-    """A folder of records within a byte budget. Every method but the I/O thread's own runs on the MLX thread.
+    """A folder of records within a byte budget. Every method but those of the other threads runs on the MLX thread.
 
     Args:
         folder: made if missing. Several processes may share one; none sees what another adds before its own start.
@@ -143,22 +146,53 @@ class DiskTier:
         self._jobs.put(_Write(row, known, self._stamp))
         return True
 
-    def read(self, key: str, namespace: str) -> dict[str, mx.array] | None:
-        """A record's arrays, bit for bit; None when there is none or it is not what was written."""
+    def read(self, keys: Sequence[str], namespace: str) -> Iterator[dict[str, mx.array] | None]:
+        """Records' arrays, in this order, bit for bit; None for one that isn't there or not what was written.
+
+        While the caller has one, the next ones are read and checked by a few threads; no more than that are in memory.
+        """
+        buffers: list[bytearray] = []  # read into again and again: new memory costs more than reading
+        waiting: deque[tuple[str, Future[Data | None]]] = deque()
+        with ThreadPoolExecutor(_READERS, "mlx-specprefill-cache-read") as readers:
+            for key in keys:
+                waiting.append((key, readers.submit(self._bytes, key, buffers)))
+                if len(waiting) > _READERS:
+                    yield self._decoded(*waiting.popleft(), namespace, buffers)
+            while waiting:
+                yield self._decoded(*waiting.popleft(), namespace, buffers)
+
+    def _bytes(self, key: str, buffers: list[bytearray]) -> Data | None:
+        """A record's file, in one of the buffers, or what it is going to be; on a thread of `read`.
+
+        Raises:
+            OSError: it can't be read.
+            ValueError: its checksum is wrong.
+        """
         with self._lock:
             known = self._known.get(key)
             parts = known.parts if known is not None else None
         if known is None:
             return None
+        if parts is not None:
+            return b"".join(map(as_bytes, parts))
+        data = read_into(self._path(key), buffers.pop() if buffers else bytearray())
+        if checksum([data], len(known.checksum)) != known.checksum:
+            raise ValueError("its checksum is wrong")
+        return data
+
+    def _decoded(
+        self, key: str, read: Future[Data | None], namespace: str, buffers: list[bytearray]
+    ) -> dict[str, mx.array] | None:
         try:
-            data = b"".join(map(as_bytes, parts)) if parts is not None else self._path(key).read_bytes()
-            if parts is None and checksum([data]) != known.checksum:
-                raise ValueError("its checksum is wrong")
-            return decode(data, {"key": key, "namespace": namespace})
+            data = read.result()
+            arrays = None if data is None else decode(data, {"key": key, "namespace": namespace})
         except (OSError, ValueError, KeyError) as error:
             log.warning("cached record %s is skipped: %s", self._path(key).name, error)
             self.remove([key])
             return None
+        if isinstance(data, memoryview) and isinstance(data.obj, bytearray):
+            buffers.append(data.obj)
+        return arrays
 
     def touch(self, keys: Sequence[str], lasting: bool = False) -> None:
         """These records are in use, and so must be the ones that they need; `lasting`: they last from now on."""

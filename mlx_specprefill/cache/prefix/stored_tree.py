@@ -6,7 +6,7 @@ Without a disk tier nothing is stored and nothing is found.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -54,8 +54,11 @@ class StoredTree:
     def has(self, record: Record) -> bool:
         return self.disk is not None and self.disk.has(record.key)
 
-    def read(self, record: Record) -> Arrays | None:
-        return None if self.disk is None else self.disk.read(record.key, self._namespace_of(record.node.label))
+    def read(self, records: Sequence[Record]) -> Iterator[Arrays | None]:
+        """Of one label, in this order; None for one that can't be read."""
+        if self.disk is None or not records:
+            return iter([None] * len(records))
+        return self.disk.read([record.key for record in records], self._namespace_of(records[0].node.label))
 
     def write(self, record: Record) -> None:
         """Queue a record, after those that it needs; no effect when it is there or can't be written."""

@@ -125,9 +125,10 @@ class PrefixCache:
         count = len(records)
         if self._layout.stateful and match.node.state is not None:
             records.append(match.node.state)
+        read = self._stored.read([record for record in records if record.arrays is None])
         loaded = []
         for record in records:
-            arrays = record.arrays if record.arrays is not None else self._stored.read(record)
+            arrays = record.arrays if record.arrays is not None else next(read)
             if arrays is None:
                 self._forget(record)
                 return None

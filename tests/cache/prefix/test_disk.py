@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -21,8 +22,10 @@ import numpy as np
 import pytest
 
 from mlx_specprefill.cache.budget import ByteBudget
+from mlx_specprefill.cache.prefix import disk
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.index import DiskRow
+from mlx_specprefill.cache.prefix.record_file import read_into
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from tests.cache.prefix.disk_writer import FILE_BYTES, MAKE
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same
@@ -89,7 +92,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, flushed: bool) -> No
         assert tier.write(row("ab"), arrays)
         if flushed:
             tier.flush()
-        back = tier.read("ab", "n")
+        (back,) = tier.read(["ab"], "n")
     assert back is not None
     assert set(back) == set(arrays)
     for name, array in arrays.items():
@@ -100,6 +103,47 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, flushed: bool) -> No
 def _raw(array: mx.array) -> bytes:
     array = mx.contiguous(array)
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes()
+
+
+def test_records_are_read_in_order_and_only_a_few_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of different sizes, in buffers that are used again; one that is damaged is left out, and the others come."""
+    sizes = [5, 900, 3, 900, 40, 2000, 7, 7, 900, 1, 300, 12]
+    with opened(tmp_path) as tier:
+        for number, size in enumerate(sizes):
+            assert tier.write(row(f"{number:02x}"), {"a": mx.full((size,), float(number))})
+    _flip(tmp_path / "04.safetensors")
+    begun: list[Path] = []
+
+    def reading(path: Path, buffer: bytearray) -> memoryview:
+        begun.append(path)
+        return read_into(path, buffer)
+
+    monkeypatch.setattr(disk, "read_into", reading)
+    with opened(tmp_path) as tier:
+        read = tier.read([f"{number:02x}" for number in range(len(sizes))] + ["ff"], "n")
+        for number, size in enumerate(sizes):
+            arrays = next(read)
+            assert len(begun) <= number + 1 + disk._READERS
+            assert (arrays is None) == (number == 4)
+            if arrays is not None:
+                assert mx.array_equal(arrays["a"], mx.full((size,), float(number))).item()
+        assert list(read) == [None]  # nothing was stored under the last key
+        assert not tier.has("04")
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_checksums_of_earlier_versions_hold(tmp_path: Path, damaged: bool) -> None:
+    with opened(tmp_path) as tier:
+        tier.write(row("ab"), {"a": mx.arange(5)})
+    path = tmp_path / "ab.safetensors"
+    digest = hashlib.blake2b(path.read_bytes(), digest_size=24).digest()
+    with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite")) as database, database:
+        database.execute("UPDATE records SET checksum = ?", (digest,))
+    if damaged:
+        _flip(path)
+    with opened(tmp_path) as tier:
+        (arrays,) = tier.read(["ab"], "n")
+    assert (arrays is None) == damaged
 
 
 def test_files_are_safetensors(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import heapq
 import itertools
 import math
 import time
-from fractions import Fraction
 
 __all__ = ["ByteBudget", "Evictable"]
 
@@ -20,9 +19,9 @@ _LOOKUP, _STORE = 1.0, 2.0**-10
 # once for its session, so a dozen one-off requests are three dozen look-ups.
 GRACE = 64.0
 # Shared entries are spared only up to this part of the limit: the rest is left to conversations that are new.
-SHARED_PART = Fraction(7, 8)
+SHARED_PART = 7 / 8
 # What lasts goes last of all, however long it is idle, up to this part of the limit.
-LASTING_PART = Fraction(1, 2)
+LASTING_PART = 1 / 2
 _SLACK = 64  # items of a queue that may name nothing any more, besides as many as there are entries
 
 

@@ -2,8 +2,8 @@
 
 One safetensors file per record, one sqlite index per folder. A file comes into being under its own name only when it is
 complete, its row only after that, and nothing is served whose checksum differs from its row's. Arrays are turned into
-bytes on the MLX thread; one I/O thread does all writing, and a few read. A failure of the folder costs cached work and a
-log line, never a request. The index holds the prompts' tokens in plain form, so only the owner may read.
+bytes on the MLX thread; one I/O thread does all writing, and a few read. A failure of the folder costs cached work and
+a log line, never a request. The index holds the prompts' tokens in plain form, so only the owner may read.
 """
 
 from __future__ import annotations

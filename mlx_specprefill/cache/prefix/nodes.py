@@ -28,15 +28,28 @@ class Record(Evictable):
     """The arrays of one node: the keys and values of its tokens, or a state. In memory, on disk, or both."""
 
     def __init__(self, node: Node, kind: RecordKind, nbytes: int, on_evict: Callable[[Record], None]) -> None:
-        super().__init__(nbytes)
         self.node = node
         self.kind = kind
+        self._held = False
+        super().__init__(nbytes)
         self.key = node.digest.hex() + ("-state" if kind == "state" else "")
         self.arrays: Arrays | None = None
         self._on_evict = on_evict
 
+    @property
+    def held(self) -> bool:
+        """Whether the budget counts it."""
+        return self._held
+
+    @held.setter
+    def held(self, held: bool) -> None:
+        needed = self.node if self.kind == "state" else self.node.parent
+        if needed is not None:
+            needed.held_dependants += held - self._held
+        self._held = held
+
     def evictable(self) -> bool:
-        return self.kind == "state" or not any(record.held for record in self.node.dependants())
+        return self.kind == "state" or not self.node.held_dependants
 
     def evict(self) -> None:
         self._on_evict(self)
@@ -55,13 +68,8 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.record: Record | None = None  # None for the root only
         self.state: Record | None = None
+        self.held_dependants = 0  # records in memory that are useless without this node's: its state, its children's
         self.removed = False
-
-    def dependants(self) -> Iterator[Record]:
-        """Records that are useless without this node's."""
-        if self.state is not None:
-            yield self.state
-        yield from (child.record for child in self.children.values() if child.record is not None)
 
     def common(self, wanted: Tokens) -> list[tuple[int, Node]]:
         """Children that start as `wanted` goes on after this node, each with how many tokens they share."""

@@ -73,6 +73,12 @@ class StoredTree:
             if item.arrays is None or not self.disk.write(self._row(item), item.arrays):
                 return
 
+    def save(self, record: Record) -> None:
+        """Queue a record that memory lets go and that was refused when it was stored."""
+        if self.disk is not None and not self.has(record):
+            self.touch(record.node.blocks())
+            self.write(record)
+
     def _may_write(self, record: Record) -> bool:
         return not self._only_lasting or (record.rank == 2 and not record.node.label.salt)
 

@@ -284,9 +284,7 @@ class PrefixCache:
 
     def _evict(self, record: Record) -> None:
         """Drop the arrays. A record that is not on disk is forgotten, with everything that needs it."""
-        if not self._stored.has(record):  # it was refused when it was stored
-            self._stored.touch(record.node.blocks())
-            self._stored.write(record)
+        self._stored.save(record)
         record.arrays = None
         self._budget.remove(record)
         if not self._there(record):

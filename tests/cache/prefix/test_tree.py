@@ -20,7 +20,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_pro
 from mlx_specprefill.cache.budget import GRACE, ByteBudget, Evictable
 from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, next_position, place
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.nodes import longest_match
+from mlx_specprefill.cache.prefix.nodes import Node, Record, longest_match
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
 from mlx_specprefill.sessions.store import SessionStore
@@ -115,6 +115,9 @@ class Server:
         budget = self.prefixes._budget
         sessions = sum(session.nbytes for kept in self.sessions._sessions.values() for session in kept.values())
         assert held_bytes(self.prefixes) == self.prefixes.nbytes == budget.used - sessions <= budget.limit
+        for node in self.prefixes._nodes():
+            needing = [node.state, *(child.record for child in node.children.values())]
+            assert node.held_dependants == sum(record is not None and record.held for record in needing)
 
     def request(self, prompt: tuple[int, ...], size: int) -> None:
         hit = self.prefixes.lookup(prompt, len(prompt) - 1)
@@ -561,6 +564,28 @@ def test_leaves_go_before_what_they_continue() -> None:
         hit = longest_match(prefixes._roots[SHARED], np.arange(16 * BLOCK, dtype=np.int32), BLOCK)
         found.append(0 if hit is None else hit.length // BLOCK)
     assert found == [16, 16, 14, 12, 10, 8, 6, 4]  # shrinks from its end, and stays usable
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_an_eviction_looks_at_one_block(on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at those that it continues nor at the others that continue the same one, which on disk are still known."""
+    make, budget, disk = fake_caches(), ByteBudget(LARGE), DiskTier(tmp_path, LARGE) if on_disk else None
+    prefixes = PrefixCache("m", make, budget, disk, block_size=BLOCK)
+    shared = tuple(range(50 * BLOCK))
+    for number in range(100):
+        tokens = (*shared, *range(10_000 + 10 * number, 10_005 + 10 * number))
+        prefixes.store(tokens, filled(make, tokens))
+    assert prefixes.lookup(shared) is not None  # used before the others, but in a class of its own
+    seen: list[str] = []
+    path, held = Node.path, vars(Record)["held"]
+    monkeypatch.setattr(Node, "path", lambda node: seen.append("path") or path(node))
+    monkeypatch.setattr(Record, "held", property(lambda one: seen.append("held") or held.fget(one), held.fset))
+    budget.shrink(LARGE)
+    assert budget.evictions == 150
+    assert seen.count("path") == 0
+    assert seen.count("held") <= 10 * 150
+    if disk is not None:
+        disk.close()
 
 
 def test_without_room_the_longest_prefix_that_fits_is_kept() -> None:

@@ -568,7 +568,7 @@ def test_leaves_go_before_what_they_continue() -> None:
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_an_eviction_looks_at_one_block(on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither at those that it continues nor at the others that continue the same one, which on disk are still known."""
+    """Neither at those that it continues, nor at others that continue the same one and are on disk only."""
     make, budget, disk = fake_caches(), ByteBudget(LARGE), DiskTier(tmp_path, LARGE) if on_disk else None
     prefixes = PrefixCache("m", make, budget, disk, block_size=BLOCK)
     shared = tuple(range(50 * BLOCK))

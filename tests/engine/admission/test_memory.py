@@ -112,6 +112,28 @@ def test_the_window_is_what_memory_leaves_room_for() -> None:
         assert (caught.value.context_length, caught.value.total_tokens) == (300, 301)
 
 
+@pytest.mark.parametrize("sparse", [None, True, False])
+def test_a_long_prompt_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch, sparse: bool | None) -> None:
+    """256K tokens fit into the model's window, not into memory: the refusal says how many do. Nothing is queued."""
+    pair, tokens = tiny.tiny_pair(context=1 << 19), 1 << 18
+    request = GenerationRequest(tiny.random_prompt(tokens), 4, specprefill=SpecPrefillOptions(enabled=sparse))
+    with Engine(pair, EngineConfig(prefix_cache_bytes=0)) as engine:
+        assert engine.window == 1 << 19
+        leave_room(engine, 1000)
+        with monkeypatch.context() as patch:
+            for module, name in ((prefiller, "prefill"), (prefiller, "empty_cache"), (scoring, "scorer_for")):
+                patch.setattr(module, name, lambda *_: pytest.fail("a model was asked to read"))
+            patch.setattr(engine._inbox, "post", lambda _: pytest.fail("it was queued"))
+            mx.reset_peak_memory()
+            for ask in (engine.check, lambda one: engine.submit(one, lambda _: None)):
+                with pytest.raises(ContextLengthError, match=f"is 1000 tokens.*requested {tokens + 4} tokens"):
+                    ask(request)
+            assert mx.get_peak_memory() == 0  # no array was made since it was reset
+        assert engine.memory.reserved == 0
+        *_, last = engine.generate(GenerationRequest(tiny.random_prompt(300), 4))
+    assert isinstance(last, Finished)
+
+
 def test_a_prompt_that_fits_in_full_only_is_read_in_full() -> None:
     pair = tiny.tiny_pair()
     with Engine(pair, EngineConfig(prefix_cache_bytes=0)) as engine:

@@ -14,7 +14,7 @@ from mlx_specprefill import SpecPrefillError
 __all__ = ["NO_KEY", "RunningServer", "ServerError", "find"]
 
 NO_KEY = "none"  # for clients that insist on a key
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 30.0  # a machine that is busy with prompts answers late
 _MOST_OUTPUT = 8192  # tokens; agents plan their compaction by it
 
 

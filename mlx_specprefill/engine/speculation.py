@@ -20,7 +20,7 @@ from ..config import EngineConfig, SpeculationName
 from ..errors import RequestCancelled
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress, TokenEvent
-from ..sampling import LogitsProcessor
+from ..sampling import LogitsProcessor, logits_processors
 from ..speculative.forward_cost import measure_forwards, measure_head
 from ..speculative.gain import Acceptance, DecodeCosts, GainInputs, predicted_gain
 from ..speculative.mtp_proposer import PromptReader
@@ -104,9 +104,16 @@ class Speculator:
         }
         best = max(gains, key=lambda name: gains[name])
         said = f"{best} is predicted to be {gains[best]:.2f} times as fast, {self.config.min_gain:g} is needed"
-        if gains[best] < self.config.min_gain:
-            return Speculation(None, said)
-        return Speculation(best, said, auto=True, context=context)
+        if gains[best] >= self.config.min_gain:
+            return Speculation(best, said, auto=True, context=context)
+        if "ngram" in possible and _likeliest(request):
+            found = self._gain("ngram", context, self._outer["ngram"].rate, 0.0, coverage=1.0)
+            if found >= self.config.min_gain:
+                said = (
+                    f"ngram is predicted to be {found:.2f} times as fast where it proposes, and costs nothing elsewhere"
+                )
+                return Speculation("ngram", said, auto=True, context=context)
+        return Speculation(None, said)
 
     def _gain(self, name: StrategyName, context: int, outer: float, inner: float, coverage: float) -> float:
         draft_context = self.config.window if name == "triforce" else context
@@ -261,3 +268,9 @@ class Speculator:
     def clear(self) -> None:
         self._rows.clear()
         self._turns.clear()
+
+
+def _likeliest(request: GenerationRequest) -> bool:
+    """Whether each token is the likeliest one in any case: a row need not wait for it where nothing is proposed."""
+    free = request.constraint is None and not request.min_tokens
+    return free and request.sampling.temperature == 0 and not logits_processors(request.sampling)

@@ -89,6 +89,9 @@ class MTPProposer:
         self._read = 0  # tokens of the generated text that it has read
         self._drafted = 0  # entries on top that are its own guesses
 
+    def idle(self, text: Sequence[int]) -> bool:
+        return False
+
     def recording(self) -> AbstractContextManager[list[mx.array]]:
         return recorded_hidden()
 

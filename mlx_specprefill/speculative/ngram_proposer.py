@@ -27,7 +27,8 @@ _FIRST = 2  # tokens that are proposed before anything is known of the answer
 
 class NgramProposer:
     """Proposes as many tokens as the last proposals make likely: twice as many after one that was accepted as a whole,
-    as many as were accepted after any other, so that an answer which goes its own way costs little.
+    as many as were accepted after any other. After one of which nothing was accepted, a match has to be twice as long
+    as before; after the next that is right, as long as at first. So an answer that goes its own way costs little.
 
     Args:
         prompt: its token ids.
@@ -40,11 +41,16 @@ class NgramProposer:
         self._text = np.asarray(prompt, dtype=np.int32)
         self._size = self._text.size  # of the part in use: the prompt and the tokens of the answer
         self._prompt_size = self._size
-        self._least = config.ngram_match
+        self._shortest = self._least = config.ngram_match
         self._trusted = _FIRST
 
     def recording(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def idle(self, text: Sequence[int]) -> bool:
+        """Where nothing like the last tokens is found. A match that the next token begins is found one token later."""
+        self._follow(text)
+        return continuation_of(self._text[: self._size], self._least, 1).size == 0
 
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
         """Takes no forward."""
@@ -58,6 +64,7 @@ class NgramProposer:
         if verified.proposed:
             whole = verified.accepted == verified.proposed
             self._trusted = max(1, 2 * verified.accepted if whole else verified.accepted)
+            self._least = self._shortest if verified.accepted else min(2 * self._least, _LONGEST)
 
     def _follow(self, text: Sequence[int]) -> None:
         """Take in what is new of the answer."""

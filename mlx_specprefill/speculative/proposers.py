@@ -74,6 +74,10 @@ class Proposer(Protocol):
         """The context in which a forward of the target runs; its value becomes `Verified.recorded`."""
         ...
 
+    def idle(self, text: Sequence[int]) -> bool:
+        """Whether to wait for the token that follows the generated `text` is not worth it: nothing is known of it."""
+        ...
+
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
         """About `count` tokens that may follow the generated `text`, all of which is final; fewer if it can't."""
         ...
@@ -157,6 +161,9 @@ class DraftModelProposer:
 
     def recording(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def idle(self, text: Sequence[int]) -> bool:
+        return False
 
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
         return self.drafter.propose(text, count, sampler)

@@ -102,6 +102,9 @@ class _RetrievalBase:
         self.model = model
         self.retrieved = RetrievalPromptCache(source, config)
 
+    def idle(self, text: Sequence[int]) -> bool:
+        return False
+
     def recording(self) -> AbstractContextManager[AttentionRecord]:
         return recorded_attention()
 

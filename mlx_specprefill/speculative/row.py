@@ -1,7 +1,9 @@
 """A row that decodes by proposals: several tokens per forward of the target, with its own distribution.
 
-Invariant between rounds: the target's cache holds the prompt and all tokens that were returned; one more token is
-chosen and not fed. A round feeds it together with a proposal, keeps what the target accepts, and chooses the next one.
+Invariant between rounds: the target's cache holds the prompt and all tokens that were returned. After a proposal one
+more token is chosen and not fed; the next round feeds it together with a proposal, keeps what the target accepts, and
+chooses the next one. While nothing is proposed, the next forward is queued before this one's token is read, as in a
+batch of plain rows: so a proposer that has nothing to say costs nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..request import TokenEvent
 from ..sampling import token_event
 from .proposers import AcceptanceCounts, Proposal, Proposer, Verified
 from .rollback import Rollback
 from .token_sampler import TokenSampler
-from .verification import Distribution, verify
+from .verification import Distribution, draw, verify
 
 __all__ = ["LastForward", "Limits", "SpeculativeRow"]
 
@@ -107,7 +110,7 @@ class SpeculativeRow:
         self._sampler = sampler
         self._logprobs = logprobs
         self._shift = shift
-        self._next = 0
+        self._next: int | None = None  # None: `logits` decide
         self._verified: Verified | None = None
         self.proposing = False
         self._round: Round | None = None
@@ -135,12 +138,11 @@ class SpeculativeRow:
 
     def leave(self) -> list[TokenEvent]:
         """Give up what is being drafted and feed the chosen token: from then on, `logits` decide what follows."""
-        if self.ended:
-            return []
         self._round = None
-        fed = [self._next]
-        rows, _ = self._forward(Rollback(self.cache, self._shift), fed)
-        return self._commit(fed, rows)
+        if self.ended or self._next is None:
+            return []
+        rows, _ = self._forward(Rollback(self.cache, self._shift), mx.array([[self._next]]))
+        return self._commit([self._next], rows)
 
     def _begin(self, first: LastForward | None) -> list[TokenEvent]:
         """The tokens that the prefill's last forward has verified already."""
@@ -156,19 +158,26 @@ class SpeculativeRow:
         return self._commit(ahead[:kept], rows[1 : kept + 1])
 
     def _run(self) -> Round:
-        text = [*self.tokens, self._next]
+        if self._next is None and self._rests():
+            return self._feed_unread()
+        first = self._chosen()
+        text = [*self.tokens, first]
         room = self.limits.max_tokens - len(text)
         proposal = Proposal()
-        if room > 0 and self._next not in self.limits.stop_ids:
+        if room > 0 and first not in self.limits.stop_ids:
             proposal = yield from self._propose(text, min(self.gamma, room))
             self.coverage.judged += 1
             self.coverage.accepted += bool(proposal.tokens)
         tokens, distributions = proposal.tokens[:room], proposal.distributions[:room]
         if tokens:
             yield
-        fed = [self._next, *tokens]
+        fed = [first, *tokens]
         rollback = Rollback(self.cache, self._shift)
-        rows, recorded = self._forward(rollback, fed)
+        rows, recorded = self._forward(rollback, mx.array([fed]))
+        if not tokens:
+            self._next = None
+            self._verified = Verified(len(text), 0, 0, 0, recorded)
+            return self._commit(fed, rows)
         verdict = verify(self._sampler.distributions(rows, text, tokens), distributions, tokens, self._sampler.rng)
         self.acceptance.add(len(tokens), verdict.accepted)
         kept = self.limits.cut(fed[: 1 + verdict.accepted], len(self.tokens))
@@ -178,6 +187,30 @@ class SpeculativeRow:
         self._verified = Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1, recorded)
         return events
 
+    def _rests(self) -> bool:
+        """Whether the next token need not be known before it is fed: the likeliest one is, and nothing is proposed."""
+        self.proposing = True
+        rests = self._sampler.greedy and self.proposer.idle(self.tokens)
+        self.proposing = False
+        return rests
+
+    def _feed_unread(self) -> list[TokenEvent]:
+        """Queue the forward of the token that `logits` choose, then read which one it is."""
+        self.coverage.judged += 1
+        token = mx.argmax(self.logits.astype(mx.float32), axis=-1)
+        rows, recorded = self._forward(Rollback(self.cache, self._shift), token[None])
+        mx.async_eval(token, rows)  # type: ignore[no-untyped-call]
+        events = self._commit([int(np.array(token)[0])], rows)
+        self._verified = Verified(len(self.tokens), 0, 0, 0, recorded)
+        return events
+
+    def _chosen(self) -> int:
+        """The token to feed next."""
+        if self._next is None:
+            (distribution,) = self._sampler.distributions(self.logits, self.tokens)
+            self._next = draw(distribution, self._sampler.rng)
+        return self._next
+
     def _propose(self, text: list[int], count: int) -> Generator[None, None, Proposal]:
         self.proposing = True
         if self._verified is not None:
@@ -186,10 +219,11 @@ class SpeculativeRow:
         self.proposing = False
         return proposal
 
-    def _forward(self, rollback: Rollback, fed: list[int]) -> tuple[mx.array, Any]:
+    def _forward(self, rollback: Rollback, fed: mx.array) -> tuple[mx.array, Any]:
+        """Logits (R, V) after each of the tokens `fed` (1, R), and what the proposer has recorded."""
         self.steps += 1
         with self.proposer.recording() as recorded:
-            return rollback.forward(self.model, mx.array([fed])), recorded
+            return rollback.forward(self.model, fed), recorded
 
     def _commit(self, tokens: list[int], rows: mx.array) -> list[TokenEvent]:
         """Tokens whose forward gave the logits `rows` (R, V) are part of the answer."""

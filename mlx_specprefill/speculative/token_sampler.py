@@ -44,6 +44,11 @@ class TokenSampler:
         self.stops = stops
         self.rng: Rng = NumpyRng(params.seed)
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the token with the largest logit follows, whatever came before it."""
+        return self._filtered is None and not self._processors and self._grammar is None
+
     def distributions(self, logits: mx.array, before: Sequence[int], fed: Sequence[int] = ()) -> list[Distribution]:
         """Per row of logits (1 + F, V). Row i follows the generated tokens `before` and the first i of `fed`.
 

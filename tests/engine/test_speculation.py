@@ -33,7 +33,7 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.engine import speculation as module
-from mlx_specprefill.speculative.gain import DecodeCosts, ForwardCost
+from mlx_specprefill.speculative.gain import Acceptance, DecodeCosts, ForwardCost
 from tests.server.fakes import byte_tokenizer
 from tests.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
 
@@ -389,6 +389,21 @@ def test_auto_engages_where_it_pays_and_says_why_not(engine: Engine) -> None:
     _, speculation = automatic(engine, CHEAP, sampling=SamplingParams(temperature=1.0, seed=3))
     assert speculation.strategy == "autoregressive"
     assert "seed" in speculation.reason
+
+
+def test_auto_looks_for_ngrams_where_that_costs_nothing(engine: Engine) -> None:
+    """However seldom something was found: a greedy row waits for nothing. A sampled one does."""
+    engine.speculator._coverage["ngram"] = Acceptance(0.5, accepted=0, judged=1e6)
+    cheap = replace(costs(0.05, 0.0, 5.0), head=ForwardCost(5.0, 0.0))
+    plain, _ = generated(engine.generate(asked(4, None, True)))
+    tokens, speculation = automatic(engine, cheap, 4)
+    assert tokens == plain
+    assert "ngram is predicted to be" in speculation.reason
+    assert "where it proposes" in speculation.reason
+    _, speculation = automatic(engine, cheap, 4, sampling=SamplingParams(temperature=1.0))
+    assert speculation.strategy == "autoregressive"
+    _, speculation = automatic(engine, replace(DEAR, head=ForwardCost(5.0, 0.0)), 4)
+    assert speculation.strategy == "autoregressive"
 
 
 def test_auto_gives_up_when_proposals_are_rejected(engine: Engine) -> None:

@@ -62,6 +62,27 @@ def test_an_answer_that_repeats_the_prompt_is_trusted_more_and_more() -> None:
     assert len(finish(given.propose(text, 8, sampler())).tokens) == 1
 
 
+def test_after_wrong_proposals_only_longer_matches_count() -> None:
+    """Twice as long after each of which nothing was accepted; after one that is right in part, as long as at first."""
+    prompt = list(range(100))
+    given, text = proposer(prompt, ngram_match=3), list[int]()
+
+    def found(length: int) -> bool:
+        """With the last `length` tokens as in the prompt, and what is before them as nowhere."""
+        text.extend([1000 + len(text), *prompt[50 - length : 50]])
+        proposed = bool(finish(given.propose(text, 8, sampler())).tokens)
+        assert given.idle(text) != proposed
+        return proposed
+
+    shortest = []
+    for accepted in (0, 0, 0, 0, 1):
+        shortest.append(next(length for length in range(1, 40) if found(length)))
+        given.settle(Verified(1, 4, accepted, 0))
+    assert shortest == [3, 6, 12, 24, 32]
+    assert not found(2)
+    assert found(3)
+
+
 def test_the_answer_itself_is_searched_however_long_it_gets() -> None:
     given, text = proposer([1, 2]), list(range(10, 700))
     assert finish(given.propose(text[:5], 2, sampler())).tokens == []

@@ -1,0 +1,90 @@
+"""Rounds without a proposal: as in a batch of plain rows, the next forward is queued before a token is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_specprefill.config import SpeculationConfig
+from mlx_specprefill.request import SamplingParams
+from mlx_specprefill.speculative.ngram_proposer import NgramProposer
+from mlx_specprefill.speculative.row import Limits, SpeculativeRow
+from mlx_specprefill.speculative.token_sampler import TokenSampler
+from mlx_specprefill.speculative.verification import Distribution
+from tests.autoregressive import decode
+from tests.rows import Row, alone, assert_same_contents, logprob_error, prefilled, tokens
+from tests.tiny import VOCAB, random_prompt, tiny_model
+
+COUNT = 24
+
+
+class Counting(TokenSampler):
+    """How often a round had to know its token before it could go on."""
+
+    waited = 0
+
+    def distributions(self, logits: mx.array, before: Sequence[int], fed: Sequence[int] = ()) -> list[Distribution]:
+        self.waited += 1
+        return super().distributions(logits, before, fed)
+
+
+def begun(model: Any, row: Row, match: int, **sampling: Any) -> tuple[SpeculativeRow, Counting]:
+    cache, logits = prefilled(model, row)
+    proposer = NgramProposer(np.array(row.prompt, np.int32), SpeculationConfig(ngram_match=match))
+    sampler = Counting(SamplingParams(**sampling), VOCAB)
+    return SpeculativeRow(model, cache, logits, proposer, sampler, Limits(COUNT), 4, logprobs=3), sampler
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gpt_oss"])
+@pytest.mark.parametrize("kept", [None, np.r_[4:20, 39].astype(np.int32)])
+def test_nothing_is_waited_for_where_nothing_is_found(family: str, kept: Any) -> None:
+    """The answer and the cache are those of plain decoding, one forward per token."""
+    model, row = tiny_model(family), Row(random_prompt(40), kept, logprobs=3)
+    expected, cache = alone(model, row, COUNT)
+    running, sampler = begun(model, row, match=33)  # longer than what is compared
+    events = list(running.early)
+    while not running.ended:
+        new = running.step()
+        assert len(new) == 1
+        events += new
+    assert tokens(events) == tokens(expected)
+    assert logprob_error(events, expected) < 1e-4
+    assert sampler.waited == 1  # for the first token, which follows the prompt
+    assert running.steps == COUNT
+    model(mx.array([[events[-1].token]]), cache=cache)  # a drafted row has fed its last token
+    assert_same_contents(running.cache, cache)
+
+
+def test_a_match_ends_it_and_its_end_begins_it_again() -> None:
+    model, row = tiny_model("llama"), Row(random_prompt(40) * 3, logprobs=3)
+    expected, _ = alone(model, row, COUNT)
+    running, sampler = begun(model, row, match=1)
+    while not running.ended:
+        running.step()
+    assert running.tokens == tokens(expected)
+    assert running.coverage.accepted > 0
+    assert 1 < sampler.waited <= running.steps + 1
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_a_row_can_leave_at_any_time(after: int) -> None:
+    model, row = tiny_model("llama"), Row(random_prompt(40), logprobs=3)
+    expected, _ = alone(model, row, COUNT)
+    running, _ = begun(model, row, match=33)
+    for _ in range(after):
+        running.step()
+    running.leave()
+    rest = decode(model, running.cache, running.logits, lambda x: mx.argmax(x, axis=-1), [], COUNT - after, 3)
+    assert running.tokens + tokens(list(rest)) == tokens(expected)
+
+
+def test_sampled_rows_read_every_token_first() -> None:
+    """Their next token is drawn on the host."""
+    running, sampler = begun(tiny_model("llama"), Row(random_prompt(40)), match=33, temperature=1.0, seed=1)
+    while not running.ended:
+        running.step()
+    assert sampler.waited == COUNT

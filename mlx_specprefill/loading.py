@@ -13,27 +13,38 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .adapters.checkpoint import context_length, dtype_name, vocab_size
 from .adapters.depth import first_layers, layers_of, whole_draft
+from .adapters.draft_layers import shallow, with_retrieval_heads
 from .adapters.gguf import is_gguf
 from .adapters.heads import DraftHeads, read_heads
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
-from .adapters.placement import DraftPlacement, PlacementChoice, place_draft
+from .adapters.placement import DraftPlacement, PlacementChoice
 from .adapters.probe import staged_model
 from .adapters.refusals import sparse_refusal
 from .adapters.registry import adapter_for, architecture_of
-from .adapters.retrieval_heads import RetrievalDraft, attach_heads, heads_file_layers, known_heads
+from .adapters.retrieval_heads import RetrievalDraft, known_heads
 from .adapters.sharding import Sharding
 from .adapters.staged import StagedModel
 from .adapters.text_mapping import TextMapping
 from .adapters.tokenizers import mapping_between
-from .distributed.ranks import ALONE, Ranks
-from .errors import LoadError, SparseUnsupportedError
-from .reading import DtypeName, LoadedModels, OnProgress, cast_model, read_model, read_part
+from .distributed.ranks import ALONE, Group, Ranks
+from .errors import LoadError
+from .reading import (
+    DtypeName,
+    LoadedModels,
+    OnProgress,
+    cast_model,
+    choose_placement,
+    read_model,
+    read_part,
+    read_placed,
+)
 from .stored import place_of
 
 __all__ = ["DtypeName", "ModelPair", "load_pair", "make_pair", "with_heads"]
 
 log = logging.getLogger(__name__)
+_PIPELINE = "each machine has some of the target's layers, so these can't score prompts: name a draft model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,11 @@ class ModelPair:
         return self.draft is not None or self.draft_placement == "first"
 
     @property
+    def split(self) -> Ranks:
+        """Over which the draft's attention heads are split."""
+        return self.ranks if self.draft_placement == "sharded" else ALONE
+
+    @property
     def draft_tokenizer(self) -> TokenizerWrapper:
         return self.tokenizer if self.mapping is None else self.mapping.tokenizer
 
@@ -123,6 +139,7 @@ def load_pair(
     on_progress: OnProgress = lambda done, total: None,
     ranks: Ranks = ALONE,
     draft_placement: PlacementChoice = "auto",
+    memory_limit: int | None = None,
 ) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
@@ -142,18 +159,18 @@ def load_pair(
         loaded: models of other pairs, which this one shares.
         on_progress: gets the bytes of target or draft that are in memory, and those of the whole; one after the other.
         ranks: from `join_ranks`. Each of several holds its part of the target.
-        draft_placement: which of them read prompts with the draft.
+        draft_placement: which of them read prompts with the draft, and whether each holds all of it; "auto": as is
+            predicted to be the fastest, and has room on rank 0.
+        memory_limit: bytes that there are for weights on this rank, as far as is known.
 
     Raises:
         LoadError: a checkpoint is missing or broken, or the draft can't score with so many layers; the target can't be
-            spread over so many ranks, has other files on another one, or was to be its own draft there.
+            spread over so many ranks, or has other files on another one; so for a draft that was to be sharded.
         PairMismatchError: the draft has another tokenizer, and the target's text can't be mapped to its tokens.
     """
     read = read_model if loaded is None else loaded.read
     sharding: Sharding | None = None
     if ranks.several:
-        if draft == "self":
-            raise LoadError("a target that runs on several machines can't score prompts itself: it needs a draft model")
         model, tokenizer, config, sharding = read_part(target, dtype, on_progress, ranks)
         mtp: MTPHead | str = "the target runs on several machines"
     else:
@@ -162,10 +179,17 @@ def load_pair(
     draft_model: nn.Module | Literal["self"] | None = None if draft is None else "self"
     draft_from, draft_config, draft_tokenizer = target, None, None
     placement: DraftPlacement | None = None
-    if draft is not None and draft != "self":
-        draft_from, placement = draft, place_draft(draft_placement) if ranks.several else None
-        if placement == "first" and not ranks.leads:
-            draft_model = None
+    if draft == "self" and ranks.several:
+        placement = "sharded"
+        if sharding != "tensor":
+            draft_model = placement = None
+    elif draft is not None and draft != "self":
+        draft_from = draft
+        if isinstance(ranks, Group):
+            choice = choose_placement(draft, draft_heads, draft_placement, ranks, model, memory_limit)
+            draft_model, draft_tokenizer, draft_config, placement = read_placed(
+                draft, read, dtype, on_progress, ranks, choice
+            )
         else:
             draft_model, draft_tokenizer, draft_config = read(draft, dtype, on_progress)
     pair = make_pair(
@@ -184,6 +208,8 @@ def load_pair(
         sharding=sharding,
         draft_placement=placement,
     )
+    if draft == "self" and pair.draft is None:
+        return replace(pair, sparse_refusal=_PIPELINE)
     known = ranks.agree("draft's heads", lambda: _calibrated_heads(pair, heads, draft_from, draft_layers, draft_heads))
     return pair if known is None else with_heads(pair, known, exit_early=exit_early)
 
@@ -217,7 +243,7 @@ def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPa
     if exit_early and heads.depth < runs and adapter_for(architecture_of(whole)).depth_refusal is None:
         draft, draft_id = first_layers(whole, heads.depth), f"{draft_id} ({heads.depth} of {total} layers)"
     known, refusal = _for_mapping(heads, pair.mapping), pair.sparse_refusal or heads.refusal
-    staged = pair.staged if draft is pair.draft else staged_model(pair.target, draft)
+    staged = pair.staged if draft is pair.draft else _staged(pair.target, draft, pair.split)
     return replace(pair, draft=draft, draft_id=draft_id, heads=known, sparse_refusal=refusal, staged=staged)
 
 
@@ -273,9 +299,9 @@ def make_pair(
     if draft_placement == "first" and not ranks.leads:
         draft = None
     elif draft_heads is not None:
-        draft, draft_id = _with_retrieval_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
+        draft, draft_id = with_retrieval_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
     elif draft_layers is not None:
-        draft, draft_id = _shallow(draft, draft_id, draft_layers)
+        draft, draft_id = shallow(draft, draft_id, draft_layers)
     mapping = None if draft_tokenizer is None else mapping_between(tokenizer, draft_tokenizer, draft_id)
     refusal = sparse_refusal(target, draft, ranks)
     if refusal is not None:
@@ -296,7 +322,7 @@ def make_pair(
         draft_config=draft_config,
         mtp=mtp,
         heads=_for_mapping(known_heads(draft), mapping) if isinstance(draft, RetrievalDraft) else None,
-        staged=_staged(target, draft, refusal),
+        staged=_staged(target, draft, ranks) if refusal is None else refusal,
         mapping=mapping,
         ranks=ranks,
         sharding=sharding,
@@ -317,56 +343,17 @@ def _told_by_rank_0(pair: ModelPair) -> ModelPair:
     return pair if pair.ranks.leads else replace(pair, **told)
 
 
-def _staged(target: nn.Module, draft: nn.Module | None, refusal: str | None) -> StagedModel | str:
-    if refusal is not None:
-        return refusal
-    return "the draft is on rank 0" if draft is None else staged_model(target, draft)
+def _staged(target: nn.Module, draft: nn.Module | None, ranks: Ranks) -> StagedModel | str:
+    """In two parts on all ranks or on none."""
+    found = staged_model(target, draft)
+    refusal = None if isinstance(found, StagedModel) else found
+    refusal = ranks.agree("staged", lambda: refusal)
+    return found if refusal is None else refusal
 
 
 def _for_mapping(heads: DraftHeads, mapping: TextMapping | None) -> DraftHeads:
     """Shares were calibrated in the draft's own tokens and chunks: for other ones they are not known."""
     return heads if mapping is None else replace(heads, shares=None, stands_out=None)
-
-
-def _shallow(draft: nn.Module | None, draft_id: str, count: int) -> tuple[nn.Module, str]:
-    """The draft's first layers, and their name.
-
-    Raises:
-        LoadError: there is no draft, or these layers of it can't score.
-    """
-    if draft is None:
-        raise LoadError(f"draft_layers is {count}, but there is no draft")
-    total = len(layers_of(draft))
-    if count < total:
-        _check_depth(draft, draft_id, count)
-    try:
-        shallow = first_layers(draft, count)
-    except (ValueError, SparseUnsupportedError) as error:
-        raise LoadError(f"draft_layers is {count}, but of {draft_id}: {error}") from error
-    return shallow, f"{draft_id} ({count} of {total} layers)"
-
-
-def _with_retrieval_heads(
-    draft: nn.Module | None, draft_id: str, count: int | None, file: Path
-) -> tuple[nn.Module, str]:
-    """The draft's first layers with retrieval heads on top, and their name.
-
-    Raises:
-        LoadError: there is no draft, these layers of it can't run alone, or the heads are another model's.
-    """
-    if draft is None:
-        raise LoadError(f"draft_heads is {file}, but there is no draft")
-    layers = heads_file_layers(file)
-    if count not in (None, layers):
-        raise LoadError(f"draft_layers is {count}, but the heads in {file} stand on the first {layers} layers")
-    _check_depth(draft, draft_id, layers)
-    return attach_heads(draft, file), f"{draft_id} ({layers} of {len(layers_of(draft))} layers and retrieval heads)"
-
-
-def _check_depth(draft: nn.Module, draft_id: str, count: int) -> None:
-    refusal = adapter_for(architecture_of(draft)).depth_refusal
-    if refusal is not None:
-        raise LoadError(f"draft_layers is {count}, but {draft_id} can't score: {refusal}")
 
 
 def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:

@@ -165,13 +165,16 @@ class HeadCapture:
     Attributes:
         prompt_len: M.
         heads: the heads to read, by the number of their attention call; None: all heads of all calls.
+        rank: of the process, where the heads of each call are split evenly over several, in the order of their ranks:
+            those of the others are not found. Numbers count the heads of all.
         found: (M,) float32 per (call, head), what the tokens of the passage attend to on average.
         calls: attention calls of the last captured forward.
     """
 
-    def __init__(self, prompt_len: int, heads: Mapping[int, Sequence[int]] | None) -> None:
+    def __init__(self, prompt_len: int, heads: Mapping[int, Sequence[int]] | None, rank: int = 0) -> None:
         self.prompt_len = prompt_len
         self.heads = heads
+        self.rank = rank
         self.found: dict[tuple[int, int], mx.array] = {}
         self.calls = 0
         self._span, self._length, self._passage = 0, 0, slice(0, 0)
@@ -191,10 +194,10 @@ class HeadCapture:
             return
         group = queries.shape[1] // keys.shape[1]
         seen = self._mask_of(mask, queries.shape[1])
-        for head in self._wanted(call, queries.shape[1]):
+        for number, head in self._wanted(call, queries.shape[1]):
             rows = queries[0, head, self._passage] * scale
             logits = _masked(rows @ keys[0, head // group].T, seen[min(head, seen.shape[0] - 1)])
-            self._keep(call, head, logits, None if sinks is None else sinks[head : head + 1])
+            self._keep(call, number, logits, None if sinks is None else sinks[head : head + 1])
 
     def observe_logits(self, logits: mx.array) -> None:
         """One hand-written softmax: (1, H, L, S) or (1, H_kv, group, L, S), masked."""
@@ -204,15 +207,20 @@ class HeadCapture:
         if logits.shape[-1] != self._span:
             return
         rows = logits.reshape(-1, *logits.shape[-2:])
-        for head in self._wanted(call, rows.shape[0]):
-            self._keep(call, head, rows[head, self._passage], None)
+        for number, head in self._wanted(call, rows.shape[0]):
+            self._keep(call, number, rows[head, self._passage], None)
 
     def _numbered(self) -> int:
         self.calls += 1
         return self.calls - 1
 
-    def _wanted(self, call: int, heads: int) -> Sequence[int]:
-        return range(heads) if self.heads is None else self.heads.get(call, ())
+    def _wanted(self, call: int, heads: int) -> Iterator[tuple[int, int]]:
+        """Heads by their numbers, and where they are among the `heads` that are here."""
+        first = self.rank * heads
+        here = range(first, first + heads)
+        for number in here if self.heads is None else self.heads.get(call, ()):
+            if number in here:
+                yield number, number - first
 
     def _mask_of(self, mask: Any, heads: int) -> mx.array:
         """Of the passage's rows, (1 or H, rows, S): what they see, or what is added to their logits."""

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from ..distributed.ranks import Group
 from ..errors import LoadError
 
-__all__ = ["Sharding", "files_digest", "shard", "sharding_of"]
+__all__ = ["Sharding", "check_heads", "files_digest", "shard", "sharding_of"]
 
 Sharding = Literal["tensor", "pipeline"]
 _PART = 4096  # bytes
@@ -35,13 +35,12 @@ def shard(model: nn.Module, name: str, config: dict[str, Any], group: Group, kin
         LoadError: mlx-lm can't spread it over so many ranks.
     """
     kind = kind or sharding_of(model)
-    if kind is None:
-        raise LoadError(
-            f"{name} can't run on several machines: mlx-lm can neither shard {model.model_type} nor pipeline it"
-        )
+    if kind is None or (kind == "tensor" and not hasattr(model, "shard")):
+        ways = "shard" if kind == "tensor" else "shard or pipeline"
+        raise LoadError(f"{name} can't be spread over several machines: mlx-lm can't {ways} {model.model_type}")
     try:
         if kind == "tensor":
-            _check_heads(name, config, group.size)
+            check_heads(name, config, group.size)
             model.shard(group.group)
         else:
             model.model.pipeline(group.group)
@@ -50,8 +49,12 @@ def shard(model: nn.Module, name: str, config: dict[str, Any], group: Group, kin
     return kind
 
 
-def _check_heads(name: str, config: dict[str, Any], size: int) -> None:
-    """mlx-lm divides without looking at the rest."""
+def check_heads(name: str, config: dict[str, Any], size: int) -> None:
+    """mlx-lm divides without looking at the rest.
+
+    Raises:
+        LoadError: there is one.
+    """
     text = config.get("text_config", config)
     for key in ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"):
         count = text.get(key)

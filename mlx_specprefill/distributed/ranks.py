@@ -69,6 +69,18 @@ class Ranks:
         """Rank 0's numbers."""
         return values
 
+    def total(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The sum over all ranks."""
+        return values
+
+    def highest(self, values: mx.array) -> mx.array:
+        """The highest of all ranks, of each value; not evaluated."""
+        return values
+
+    def gathered(self, values: mx.array) -> mx.array:
+        """Those of all ranks, one behind the other along the first axis; not evaluated."""
+        return values
+
     def same(self, what: str, value: str) -> None:
         """
         Raises:
@@ -146,9 +158,19 @@ class Group(Ranks):
         return mx.distributed.all_sum(tokens * mx.array(self._own, dtype=tokens.dtype), group=self.group)
 
     def floats(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return self.total(values if self.leads else np.zeros_like(values))
+
+    def total(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         self._check()
-        own = mx.array(values if self.leads else np.zeros_like(values))
-        return np.array(mx.distributed.all_sum(own, group=self.group))
+        return np.array(mx.distributed.all_sum(mx.array(values), group=self.group))
+
+    def highest(self, values: mx.array) -> mx.array:
+        self._check()
+        return mx.distributed.all_max(values, group=self.group)
+
+    def gathered(self, values: mx.array) -> mx.array:
+        self._check()
+        return mx.distributed.all_gather(values, group=self.group)
 
     def same(self, what: str, value: str) -> None:
         self._link.same(what, value)

@@ -142,7 +142,7 @@ class PromptScorer:
         hit = self.caches.draft_prefix(prompt[: known + 1], label) if stored and known else None
         empty = empty_draft_cache(self.pair) if stored else list(make_prompt_cache(draft))
         task = replace(task, cache=empty if hit is None else hit.cache)
-        steps = Steps(scorer_for(plan.rule, self.pair.heads, self.config.scoring).score(draft, task))
+        steps = Steps(scorer_for(plan.rule, self.pair.heads, self.config.scoring, self.pair.split).score(draft, task))
         try:
             for progress in steps:
                 done = progress.done

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,6 +30,7 @@ from ..adapters.heads import DraftHeads, Head, read_heads
 from ..cache.fingerprint import model_identity
 from ..cache.positioned import leaves
 from ..config import ScoringConfig, SelectionConfig
+from ..distributed.ranks import ALONE, Ranks
 from ..errors import LoadError, SparseUnsupportedError
 from ..loading import ModelPair
 from .calibration_items import KINDS, CalibrationItem, calibration_items
@@ -72,6 +74,7 @@ def find_heads(
     on_progress: Callable[[int, int], None] | None = None,
     seed: int = 0,
     limit_s: float = LIMIT_S,
+    ranks: Ranks = ALONE,
 ) -> DraftHeads:
     """Calibrate a draft: three dozen prompts of some 700 tokens are read once, fewer where that takes too long.
 
@@ -80,6 +83,7 @@ def find_heads(
         on_progress: gets the number of items read and that of all.
         seed: of the items.
         limit_s: seconds after which no further item is read, once there are four of each kind.
+        ranks: over which the draft's heads are split.
 
     Raises:
         SparseUnsupportedError: no head of it can be calibrated.
@@ -89,9 +93,9 @@ def find_heads(
     items, reads = list(calibration_items(_ITEMS, _CHARACTERS, seed)), list[_Read]()
     until = time.monotonic() + limit_s
     for item in items:
-        if len(reads) >= _FEWEST * len(KINDS) and time.monotonic() > until:
+        if len(reads) >= _FEWEST * len(KINDS) and ranks.agree("time is up", lambda: time.monotonic() > until):
             break
-        read = _read(draft, tokenizer, reader, item, scoring)
+        read = _read(draft, tokenizer, reader, item, scoring, ranks)
         rows = {key: row for key, row in read.rows.items() if key[0] in eligible}
         reads.append(_Read(read.kind, rows, read.gold, read.template, read.text))
         if on_progress is not None:
@@ -111,7 +115,8 @@ def calibrated_heads(
     measure: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DraftHeads | None:
-    """What an earlier calibration of this draft has found, else a new one, which is kept for the next time.
+    """What an earlier calibration of this draft has found, else a new one, which is kept for the next time. Of several
+    ranks, what rank 0 finds, with the others' help where the draft is spread over them.
 
     None without a draft that can score, where nothing is known and `measure` is false, and where the draft has no head
     that can be calibrated, which is logged.
@@ -119,15 +124,30 @@ def calibrated_heads(
     Args:
         folder: where calibrations are kept, a file per draft; None: nowhere.
     """
+
+    def found() -> DraftHeads | None:
+        return _calibrated(pair, scoring, selection, folder, measure, on_progress)
+
+    return pair.ranks.agree("heads", found) if pair.split is ALONE else found()
+
+
+def _calibrated(
+    pair: ModelPair,
+    scoring: ScoringConfig,
+    selection: SelectionConfig,
+    folder: Path | None,
+    measure: bool,
+    on_progress: Callable[[int, int], None] | None,
+) -> DraftHeads | None:
     if pair.draft is None or pair.sparse_refusal is not None:
         return None
     draft = whole_draft(pair.draft)
     file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
-    known = stored_heads(file)
+    known = pair.split.agree("known heads", lambda: stored_heads(file))
     if known is not None or not measure:
         return known
     try:
-        found = find_heads(draft, pair.draft_tokenizer, scoring, selection, on_progress)
+        found = find_heads(draft, pair.draft_tokenizer, scoring, selection, on_progress, ranks=pair.split)
     except SparseUnsupportedError as error:
         log.warning("the draft's heads can't be calibrated, so the paper's rule scores prompts: %s", error)
         return None
@@ -251,18 +271,34 @@ def _eligible_calls(draft: nn.Module) -> set[int]:
 
 
 def _read(
-    draft: nn.Module, tokenizer: TokenizerWrapper, reader: TextReader, item: CalibrationItem, scoring: ScoringConfig
+    draft: nn.Module,
+    tokenizer: TokenizerWrapper,
+    reader: TextReader,
+    item: CalibrationItem,
+    scoring: ScoringConfig,
+    ranks: Ranks,
 ) -> _Read:
     prompt, places = rendered(tokenizer, item)
     units = reader.read(prompt.tolist())
     question = question_span(prompt.size, scoring, places["question"][1], units.units)
     task = ToScore.alone(draft, prompt, scoring, question=question)
-    capture = HeadCapture(prompt.size, None)
+    capture = HeadCapture(prompt.size, None, ranks.rank)
     for _ in read_prompt(draft, task, prompt.size, question, capture.of_passage):
         pass
-    rows = {key: np.array(row) for key, row in capture.found.items()}
+    rows = _of_all(capture, ranks)
     document, gold = (passage_mask(prompt.size, places[name]) for name in ("document", "gold"))
     return _Read(item.kind, rows, gold, ~document, units)
+
+
+def _of_all(capture: HeadCapture, ranks: Ranks) -> Rows:
+    """The rows of all ranks' heads."""
+    if not capture.found:
+        return {}
+    here = list(capture.found)
+    counts = Counter(call for call, _ in here)
+    rows = np.array(ranks.gathered(mx.stack([capture.found[key] for key in here])))
+    numbers = [(call, head + (rank - ranks.rank) * counts[call]) for rank in range(ranks.size) for call, head in here]
+    return dict(zip(numbers, rows, strict=True))
 
 
 def rendered(

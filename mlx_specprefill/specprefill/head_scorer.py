@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ..adapters.capture import HeadCapture, pool
 from ..adapters.heads import DraftHeads, Head
 from ..config import ScoringConfig
+from ..distributed.ranks import ALONE, Ranks
 from ..errors import SparseUnsupportedError
 from ..request import Progress
 from .scorer import Scores, ToScore, Undo, checked, read_prompt
@@ -32,28 +33,37 @@ Floats = npt.NDArray[np.float32]
 class HeadScorer:
     """Args:
     config: `pool_width` counts.
+    ranks: over which the draft's heads are split.
     """
 
     heads: DraftHeads
     config: ScoringConfig
+    ranks: Ranks = ALONE
 
     def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
         """See `Scorer`."""
         M = task.prompt.size
-        capture = HeadCapture(M + task.again.size, self.heads.by_call)
+        capture = HeadCapture(M + task.again.size, self.heads.by_call, self.ranks.rank)
         if task.again.size:
             yield from read_prompt(draft, task, M)
             _ask_again(draft, task, capture)
         else:
             yield from read_prompt(draft, task, M, task.question, capture.of_passage)
-        found = [(head, capture.found.get((head.call, head.head))) for head in self.heads.heads]
-        rows = {(head.call, head.head): np.array(row)[:M] for head, row in found if row is not None}
-        if len(rows) < len(found):
-            raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
-        importance = checked(importance_of(rows, self.heads.heads, task.template, self.config.pool_width))
+        importance = checked(self._importance({key: np.array(row)[:M] for key, row in capture.found.items()}, task))
         asked = task.again.size or task.question[1] - task.question[0]
-        words = f"{len(rows)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
+        words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
         return Scores(importance, "draft", words, (), asked, task.cache)
+
+    def _importance(self, rows: Mapping[tuple[int, int], Floats], task: ToScore) -> Floats:
+        """The sum of what each rank's heads say, in one reduction, which counts the heads too."""
+        here = [head for head in self.heads.heads if (head.call, head.head) in rows]
+        own = np.zeros(task.prompt.size, dtype=np.float32)
+        if here:
+            own = importance_of(rows, here, task.template, self.config.pool_width)
+        found = self.ranks.total(np.append(own, np.float32(len(here))))
+        if round(float(found[-1])) < len(self.heads.heads):
+            raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
+        return found[:-1]
 
 
 def _ask_again(draft: nn.Module, task: ToScore, capture: HeadCapture) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from ..adapters.capture import QueryCapture
 from ..adapters.depth import FirstLayers
 from ..config import ScoringConfig
+from ..distributed.ranks import ALONE, Ranks
 from ..errors import SparseUnsupportedError
 from ..request import Progress
 from .scorer import Scores, ToScore, Undo, checked, read_prompt
@@ -29,9 +30,11 @@ __all__ = ["PaperScorer"]
 class PaperScorer:
     """Args:
     config: `rows`, `include_last_prompt_query` and `pool_width` count.
+    ranks: over which the draft's heads are split.
     """
 
     config: ScoringConfig
+    ranks: Ranks = ALONE
 
     def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
         """See `Scorer`. First layers alone write no answer: the last prompt token is their one row."""
@@ -42,13 +45,13 @@ class PaperScorer:
         if isinstance(draft, FirstLayers):
             looked_ahead = _last_row(draft, last, capture, task)
         else:
-            looked_ahead = _look_ahead(draft, last, capture, task.cache, self.config)
+            looked_ahead = _look_ahead(draft, last, capture, task.cache, self.config, self.ranks)
         yield Progress("draft", M, M)
-        return _scores(capture, looked_ahead, self.config, task)
+        return _scores(capture, looked_ahead, self.config, task, self.ranks)
 
 
 def _look_ahead(
-    draft: nn.Module, last: mx.array, capture: QueryCapture, cache: list[Any], config: ScoringConfig
+    draft: nn.Module, last: mx.array, capture: QueryCapture, cache: list[Any], config: ScoringConfig, ranks: Ranks
 ) -> mx.array:
     """Feed the last prompt token and the greedy tokens after it, capturing; the cache ends where it was after `last`.
 
@@ -62,11 +65,11 @@ def _look_ahead(
         logits = draft(last, cache=cache)
     undo = Undo(cache)
     fed = config.rows - len(capture.rows) if config.include_last_prompt_query else config.rows
-    generated = [mx.argmax(logits[:, -1, :], axis=-1)]
+    generated = [ranks.tokens(mx.argmax(logits[:, -1, :], axis=-1))]
     for step in range(1, fed + 1):
         with capture.row(M + step):
             logits = draft(generated[-1][None], cache=cache)
-        generated.append(mx.argmax(logits[:, -1, :], axis=-1))
+        generated.append(ranks.tokens(mx.argmax(logits[:, -1, :], axis=-1)))
         mx.async_eval(generated[-1], capture.rows)  # type: ignore[no-untyped-call]
     undo.restore(fed)
     looked_ahead = mx.concatenate(generated)
@@ -84,7 +87,9 @@ def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: T
     return mx.array([], dtype=mx.uint32)
 
 
-def _scores(capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig, task: ToScore) -> Scores:
+def _scores(
+    capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig, task: ToScore, ranks: Ranks
+) -> Scores:
     if not capture.rows:
         raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")
     generated = [int(token) for token in np.array(looked_ahead)]
@@ -92,7 +97,7 @@ def _scores(capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig
     # Row t reads the token before generated[t] when the last prompt token is row 0, generated[t] itself otherwise.
     usable = ended + 1 if config.include_last_prompt_query else max(1, ended)
     rows = min(len(capture.rows), usable)
-    importance = checked(np.array(mx.stack(capture.rows[:rows]).mean(axis=0)))
+    importance = checked(np.array(ranks.highest(mx.stack(capture.rows[:rows])).mean(axis=0)))
     words = f"{rows} look-ahead rows, maximum over the heads of {capture.layers[0]} layers"
     lookahead = tuple(generated[: ended + 1][: config.rows])
     return Scores(importance, "draft", words, lookahead, rows, task.cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..adapters.heads import DraftHeads
 from ..config import RuleName, ScoringConfig
+from ..distributed.ranks import ALONE, Ranks
 from .head_scorer import HeadScorer
 from .paper_scorer import PaperScorer
 from .scorer import Scorer
@@ -11,8 +12,12 @@ from .scorer import Scorer
 __all__ = ["scorer_for"]
 
 
-def scorer_for(rule: RuleName, heads: DraftHeads | None, config: ScoringConfig) -> Scorer:
-    """The paper's scorer where that is asked for, and where no heads of the draft are known."""
+def scorer_for(rule: RuleName, heads: DraftHeads | None, config: ScoringConfig, ranks: Ranks = ALONE) -> Scorer:
+    """The paper's scorer where that is asked for, and where no heads of the draft are known.
+
+    Args:
+        ranks: over which the draft's attention heads are split.
+    """
     if rule == "paper" or heads is None:
-        return PaperScorer(config)
-    return HeadScorer(heads, config)
+        return PaperScorer(config, ranks)
+    return HeadScorer(heads, config, ranks)

@@ -23,6 +23,7 @@ from ..adapters.shares import MULTIPLES, ShareCurve
 from ..adapters.text_mapping import TextMapping
 from ..cache.fingerprint import model_identity
 from ..config import ScoringConfig, SelectionConfig
+from ..distributed.ranks import ALONE, Ranks
 from ..errors import SparseUnsupportedError
 from ..loading import ModelPair
 from .calibration_items import CalibrationItem
@@ -54,6 +55,7 @@ def find_shares(
     items: int = ITEMS,
     seed: int = 1,
     mapping: TextMapping | None = None,
+    ranks: Ranks = ALONE,
 ) -> DraftHeads:
     """Let the draft read prompts of 300 to 1000 tokens: what every multiple loses of their answers, and how far codes
     that are asked for stand out, which is half of what the least of them does.
@@ -65,6 +67,7 @@ def find_shares(
         items: of each kind.
         seed: of the items; not that of the items by which the heads were chosen.
         mapping: to the draft's tokens, where these are others.
+        ranks: over which the draft's heads are split.
 
     Raises:
         SparseUnsupportedError: a calibrated head does not see the whole prompt.
@@ -72,7 +75,7 @@ def find_shares(
     asked, reader = list(share_items(items, seed)), TextReader(tokenizer)
     misses, kept, of_kind = np.zeros(len(MULTIPLES), dtype=np.int64), np.zeros(len(MULTIPLES)), Counter[str]()
     standing, by_sentence = math.inf, replace(selection, over_lines=True)
-    scorer: Scorer = HeadScorer(heads, scoring)
+    scorer: Scorer = HeadScorer(heads, scoring, ranks)
     scorer = scorer if mapping is None else MappedScorer(scorer, mapping)
     for number, item in enumerate(asked, 1):
         seen = _seen(draft, tokenizer, reader, scorer, scoring, item)
@@ -100,7 +103,7 @@ def with_calibrated_shares(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ModelPair:
     """The pair with what its draft loses when shares are chosen per prompt: known with its heads, from an earlier
-    calibration, or measured now and kept for the next time.
+    calibration, or measured now and kept for the next time. Of several ranks, as rank 0 knows it.
 
     The pair as it is without calibrated heads, where nothing is known and `measure` is false, and where a head of the
     draft does not see the whole prompt, which is logged.
@@ -108,17 +111,41 @@ def with_calibrated_shares(
     Args:
         folder: where calibrations are kept, a file per draft; None: nowhere.
     """
+
+    def found() -> DraftHeads | None:
+        return _with_shares(pair, scoring, selection, folder, measure, on_progress).heads
+
+    return replace(pair, heads=pair.ranks.agree("shares", found) if pair.split is ALONE else found())
+
+
+def _with_shares(
+    pair: ModelPair,
+    scoring: ScoringConfig,
+    selection: SelectionConfig,
+    folder: Path | None,
+    measure: bool,
+    on_progress: Callable[[int, int], None] | None,
+) -> ModelPair:
     heads = pair.heads
     if pair.draft is None or heads is None or heads.shares is not None or pair.sparse_refusal is not None:
         return pair
     file = None if folder is None else folder / f"{_identity(pair, pair.draft)}-shares.json"
-    known = stored_heads(file)
+    known = pair.split.agree("known shares", lambda: stored_heads(file))
     if known is not None and known.shares is not None and _found(known) == _found(heads):
         return replace(pair, heads=known)
     if not measure:
         return pair
     try:
-        heads = find_shares(pair.draft, pair.tokenizer, heads, scoring, selection, on_progress, mapping=pair.mapping)
+        heads = find_shares(
+            pair.draft,
+            pair.tokenizer,
+            heads,
+            scoring,
+            selection,
+            on_progress,
+            mapping=pair.mapping,
+            ranks=pair.split,
+        )
     except SparseUnsupportedError as error:
         log.warning("how much to keep can't be chosen per prompt: %s", error)
         return pair

@@ -19,6 +19,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     calibrated_heads,
     load_pair,
+    machine,
     make_pair,
     pair_cost,
     read_heads,
@@ -93,7 +94,7 @@ def load(
         settings: where calibrations are kept; None: nowhere.
         loaded: models of other pairs, which this one shares.
         calibrate: measure them where they are not known.
-        ranks: over which the target is spread; it then needs a draft model to score prompts.
+        ranks: over which the target is spread; where each has some of its layers, only a draft model can score prompts.
     """
     names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
     heads = None if pair.heads is None else Path(pair.heads)
@@ -103,7 +104,7 @@ def load(
     with tell(f"Loading {names}") as progress:
         made = load_pair(
             pair.target,
-            None if own and ranks.several else "self" if own else pair.draft,
+            "self" if own else pair.draft,
             draft_layers=pair.draft_layers,
             draft_heads=pair.draft_heads,
             heads=heads,
@@ -113,10 +114,11 @@ def load(
             on_progress=lambda done, total: progress(done >> 20, total >> 20),
             ranks=ranks,
             draft_placement="auto" if settings is None else settings.draft_placement,
+            memory_limit=(settings and settings.engine_config().memory_limit) or machine().memory_limit,
         )
     if pair.context is not None:
         made = replace(made, context_length=min(made.context_length, pair.context))
-    if own and ranks.several:
+    if not made.drafted:  # the target's own layers can't, where each rank has some of them
         return made
     if made.heads is None and settings is not None and pair.draft_layers is None:
         found = _heads(made, settings, calibrate, tell)
@@ -174,22 +176,14 @@ def _with_shares(pair: ModelPair, settings: Settings, calibrate: bool, tell: Tel
     """What the draft loses when shares are chosen per prompt; measured only where the server's own are."""
     config, measure = settings.engine_config(), calibrate and settings.specprefill_keep_pct == "auto"
     with tell("Calibrating how much to keep, once") as progress:
-
-        def heads() -> DraftHeads | None:
-            return with_calibrated_shares(
-                pair, config.scoring, config.selection, settings.heads_folder, measure=measure, on_progress=progress
-            ).heads
-
-        return replace(pair, heads=pair.ranks.agree("shares", heads))
+        return with_calibrated_shares(
+            pair, config.scoring, config.selection, settings.heads_folder, measure=measure, on_progress=progress
+        )
 
 
 def _heads(pair: ModelPair, settings: Settings, calibrate: bool, tell: Tell) -> DraftHeads | None:
     config = settings.engine_config()
     with tell("Calibrating the draft's heads, once") as progress:
-
-        def heads() -> DraftHeads | None:
-            return calibrated_heads(
-                pair, config.scoring, config.selection, settings.heads_folder, measure=calibrate, on_progress=progress
-            )
-
-        return pair.ranks.agree("heads", heads)
+        return calibrated_heads(
+            pair, config.scoring, config.selection, settings.heads_folder, measure=calibrate, on_progress=progress
+        )

@@ -14,7 +14,7 @@ from mlx_specprefill.adapters.sharding import sharding_of
 from tests.oracle import build
 
 from .ranks import logs, started
-from .worker import MORE_NAMES, NAMES
+from .worker import MORE_NAMES, NAMES, SPLIT_KINDS, SPLIT_NAMES
 
 LIMIT_S = 300.0
 
@@ -72,6 +72,21 @@ def same_answers(one: dict[str, Any], several: dict[str, Any]) -> None:
     assert {key: several[key] for key in answers} == {key: one[key] for key in answers}
     assert several["cached"] == one["cached"] > 0
     assert several["inspected"] == one["inspected"]
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return found_in("split", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("kind", SPLIT_KINDS)
+@pytest.mark.parametrize("name", SPLIT_NAMES)
+def test_split_heads_score_as_those_of_one_process(split: dict[str, Any], name: str, kind: str) -> None:
+    """A sharded draft by look-ahead and by calibrated heads, and the target's own first layers, in stages."""
+    one, several = split[f"{name}, {kind}"]["one"], split[f"{name}, {kind}"]["several"]
+    np.testing.assert_allclose(several.pop("importance"), one.pop("importance"), atol=1e-5)
+    assert several == one
+    assert one["kept"] < 200
 
 
 @pytest.mark.parametrize("name", ["llama, 8 rows", "turns", "cancelled", "broken"])

@@ -51,7 +51,7 @@ def taken(work: Generator[int, None, Any]) -> list[Any]:
             found.append(next(work))
     except StopIteration as finished:
         return [*found, finished.value]
-    except Exception as error:
+    except (ValueError, EngineError) as error:
         return [*found, type(error), str(error)]
 
 

@@ -60,17 +60,29 @@ def completed(base: str, prompt: str) -> dict[str, Any]:
     return found
 
 
-def test_it_answers_as_one_process_does_and_ends_when_asked(tmp_path: Path) -> None:
-    with start_named(tmp_path / "one", "demo") as alone:
+@pytest.mark.parametrize(
+    ("given", "placed", "draft", "scorer"),
+    [
+        ((), ("--draft-placement", "first"), "first", "draft"),
+        ((), ("--draft-placement", "sharded"), "sharded", "draft"),
+        (("--no-draft",), (), "sharded", "own first layers"),
+    ],
+)
+def test_it_answers_as_one_process_does_and_ends_when_asked(
+    tmp_path: Path, given: tuple[str, ...], placed: tuple[str, ...], draft: str, scorer: str
+) -> None:
+    with start_named(tmp_path / "one", "demo", *given) as alone:
         expected = [completed(alone.base, prompt) for prompt in PROMPTS]
-    with served(tmp_path) as (process, base, log):
+        (one,) = httpx.get(f"{alone.base}/v1/models").json()["data"]
+    with served(tmp_path, *given, *placed) as (process, base, log):
         found = [completed(base, prompt) for prompt in PROMPTS]
         (model,) = httpx.get(f"{base}/v1/models").json()["data"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
     assert [one["choices"][0]["text"] for one in found] == [one["choices"][0]["text"] for one in expected]
     assert [one["usage"] for one in found] == [one["usage"] for one in expected]
-    assert model["ranks"] == {"count": 2, "sharding": "tensor", "draft": "first"}
+    assert model["ranks"] == {"count": 2, "sharding": "tensor", "draft": draft}
+    assert model["scorer"] == one["scorer"] == scorer
     assert "Traceback" not in log.read_text()
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import numpy as np
 from mlx_specprefill import (
     ALONE,
     ContextLengthError,
+    DraftHeads,
     DraftPlacement,
     Engine,
     EngineClosedError,
@@ -41,10 +43,14 @@ from mlx_specprefill import (
     TokenEvent,
     join_ranks,
     make_pair,
+    with_heads,
 )
+from mlx_specprefill.adapters.depth import layers_of
+from mlx_specprefill.adapters.heads import Head
 from mlx_specprefill.adapters.sharding import shard
 from mlx_specprefill.distributed.ranks import Group
 from mlx_specprefill.engine import loop
+from mlx_specprefill.specprefill.head_calibration import _eligible_calls
 from tests.oracle import build, tiny_models
 from tests.tiny import tokenizer
 from tests.waiting import eventually
@@ -251,20 +257,29 @@ def _talk(engine: Engine, seed: int, failed: list[str]) -> None:
         time.sleep(chance.random() / 2)
 
 
-def compared(ranks: Ranks, name: str, run: Callable[[Engine], dict[str, Any]], config: EngineConfig = CONFIG) -> Any:
+def compared(
+    ranks: Ranks,
+    name: str,
+    run: Callable[[Engine], dict[str, Any]],
+    config: EngineConfig = CONFIG,
+    make: Callable[[Ranks], ModelPair] | None = None,
+) -> Any:
     """What the ranks found, beside what one process finds."""
-    alone = ranks.agree("alone", lambda: _alone(name, run, config))
+    make = make or partial(pair, name)
+    alone = ranks.agree("alone", lambda: _alone(make, run, config))
     if not ranks.leads and run is forgetful:
         config = replace(config, prefix_cache_bytes=100 << 10)
     if not ranks.leads and run is limited:
         config = replace(config, memory_limit=6 << 20)
-    with running(pair(name, ranks), config) as engine:
+    with running(make(ranks), config) as engine:
         found = None if engine is None else run(engine)
     return {"one": alone, "several": found}
 
 
-def _alone(name: str, run: Callable[[Engine], dict[str, Any]], config: EngineConfig) -> dict[str, Any]:
-    with Engine(pair(name, ALONE), config) as engine:
+def _alone(
+    make: Callable[[Ranks], ModelPair], run: Callable[[Engine], dict[str, Any]], config: EngineConfig
+) -> dict[str, Any]:
+    with Engine(make(ALONE), config) as engine:
         return run(engine)
 
 
@@ -333,8 +348,76 @@ def hang(ranks: Ranks) -> dict[str, Any]:
     return {}
 
 
+# --- a draft, or the target's own first layers, whose heads are split -----------------------------------------------
+
+SPLIT_NAMES = ("llama", "qwen3", "gpt_oss", "qwen3_5")
+SPLIT_KINDS = ("paper", "heads", "heads of the last rank", "own layers")
+
+
+def split_pair(name: str, kind: str, ranks: Ranks) -> ModelPair:
+    """A target and a draft of one architecture; heads at either end of every attention call that sees all."""
+    config, sharding = tiny_models()[name].config, None
+    target, draft = build(name, times=2), None if kind == "own layers" else build(name, seed=1)
+    calls = _eligible_calls(target if draft is None else draft)
+    layers = len(layers_of(target if draft is None else draft))
+    if isinstance(ranks, Group):
+        sharding = shard(target, name, config, ranks, "tensor")
+        mx.eval(target.parameters())
+        if draft is not None:
+            shard(draft, name, config, ranks, "tensor")
+            mx.eval(draft.parameters())
+    made = make_pair(
+        target,
+        tokenizer(VOCABULARY),
+        config | {"max_position_embeddings": 4096},
+        draft="self" if draft is None else draft,
+        draft_config=config | {"max_position_embeddings": 4096},
+        ranks=ranks,
+        sharding=sharding,
+        draft_placement="sharded" if ranks.several else None,
+    )
+    if kind == "paper":
+        return made
+    depth = layers // 2 if draft is None else layers
+    text = config.get("text_config", config)
+    last = text["num_attention_heads"] - 1
+    within = [call for call in calls if call < len(calls) * depth // layers] or [min(calls)]
+    numbers = (last,) if "last" in kind else (0, last)
+    heads = tuple(Head(call, head, 1.0 + head + call) for call in within for head in numbers)
+    return with_heads(made, DraftHeads(heads, depth, layers, {"needle": 1.0}))
+
+
+def scored(engine: Engine) -> dict[str, Any]:
+    """Scores, what is chosen by them, and answers; a conversation that goes on, and requests that were given up."""
+    asked = request(PROMPT, Fraction(1, 5))
+    seen = engine.inspect(asked)
+    found: dict[str, Any] = {"importance": seen.importance.tolist(), "spans": seen.kept_spans}
+    found["staged"] = engine.pair.stages is not None
+    given_up = engine.generate(request(600, Fraction(1, 5), seed=3))
+    for _ in range(3):
+        next(given_up)
+    given_up.close()
+    found["tokens"], report = answered(engine, asked)
+    found |= {"kept": report.kept_tokens, "scorer": report.scorer, "words": report.scoring}
+    longer = GenerationRequest((*asked.prompt.tolist(), *found["tokens"], *prompt(60, seed=6)), ANSWER)
+    options = replace(longer, specprefill=asked.specprefill)
+    found["tokens of the next turn"], report = answered(engine, options)
+    found |= {"continuation": report.continuation, "read": report.draft_tokens}
+    return found
+
+
+def split(ranks: Ranks) -> dict[str, Any]:
+    found = {}
+    for name in SPLIT_NAMES:
+        for kind in SPLIT_KINDS:
+            make = partial(split_pair, name, kind)
+            found[f"{name}, {kind}"] = compared(ranks, name, scored, make=make)
+    return found
+
+
 CASES: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "equal": equal,
+    "split": split,
     "more": more,
     "hang": hang,
     "busy": busy,

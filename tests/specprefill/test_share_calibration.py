@@ -84,7 +84,7 @@ def calibrated_heads(
     for item in share_items(items, seed=1):
         tokens, places = rendered(PAIR.tokenizer, item)
         golds.append(passage_mask(tokens.size, *golds_of(places)))
-    monkeypatch.setattr(share_calibration, "HeadScorer", lambda heads, config: Planted(look, config, golds))
+    monkeypatch.setattr(share_calibration, "HeadScorer", lambda heads, config, ranks: Planted(look, config, golds))
     assert PAIR.draft is not None
     return find_shares(PAIR.draft, PAIR.tokenizer, HEADS, ScoringConfig(), selection or SelectionConfig(), items=items)
 

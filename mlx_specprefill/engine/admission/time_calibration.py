@@ -141,7 +141,7 @@ def _read_draft(pair: ModelPair, config: EngineConfig, tokens: list[int], step: 
     cache = list(make_prompt_cache(pair.draft))
     seen = None if pair.stages is None else _computed
     task = ToScore.alone(pair.draft, tokens, config.scoring, cache=cache, step=lambda: step, seen=seen)
-    return scorer_for(config.rule, pair.heads, config.scoring).score(pair.draft, task)
+    return scorer_for(config.rule, pair.heads, config.scoring, pair.split).score(pair.draft, task)
 
 
 def _without_result(work: Generator[Progress, None, Any]) -> Generator[Progress, None, None]:

@@ -214,7 +214,7 @@ def serve(
     ] = None,
     draft_placement: Annotated[
         PlacementChoice | None,
-        setting("draft_placement", "Which of them read prompts with the draft: all, or the first alone."),
+        setting("draft_placement", "Which of them read prompts with the draft, or whether each has a part of it."),
     ] = None,
     shutdown_grace_s: Annotated[
         float | None,

@@ -9,7 +9,7 @@ Eight parts, chosen with `--parts`:
 - `edit`: sources of the standard library, to be written again with an edit; the same.
 - `shape`: random weights in a shape whose decoding reads far more keys and values than weights, on a cache of random
   keys. The draft shares the target's embeddings up to noise, which controls how often it is right.
-- `gate`: requests that say `auto` and `off`, interleaved, through the engine, where speculation can't win.
+- `gate`: requests that say `auto` and `off`, interleaved, through the engine, where only n-grams can win.
 - `tasks`: quotes, edits of code and free answers through the engine, every strategy that the pair can run, and `auto`,
   against `off` behind the same cached prompt (`--pair smollm2 -n 20`). `ngram_vs_off` and `auto_vs_off` are the worst
   of the tasks; the aim is .98.
@@ -307,7 +307,10 @@ def shape(options: argparse.Namespace, noise: float) -> list[Row]:
 
 
 def gate(pair: ModelPair, options: argparse.Namespace) -> Row:
-    """The demonstration pair at a short context reads weights, not keys; whole requests are timed."""
+    """The demonstration pair at a short context reads weights, not keys; whole requests are timed.
+
+    Its answers to random tokens may repeat themselves, which n-grams find: then `auto` is the faster one.
+    """
     times: dict[str, list[Row]] = {"off": [], "auto": []}
     reasons: set[str] = set()
     prompt = tuple(np.random.default_rng(1).integers(10, 4000, 200).tolist())

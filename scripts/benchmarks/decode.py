@@ -378,7 +378,7 @@ def kv(pair: ModelPair, options: argparse.Namespace) -> Row:
     for name, (model, text) in targets.items():
         counts = [count for count in options.rows if count <= MOST_KV_ROWS]
         rows += compared_bits(name, model, text, length, counts, options.steps, options.turns)
-    apart = rounded(divergences(*targets["pair"], length, options.tokens, options.n))
+    apart = rounded(divergences(*targets["pair"], length, options.tokens, options.n), 6)
     rows = rounded(rows)
     for table in (rows, apart):
         show_rows(table)

@@ -35,7 +35,7 @@ from mlx_specprefill.shapes import random_model
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 
 from .harness import BenchError
-from .harness.figures import machine, rounded, show_rows, timed
+from .harness.figures import Clock, machine, rounded, show_rows, timed
 from .harness.stages import finish
 from .long import narrow
 
@@ -190,12 +190,15 @@ def restored(folder: Path, make: Make, tokens: Any, files: list[Path], plain: Pa
     file_ms, _ = timed(lambda: read_through(plain))
     tier = DiskTier(folder, MUCH)
     prefixes = PrefixCache("disk", make, ByteBudget(MUCH), tier)
+    clock = Clock()
     restore_ms, _ = found(prefixes, tokens, tokens.size - 1)
+    cpu_ms = clock.read()["cpu_ms"]
     tier.close()
     return {
         "disk_cold": all(told),
         "disk_file_ms": file_ms,
         "disk_restore_ms": restore_ms,
+        "disk_restore_cpu_ms": cpu_ms,
         "disk_share": file_ms / restore_ms,
     }
 

@@ -31,7 +31,8 @@ LONG_ROW = """tokens full_ms sparse_ms draft_alone_ms target_kept_ms kept_tokens
 sparse_peak_mib peak_ratio hit_ms""".split()
 PREFIXES = """benchmark device blas mlx sessions tokens layers repeats find_covers_ms find_ms hit_mib hit_lookup_ms
 hit_forward_ms hit_alone_ms hit_over_ms hit_peak_mib store_mib store_ms store_evicting_ms store_evicted evict_us
-disk_mib disk_write_s disk_cold disk_file_ms disk_restore_ms disk_share disk_file_mib_s disk_restore_mib_s""".split()
+disk_mib disk_write_s disk_cold disk_file_ms disk_restore_ms disk_restore_cpu_ms disk_share
+disk_file_mib_s disk_restore_mib_s""".split()
 LOAD = "benchmark device blas mlx limit_s rates sparse_vs_dense dense_vs_mlx_lm rows".split()
 LOAD_ROW = "arm rate requests unanswered p50_s p95_s sustained".split()
 AGENTS = """benchmark device blas mlx tokens repeats sum_vs_dense sum_vs_mlx_lm worst_vs_dense

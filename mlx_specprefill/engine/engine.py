@@ -244,7 +244,7 @@ class Engine:
         if plan.mode == "sparse" and not self.memory.can_ever(need):
             plan = plan.as_full("a sparse prefill needs more memory than there is")
             need = self.memory.need(request, "full")
-        if not self.memory.can_ever(need):
+        if not (self.memory.can_ever(need) and self.memory.has_room(request)):
             window = self.memory.window(request.specprefill.speculative)
             raise ContextLengthError(len(request.prompt), request.max_tokens, window)
         return plan

@@ -123,6 +123,7 @@ def test_the_rank_with_the_least_memory_decides_what_fits(more: dict[str, Any]) 
     assert several["window"] < one["window"] == 4096
     assert f"maximum context length is {several['window']} tokens" in several["refused"]
     assert one["refused"] is None
+    assert several["mode"] == one["mode"] == "sparse"
 
 
 @pytest.mark.nightly

@@ -223,7 +223,9 @@ def limited(engine: Engine) -> dict[str, Any]:
         refused = None
     except ContextLengthError as error:
         refused = str(error)
-    return {"tokens": answered(engine, request(PROMPT, None))[0], "window": engine.window, "refused": refused}
+    tokens, _ = answered(engine, request(PROMPT, None))
+    _, report = answered(engine, request(2000, Fraction(1, 5)))  # what rank 1 has room for, without a draft
+    return {"tokens": tokens, "window": engine.window, "refused": refused, "mode": report.mode}
 
 
 def crowd(engine: Engine) -> dict[str, Any]:
@@ -270,7 +272,7 @@ def compared(
     if not ranks.leads and run is forgetful:
         config = replace(config, prefix_cache_bytes=100 << 10)
     if not ranks.leads and run is limited:
-        config = replace(config, memory_limit=6 << 20)
+        config = replace(config, memory_limit=5 << 20)
     with running(make(ranks), config) as engine:
         found = None if engine is None else run(engine)
     return {"one": alone, "several": found}

@@ -51,6 +51,7 @@ class Memory:
         self._costs = costs
         self._target = self._draft = self._head = Footprint(0, 0, 0)
         self._weights = (0, 0)  # bytes of target and draft
+        self._window: int | None = None  # of the rank with the least room, where that is another one
         self._hidden_bytes = 0  # per token, of what the target's first layers pass on
         self._ledger = Ledger()
         self._jobs: Callable[[], Collection[Job]] = tuple
@@ -115,6 +116,7 @@ class Memory:
             if self._pair.draft_placement == "first":  # what the others have room for, they need for the target alone
                 room += self._draft.of(round(window * self._pair.draft_ratio))
             self.admission.limit = min(limit, self.admission.weights + room)
+            self._window = window
 
     def close(self) -> None:
         """Give back what it had of the common memory, and freed memory to the system; on the MLX thread."""
@@ -156,6 +158,11 @@ class Memory:
         room = self.common.room(self)
         return self.admission.can_ever(need) and (room is None or self.admission.limit is None or need <= room)
 
+    def has_room(self, request: GenerationRequest) -> bool:
+        """Whether the rank with the least memory can ever read its prompt in full, and answer."""
+        tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
+        return self._window is None or tokens <= self._window
+
     def need(self, request: GenerationRequest, mode: Mode) -> int:
         """Predicted bytes: the prompt and the answer in the target and its MTP head, the prompt in the draft."""
         if self.admission.limit is None:
@@ -182,7 +189,8 @@ class Memory:
             free = min(free, room)
         free -= sum(part.of(0) for part in parts)
         per_token = sum(part.per_token for part in parts)
-        return max(0, min(self._pair.context_length, free // per_token if per_token else self._pair.context_length))
+        most = self._pair.context_length if self._window is None else self._window
+        return max(0, min(most, free // per_token if per_token else most))
 
     def _has_head(self, strategy: str | None) -> bool:
         return (strategy or self._config.speculation.strategy) in ("mtp", "auto")

@@ -394,6 +394,7 @@ def test_auto_engages_where_it_pays_and_says_why_not(engine: Engine) -> None:
 def test_auto_looks_for_ngrams_where_that_costs_nothing(engine: Engine) -> None:
     """However seldom something was found: a greedy row waits for nothing. A sampled one does."""
     engine.speculator._coverage["ngram"] = Acceptance(0.5, accepted=0, judged=1e6)
+    engine.speculator._outer["ngram"] = Acceptance(0.5)  # whatever earlier tests proposed
     cheap = replace(costs(0.05, 0.0, 5.0), head=ForwardCost(5.0, 0.0))
     plain, _ = generated(engine.generate(asked(4, None, True)))
     tokens, speculation = automatic(engine, cheap, 4)

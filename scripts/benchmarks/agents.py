@@ -14,7 +14,7 @@ Per kind of session and arm, medians over the repetitions: the sum and the worst
 that target and draft have read, prompt tokens from a cache, and facts answered rightly, in the session and behind its
 end. Then a second session begins in the same repository, and a third one right after `POST /v1/specprefill/warm`.
 
-With `--shape` the weights are random and answers empty; a draft of two layers costs about .15 of a target of six.
+With `--shape` the weights are random and answers empty; a draft of two layers costs about a sixth of a target of nine.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that the agent's tools take after each turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape, instead of checkpoints")
-    parser.add_argument("--layers", type=int, default=6, help="of a shape's target")
+    parser.add_argument("--layers", type=int, default=9, help="of a shape's target")
     parser.add_argument("--draft-layers", type=int, default=2)
     parser.add_argument("--narrow", type=int, default=8, help="divide a shape's widths, for machines without a GPU")
     parser.add_argument("--alone", action="store_true", help="without mlx_lm.server")
@@ -307,10 +307,11 @@ def checkpoints(options: argparse.Namespace) -> Iterator[Copies]:
 def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list[Arm]:
     """A process for each arm: what one has read is of no use to the others."""
     given = pairs.defaults(options) if options.shape is None else ()
-    remembering = {"MLX_SPECPREFILL_REMEMBER": "true"}
+    # Without pauses nothing is read in idle time but behind the last turn, where an arm is only waited for.
+    idle = {} if options.pause else {"MLX_SPECPREFILL_DENSIFY": "false"}
     arms = [
-        Arm(OURS, stack.enter_context(copies.ours(*given, **remembering)), {}),
-        Arm(FULL, stack.enter_context(copies.ours(*given)), DENSE),
+        Arm(OURS, stack.enter_context(copies.ours(*given, MLX_SPECPREFILL_REMEMBER="true", **idle)), {}),
+        Arm(FULL, stack.enter_context(copies.ours(*given, **idle)), DENSE),
     ]
     if not options.alone:
         arms.append(Arm(PEER, stack.enter_context(copies.mlx_lm()), {}))

@@ -79,6 +79,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found_in("split", tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", SPLIT_KINDS)
 @pytest.mark.parametrize("name", SPLIT_NAMES)
 def test_split_heads_score_as_those_of_one_process(split: dict[str, Any], name: str, kind: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from mlx_specprefill import EngineClosedError, RequestCancelled
 
 from ..errors import ApiError
+from ..generating.engine_protocol import EngineLike
 from ..getting.needs import size
 from ..service import ServerState, Service
 from .entry import Entry, Host, LoadProgress
@@ -261,7 +263,7 @@ class Models:
         entry.state = "unloading"
         entry.metrics.watch(None)
         service.prompts.workers.close()
-        await asyncio.to_thread(service.engine.close)
+        await asyncio.to_thread(_close, weakref.ref(service.engine))
         del service
         await asyncio.to_thread(self._the_host.release)
         entry.state = "unloaded"
@@ -379,3 +381,12 @@ class Models:
     def _the_host(self) -> Host:
         assert self._host is not None
         return self._host
+
+
+def _close(engine: weakref.ref[EngineLike]) -> None:
+    """A thread of a pool holds what it was called with for a moment after the call has returned: too long for a
+    model whose memory is wanted at once.
+    """
+    there = engine()
+    if there is not None:
+        there.close()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,6 +45,8 @@ from .stored import place_of
 __all__ = ["DtypeName", "ModelPair", "load_pair", "make_pair", "with_heads"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 _PIPELINE = "each machine has some of the target's layers, so these can't score prompts: name a draft model"
 
 
@@ -102,6 +105,17 @@ class ModelPair:
     def split(self) -> Ranks:
         """Over which the draft's attention heads are split."""
         return self.ranks if self.draft_placement == "sharded" else ALONE
+
+    def agree(self, what: str, find: Callable[[], T]) -> T:
+        """What is found out about the draft: by rank 0 for all, or by all together where each has a part of it.
+
+        Args:
+            what: names the question, the same on all ranks.
+
+        Raises:
+            PeerLost: a process is gone.
+        """
+        return self.ranks.agree(what, find) if self.split is ALONE else find()
 
     @property
     def draft_tokenizer(self) -> TokenizerWrapper:

@@ -124,11 +124,7 @@ def calibrated_heads(
     Args:
         folder: where calibrations are kept, a file per draft; None: nowhere.
     """
-
-    def found() -> DraftHeads | None:
-        return _calibrated(pair, scoring, selection, folder, measure, on_progress)
-
-    return pair.ranks.agree("heads", found) if pair.split is ALONE else found()
+    return pair.agree("heads", lambda: _calibrated(pair, scoring, selection, folder, measure, on_progress))
 
 
 def _calibrated(

@@ -111,11 +111,8 @@ def with_calibrated_shares(
     Args:
         folder: where calibrations are kept, a file per draft; None: nowhere.
     """
-
-    def found() -> DraftHeads | None:
-        return _with_shares(pair, scoring, selection, folder, measure, on_progress).heads
-
-    return replace(pair, heads=pair.ranks.agree("shares", found) if pair.split is ALONE else found())
+    heads = pair.agree("shares", lambda: _with_shares(pair, scoring, selection, folder, measure, on_progress))
+    return replace(pair, heads=heads)
 
 
 def _with_shares(
@@ -125,16 +122,16 @@ def _with_shares(
     folder: Path | None,
     measure: bool,
     on_progress: Callable[[int, int], None] | None,
-) -> ModelPair:
+) -> DraftHeads | None:
     heads = pair.heads
     if pair.draft is None or heads is None or heads.shares is not None or pair.sparse_refusal is not None:
-        return pair
+        return heads
     file = None if folder is None else folder / f"{_identity(pair, pair.draft)}-shares.json"
     known = pair.split.agree("known shares", lambda: stored_heads(file))
     if known is not None and known.shares is not None and _found(known) == _found(heads):
-        return replace(pair, heads=known)
+        return known
     if not measure:
-        return pair
+        return heads
     try:
         heads = find_shares(
             pair.draft,
@@ -148,9 +145,9 @@ def _with_shares(
         )
     except SparseUnsupportedError as error:
         log.warning("how much to keep can't be chosen per prompt: %s", error)
-        return pair
+        return heads
     store_heads(file, heads)
-    return replace(pair, heads=heads)
+    return heads
 
 
 def _identity(pair: ModelPair, draft: nn.Module) -> str:

@@ -151,7 +151,7 @@ class DiskTier:
 
         While the caller has one, the next ones are read and checked by a few threads; no more than that are in memory.
         """
-        buffers: list[bytearray] = []  # read into again and again: new memory costs more than reading
+        buffers = queue.SimpleQueue[bytearray]()  # read into again and again: new memory costs more than reading
         waiting: deque[tuple[str, Future[Data | None]]] = deque()
         with ThreadPoolExecutor(_READERS, "mlx-specprefill-cache-read") as readers:
             for key in keys:
@@ -161,7 +161,7 @@ class DiskTier:
             while waiting:
                 yield self._decoded(*waiting.popleft(), namespace, buffers)
 
-    def _bytes(self, key: str, buffers: list[bytearray]) -> Data | None:
+    def _bytes(self, key: str, buffers: queue.SimpleQueue[bytearray]) -> Data | None:
         """A record's file, in one of the buffers, or what it is going to be; on a thread of `read`.
 
         Raises:
@@ -175,13 +175,17 @@ class DiskTier:
             return None
         if parts is not None:
             return b"".join(map(as_bytes, parts))
-        data = read_into(self._path(key), buffers.pop() if buffers else bytearray())
+        try:
+            buffer = buffers.get_nowait()
+        except queue.Empty:
+            buffer = bytearray()
+        data = read_into(self._path(key), buffer)
         if checksum([data], len(known.checksum)) != known.checksum:
             raise ValueError("its checksum is wrong")
         return data
 
     def _decoded(
-        self, key: str, read: Future[Data | None], namespace: str, buffers: list[bytearray]
+        self, key: str, read: Future[Data | None], namespace: str, buffers: queue.SimpleQueue[bytearray]
     ) -> dict[str, mx.array] | None:
         try:
             data = read.result()
@@ -191,7 +195,7 @@ class DiskTier:
             self.remove([key])
             return None
         if isinstance(data, memoryview) and isinstance(data.obj, bytearray):
-            buffers.append(data.obj)
+            buffers.put(data.obj)
         return arrays
 
     def touch(self, keys: Sequence[str], lasting: bool = False) -> None:

@@ -49,8 +49,8 @@ async def health(models: ModelsDep) -> Response:
 
 def _trouble(models: Models) -> str | None:
     """A single long step is not trouble, which is why the limit on silence is generous."""
-    if models.lost is not None:
-        return models.lost  # also where its end ends this server
+    if (lost := models.lost) is not None:
+        return lost  # also where its end ends this server
     if models.state.draining:
         return "the server is shutting down"
     limit = models.state.settings.stale_after_s

@@ -3,7 +3,7 @@
     cold     time to first token of prompts that nobody has seen
     warm     the same for a second question behind a shared prefix of that length
     decode   time per token of one streamed answer after its first token
-    streams  tokens per second of 1, 4 and 8 answers at once, and processor time per token
+    streams  tokens per second of 1, 4, 8 and 32 answers at once, and processor time per token
 
 Arms: ours in full, ours sparse, `mlx_lm.server`, and `vllm-mlx` with its own sparse prefill and without, if
 `--vllm-mlx` names its executable (it needs an environment of its own). All get the same float32 copy of the checkpoint
@@ -12,11 +12,16 @@ and the same BLAS. Ratios are medians over the repetitions with 95 % bootstrap i
 Two more figures come from the same models in this process, without a server: `mlx_lm.generate.generate_step`, from
 which a server's own cost per token is told, and the limit of a sparse prefill (the draft over the prompt and the target
 over as many tokens as were kept), of which ours sparse reaches a share.
+
+    share_1k, share_2k           of the limit, in the time to first token over HTTP; the aims are .90 and .95
+    vs_mlx_lm_8, vs_mlx_lm_32    tokens per second of so many streams in full over those of `mlx_lm.server`; 1.1
+    cpu_per_token_ms             processor time of ours per token of eight streams, forwards included
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -39,7 +44,8 @@ from .harness.text import Text, user
 QUICK = {"lengths": [1024, 2048], "repeats": 3}
 FIFTH = {**SPARSE, "specprefill_keep_pct": 0.2}
 OURS, OURS_SPARSE = "ours, full", "ours, sparse"
-STREAMS = (1, 4, 8)
+STREAMS = (1, 4, 8, 32)
+GAP_S = 0.005  # between connections: the listening queue of `mlx_lm.server` holds five
 PARTS = ("cold", "warm", "decode", "streams")
 
 
@@ -63,7 +69,8 @@ class Arm:
     server: Server
     options: dict[str, Any]
 
-    def ask(self, text: str, tokens: int) -> Reply:
+    def ask(self, text: str, tokens: int, wait_s: float = 0.0) -> Reply:
+        time.sleep(wait_s)
         return self.server.ask(user(text), tokens, **self.options)
 
 
@@ -126,12 +133,12 @@ class Bench:
         self.loop.add(figure, bare_ms)
 
     def streams(self, count: int, tokens: int) -> None:
-        cpu = f"{count} streams CPU ms"
+        cpu, waits = f"{count} streams CPU ms", [number * GAP_S for number in range(count)]
 
         def one(arm: Arm) -> None:
             prompts = [self.text.of(40) for _ in range(count)]
             begun, used = time.perf_counter(), arm.server.cpu_s()
-            replies = together(lambda prompt: arm.ask(prompt, tokens), prompts)
+            replies = together(lambda prompt, wait_s: arm.ask(prompt, tokens, wait_s), prompts, waits)
             total = sum(reply.completion_tokens for reply in replies)
             arm.figures.add(f"{count} streams tok/s", total / (time.perf_counter() - begun))
             arm.figures.add(cpu, 1e3 * (arm.server.cpu_s() - used) / total)
@@ -182,6 +189,7 @@ def report(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         ratios |= {f"{mine.name} / {other.name}": compare(mine, other, faster) for mine in (full, sparse)}
     ratios[f"{sparse.name} / {full.name}"] = compare(sparse, full, faster)
     limits = {name.replace("limit", "cold"): ms for name, ms in bench.loop.values.items() if name.startswith("limit")}
+    shares = compare(Figures("limit", limits), sparse, lambda _, limit, ms: limit / ms)
     everybody = [*(arm.figures for arm in bench.arms), bench.loop]
     return {
         "benchmark": "peers",
@@ -193,8 +201,15 @@ def report(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
             f.name: compare(f, bench.loop, lambda _, server, loop: server - loop, "1 streams CPU")
             for f in everybody[:-1]
         },
-        "sparse_share_of_limit": compare(Figures("limit", limits), sparse, lambda _, limit, ms: limit / ms),
+        "sparse_share_of_limit": shares,
         "failures": {f.name: f.failures for f in everybody if f.failures},
+        **{f"share_{int(name.split()[1]) // 1024}k": share for name, (share, *_) in shares.items()},
+        **{
+            f"vs_mlx_lm_{name.split()[0]}": times
+            for name, (times, *_) in ratios[f"{full.name} / mlx_lm.server"].items()
+            if "tok/s" in name
+        },
+        "cpu_per_token_ms": statistics.median(full.values.get("8 streams CPU ms", [math.nan])),
     }
 
 

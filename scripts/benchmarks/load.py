@@ -10,7 +10,8 @@ another waits from the moment that the other's answer is there. What hasn't been
 too late counts as too late.
 
 Arms: ours with every request sparse, ours with every request in full, `mlx_lm.server`. All get the same float32 copy
-of the checkpoint, whose answers have exactly the asked length, and the same BLAS.
+of the checkpoint, whose answers have exactly the asked length, and the same BLAS. scripts/plot_bench.py draws what
+comes out.
 """
 
 from __future__ import annotations

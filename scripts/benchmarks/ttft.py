@@ -24,8 +24,8 @@ Memory is what the arms hold beside the weights: the KV caches when the prefill 
 beyond the draft's cache, and the allocator's peak up to the first token.
 
 Models are a named pair, checkpoints or random weights in a real shape (`--shape`). Before the cells, both models are
-calibrated as at a server's start; the step sizes and the predictions are that calibration's. scripts/plot_ttft.py draws
-what comes out.
+calibrated as at a server's start; the step sizes and the predictions are that calibration's. scripts/plot_bench.py
+draws what comes out.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,12 @@ def batch_row(model: nn.Module, uid: int, row: Row) -> DecodeRow:
 
 
 def together(
-    model: nn.Module, rows: Sequence[Row], joins: Sequence[int], counts: Sequence[int], batch: DecodeBatch | None = None
+    model: nn.Module,
+    rows: Sequence[Row],
+    joins: Sequence[int],
+    counts: Sequence[int],
+    batch: DecodeBatch | None = None,
+    made: Callable[[nn.Module, int, Row], DecodeRow] = batch_row,
 ) -> tuple[Mapping[int, list[TokenEvent]], Mapping[int, Removed]]:
     """Row i joins at step joins[i] and leaves after counts[i] tokens."""
     batch = DecodeBatch(model) if batch is None else batch
@@ -78,7 +83,7 @@ def together(
     while len(removed) < len(rows):
         for uid, row in enumerate(rows):
             if joins[uid] == step:
-                batch.add(batch_row(model, uid, row))
+                batch.add(made(model, uid, row))
         for uid, event in batch.step():
             events[uid].append(event)
             if len(events[uid]) == counts[uid]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from .positioned import Positioned, Positions, Runs
 
@@ -32,28 +33,31 @@ class BatchRow:
         return self.runs.size - int(self._positions.searchsorted(np.int32(position)))
 
 
-def last_tokens(cache: Positioned, count: int) -> tuple[mx.array | None, mx.array | None]:
-    """Keys and values of the last `count` tokens of a single row, in order."""
-    inner = cache.inner
+def last_tokens(cache: Any, count: int) -> list[mx.array]:
+    """Of the last `count` tokens of a single row, in order, what its cache stores: keys and values, or two triples."""
+    inner = cache.inner if isinstance(cache, Positioned) else cache
     if inner.keys is None or count == 0:
-        return None, None
+        return []
     if isinstance(inner, RotatingKVCache):
         keys, values = inner._temporal_order(inner.keys), inner._temporal_order(inner.values)
     else:
         keys, values = inner.keys_and_values()
-    return keys[..., -count:, :], values[..., -count:, :]
+    arrays = [*keys, *values] if isinstance(inner, QuantizedKVCache) else [keys, values]
+    return [array[..., -count:, :] for array in arrays]
 
 
-def stacked(parts: Sequence[mx.array | None], rows: Sequence[int], spare: int, size: int, room: int) -> mx.array | None:
-    """Parts (B_i, H, S_i, D) as one array (sum of B_i + spare, H, size + room, D) in which they all end at `size`."""
-    example = next((part for part in parts if part is not None), None)
-    if example is None:
-        return None
-    _, H, _, D = example.shape
-    array = mx.zeros((sum(rows) + spare, H, size + room, D), example.dtype)
+def stacked(parts: Sequence[tuple[Sequence[mx.array], int]], spare: int, size: int, room: int) -> list[mx.array]:
+    """Parts of arrays (B_i, H, S_i, D) as arrays (sum of B_i + spare, H, size + room, D) where they all end at `size`.
+
+    Args:
+        parts: their arrays, none for rows without tokens, and B_i.
+    """
+    rows = sum(count for _, count in parts)
+    examples: Sequence[mx.array] = next((arrays for arrays, _ in parts if arrays), ())
+    made = [mx.zeros((rows + spare, a.shape[1], size + room, a.shape[3]), a.dtype) for a in examples]
     at = 0
-    for part, count in zip(parts, rows, strict=True):
-        if part is not None:
-            array[at : at + count, :, size - part.shape[2] : size] = part
+    for arrays, count in parts:
+        for target, part in zip(made, arrays, strict=False):
+            target[at : at + count, :, size - part.shape[2] : size] = part
         at += count
-    return array
+    return made

@@ -23,7 +23,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
 from .batch_storage import BatchRow, last_tokens, stacked
-from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Runs
+from .positioned import PositionedKVCache, PositionedRotatingKVCache, Runs
 
 __all__ = ["PositionedBatch", "PositionedBatchKVCache", "PositionedBatchRotatingKVCache"]
 
@@ -33,7 +33,7 @@ _STEP = 256  # slots added at a time, on the average over layers, as in mlx-lm
 _IDLE_BYTES = 512 << 20
 
 
-_Part = tuple[mx.array | None, mx.array | None, int]  # keys (B, H, S, D), values and B; None: nothing is stored
+_Part = tuple[Sequence[mx.array], int]  # what is stored of B rows, each (B, H, S, ...), and B; empty: nothing
 
 
 class PositionedBatch(_BaseCache):  # type: ignore[misc]
@@ -43,14 +43,14 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
     would show through a mask.
 
     Attributes:
+        arrays: keys and values as they are stored, each (C, H, S, ...); empty as long as there are none.
         part: which of the batch's caches this is, and how many there are. They share the bytes that may lie idle, and
             grow at different steps, as a step in which all of them are copied is a long one.
     """
 
     def __init__(self, max_size: int | None = None) -> None:
         self.max_size = max_size
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.arrays: list[mx.array] = []
         self.part = (0, 1)
         self._first = 0  # slots in front that no row uses; always 0 in a ring
         self._write = 0  # slot of the next token
@@ -79,18 +79,17 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         ages = (slot - self._first - mx.arange(size)) % size
         return ages < mx.array(visible)[:, None, None, None]
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Store one token per row; keys and values (B, H, 1, D)."""
         self._one_token(keys.shape[2])
-        if self.keys is None or self.values is None or self._next_slot()[1] > self.keys.shape[2]:
-            self._grow(keys, values)
-        assert self.keys is not None
-        assert self.values is not None
+        new = self._as_stored(keys, values)
+        if not self.arrays or self._next_slot()[1] > self.arrays[0].shape[2]:
+            self._grow(new)
         slot, _ = self._next_slot()
         self._wrapped = self._wrapped or slot < self._write
         rows = len(self._rows)
-        self.keys[:rows, :, slot : slot + 1] = keys
-        self.values[:rows, :, slot : slot + 1] = values
+        for array, token in zip(self.arrays, new, strict=True):
+            array[:rows, :, slot : slot + 1] = token
         self._write = slot + 1
         self._steps += 1
         self._offset = None
@@ -101,12 +100,19 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         if count != 1:
             raise ValueError(f"rows of a batch are fed one token each, not {count}")
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+    def keys_and_values(self) -> tuple[Any, Any]:
         """Of all slots in use, (B, H, S, D), in the order they lie in."""
-        assert self.keys is not None
-        assert self.values is not None
         rows, slots = slice(len(self._rows)), slice(self._first, self._end)
-        return self.keys[rows, :, slots], self.values[rows, :, slots]
+        return self._halves([array[rows, :, slots] for array in self.arrays])
+
+    def _as_stored(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
+        """What `arrays` hold of some tokens."""
+        return keys, values
+
+    def _halves(self, arrays: Sequence[mx.array]) -> tuple[Any, Any]:
+        """Keys and values of what is stored, as attention takes them."""
+        keys, values = arrays
+        return keys, values
 
     @property
     def _end(self) -> int:
@@ -125,42 +131,47 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
             return 0, self.max_size
         return self._write, self._write + 1
 
-    def _grow(self, keys: mx.array, values: mx.array) -> None:
+    def _grow(self, new: Sequence[mx.array]) -> None:
         """Room for tokens like these."""
-        if self.keys is None or self.values is None:
-            none = keys[:, :, :0], values[:, :, :0]
-            self._lay([(*none, len(self._rows))], 0)
+        count = len(self._rows)
+        if not self.arrays:
+            self._lay([([array[:, :, :0] for array in new], count)], 0)
         else:
-            count, used = len(self._rows), self._used()
-            self._lay([(*self._in_order(slice(count)), count)], used, *self._spare(count, used))
+            used = self._used()
+            self._lay([(self._in_order(slice(count)), count)], used, *self._spare(count, used))
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def merge(cls, caches: Sequence[Positioned]) -> PositionedBatch:
+    def merge(cls, caches: Sequence[Any]) -> PositionedBatch:
         """A batch of single rows, which stay as they are."""
-        first = caches[0]
-        batch = cls(first.max_size if isinstance(first, PositionedRotatingKVCache) else None)
-        parts = []
-        for cache in caches:
-            runs = Runs(cache.runs.pairs())
-            if batch.max_size is not None:
-                runs.keep_last(batch.max_size)
-            batch._rows.append(BatchRow(runs, cache.slots, cache.next, 0))
-            parts.append((*last_tokens(cache, runs.size), 1))
+        batch = cls._like(caches[0])
+        batch._rows = [batch._joining(cache) for cache in caches]
+        parts = [(last_tokens(cache, row.runs.size), 1) for cache, row in zip(caches, batch._rows, strict=True)]
         batch._lay(parts, max(row.runs.size for row in batch._rows))
         return batch
+
+    @classmethod
+    def _like(cls, cache: Any) -> PositionedBatch:
+        """Without rows, for rows like this one."""
+        return cls(cache.max_size if isinstance(cache, PositionedRotatingKVCache) else None)
+
+    def _joining(self, cache: Any) -> BatchRow:
+        runs = Runs(cache.runs.pairs())
+        if self.max_size is not None:
+            runs.keep_last(self.max_size)
+        return BatchRow(runs, cache.slots, cache.next, 0)
 
     def extend(self, other: PositionedBatch) -> None:
         """Add the rows of `other` after these."""
         count, more = len(self._rows), len(other._rows)
         theirs = other._in_order(slice(more))
-        if self.keys is None:
-            self._lay([(None, None, count), (*theirs, more)], other._used())
+        if not self.arrays:
+            self._lay([((), count), (theirs, more)], other._used())
         else:
             if not self.fits(more, other._used()):
                 self.make_room(more, other._used())
-            self._place(count, more, *theirs)
+            self._place(count, more, theirs)
         later = self._steps - other._steps
         self._rows += [BatchRow(row.runs, row.slots, row.start, row.joined_at + later) for row in other._rows]
         self._first = self._unused(self._rows)
@@ -175,7 +186,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
             lifted: what `lift` returns for them, evaluated.
         """
         keep = list(batch_indices)
-        if self.keys is None or self.values is None:
+        if not self.arrays:
             self._rows = [self._rows[index] for index in keep]
         elif (moves := self._moves(keep)) is None:
             self._compact(keep)
@@ -183,35 +194,29 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
             if lifted is None:
                 lifted = self.lift(keep)
                 mx.eval(lifted)
-            for (to, _), keys, values in zip(moves, lifted[::2], lifted[1::2], strict=True):
-                self.keys[to : to + 1, :, : self._end] = keys
-                self.values[to : to + 1, :, : self._end] = values
+            targets = ((to, array) for to, _ in moves for array in self.arrays)
+            for (to, array), row in zip(targets, lifted, strict=True):
+                array[to : to + 1, :, : self._end] = row
             self._rows = [self._rows[index] for index in keep]
             self._first = self._unused(self._rows)
         self._offset = None
 
     def lift(self, keep: Sequence[int]) -> list[mx.array]:
-        """Keys and values in turn, copied but not evaluated, of the rows that move when these stay in this order."""
-        moves = None if self.keys is None or self.values is None else self._moves(keep)
-        return [
-            mx.contiguous(array[row : row + 1, :, : self._end])
-            for _, row in moves or ()
-            for array in (self.keys, self.values)
-            if array is not None
-        ]
+        """Of the rows that move when these stay in this order, all arrays, copied but not evaluated."""
+        moves = self._moves(keep) if self.arrays else None
+        return [mx.contiguous(array[row : row + 1, :, : self._end]) for _, row in moves or () for array in self.arrays]
 
     def _moves(self, keep: Sequence[int]) -> list[tuple[int, int]] | None:
         """Rows to move as (to, from); None if those that stay had better be copied."""
-        assert self.keys is not None
         moves = [(to, row) for to, row in enumerate(keep) if row != to]
         return None if any(row < len(keep) for _, row in moves) or 2 * len(moves) > len(keep) else moves
 
     @property
     def oversized(self) -> bool:
         """Whether more lies idle than may: `compact` ends it."""
-        if self.keys is None:
+        if not self.arrays:
             return False
-        capacity, _, slots, _ = self.keys.shape
+        capacity, _, slots, _ = self.arrays[0].shape
         needed = len(self._rows) * (slots - self._unused(self._rows))
         idle = self.nbytes - self.nbytes * needed // (capacity * slots)
         return idle > min(self._idle_bytes, self.nbytes // 2)
@@ -222,26 +227,24 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
 
     def fits(self, rows: int, slots: int) -> bool:
         """Whether `extend` writes so many newcomers, the longest of which has so many tokens, into spare rows."""
-        return self.keys is None or (len(self._rows) + rows <= self.keys.shape[0] and slots <= self._end)
+        return not self.arrays or (len(self._rows) + rows <= self.arrays[0].shape[0] and slots <= self._end)
 
     def make_room(self, rows: int, slots: int) -> None:
         """Copy these rows to where newcomers fit."""
         count, used = len(self._rows), max(self._used(), slots)
         spare, front = self._spare(count + rows, used)
-        self._lay([(*self._in_order(slice(count)), count)], used, rows + spare, front)
+        self._lay([(self._in_order(slice(count)), count)], used, rows + spare, front)
         self._first = self._unused(self._rows)
 
     def _compact(self, keep: Sequence[int]) -> None:
-        assert self.keys is not None
-        assert self.values is not None
         self._rows = [self._rows[index] for index in keep]
         unused = 0 if self._wrapped else self._write - self._longest(self._rows)
         rows = mx.array(list(keep), dtype=mx.int32)
-        self.keys, self.values = (array[..., unused:, :][rows] for array in (self.keys, self.values))
+        self.arrays = [array[..., unused:, :][rows] for array in self.arrays]
         self._write -= unused
         self._first = 0
 
-    def extract(self, idx: int) -> Positioned:
+    def extract(self, idx: int) -> Any:
         """The row as a cache of its own, equal to the one it would have if it had been decoded alone."""
         row = self._rows[idx]
         generated = self._steps - row.joined_at
@@ -249,20 +252,20 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         cache.runs = Runs(row.runs.pairs())
         cache.runs.append(row.start, generated)
         cache.next = row.start + generated
-        keys, values = self._in_order(slice(idx, idx + 1))
-        if keys is None or values is None:
-            return cache
         if self.max_size is not None:
             cache.runs.keep_last(self.max_size)
         count = cache.runs.size
-        first = keys.shape[2] - count
-        # A plain slice would keep the whole batch alive.
-        keys, values = (mx.contiguous(array[..., first:, :]) for array in (keys, values))
-        if self.max_size is None:
-            cache.inner.state = keys, values, count
-        else:
-            cache.inner.state = keys, values, row.slots + generated, 0, self.max_size, count
+        arrays = self._copied(idx, count)
+        if arrays and self.max_size is None:
+            cache.inner.state = *arrays, count
+        elif arrays:
+            cache.inner.state = *arrays, row.slots + generated, 0, self.max_size, count
         return cache
+
+    def _copied(self, idx: int, count: int) -> list[mx.array]:
+        """The last `count` tokens of one row. Plain slices would keep the whole batch alive."""
+        arrays = self._in_order(slice(idx, idx + 1))
+        return [mx.contiguous(array[..., array.shape[2] - count :, :]) for array in arrays]
 
     def _next(self, row: BatchRow) -> int:
         return row.start + self._steps - row.joined_at
@@ -294,14 +297,10 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
             return window
         return min(held, own + row.count_from(row.start + own - window))
 
-    def _in_order(self, rows: slice) -> tuple[mx.array | None, mx.array | None]:
-        """Keys and values of some rows, oldest slot first and without unused slots."""
-        if self.keys is None or self.values is None:
-            return None, None
-        keys, values = (array[rows, :, self._first : self._end] for array in (self.keys, self.values))
-        if self._wrapped:
-            keys, values = (mx.roll(array, -self._write, 2) for array in (keys, values))
-        return keys, values
+    def _in_order(self, rows: slice) -> list[mx.array]:
+        """Of some rows, oldest slot first and without unused slots."""
+        arrays = [array[rows, :, self._first : self._end] for array in self.arrays]
+        return [mx.roll(array, -self._write, 2) for array in arrays] if self._wrapped else arrays
 
     # --- storage -----------------------------------------------------------------------------------------------------
 
@@ -309,24 +308,22 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
     def _idle_bytes(self) -> int:
         return _IDLE_BYTES // self.part[1]
 
-    def _place(self, first: int, count: int, keys: mx.array | None, values: mx.array | None) -> None:
+    def _place(self, first: int, count: int, arrays: Sequence[mx.array]) -> None:
         """Write `count` rows, all of their slots, into spare ones from `first` on."""
-        for array, new in ((self.keys, keys), (self.values, values)):
-            assert array is not None
-            if new is None:
-                new = mx.zeros((count, array.shape[1], 0, array.shape[3]), array.dtype)
+        for index, array in enumerate(self.arrays):
+            _, H, _, D = array.shape
+            new = arrays[index] if arrays else mx.zeros((count, H, 0, D), array.dtype)
             new = mx.pad(new, [(0, 0), (0, 0), (self._end - new.shape[2], 0), (0, 0)])
             array[first : first + count, :, : self._end] = mx.roll(new, self._write, 2) if self._wrapped else new
 
     def _lay(self, parts: Sequence[_Part], size: int, spare: int = 0, front: int = 0) -> None:
-        """Set keys and values to copies of `parts`, `size` slots behind `front` unused ones, and `spare` rows."""
+        """Set `arrays` to copies of `parts`, `size` slots behind `front` unused ones, and `spare` rows."""
         index, count = self.part
         room = max(1, _STEP // 2 + _STEP * index // count)
         if self.max_size is not None:
             room = min(room, self.max_size - size)
-        rows, size = [number for _, _, number in parts], front + size
-        self.keys = stacked([keys for keys, _, _ in parts], rows, spare, size, room)
-        self.values = stacked([values for _, values, _ in parts], rows, spare, size, room)
+        size += front
+        self.arrays = stacked(parts, spare, size, room)
         self._first, self._write, self._wrapped = front, size, False
 
     def _spare(self, rows: int, slots: int) -> tuple[int, int]:
@@ -335,27 +332,44 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         So a crowd that builds up is copied a few times only, not once for each of them. Both take half of what may lie
         idle; the other half is for rows that leave.
         """
-        if self.keys is None:
+        if not self.arrays:
             return 0, 0
-        budget = self._idle_bytes // 4 // (self.nbytes // (self.keys.shape[0] * self.keys.shape[2]))  # slots of a row
+        capacity, _, held, _ = self.arrays[0].shape
+        budget = self._idle_bytes // 4 // (self.nbytes // (capacity * held))  # slots of a row
         spare = min(rows // 3, budget // max(slots, 1))
         return spare, 0 if self.max_size is not None else min(slots // 8, budget // (rows + spare))
 
     # --- the rest of the protocol ------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> Any:
-        return self.keys, self.values
+    def keys(self) -> Any:
+        return self.state[0]
+
+    @keys.setter
+    def keys(self, value: Any) -> None:  # some models tie other work to them, or empty values that they don't use
+        self.arrays[: len(self.arrays) // 2] = [value] if isinstance(value, mx.array) else value
+
+    @property
+    def values(self) -> Any:
+        return self.state[1]
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self.arrays[len(self.arrays) // 2 :] = [value] if isinstance(value, mx.array) else value
+
+    @property
+    def state(self) -> tuple[Any, Any]:
+        return self._halves(self.arrays) if self.arrays else (None, None)
 
     def size(self) -> int:
         return self._used()
 
     def empty(self) -> bool:
-        return self.keys is None
+        return not self.arrays
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
+        return sum(int(array.nbytes) for array in self.arrays)
 
 
 class PositionedBatchKVCache(PositionedBatch):

@@ -8,10 +8,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import ArraysCache, CacheList, QuantizedKVCache
 
 from .batched import PositionedBatch, PositionedBatchKVCache, PositionedBatchRotatingKVCache
 from .positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
+from .quantized_batch import QuantizedBatchKVCache
 
 __all__ = ["batch_key", "extend_batch", "extract_row", "filter_batch", "give_back", "make_room", "merge_rows"]
 
@@ -25,6 +26,8 @@ def batch_key(cache: Sequence[Any]) -> Hashable | None:
 def _kind(leaf: Any) -> Hashable | None:
     if isinstance(leaf, Positioned):
         return type(leaf), getattr(leaf, "max_size", None)
+    if isinstance(leaf, QuantizedKVCache):
+        return type(leaf), leaf.group_size, leaf.bits
     # mlx-lm's own batch twin of a ring forgets tokens that are kept for good.
     if not hasattr(leaf, "merge") or getattr(leaf, "keep", 0) != 0:
         return None
@@ -62,7 +65,7 @@ def make_room(batch: Sequence[Any], rows: int, longest: Sequence[Any], until: fl
         longest: one of them, a prompt cache; its tokens are those for which there has to be room.
         until: by `time.monotonic`, when no further layer is begun; the first one always is.
     """
-    slots = {id(ours): theirs.size() for ours, theirs in zip(leaves(batch), leaves(longest), strict=True)}
+    slots = {id(ours): _tokens(theirs) for ours, theirs in zip(leaves(batch), leaves(longest), strict=True)}
     return _copied(
         batch,
         lambda part: not part.fits(rows, slots[id(part)]),
@@ -78,6 +81,11 @@ def give_back(batch: Sequence[Any], until: float = math.inf) -> bool:
         until: as in `make_room`.
     """
     return _copied(batch, lambda part: part.oversized, lambda part: part.compact(), until)
+
+
+def _tokens(leaf: Any) -> int:
+    """mlx-lm's quantised cache does not say its size."""
+    return int(leaf.offset if isinstance(leaf, QuantizedKVCache) else leaf.size())
 
 
 def _positioned(batch: Sequence[Any]) -> list[PositionedBatch]:
@@ -116,6 +124,8 @@ def _merge(caches: Sequence[Any]) -> Any:
         return PositionedBatchKVCache.merge(caches)
     if isinstance(first, PositionedRotatingKVCache):
         return PositionedBatchRotatingKVCache.merge(caches)
+    if isinstance(first, QuantizedKVCache):
+        return QuantizedBatchKVCache.merge(caches)
     if isinstance(first, ArraysCache):
         return _merge_states(caches)
     return type(first).merge(caches)

@@ -292,9 +292,9 @@ def _together(masks: Sequence[Mask | None]) -> mx.array | None:
 class DecodeBatch:
     """Rows that decode side by side, whatever their caches, samplers and lengths.
 
-    Rows whose caches have a batch form share one forward; the others (quantised caches, shifts that the cache can't
-    carry) take one forward each, as do all rows of an architecture that was not verified in batches. If a step raises
-    anything but `RowFailed`, no row's cache can be used any more.
+    Rows whose caches are alike and have a batch form share one forward; the others take one forward each, as do all
+    rows of an architecture that was not verified in batches. If a step raises anything but `RowFailed`, no row's cache
+    can be used any more.
     """
 
     def __init__(self, model: nn.Module, staged: StagedModel | None = None, ranks: Ranks = ALONE) -> None:
@@ -328,7 +328,7 @@ class DecodeBatch:
         """
         if row.uid in self.uids:
             raise ValueError(f"row {row.uid} is decoding already")
-        key = batch_key(row.cache) if self._batched and row.shift == 0 else None
+        key = batch_key(row.cache) if self._batched else None
         self._groups.append(_Group(self._model, self._staged, row, key, self._ranks))
 
     def first_token(self, uid: int) -> TokenEvent:

@@ -73,7 +73,6 @@ ARMS = (PLAIN, *(name for name, strategy in STRATEGIES.items() if not strategy.n
 PARTS = ("needle", "real", "edit", "shape", "gate", "tasks", "after", "kv")
 PROMPTS = {"real": passage_prompt, "edit": edit_prompt}
 SINKS = 16
-MOST_KV_ROWS = 8  # rows with quantised caches take a forward each
 TASK_ARMS: tuple[SpeculationName, ...] = ("draft", "ngram", "retrieval")
 QUICK: dict[str, Any] = {"lengths": [1024], "n": 2, "context": 4096, "noise": [0.3], "repeats": 1}
 QUICK |= {"turns": 2, "steps": 4, "rows": [1, 8]}
@@ -94,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--noise", nargs="+", type=float, default=[0.0, 0.3], help="of the random draft")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer of the random shape")
     parser.add_argument("--repeats", type=int, default=3, help="answers per arm of the random shape")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32], help="of `after`; `kv` takes up to 8")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32], help="of `after` and `kv`")
     parser.add_argument("--turns", type=int, default=10, help="pairs of `after` and `kv`")
     parser.add_argument("--steps", type=int, default=24, help="of each turn of `after` and `kv`")
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b", help="of `after` and `kv`")
@@ -376,8 +375,7 @@ def kv(pair: ModelPair, options: argparse.Namespace) -> Row:
     rows: list[Row] = []
     targets, length = both_targets(pair, options), options.lengths[0]
     for name, (model, text) in targets.items():
-        counts = [count for count in options.rows if count <= MOST_KV_ROWS]
-        rows += compared_bits(name, model, text, length, counts, options.steps, options.turns)
+        rows += compared_bits(name, model, text, length, options.rows, options.steps, options.turns)
     apart = rounded(divergences(*targets["pair"], length, options.tokens, options.n), 6)
     rows = rounded(rows)
     for table in (rows, apart):

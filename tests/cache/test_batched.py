@@ -17,7 +17,6 @@ from mlx_lm.models.cache import (
     CacheList,
     ChunkedKVCache,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
@@ -418,7 +417,7 @@ def test_dtypes_stay(ring: bool, dtype: mx.Dtype) -> None:
 
 @pytest.mark.parametrize(
     "cache",
-    [QuantizedKVCache(), ChunkedKVCache(8), RotatingKVCache(8, keep=2), CacheList(KVCache(), ChunkedKVCache(8))],
+    [ChunkedKVCache(8), RotatingKVCache(8, keep=2), CacheList(KVCache(), ChunkedKVCache(8))],
 )
 def test_caches_without_a_batch_form(cache: Any) -> None:
     assert batch_key([PositionedKVCache(), cache]) is None

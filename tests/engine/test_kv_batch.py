@@ -1,0 +1,211 @@
+"""Rows with quantised KV caches share a forward: each answers, and leaves behind, what it would alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, SpecPrefillOptions, TokenEvent
+from mlx_specprefill.cache.positioned import quantize_kv
+from mlx_specprefill.engine.admission.ledger import cache_bytes
+from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
+from mlx_specprefill.sampling import greedy
+from tests.autoregressive import decode
+from tests.engine.held import unaccounted
+from tests.oracle import build, vocabulary
+from tests.rows import Row, batch_row, logprob_error, make_rows, together, tokens
+from tests.tiny import generated, random_prompt, tiny_model, tiny_pair
+
+GROUP, COUNT, ROWS = 32, 24, 8
+CLOSE = 1e-3  # where float noise makes a new value round the other way; a wrong position or mask is off by 0.1 and more
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {"head_dim": 64, "hidden_size": 64}, "qwen3": {"head_dim": 32}}
+JOINS = (0, 0, 0, 3, 3, 7, 12, 30)
+COUNTS = (COUNT, 4, 40, 17, COUNT, 30, 9, 12)
+
+
+def named(name: str) -> nn.Module:
+    """Those of `FAMILIES`, with several query heads per key head; others by their name in the oracle's table."""
+    return tiny_model(name, **FAMILIES[name]) if name in FAMILIES else build(name)
+
+
+def quantised_row(bits: int, model: nn.Module, uid: int, row: Row) -> DecodeRow:
+    plain = batch_row(model, uid, row)
+    cache, shift = quantize_kv(plain.cache, GROUP, bits)
+    assert (shift > 0) == (row.kept is not None)
+    return replace(plain, cache=cache, shift=shift)
+
+
+def triples(cache: Sequence[Any], start: int = 0, stop: int | None = None) -> list[np.ndarray]:
+    """Packed values, scales and biases of the tokens in some slots, of every layer that has them."""
+    parts = [part for part in cache if hasattr(part, "bits")]
+    assert parts
+    return [np.array(a[..., start:stop, :]) for part in parts for array in part.keys_and_values() for a in array]
+
+
+def values(cache: Sequence[Any]) -> list[np.ndarray]:
+    """What the triples stand for."""
+    return [
+        np.array(mx.dequantize(*array, group_size=part.group_size, bits=part.bits))
+        for part in cache
+        if hasattr(part, "bits")
+        for array in part.keys_and_values()
+    ]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next+gqa", "jamba"])
+def test_mixed_rows_answer_and_hold_what_they_do_alone(name: str, bits: int) -> None:
+    """Sparse and dense ones of different lengths, which join and leave around each other."""
+    model = named(name)
+
+    def made(model: nn.Module, uid: int, row: Row) -> DecodeRow:
+        return quantised_row(bits, model, uid, row)
+
+    rows = make_rows(vocabulary(model), ROWS)
+    events, removed = together(model, rows, JOINS, COUNTS, made=made)
+    for uid, row in enumerate(rows):
+        spec = made(model, uid, row)
+        prompt = triples(spec.cache)
+        slots = len(row.prompt) if row.kept is None else row.kept.size
+        expected = list(decode(model, spec.cache, spec.logits, greedy, [], COUNTS[uid] + 1, 3, spec.shift))[:-1]
+        assert tokens(events[uid]) == tokens(expected)
+        assert logprob_error(events[uid], expected) < CLOSE
+        left = removed[uid].cache
+        assert [type(part) for part in left] == [type(part) for part in spec.cache]
+        for ours, theirs in zip(triples(left, stop=slots), prompt, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        for mine, other in zip(values(left), values(spec.cache), strict=True):
+            assert mine.shape == other.shape
+            assert np.abs(mine - other).mean() < 1e-4
+
+
+class Counting:
+    """The rows and tokens of every forward."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.seen: list[tuple[int, int]] = []
+
+    def __call__(self, inputs: mx.array, **kwargs: Any) -> mx.array:
+        self.seen.append((inputs.shape[0], inputs.shape[1]))
+        output: mx.array = self.model(inputs, **kwargs)
+        return output
+
+
+def eight_rows(model: nn.Module, bits: int) -> tuple[DecodeBatch, Counting]:
+    batch = DecodeBatch(model)
+    batch._model = counting = Counting(model)  # type: ignore[assignment]
+    for uid, row in enumerate(make_rows(vocabulary(model), ROWS)):
+        batch.add(quantised_row(bits, model, uid, row))
+    return batch, counting
+
+
+def test_a_step_of_eight_rows_is_one_forward() -> None:
+    batch, counting = eight_rows(named("llama"), 8)
+    for _ in range(3):
+        assert len(batch.step()) == ROWS
+    batch.remove(5)
+    batch.step()
+    assert counting.seen == [(8, 1), (8, 1), (8, 1), (7, 1)]
+
+
+def test_rows_of_other_bits_take_a_forward_of_their_own() -> None:
+    model = named("llama")
+    batch, counting = eight_rows(model, 8)
+    for uid, row in enumerate(make_rows(vocabulary(model), 2, seed=3)):
+        batch.add(quantised_row(4, model, ROWS + uid, row))
+    assert len(batch.step()) == ROWS + 2
+    assert sorted(counting.seen) == [(2, 1), (8, 1)]
+
+
+def test_the_plain_caches_that_were_quantised_are_let_go_of() -> None:
+    """All that a batch keeps is what it says."""
+    model = named("llama")
+    make_rows(vocabulary(model), 1)
+    before = mx.get_active_memory()
+    batch, _ = eight_rows(model, 8)
+    for _ in range(2):
+        batch.step()
+    mx.synchronize()
+    (cache,) = batch.caches
+    assert mx.get_active_memory() - before < cache_bytes(cache) + (128 << 10)
+
+
+# --- in an engine ----------------------------------------------------------------------------------------------------
+
+
+def configured(bits: int | None, **changes: Any) -> EngineConfig:
+    return EngineConfig(prefill_step=32, kv_bits=bits, kv_group_size=GROUP, prefix_cache_bytes=1 << 26, **changes)
+
+
+def asked(seed: int, count: int, prompt: tuple[int, ...] | None = None) -> GenerationRequest:
+    prompt = random_prompt(40 + 20 * seed, seed) if prompt is None else prompt
+    return GenerationRequest(prompt, count, specprefill=SpecPrefillOptions(enabled=False))
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    return tiny_pair("llama", **FAMILIES["llama"])
+
+
+def test_an_engine_takes_one_forward_per_step(pair: ModelPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All eight answers are long enough for all rows to be there; no step then has two forwards."""
+    with Engine(pair, configured(8)) as engine:
+        batch = engine.rows._batch
+        batch._model = counting = Counting(pair.target)  # type: ignore[assignment]
+        steps: list[int] = []
+        step = batch.step
+        monkeypatch.setattr(batch, "step", lambda: (steps.append(len(batch)), step())[1])
+        with ThreadPoolExecutor(ROWS) as pool:
+            list(pool.map(lambda seed: list(engine.generate(asked(seed, 200))), range(ROWS)))
+    assert max(steps) == ROWS
+    # A newcomer takes one by itself while room is made for it.
+    assert len(counting.seen) <= len(steps) + ROWS
+    assert counting.seen.count((ROWS, 1)) >= steps.count(ROWS) - 1
+
+
+def test_prefixes_of_rows_that_were_batched_serve_the_next_turn(pair: ModelPair) -> None:
+    requests = [asked(seed, COUNT) for seed in range(4)]
+    with Engine(pair, configured(8)) as engine, ThreadPoolExecutor(4) as pool:
+        firsts = list(pool.map(lambda request: generated(engine.generate(request)), requests))
+        turns = [
+            asked(seed, COUNT, (*request.prompt, *answer, *random_prompt(30, 50 + seed)))
+            for seed, (request, (answer, _)) in enumerate(zip(requests, firsts, strict=True))
+        ]
+        seconds = list(pool.map(lambda request: generated(engine.generate(request)), turns))
+    for request, turn, (first, _), (second, end) in zip(requests, turns, firsts, seconds, strict=True):
+        assert end.account.cached_tokens == len(request.prompt)  # type: ignore[union-attr]
+        with Engine(pair, configured(8)) as fresh:
+            assert first == generated(fresh.generate(request))[0]
+            assert second == generated(fresh.generate(turn))[0]
+
+
+def test_the_ledger_counts_quantised_rows(pair: ModelPair) -> None:
+    """All that eight rows hold while they decode."""
+    with Engine(pair, configured(8)) as engine:
+        generated(engine.generate(asked(0, 4)))
+        gc.collect()  # what tests before this one have left
+        before = unaccounted(engine)
+        streams = [engine.generate(asked(seed, 400, random_prompt(800, seed))) for seed in range(ROWS)]
+        with ThreadPoolExecutor(ROWS) as pool:
+            list(pool.map(lambda stream: up_to(stream, 40), streams))
+        held, beside = engine._inbox.call(lambda: engine.rows.nbytes), unaccounted(engine)
+        for stream in streams:
+            stream.close()
+    assert held > 4 << 20
+    assert beside < before + (256 << 10)
+
+
+def up_to(stream: Iterator[Any], count: int) -> None:
+    """Until so many tokens have come."""
+    tokens = (event for event in stream if isinstance(event, TokenEvent))
+    for _ in range(count):
+        next(tokens)

@@ -26,6 +26,7 @@ from mlx_specprefill.sampling import greedy
 from tests.autoregressive import decode
 from tests.oracle import build, vocabulary
 from tests.rows import (
+    ROUNDED,
     Row,
     alone,
     assert_same_contents,
@@ -372,7 +373,7 @@ def test_quantised_rows_decode_beside_the_others_at_their_shift() -> None:
             got[uid].append(event)
     for uid, events in expected.items():
         assert tokens(got[uid]) == tokens(events)
-        assert logprob_error(got[uid], events) < CLOSE
+        assert logprob_error(got[uid], events) < (ROUNDED if uid in (1, 2) else CLOSE)
     assert forwards[:2] == [2, 2]  # one for the plain rows, one for the quantised ones
     assert all(isinstance(part, QuantizedKVCache) for part in batch.remove(1).cache)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,18 +13,16 @@ import numpy as np
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest, ModelPair, SpecPrefillOptions, TokenEvent
-from mlx_specprefill.cache.positioned import quantize_kv
 from mlx_specprefill.engine.admission.ledger import cache_bytes
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
 from tests.autoregressive import decode
 from tests.engine.held import unaccounted
 from tests.oracle import build, vocabulary
-from tests.rows import Row, batch_row, logprob_error, make_rows, together, tokens
+from tests.rows import ROUNDED, Row, logprob_error, make_rows, quantised_row, together, tokens
 from tests.tiny import generated, random_prompt, tiny_model, tiny_pair
 
 GROUP, COUNT, ROWS = 32, 24, 8
-CLOSE = 1e-3  # where float noise makes a new value round the other way; a wrong position or mask is off by 0.1 and more
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {"head_dim": 64, "hidden_size": 64}, "qwen3": {"head_dim": 32}}
 JOINS = (0, 0, 0, 3, 3, 7, 12, 30)
 COUNTS = (COUNT, 4, 40, 17, COUNT, 30, 9, 12)
@@ -34,13 +31,6 @@ COUNTS = (COUNT, 4, 40, 17, COUNT, 30, 9, 12)
 def named(name: str) -> nn.Module:
     """Those of `FAMILIES`, with several query heads per key head; others by their name in the oracle's table."""
     return tiny_model(name, **FAMILIES[name]) if name in FAMILIES else build(name)
-
-
-def quantised_row(bits: int, model: nn.Module, uid: int, row: Row) -> DecodeRow:
-    plain = batch_row(model, uid, row)
-    cache, shift = quantize_kv(plain.cache, GROUP, bits)
-    assert (shift > 0) == (row.kept is not None)
-    return replace(plain, cache=cache, shift=shift)
 
 
 def triples(cache: Sequence[Any], start: int = 0, stop: int | None = None) -> list[np.ndarray]:
@@ -67,7 +57,7 @@ def test_mixed_rows_answer_and_hold_what_they_do_alone(name: str, bits: int) -> 
     model = named(name)
 
     def made(model: nn.Module, uid: int, row: Row) -> DecodeRow:
-        return quantised_row(bits, model, uid, row)
+        return quantised_row(model, uid, row, bits, GROUP)
 
     rows = make_rows(vocabulary(model), ROWS)
     events, removed = together(model, rows, JOINS, COUNTS, made=made)
@@ -77,7 +67,7 @@ def test_mixed_rows_answer_and_hold_what_they_do_alone(name: str, bits: int) -> 
         slots = len(row.prompt) if row.kept is None else row.kept.size
         expected = list(decode(model, spec.cache, spec.logits, greedy, [], COUNTS[uid] + 1, 3, spec.shift))[:-1]
         assert tokens(events[uid]) == tokens(expected)
-        assert logprob_error(events[uid], expected) < CLOSE
+        assert logprob_error(events[uid], expected) < ROUNDED
         left = removed[uid].cache
         assert [type(part) for part in left] == [type(part) for part in spec.cache]
         for ours, theirs in zip(triples(left, stop=slots), prompt, strict=True):
@@ -104,7 +94,7 @@ def eight_rows(model: nn.Module, bits: int) -> tuple[DecodeBatch, Counting]:
     batch = DecodeBatch(model)
     batch._model = counting = Counting(model)  # type: ignore[assignment]
     for uid, row in enumerate(make_rows(vocabulary(model), ROWS)):
-        batch.add(quantised_row(bits, model, uid, row))
+        batch.add(quantised_row(model, uid, row, bits, GROUP))
     return batch, counting
 
 
@@ -121,7 +111,7 @@ def test_rows_of_other_bits_take_a_forward_of_their_own() -> None:
     model = named("llama")
     batch, counting = eight_rows(model, 8)
     for uid, row in enumerate(make_rows(vocabulary(model), 2, seed=3)):
-        batch.add(quantised_row(4, model, ROWS + uid, row))
+        batch.add(quantised_row(model, ROWS + uid, row, 4, GROUP))
     assert len(batch.step()) == ROWS + 2
     assert sorted(counting.seen) == [(2, 1), (8, 1)]
 

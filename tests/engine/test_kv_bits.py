@@ -17,12 +17,11 @@ from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.autoregressive import decode
 from tests.oracle import Case, masked_dense
-from tests.rows import logprob_error, tokens
+from tests.rows import ROUNDED, logprob_error, tokens
 from tests.slices import finish
 from tests.tiny import greedy, random_prompt, tiny_pair
 
 GROUP, COUNT = 32, 24
-CLOSE = 1e-4
 FAMILIES = {"llama": {"head_dim": 64, "hidden_size": 64}, "qwen3": {"head_dim": 32}}
 
 
@@ -75,7 +74,7 @@ def _greedy() -> tuple[Any, Sequence[Any]]:
 
 def assert_same(ours: Sequence[TokenEvent], theirs: Sequence[TokenEvent]) -> None:
     assert tokens(ours) == tokens(theirs)
-    assert logprob_error(ours, theirs) < CLOSE
+    assert logprob_error(ours, theirs) < ROUNDED
 
 
 def test_answers_beside_others_are_those_alone(engine: Engine, pair: ModelPair, bits: int) -> None:

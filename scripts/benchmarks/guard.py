@@ -109,12 +109,14 @@ def both_serving(old: Commit, new: Commit, copies: Copies, turn: int) -> Iterato
         yield arms[old.name], arms[new.name]
 
 
-def serving(commit: Commit, copies: Copies) -> Any:
+def serving(commit: Commit, copies: Copies, *program: str, **more: str) -> Any:
+    """`program`: arguments of Python that start the command; its module, if there are none. `more`: environment."""
     models = ("--target", str(copies.target), "--draft", str(copies.draft), "--dtype", "float32")
-    command = commit.command("-m", "mlx_specprefill_server", "serve", *models, *OPTIONS)
+    started = program or ("-m", "mlx_specprefill_server")
+    command = commit.command(*started, "serve", *models, *OPTIONS)
     costs = str(copies.folder / f"costs-{commit.name}.json")
     environment = {"MLX_SPECPREFILL_CALIBRATION_FILE": costs, "MLX_SPECPREFILL_REMEMBER": "false"}
-    return copies.serve(commit.name, command, **environment, **commit.environment)
+    return copies.serve(commit.name, command, **environment, **commit.environment, **more)
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         if not self.arrays:
             return False
         capacity, _, slots, _ = self.arrays[0].shape
-        needed = len(self._rows) * (slots - self._unused(self._rows))
+        needed = len(self._rows) * (slots - self._first)
         idle = self.nbytes - self.nbytes * needed // (capacity * slots)
         return idle > min(self._idle_bytes, self.nbytes // 2)
 

@@ -184,6 +184,8 @@ def follow(ring: bool, window: int | None, chunk: int, schedule: list[Any]) -> N
         elif name == "compact" and len(model.rows) > 1:
             give_back(batch)
             assert not batch[0].oversized
+        if model.rows:  # `oversized` relies on it at every step, without a look at the rows
+            assert batch[0]._first == batch[0]._unused(batch[0]._rows)
     while model.rows:
         leave(batch, model, 0)
 

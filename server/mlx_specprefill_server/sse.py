@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
+from uuid import uuid4
 
 import orjson
 from starlette.responses import StreamingResponse
@@ -11,7 +12,16 @@ from starlette.types import Receive, Scope, Send
 
 from .generating.generation import Generation
 
-__all__ = ["DONE", "EVENT_STREAM_HEADERS", "KEEP_ALIVE", "EventStream", "comment", "data_event", "named_event"]
+__all__ = [
+    "DONE",
+    "EVENT_STREAM_HEADERS",
+    "KEEP_ALIVE",
+    "EventStream",
+    "TextEvents",
+    "comment",
+    "data_event",
+    "named_event",
+]
 
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE = b"data: [DONE]\n\n"
@@ -32,6 +42,21 @@ def named_event(payload: dict[str, Any]) -> bytes:
     """One event under the name of its type, without which some clients skip it."""
     name: str = payload["type"]
     return b"event: " + name.encode() + b"\n" + data_event(payload)
+
+
+class TextEvents:
+    """Events that differ in one text: what is around it is written once.
+
+    Args:
+        event: with the given text, as one of its strings or several.
+    """
+
+    def __init__(self, event: Callable[[str], bytes]) -> None:
+        place = uuid4().hex
+        self._around = event(place).split(orjson.dumps(place))
+
+    def of(self, text: str) -> bytes:
+        return orjson.dumps(text).join(self._around)
 
 
 class EventStream(StreamingResponse):

@@ -20,9 +20,6 @@ class CountedLoop:
             raise RuntimeError("Event loop is closed")
         self.woken.append(call)
 
-    def call_soon(self, call: Callable[[Any], Any], item: Any) -> None:
-        call(item)
-
 
 def calls_to(loop: Any) -> LoopCalls:
     return LoopCalls(loop)
@@ -38,6 +35,23 @@ def test_what_comes_together_wakes_the_loop_once_and_keeps_its_order() -> None:
     assert seen == list(range(8))
     post(seen.append, 8)
     assert len(loop.woken) == 1
+
+
+def test_one_that_raises_takes_no_other_along() -> None:
+    told: list[dict[str, Any]] = []
+
+    async def main() -> list[int]:
+        loop, seen = asyncio.get_running_loop(), list[int]()
+        loop.set_exception_handler(lambda _, context: told.append(context))
+        post = LoopCalls(loop).post
+        post(seen.append, 1)
+        post(int, "no number")
+        post(seen.append, 2)
+        await asyncio.sleep(0)
+        return seen
+
+    assert asyncio.run(main()) == [1, 2]
+    assert [type(context["exception"]) for context in told] == [ValueError]
 
 
 def test_what_is_posted_while_running_is_not_lost() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -55,6 +56,23 @@ def answer(words: Sequence[str], reason: Any = "stop", **options: Any) -> tuple[
 
 def text_of(deltas: Sequence[object]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+
+
+@given(st.lists(st.sampled_from([*"abc <\n", "<think>", "</think>", CALL, CALL[:20]]), max_size=12))
+def test_text_that_nothing_has_to_be_looked_for_in_is_the_same(words: list[str]) -> None:
+    def deltas(stops: tuple[str, ...]) -> list[object]:
+        detokenizer = IncrementalDetokenizer(lambda tokens: "".join(words[token] for token in tokens))
+        one = AnswerReader(detokenizer, Format("hermes", THINK).parser(TOOLS, ""), Stops(stops))
+        read = [delta for number in range(len(words)) for delta in one.push(TokenEvent(number))]
+        read += one.finish(Finished("stop", len(words), ACCOUNT), ACCOUNT)
+        return [replace(delta, start=0) if isinstance(delta, TextDelta) else blank(delta) for delta in read]
+
+    assert deltas(()) == deltas(("not there",))
+
+
+def blank(delta: Any) -> object:
+    """Without the random number of a call."""
+    return replace(delta, id="") if isinstance(delta, CallStart) else delta
 
 
 def test_calls_come_one_after_the_other_and_end_with_all_their_arguments() -> None:

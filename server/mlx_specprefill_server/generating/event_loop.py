@@ -36,7 +36,10 @@ class LoopCalls:
         self._awake = False  # first: what is posted from here on wakes the loop again
         while self._waiting:
             call, item = self._waiting.popleft()
-            self._loop.call_soon(call, item)  # each on its own: one that raises takes no other along
+            try:
+                call(item)
+            except Exception as error:  # noqa: BLE001 - one that raises takes no other along
+                self._loop.call_exception_handler({"message": f"{call} failed", "exception": error})
 
 
 class IdleTimer:

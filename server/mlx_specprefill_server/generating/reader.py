@@ -62,6 +62,7 @@ class AnswerReader:
         self._parallel = parallel
         self._distinct = _DistinctCalls() if forced else None
         self._tokens = _Tokens() if with_tokens else None
+        self._as_parsed = not (stops.strings or forced or with_tokens)  # text is shown as the parser gives it
         self._every_token = every_token
         self._new_ids: list[int] = []
         self._calls = 0  # that are not broken
@@ -115,19 +116,24 @@ class AnswerReader:
         if self._tokens is not None:
             self._tokens.decoded += len(text)
         thinking = self._parser.thinking
-        deltas = list(self._limited(self._parser.push(text)))
+        deltas = self._limited(self._parser.push(text))
         if thinking or self._parser.thinking:
             self._reasoning_tokens = self.completion_tokens
         return deltas
 
-    def _limited(self, parsed: Sequence[ContentDelta]) -> Iterator[ContentDelta]:
+    def _limited(self, parsed: Sequence[ContentDelta]) -> list[ContentDelta]:
         """What the request wants of the parsed deltas."""
+        out: list[ContentDelta] = []
         for delta in parsed:
+            if self._as_parsed and isinstance(delta, (TextDelta, ReasoningDelta)):
+                out.append(delta)
+                continue
             for wanted in self._shown(delta):
-                yield from [wanted] if self._distinct is None else self._distinct.push(wanted)
+                out += [wanted] if self._distinct is None else self._distinct.push(wanted)
             self.over = self.over or (self._distinct is not None and self._distinct.repeated)
             if self.over:
                 break
+        return out
 
     def _shown(self, delta: ContentDelta) -> Iterator[ContentDelta]:
         match delta:

@@ -31,7 +31,7 @@ from ..generating.progress import ProgressTeller
 from ..generating.vocabulary import Vocabulary
 from ..identity import IdentityDep
 from ..report import LiveTimings, Report
-from ..sse import DONE, KEEP_ALIVE, EventStream, comment, data_event
+from ..sse import DONE, KEEP_ALIVE, EventStream, TextEvents, comment, data_event
 from .schemas import ChatRequest, refuse_chat
 from .wire import Envelope, scored
 
@@ -89,6 +89,8 @@ class ChatAnswer:
         self._progress = ProgressTeller(service.settings.progress_s, body.return_progress)
         self._report = Report(generation.prompt_tokens, body.n, copies=body.n, warnings=generation.warnings)
         self._calls = [0] * body.n  # that each stream has begun
+        self._bare = not (body.logprobs or body.return_token_ids or body.timings_per_token)  # chunks say text alone
+        self._texts: dict[tuple[int, tuple[str, ...]], TextEvents] = {}
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:
@@ -117,6 +119,10 @@ class ChatAnswer:
             yield self._chunk(index, {"role": "assistant", "content": ""}, **({} if index else self._prompt_ids()))
         async for index, delta in self._generation.stream(self._keep_alive):
             match delta:
+                case TextDelta() if self._bare:
+                    yield self._text_events(index, "content").of(delta.text)
+                case ReasoningDelta() if self._bare:
+                    yield self._text_events(index, *self._reasoning).of(delta.text)
                 case Idle():
                     yield KEEP_ALIVE
                 case Progress():
@@ -131,6 +137,14 @@ class ChatAnswer:
                     for fields in self._fields(index, delta):
                         yield self._chunk(index, fields, self._logprobs(delta), **self._timed(timings))
         yield DONE
+
+    def _text_events(self, index: int, *names: str) -> TextEvents:
+        """The chunks of an answer that give its next text these names."""
+        known = self._texts.get((index, names))
+        if known is None:
+            known = TextEvents(lambda text: self._chunk(index, dict.fromkeys(names, text)))
+            self._texts[index, names] = known
+        return known
 
     def _timed(self, timings: LiveTimings) -> dict[str, Any]:
         """llama.cpp's `timings`, in the chunks of clients that asked."""

@@ -12,7 +12,7 @@ from . import gemma, glm, hermes, mistral, native, xml
 from .calls import CallReader
 from .cursor import Cursor, spaces, starts_with
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
-from .parser import Parser, Reading, Tools
+from .parser import Parser, PlainText, Reading, Tools
 from .tagged import TaggedText
 
 __all__ = ["Format", "ReasoningParser", "ToolParser", "detect", "reasoning_tags"]
@@ -92,6 +92,8 @@ class Format:
         known = Tools.of(tools)
         if self.tools == "harmony":
             return Parser(HarmonyText(known, opened_header(prompt)))
+        if not known and self.think is None:
+            return Parser(PlainText())
         openers, bare = self._readers(list(tools))
         begun = not prompt.rstrip().endswith(self.think[0]) if self.think else False
         return Parser(TaggedText(known, self.think, self.opened(prompt), openers, bare, begun=begun))

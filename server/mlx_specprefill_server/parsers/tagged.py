@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
 from .calls import CallReader
 from .cursor import Cursor, overlap, spaces, starts_with
 from .parser import MalformedError, Reading, Tools
 
-__all__ = ["TaggedText"]
+__all__ = ["Marks", "TaggedText"]
 
 BARE = '{"name"'
 LONGEST_RETRY = 4096  # characters: a longer failed call is not searched for others, or reading could take squared time
@@ -44,6 +44,8 @@ class TaggedText:
         self._think = think
         self._bare = bare if tools else None
         self._readers = {**openers, **({BARE: bare} if bare else {})} if tools else {}
+        closing = [mark for mark in self._readers if mark != BARE] + ([think[1]] if think else [])
+        self._marks = {False: Marks(list(self._readers)), True: Marks(closing)}  # by whether it is reasoning
         self._held: TextDelta | ReasoningDelta | None = None  # white space that may turn out to stand before a tag
         self._trim = thinking and not begun  # white space at the beginning of what comes next is dropped
         self._called = False
@@ -85,22 +87,16 @@ class TaggedText:
     def _text(self, cursor: Cursor) -> Reading[str]:
         """Says everything up to a tag, which is left; empty: the end."""
         while True:
-            marks = self._marks()
-            found = [(at, mark) for mark in marks if (at := cursor.buffer.find(mark)) >= 0]
-            if found:
-                at, mark = min(found)
+            marks = self._marks[self.thinking]
+            at, mark = marks.first(cursor.buffer)
+            if mark:
                 yield from self._say(cursor.offset, cursor.take(at))
                 return mark
-            held = 0 if cursor.ended else overlap(cursor.buffer, marks)
+            held = 0 if cursor.ended else len(cursor.buffer) - at
             yield from self._say(cursor.offset, cursor.take(len(cursor.buffer) - held))
             if cursor.ended:
                 return ""
             yield None
-
-    def _marks(self) -> list[str]:
-        if not self.thinking:
-            return list(self._readers)
-        return [mark for mark in self._readers if mark != BARE] + ([self._think[1]] if self._think else [])
 
     def _say(self, start: int, text: str) -> Reading[None]:
         """Text without the white space at its ends; that at its end waits for more text."""
@@ -152,3 +148,18 @@ class TaggedText:
         """Those who think about calls quote them; a call in the middle of reasoning has to be one for certain."""
         if self.thinking and call.name not in self._tools.properties:
             raise MalformedError("no such tool")
+
+
+class Marks:
+    """Looks for tags. Most text has no character that one begins with, which is all that is asked of it then."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = marks
+        self._begins = frozenset(mark[0] for mark in marks)
+
+    def first(self, text: str) -> tuple[int, str]:
+        """Where the first of them is, and which; if there is none, where one may begin, or the end of the text."""
+        if self._begins.isdisjoint(text):
+            return len(text), ""
+        found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
+        return min(found) if found else (len(text) - overlap(text, self._marks), "")

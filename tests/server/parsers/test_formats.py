@@ -10,10 +10,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import function_gemma, gemma4, glm47, json_tools, mistral, qwen3_coder
 
 from mlx_specprefill_server.parsers.formats import ToolParser, detect
+from mlx_specprefill_server.parsers.tagged import Marks
 
 from ..fakes import byte_tokenizer
 from .reading import TOOLS, Read, collected, read
 
+MARKED = ("<tool_call>", "<tool", "[TOOL_CALLS]", "<a>", "\u00e9<")
 PARIS = '{"city": "Paris"}'
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
@@ -360,3 +362,10 @@ def test_formats_can_be_set_by_hand() -> None:
 
 def test_formats_that_only_mlx_lm_knows() -> None:
     assert detect(native_tokenizer()).tools == "native"
+
+
+@given(st.lists(st.sampled_from(MARKED), max_size=4, unique=True), st.text(alphabet="<tol_ca>[TOOL] é", max_size=30))
+def test_tags_are_found_as_by_looking_for_each_at_every_place(marks: list[str], text: str) -> None:
+    places = [(at, mark) for at in range(len(text)) for mark in marks if text.startswith(mark, at)]
+    begins = [at for at in range(len(text)) if any(mark.startswith(text[at:]) for mark in marks)]
+    assert Marks(marks).first(text) == min(places, default=(min(begins, default=len(text)), ""))

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.positioned import Positioned, leaves, make_positioned_cache, place
+from ..cache.positioned import Positioned, leaves, make_positioned_cache, place, quantize_kv
 from ..errors import SparseUnsupportedError
 from .depth import FirstLayers
 from .registry import adapter_for, architecture_of
 from .staged import StagedModel
 
-__all__ = ["probe_sparse", "probe_staged", "staged_model"]
+__all__ = ["probe_quantized", "probe_sparse", "probe_staged", "staged_model"]
 
 Positions = npt.NDArray[np.int32]
 
@@ -41,6 +41,24 @@ def probe_sparse(model: nn.Module) -> str | None:
         return error.reason
     except Exception as error:  # noqa: BLE001 - whatever model code raises here means the same: not this model
         return f"its forward pass fails at explicit positions ({type(error).__name__}: {error})"
+
+
+def probe_quantized(model: nn.Module, cache: list[Any], group_size: int, bits: int) -> str | None:
+    """None if the model decodes with a quantised KV cache, else the reason why it can't: mlx-lm's attention can, but
+    some models have one of their own.
+
+    Args:
+        cache: an empty one, plain or positioned; not to be used again.
+    """
+    try:
+        _forward(model, cache, [_COUNT])
+        quantized, _ = quantize_kv(cache, group_size, bits)
+        _forward(model, quantized, [1])
+    except SparseUnsupportedError as error:
+        return error.reason
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"its attention can't read quantised keys and values ({type(error).__name__}: {error})"
+    return None
 
 
 def staged_model(target: nn.Module, draft: nn.Module | None) -> StagedModel | str:

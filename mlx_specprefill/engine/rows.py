@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
+from ..adapters.probe import probe_quantized
 from ..cache.positioned import quantize_kv
 from ..config import EngineConfig
 from ..errors import SparseUnsupportedError
@@ -15,6 +17,7 @@ from ..loading import ModelPair
 from ..request import GenerationRequest, TokenEvent
 from ..sampling import LogitsProcessor, held_back, logits_processors, make_sampler
 from .admission.ledger import cache_bytes
+from .caches import empty_cache
 from .decode_batch import DecodeBatch, DecodeRow, RowFailed
 from .failures import log_failure
 from .sequence import Sequence, Speculation
@@ -108,12 +111,22 @@ class Rows:
 
     def _quantize(self, sequence: Sequence) -> None:
         bits, group = self._config.kv_bits, self._config.kv_group_size
-        if bits is None:
+        if bits is None or self._unquantized is not None:
             return
         try:
             sequence.cache, sequence.shift = quantize_kv(sequence.cache, group, bits)
         except SparseUnsupportedError as error:
-            log.warning("the KV cache stays unquantised: %s", error.reason)
+            log.warning("the KV cache of a request stays unquantised: %s", error.reason)
+
+    @cached_property
+    def _unquantized(self) -> str | None:
+        """Why the target's KV cache can't be quantised; found out, and logged, with the first row."""
+        bits, target = self._config.kv_bits, self._pair.target
+        assert bits is not None
+        reason = probe_quantized(target, empty_cache(target), self._config.kv_group_size, bits)
+        if reason is not None:
+            log.warning("the KV cache stays unquantised: %s", reason)
+        return reason
 
     def _step_batch(self) -> list[Outcome]:
         """A failing forward fails the rows in it; the next ones start with an empty batch."""

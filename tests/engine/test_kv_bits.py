@@ -11,15 +11,24 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_specprefill import Engine, EngineConfig, Finished, GenerationRequest, ModelPair, SpecPrefillOptions, TokenEvent
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    SpecPrefillOptions,
+    TokenEvent,
+    make_pair,
+)
 from mlx_specprefill.cache.positioned import make_positioned_cache, quantize_kv
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.autoregressive import decode
-from tests.oracle import Case, masked_dense
+from tests.oracle import Case, build, masked_dense
 from tests.rows import ROUNDED, logprob_error, tokens
 from tests.slices import finish
-from tests.tiny import greedy, random_prompt, tiny_pair
+from tests.tiny import greedy, random_prompt, tiny_pair, tokenizer
 
 GROUP, COUNT = 32, 24
 FAMILIES = {"llama": {"head_dim": 64, "hidden_size": 64}, "qwen3": {"head_dim": 32}}
@@ -128,3 +137,16 @@ def test_small_heads_are_quantised_in_smaller_groups_or_not_at_all(size: int, ca
     else:
         assert "heads of 16 and 16 values can't be quantised" in caplog.text
         assert tokens(events) == greedy(pair.target, tuple(map(int, request.prompt)), COUNT)
+
+
+def test_a_model_whose_attention_can_not_read_quantised_keys_answers_without(caplog: pytest.LogCaptureFixture) -> None:
+    request = replace(asked(3), prompt=tuple(range(2, 60)), specprefill=SpecPrefillOptions(enabled=False))
+    model = make_pair(build("gemma2"), tokenizer(), {"max_position_embeddings": 4096, "vocab_size": 64})
+    config = EngineConfig(prefill_step=32, kv_group_size=GROUP)
+    with Engine(model, config) as plain:
+        expected, _ = answered(plain, request)
+    with Engine(model, replace(config, kv_bits=8)) as engine:
+        answers = [answered(engine, request)[0] for _ in range(2)]
+    assert [tokens(answer) for answer in answers] == [tokens(expected)] * 2
+    (said,) = (line for line in caplog.messages if "unquantised" in line)  # once
+    assert "its attention can't read quantised keys and values (AttributeError" in said

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +21,8 @@ import httpx
 __all__ = ["Server", "heeds_ctrl_c", "start", "start_named"]
 
 START_S = 240
+_FOLDER = tempfile.TemporaryDirectory(prefix="mlx-specprefill-costs-")
+_COSTS = Path(_FOLDER.name) / "costs.json"  # what servers have measured: the next one of the same pair need not
 
 
 def heeds_ctrl_c() -> None:
@@ -68,8 +72,11 @@ def start_named(log: Path, pair: str, *options: str) -> AbstractContextManager[S
 def _serve(log: Path, *options: str, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
     command = [sys.executable, "-m", "mlx_specprefill_server", "serve", "--port", "0", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_SPECPREFILL_")}
-    environment["MLX_SPECPREFILL_CALIBRATION_FILE"] = str(log.with_name("costs.json"))  # not the user's
+    costs = log.with_name("costs.json")  # beside it a server keeps other things, so each has a folder of its own
+    environment["MLX_SPECPREFILL_CALIBRATION_FILE"] = str(costs)  # not the user's
     environment |= settings or {}
+    if _COSTS.is_file() and not costs.exists():
+        shutil.copy(_COSTS, costs)
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         try:
             yield Server(_base(process, log), process)
@@ -79,6 +86,8 @@ def _serve(log: Path, *options: str, settings: Mapping[str, str] | None = None) 
                 process.wait(60)
             finally:
                 process.kill()
+                if costs.is_file():
+                    shutil.copy(costs, _COSTS)
 
 
 def _base(process: subprocess.Popen[bytes], log: Path) -> str:

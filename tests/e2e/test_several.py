@@ -128,8 +128,9 @@ def alone(folder: Path, tmp_path: Path, family: str, asked: list[dict[str, Any]]
 
 
 @pytest.mark.timeout(600)
-def test_two_hundred_mixed_requests_are_answered_as_by_servers_with_one_model(folder: Path, tmp_path: Path) -> None:
-    asked = bodies(200)
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.nightly)])
+def test_mixed_requests_are_answered_as_by_servers_with_one_model(folder: Path, tmp_path: Path, count: int) -> None:
+    asked = bodies(count)
     expected: dict[int, tuple[str, str]] = {}
     for family in FAMILIES:
         numbers = [number for number, body in enumerate(asked) if body["model"] == family]

@@ -6,11 +6,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
@@ -62,12 +64,14 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def until(self, what: Callable[[], Any], within: float = 60.0) -> Any:
-        """The first true value."""
+        """The first true value. What the page replaces while it is looked at is looked at again."""
         end = time.monotonic() + within
-        while not (value := what()):
+        while True:
+            with suppress(StaleElementReferenceException):
+                if value := what():
+                    return value
             assert time.monotonic() < end, self.find("body").text
             time.sleep(0.05)
-        return value
 
     def drop(self, text: str | bytes, name: str = "notes.txt") -> None:
         """A file from the desktop; waits until it is a document or was refused."""

@@ -23,10 +23,11 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from .harness import BenchError, servers
@@ -219,28 +220,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     if not 0 < options.lengths[0] <= options.lengths[1] or options.rate <= 0 or options.seconds <= 0:
         raise BenchError("--lengths must be two ascending numbers of tokens, --rate and --seconds positive")
-    with servers.copies(options) as copies, ExitStack() as stack:
-        text = Text(options.seed)
-        swept = {}
-        for arm in start(copies, stack, options):
-            text.calibrate(arm.server)
-            swept[arm.name] = sweep(arm, text, options)
+    text, swept = Text(options.seed), {}
+    with servers.copies(options) as copies:
+        for name, start, asked in arms(copies, options):
+            with start() as server:  # alone: idle time is for work on what a server has read
+                arm = Arm(name, server, asked)
+                server.ask(user("Hello"), 4, **asked)  # compiles and loads
+                text.calibrate(server)
+                swept[name] = sweep(arm, text, options)
     report = rounded(summary(swept, options))
     show_rows(report["rows"])
     return report
 
 
-def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list[Arm]:
-    """A process for each arm: what one has read is of no use to the others."""
-    arms = [
-        Arm(OURS_SPARSE, stack.enter_context(copies.ours(*DECIDED)), SPARSE),
-        Arm(OURS_FULL, stack.enter_context(copies.ours(*DECIDED)), DENSE),
-    ]
+def arms(
+    copies: Copies, options: argparse.Namespace
+) -> Iterator[tuple[str, Callable[[], AbstractContextManager[Server]], dict[str, Any]]]:
+    """Name, how its server is started, and how requests are to be read."""
+    yield OURS_SPARSE, partial(copies.ours, *DECIDED), SPARSE
+    yield OURS_FULL, partial(copies.ours, *DECIDED), DENSE
     if not options.alone:
-        arms.append(Arm(PEER, stack.enter_context(copies.mlx_lm()), {}))
-    for arm in arms:  # compiles and loads
-        arm.server.ask(user("Hello"), 4, **arm.options)
-    return arms
+        yield PEER, copies.mlx_lm, {}
 
 
 def summary(swept: dict[str, tuple[float | None, list[dict[str, Any]]]], options: argparse.Namespace) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The package comes first: it loads a fast BLAS, which has no effect once `mlx.core` is imported."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -13,13 +14,28 @@ from mlx_specprefill.adapters.patches import install_patches
 
 from .real_model import smollm2_file
 from .scripted import Flavour, save_scripted
-from .serving import Server, start
+from .serving import Server, share_costs, start
 
 # On a busy machine an example may take its time, and the same code tries the same ones again.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 
 SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
+
+
+STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start servers take minutes: they come first, so that two workers end at about the same time."""
+    items.sort(key=lambda item: item.path.parent.name not in STARTS_PROCESSES)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _costs_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = tmp_path_factory.getbasetemp()
+    of_all_workers = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    share_costs(of_all_workers / "costs.json")
 
 
 @pytest.fixture(scope="session", autouse=True)

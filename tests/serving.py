@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,11 +18,16 @@ from typing import Any
 
 import httpx
 
-__all__ = ["Server", "heeds_ctrl_c", "start", "start_named"]
+__all__ = ["Server", "heeds_ctrl_c", "share_costs", "start", "start_named"]
 
 START_S = 240
-_FOLDER = tempfile.TemporaryDirectory(prefix="mlx-specprefill-costs-")
-_COSTS = Path(_FOLDER.name) / "costs.json"  # what servers have measured: the next one of the same pair need not
+_shared: Path | None = None
+
+
+def share_costs(file: Path) -> None:
+    """From now on what a server has measured of a pair is kept in `file`, and the next one of that pair takes it."""
+    global _shared
+    _shared = file
 
 
 def heeds_ctrl_c() -> None:
@@ -75,19 +80,29 @@ def _serve(log: Path, *options: str, settings: Mapping[str, str] | None = None) 
     costs = log.with_name("costs.json")  # beside it a server keeps other things, so each has a folder of its own
     environment["MLX_SPECPREFILL_CALIBRATION_FILE"] = str(costs)  # not the user's
     environment |= settings or {}
-    if _COSTS.is_file() and not costs.exists():
-        shutil.copy(_COSTS, costs)
+    if _shared and _shared.is_file() and not costs.exists():
+        shutil.copy(_shared, costs)
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         try:
-            yield Server(_base(process, log), process)
+            running = Server(_base(process, log), process)
+            _share(costs)
+            yield running
         finally:
             process.send_signal(signal.SIGINT)
             try:
                 process.wait(60)
             finally:
                 process.kill()
-                if costs.is_file():
-                    shutil.copy(costs, _COSTS)
+                _share(costs)
+
+
+def _share(costs: Path) -> None:
+    if _shared is None or not costs.is_file():
+        return
+    known = json.loads(_shared.read_text()) if _shared.is_file() else {}
+    part = _shared.with_name(f"costs-{os.getpid()}.json")
+    part.write_text(json.dumps(known | json.loads(costs.read_text())))
+    part.replace(_shared)  # at once: another process of this run may be reading it
 
 
 def _base(process: subprocess.Popen[bytes], log: Path) -> str:

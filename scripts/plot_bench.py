@@ -51,9 +51,11 @@ def plot_load(runs: list[dict[str, Any]], file: Path) -> None:
             name = f"{arm}, {'95th percentile' if percentile == 'p95_s' else 'median'}"
             panel.plot(rates, seconds, linestyle=line, marker="o", markersize=4, color=COLOURS[arm], label=name)
     panel.axhline(runs[0]["limit_s"], color="grey", linewidth=0.5)
-    panel.set(xlabel="requests per second", ylabel="seconds to first token", yscale="log", xlim=(0, None))
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.yaxis.set_minor_formatter("")
+    panel.set(xlabel="requests per second", ylabel="seconds to first token", yscale="log")
+    panel.set_xscale("log", base=2)  # as rates are doubled
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
     panel.legend(fontsize=8)
     save(figure, file)
 

@@ -183,13 +183,14 @@ def highest(first: float, halvings: int, sustained: Callable[[float], bool]) -> 
 def sweep(arm: Arm, text: Text, options: argparse.Namespace) -> tuple[float | None, list[dict[str, Any]]]:
     """The highest sustained rate, and a row per rate that was tried."""
     rows: list[dict[str, Any]] = []
-    prefixes = [text.of(options.shared) for _ in range(PREFIXES)]
+    common = text.fresh("shared")
+    prefixes = [common.of(options.shared) for _ in range(PREFIXES)]
 
     def sustained(rate: float) -> bool:
         seconds = options.seconds
         while len(plan := planned(rate, seconds, options.lengths, options.seed)) < options.least:
             seconds *= 1.5
-        trial = Trial(arm, plan, text, prefixes, options.limit_s)
+        trial = Trial(arm, plan, text.fresh(rate), prefixes, options.limit_s)
         trial.run()
         arm.server.rest()
         rows.append(row := trial.row(rate))

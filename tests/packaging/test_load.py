@@ -50,6 +50,17 @@ def test_a_server_that_keeps_up_with_nothing_has_none() -> None:
     assert tried == [0.5, 0.25, 0.125, 0.0625]
 
 
+def test_prompts_of_every_arm_are_as_long_as_planned() -> None:
+    class Counting:
+        def ask(self, messages: list[dict[str, str]], tokens: int) -> Reply:
+            return Reply(prompt_tokens=2 * len(messages[0]["content"].split()))
+
+    text = Text(0)
+    for _ in range(3):  # once for each arm's server
+        text.calibrate(cast(Server, Counting()))
+        assert len(text.of(1000).split()) == len(text.fresh("rate").of(1000).split()) == 500
+
+
 class Quick:
     """Answers at once. Keeps what it was asked."""
 

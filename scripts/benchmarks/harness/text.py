@@ -24,7 +24,8 @@ class Text:
         self._per_token = 1.0
 
     def calibrate(self, server: Server) -> None:
-        """Words per token of this pair's tokenizer."""
+        """Words per token of this pair's tokenizer, whatever was found for another one before."""
+        self._per_token = 1.0
         reply = server.ask(user(self.of(400)), 1)
         self._per_token = 400 / reply.prompt_tokens
 

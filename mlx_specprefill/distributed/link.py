@@ -30,6 +30,7 @@ __all__ = ["Link", "connect"]
 
 log = logging.getLogger(__name__)
 _BEATS = 4  # signs of life within the time after which a process counts as lost
+_MISSED = 2  # of those, from which a process is the one that the others wait for
 _RETRY_S = 0.1
 _END, _BEAT = "end", "beat"
 
@@ -194,14 +195,16 @@ class Link:
     def _watch(self) -> None:
         while not self._closed and self.lost is None:
             time.sleep(self.timeout / _BEATS)
-            now = time.monotonic()
+            now, beat = time.monotonic(), self._beat
+            waited = now - beat() if beat is not None else 0.0
+            stuck = waited > self.timeout
             for peer in self._peers.values():
-                if now - peer.seen > self.timeout:
-                    self._lose(peer.rank, f"it has been silent for {now - peer.seen:.0f} s")
-            beat = self._beat
-            if beat is not None and now - beat() > self.timeout:
-                waited = f"the {self.size} ranks have waited for each other for {now - beat():.0f} s"
-                self._lose(self.rank, "", f"{waited}: one of them hangs, or a connection between two of them")
+                silent = now - peer.seen
+                if silent > self.timeout or (stuck and silent > self.timeout * _MISSED / _BEATS):
+                    self._lose(peer.rank, f"it has been silent for {silent:.0f} s")
+            if stuck:
+                since = f"the {self.size} ranks have waited for each other for {waited:.0f} s"
+                self._lose(self.rank, "", f"{since}: one of them hangs, or a connection between two of them")
 
     def _check(self) -> None:
         if self.lost is not None:

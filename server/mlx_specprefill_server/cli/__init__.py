@@ -23,7 +23,6 @@ from .service import app as service_app
 from .serving import serve
 from .stored import list_models, rm, show
 from .warming import warm
-from .watching import top
 
 __all__ = ["app", "main"]
 
@@ -51,7 +50,7 @@ app = typer.Typer(
 app.command(cls=SettingsCommand)(serve)
 app.command()(pull)
 app.command("list")(list_models)
-for command in (show, rm, recommend, connect, generate, inspect, calibrate, bench, top, warm, doctor):
+for command in (show, rm, recommend, connect, generate, inspect, calibrate, bench, warm, doctor):
     app.command()(command)
 app.add_typer(service_app, name="service")
 

@@ -15,13 +15,24 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.service_managers import Launchd, ServiceError, Systemd
+from mlx_specprefill_server.cli import service as service_module
+from mlx_specprefill_server.cli.service import ServiceError, plist, unit
 
 AWKWARD = ["--model-alias", 'a "quoted" 50% $HOME ${X} %h \\name', "--api-key", "clé ä"]
 SERVE = [sys.executable, "-m", "mlx_specprefill_server", "serve"]
-RECORDER = (
-    '#!/bin/sh\necho "$(basename "$0") $*" >>"$CALLS"\n[ ! -e "$CALLS.fail" ] || { echo "no bus" >&2; exit 1; }\n'
-)
+RECORDER = """#!/bin/sh
+echo "$(basename "$0") $*" >>"$CALLS"
+[ ! -e "$CALLS.fail" ] || { echo "no bus" >&2; exit 1; }
+"""
+# The statuses of each call of `launchctl VERB DOMAIN`, from a file per verb and domain; the last one stays.
+LAUNCHCTL = f"""{RECORDER}answers="$ANSWERS/$1-${{2%%/*}}"
+[ -e "$answers" ] || case "$1" in bootstrap) exit 0 ;; *) exit 113 ;; esac
+status="$(head -n 1 "$answers")"
+left="$(tail -n +2 "$answers")"
+[ -z "$left" ] || echo "$left" >"$answers"
+[ "$status" = 0 ] || echo "Bootstrap failed: $status" >&2
+exit "$status"
+"""
 
 
 @pytest.fixture
@@ -29,11 +40,12 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the managers' commands were called with."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("systemctl", "journalctl", "launchctl", "tail"):
-        (programs / name).write_text(RECORDER)
+    for name, text in (("systemctl", RECORDER), ("launchctl", LAUNCHCTL)):
+        (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("ANSWERS", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -70,12 +82,8 @@ class TestSystemd:
             "systemctl --user daemon-reload",
             "systemctl --user enable --now mlx-specprefill.service",
         ]
-        assert service("status").exit_code == 0
-        assert service("logs", "-n", "7", "-f").exit_code == 0
-        assert service("remove").exit_code == 0
+        assert service("uninstall").exit_code == 0
         assert lines(calls)[2:] == [
-            "systemctl --user status --no-pager mlx-specprefill.service",
-            "journalctl --user --unit=mlx-specprefill.service --lines=7 --follow",
             "systemctl --user disable --now mlx-specprefill.service",
             "systemctl --user daemon-reload",
         ]
@@ -95,10 +103,9 @@ class TestSystemd:
         assert not file.exists()
         assert lines(calls) == []
 
-    @pytest.mark.parametrize("command", ["status", "logs", "remove"])
-    def test_what_is_not_installed_is_said(self, calls: Path, command: str) -> None:
-        done = service(command)
-        assert (done.exit_code, "mlx-specprefill service install" in done.stderr) == (2, True)
+    def test_what_is_not_installed_is_said(self, calls: Path, file: Path) -> None:
+        done = service("uninstall")
+        assert (done.exit_code, done.stderr) == (2, f"error: the service is not installed: {file} does not exist\n")
 
     def test_a_manager_that_refuses_is_quoted(self, calls: Path) -> None:
         calls.with_name("calls.fail").touch()
@@ -108,17 +115,17 @@ class TestSystemd:
 
     def test_no_line_break_gets_into_the_file(self, calls: Path) -> None:
         with pytest.raises(ServiceError, match="line break"):
-            Systemd().text([*SERVE, "--model-alias", "a\nExecStartPre=/bin/evil"], {})
+            unit([*SERVE, "--model-alias", "a\nExecStartPre=/bin/evil"], {})
         with pytest.raises(ServiceError, match="line break"):
-            Systemd().text(SERVE, {"MLX_SPECPREFILL_HOST": "a\nb"})
+            unit(SERVE, {"MLX_SPECPREFILL_HOST": "a\nb"})
 
     @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
     def test_systemd_takes_the_file(self, calls: Path, tmp_path: Path) -> None:
         """`verify` checks the file, and with debug messages it prints what systemd has read."""
-        unit = tmp_path / "mlx-specprefill.service"
-        unit.write_bytes(Systemd().text([*SERVE, *AWKWARD], {"MLX_SPECPREFILL_MODEL_ORIGIN": '100 % "mine" $HOME %h'}))
+        written = tmp_path / "mlx-specprefill.service"
+        written.write_bytes(unit([*SERVE, *AWKWARD], {"MLX_SPECPREFILL_MODEL_ORIGIN": '100 % "mine" $HOME %h'}))
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-        command = ["systemd-analyze", "--user", "--man=no", "verify", str(unit)]
+        command = ["systemd-analyze", "--user", "--man=no", "verify", str(written)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         noisy = {**environment, "SYSTEMD_LOG_LEVEL": "debug"}
@@ -135,31 +142,104 @@ class TestLaunchd:
     def _mac(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "platform", "darwin")
 
-    def test_the_whole_life(self, calls: Path, tmp_path: Path) -> None:
-        file, log = (
-            tmp_path / "Library/LaunchAgents/mlx-specprefill.plist",
-            tmp_path / "Library/Logs/mlx-specprefill.log",
-        )
-        domain = f"gui/{os.getuid()}"
-        assert service("install", "--pair", "demo").exit_code == 0
+    @pytest.fixture(autouse=True)
+    def naps(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """Seconds that were slept."""
+        slept: list[float] = []
+        monkeypatch.setattr(service_module, "sleep", slept.append)
+        return slept
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        return tmp_path / "Library/LaunchAgents/mlx-specprefill.plist"
+
+    def answer(self, calls: Path, call: str, *statuses: int) -> None:
+        calls.with_name(call).write_text("".join(f"{status}\n" for status in statuses))
+
+    def removal(self) -> list[str]:
+        services = [f"{domain}/{os.getuid()}/mlx-specprefill" for domain in ("gui", "user")]
+        return [f"launchctl {verb} {one}" for one in services for verb in ("bootout", "print")]
+
+    def test_the_whole_life(self, calls: Path, file: Path, naps: list[float]) -> None:
+        done = service("install", "--pair", "demo")
+        assert (done.exit_code, done.stderr) == (0, "")
+        assert "Library/Logs/mlx-specprefill.log" in done.stdout
         assert file.stat().st_mode & 0o777 == 0o600
-        assert service("status").exit_code == 0
-        assert service("logs").exit_code == 0
-        assert service("remove").exit_code == 0
-        assert lines(calls) == [
-            f"launchctl bootstrap {domain} {file}",
-            f"launchctl print {domain}/mlx-specprefill",
-            f"tail -n100 {log}",
-            f"launchctl bootout {domain}/mlx-specprefill",
-        ]
+        assert plistlib.loads(file.read_bytes())["LimitLoadToSessionType"] == "Aqua"
+        assert lines(calls) == [*self.removal(), f"launchctl bootstrap gui/{os.getuid()} {file}"]
+        calls.unlink()
+        assert service("uninstall").exit_code == 0
+        assert lines(calls) == self.removal()
         assert not file.exists()
+        assert naps == []
 
     def test_the_file_says_what_was_meant(self, calls: Path, tmp_path: Path) -> None:
-        said = plistlib.loads(Launchd().text([*SERVE, *AWKWARD], {"MLX_SPECPREFILL_HOST": "::1"}))
+        said = plistlib.loads(plist([*SERVE, *AWKWARD], {"MLX_SPECPREFILL_HOST": "::1"}))
         assert said["ProgramArguments"] == [*SERVE, *AWKWARD]
         assert said["EnvironmentVariables"] == {"MLX_SPECPREFILL_HOST": "::1"}
         assert said["KeepAlive"] == {"SuccessfulExit": False}
         assert said["WorkingDirectory"] == str(tmp_path)
+
+    def test_installing_again_waits_until_the_old_one_has_stopped(self, calls: Path, naps: list[float]) -> None:
+        """`bootout` returns at once; `print` succeeds until the service has ended."""
+        self.answer(calls, "print-gui", 0, 0, 0, 113)
+        assert service("install").exit_code == 0
+        assert naps == [1, 1, 1]
+        uid = os.getuid()
+        assert lines(calls)[1:5] == [f"launchctl print gui/{uid}/mlx-specprefill"] * 4
+        assert lines(calls)[-1].startswith(f"launchctl bootstrap gui/{uid} ")
+
+    def test_a_service_that_does_not_stop_is_said_and_stays(self, calls: Path, file: Path, naps: list[float]) -> None:
+        service("install")
+        before = file.read_bytes()
+        self.answer(calls, "print-gui", 0)
+        for command in ("install", "uninstall"):
+            done = service(command, *(["--port", "1"] if command == "install" else []))
+            assert done.exit_code == 2
+            assert "has not stopped gui/" in done.stderr
+            assert file.read_bytes() == before
+        assert naps == [1] * 90
+
+    def test_a_start_that_comes_too_early_is_repeated(self, calls: Path, file: Path, naps: list[float]) -> None:
+        self.answer(calls, "bootstrap-gui", 5, 5, 37, 0)
+        assert service("install").exit_code == 0
+        assert naps == [1, 1, 1]
+        assert [line for line in lines(calls) if "bootstrap" in line] == [
+            f"launchctl bootstrap gui/{os.getuid()} {file}"
+        ] * 4
+
+    @pytest.mark.parametrize(("status", "repeats"), [(5, 15), (78, 0)])
+    def test_a_start_that_keeps_failing_is_quoted(
+        self, calls: Path, naps: list[float], status: int, repeats: int
+    ) -> None:
+        self.answer(calls, "bootstrap-gui", status)
+        done = service("install")
+        assert done.exit_code == 2
+        assert f"ended with status {status}: Bootstrap failed: {status}" in done.stderr
+        assert naps == [1] * repeats
+        assert not any("bootstrap user/" in line for line in lines(calls))
+
+    def test_without_a_login_at_the_screen_it_starts_in_the_background(self, calls: Path, file: Path) -> None:
+        """As over SSH: there is no domain `gui/UID`, and the other one takes agents of its own type only."""
+        for verb in ("bootout", "print", "bootstrap"):
+            self.answer(calls, f"{verb}-gui", 125)
+        assert service("install").exit_code == 0
+        assert lines(calls)[-1] == f"launchctl bootstrap user/{os.getuid()} {file}"
+        assert plistlib.loads(file.read_bytes())["LimitLoadToSessionType"] == "Background"
+        calls.unlink()
+        assert service("uninstall").exit_code == 0
+        assert lines(calls) == self.removal()
+
+    @pytest.mark.parametrize("folder", ["Documents", "Desktop", "Downloads"])
+    def test_a_program_in_a_closed_folder_is_said(
+        self, calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+    ) -> None:
+        clone = tmp_path / folder / "clone"
+        monkeypatch.setattr(sys, "prefix", str(clone / ".venv"))
+        done = service("install")
+        assert done.exit_code == 0
+        assert done.stderr.startswith(f"note: {clone / '.venv'} is closed to services")
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_other_systems_are_told(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ from ..pair_loading import ONE_SHOT, make_settings
 from ..pairs import MissingPairError, Pair, PairsError, find_pair
 from ..prompting.conversation import conversation
 from ..prompting.prompt import Prompt, PromptBuilder
-from ..service_managers import ServiceError
 from ..setting_errors import unknown_variables, what_is_wrong
 from ..settings import LogLevel, Settings
 
@@ -66,7 +65,7 @@ def one_line_errors() -> Iterator[None]:
     """What the user did wrong, in one line; everything else keeps its traceback."""
     try:
         yield
-    except (SpecPrefillError, PackageError, PairsError, ServiceError, HubError) as error:
+    except (SpecPrefillError, PackageError, PairsError, HubError) as error:
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)

@@ -1,20 +1,36 @@
-"""`mlx-specprefill service`: the server as a service of this user."""
+"""`mlx-specprefill service`: the server as a service of this user, by launchd on macOS and by systemd on Linux."""
 
 from __future__ import annotations
 
 import os
+import plistlib
+import shlex
+import shutil
 import subprocess
 import sys
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import sleep
+from typing import Any
 
 import typer
 
-from ..service_managers import ServiceManager, manager
+from mlx_specprefill import SpecPrefillError
+
 from ..settings import ENV_PREFIX
 from .common import one_line_errors
 from .serving import serve
 
-__all__ = ["app"]
+__all__ = ["ServiceError", "app", "plist", "unit"]
+
+NAME = "mlx-specprefill"
+RESTART_S = 30  # after a failure
+STOP_S = 40  # requests get 30 s of these to finish, unless --shutdown-grace says otherwise
+_STOPPED_WITHIN_S = STOP_S + 5  # launchd answers bootout before the server has ended
+_STARTED_WITHIN_S = 15
+_STILL_STOPPING = (5, 37)  # how bootstrap ends while launchd stops the service that was there
+_NO_SUCH_DOMAIN = 125  # gui/UID, where nobody has logged in at the screen
+_CLOSED_FOLDERS = ("Documents", "Desktop", "Downloads")
 
 app = typer.Typer(
     help="The server as a service of this user, started at login: launchd on macOS, systemd on Linux.",
@@ -26,59 +42,205 @@ _serve_app = typer.Typer(add_completion=False)
 _serve_app.command()(serve)
 
 
+class ServiceError(SpecPrefillError):
+    """The service can't be installed or uninstalled; says what to do."""
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def install(context: typer.Context) -> None:
-    """Write the service's file and start it. Takes the options of serve.
+    """Write the service's file and start the service. Takes the options of serve.
 
-    What MLX_SPECPREFILL_* variables say now is written into the file, too, which only its owner can read. Installing
-    again replaces options and variables.
+    The values of MLX_SPECPREFILL_* variables are written into the file, too, which only its owner can read.
+    Installing again replaces options and variables.
     """
-    command: Any = typer.main.get_command(_serve_app)
-    command.make_context("mlx-specprefill service install", list(context.args))  # refuses what serve would refuse
+    options: Any = typer.main.get_command(_serve_app)
+    options.make_context("mlx-specprefill service install", list(context.args))  # refuses what serve would refuse
+    command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *context.args]
     environment = {name: value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}
     with one_line_errors():
-        system = manager()
-        system.install([sys.executable, "-m", "mlx_specprefill_server", "serve", *context.args], environment)
-        typer.echo(f"{system.file} is written and the service is started. What it says: mlx-specprefill service logs")
-        if sys.platform.startswith("linux"):
-            typer.echo("It ends when you log out, unless: loginctl enable-linger")
+        file = _file()
+        said = (_install_launchd if _is_mac() else _install_systemd)(file, command, environment)
+        typer.echo(f"{file} is written and the service is started. {said}")
 
 
 @app.command()
-def status() -> None:
-    """Show whether the service runs; ends with the service manager's own status."""
-    with one_line_errors():
-        command = _installed().status_command()
-    _show(command)
-
-
-@app.command()
-def logs(
-    lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="How many of the last lines.")] = 100,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as more is written.")] = False,
-) -> None:
-    """Show what the service has said."""
-    with one_line_errors():
-        command = _installed().logs_command(lines, follow)
-    _show(command)
-
-
-@app.command()
-def remove() -> None:
+def uninstall() -> None:
     """Stop the service and delete its file."""
     with one_line_errors():
-        system = manager()
-        system.remove()
-        typer.echo(f"The service is stopped, {system.file} is deleted.")
+        file = _file()
+        if not file.exists():
+            raise ServiceError(f"the service is not installed: {file} does not exist")
+        (_remove_launchd if _is_mac() else _remove_systemd)(file)
+        typer.echo(f"The service is stopped, {file} is deleted.")
 
 
-def _installed() -> ServiceManager:
-    system = manager()
-    system.need()
-    return system
+def plist(command: Sequence[str], environment: Mapping[str, str], session: str = "Aqua") -> bytes:
+    """Return the launchd agent that runs `command` in this process's folder.
+
+    Args:
+        session: "Aqua" starts it when the user logs in at the screen, "Background" at any login.
+    """
+    log = str(_launchd_log())
+    agent = {
+        "Label": NAME,
+        "ProgramArguments": list(command),
+        "WorkingDirectory": str(Path.cwd()),
+        "EnvironmentVariables": dict(environment),
+        "LimitLoadToSessionType": session,
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": RESTART_S,
+        "ExitTimeOut": STOP_S,
+        "ProcessType": "Interactive",  # a background process gets the slow cores
+        "StandardOutPath": log,
+        "StandardErrorPath": log,
+        "Umask": 0o077,
+    }
+    return plistlib.dumps(agent)
 
 
-def _show(command: list[str]) -> None:
-    with one_line_errors():
-        done = subprocess.run(command, check=False)
-    raise typer.Exit(done.returncode)
+def unit(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
+    """Return the systemd unit that runs `command`, whose first word is an absolute path, in this process's folder.
+
+    Raises:
+        ServiceError: a value has a line break or another control character.
+    """
+    variables = "".join(f"Environment={_quoted(f'{name}={value}')}\n" for name, value in sorted(environment.items()))
+    words = " ".join(_quoted(word).replace("$", "$$") for word in command)
+    return f"""[Unit]
+Description={NAME}, an OpenAI-compatible inference server for long prompts
+After=network.target
+
+[Service]
+Type=exec
+ExecStart={words}
+WorkingDirectory={_plain(str(Path.cwd()))}
+{variables}Restart=on-failure
+RestartSec={RESTART_S}
+# 2: something in the options or the settings has to change first
+RestartPreventExitStatus=2
+TimeoutStopSec={STOP_S}
+UMask=0077
+
+[Install]
+WantedBy=default.target
+""".encode()
+
+
+def _is_mac() -> bool:
+    return sys.platform == "darwin"
+
+
+def _file() -> Path:
+    """Return the service's file; raises ServiceError where no known service manager runs."""
+    if _is_mac():
+        return Path.home() / "Library" / "LaunchAgents" / f"{NAME}.plist"
+    if sys.platform.startswith("linux") and shutil.which("systemctl") is not None:
+        config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        return config / "systemd" / "user" / f"{NAME}.service"
+    raise ServiceError("services need launchd (macOS) or systemd (Linux); start `mlx-specprefill serve` by other means")
+
+
+def _install_systemd(file: Path, command: Sequence[str], environment: Mapping[str, str]) -> str:
+    content = unit(command, environment)
+    if file.exists():
+        _remove_systemd(file)
+    _write(file, content)
+    for words in (["daemon-reload"], ["enable", "--now", f"{NAME}.service"]):
+        _check(_run("systemctl", "--user", *words))
+    return f"Its log: journalctl --user --unit={NAME}. It ends when you log out, unless: loginctl enable-linger"
+
+
+def _remove_systemd(file: Path) -> None:
+    _run("systemctl", "--user", "disable", "--now", f"{NAME}.service")
+    file.unlink()
+    _run("systemctl", "--user", "daemon-reload")
+
+
+def _install_launchd(file: Path, command: Sequence[str], environment: Mapping[str, str]) -> str:
+    _warn_of_closed_folders()
+    _remove_launchd(file)
+    _launchd_log().parent.mkdir(parents=True, exist_ok=True)
+    for domain, session in zip(_launchd_domains(), ("Aqua", "Background"), strict=True):
+        _write(file, plist(command, environment, session))
+        started = _repeat(("launchctl", "bootstrap", domain, str(file)), _STILL_STOPPING, _STARTED_WITHIN_S)
+        if started.returncode != _NO_SUCH_DOMAIN:
+            break
+    _check(started)
+    return f"Its log: {_launchd_log()}"
+
+
+def _remove_launchd(file: Path) -> None:
+    for domain in _launchd_domains():
+        service = f"{domain}/{NAME}"
+        _run("launchctl", "bootout", service)  # fails where the service does not run
+        if _repeat(("launchctl", "print", service), (0,), _STOPPED_WITHIN_S).returncode == 0:
+            raise ServiceError(f"launchd has not stopped {service} within {_STOPPED_WITHIN_S} s: try again later")
+    file.unlink(missing_ok=True)
+
+
+def _launchd_domains() -> tuple[str, str]:
+    """Return the domains of a login at the screen and of any other login."""
+    return f"gui/{os.getuid()}", f"user/{os.getuid()}"
+
+
+def _launchd_log() -> Path:
+    return Path.home() / "Library" / "Logs" / f"{NAME}.log"
+
+
+def _warn_of_closed_folders() -> None:
+    """Say that the agent will not be able to read the program or its own folder, where that is so."""
+    closed = [Path.home() / name for name in _CLOSED_FOLDERS]
+    for path in (Path(__file__), Path(sys.prefix), Path.cwd()):
+        if any(path.is_relative_to(folder) for folder in closed):
+            typer.echo(
+                f"note: {path} is closed to services: macOS keeps launch agents out of {', '.join(_CLOSED_FOLDERS)}. "
+                "Move it elsewhere and install the service from there.",
+                err=True,
+            )
+            return
+
+
+def _repeat(command: Sequence[str], statuses: Sequence[int], seconds: int) -> subprocess.CompletedProcess[str]:
+    """Run the command once per second while it ends with one of these statuses, for at most so many seconds."""
+    done = _run(*command)
+    for _ in range(seconds):
+        if done.returncode not in statuses:
+            break
+        sleep(1)
+        done = _run(*command)
+    return done
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file that only its owner can read, since it may hold keys."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as opened:
+        opened.write(content)
+    file.chmod(0o600)
+
+
+def _quoted(word: str) -> str:
+    """Return a word for systemd, with nothing in it that it would read as more than text."""
+    escaped = _plain(word).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _plain(text: str) -> str:
+    if not text.isprintable():
+        raise ServiceError(f"{text!r} has a line break or a control character, which a unit file can't hold")
+    return text.replace("%", "%%")
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise ServiceError(f"{command[0]} is not on PATH") from error
+
+
+def _check(done: subprocess.CompletedProcess[str]) -> None:
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise ServiceError(f"{shlex.join(done.args)} ended with status {done.returncode}: {said}")

@@ -18,7 +18,6 @@ _files.preload()
 
 from .adapters.heads import DraftHeads, read_heads
 from .adapters.placement import DraftPlacement, PlacementChoice
-from .adapters.shares import MULTIPLES, ShareCurve
 from .adapters.tokenizers import check_same_tokenizer
 from .cache.entry import CacheEntry
 from .config import (
@@ -27,7 +26,6 @@ from .config import (
     SPECULATION_NAMES,
     EngineConfig,
     ForcedRule,
-    Keep,
     RuleName,
     Scope,
     ScoringConfig,
@@ -36,8 +34,6 @@ from .config import (
     SpeculationConfig,
     SpeculationName,
     keep_pct,
-    keep_share,
-    max_loss,
 )
 from .distributed.joining import join_ranks
 from .distributed.ranks import ALONE, Ranks
@@ -93,7 +89,6 @@ from .request import (
 )
 from .shapes import SHAPES, ShapeWork, shape_work
 from .specprefill.head_calibration import calibrated_heads, find_heads
-from .specprefill.share_calibration import with_calibrated_shares
 from .stored import (
     LOADED_FILES,
     describe_stored,
@@ -112,7 +107,6 @@ __all__ = [
     "ALONE",
     "BLAS",
     "LOADED_FILES",
-    "MULTIPLES",
     "RULE_NAMES",
     "SCOPES",
     "SHAPES",
@@ -141,7 +135,6 @@ __all__ = [
     "GenerationRequest",
     "Inspection",
     "InvalidRequestError",
-    "Keep",
     "LoadError",
     "LoadedModels",
     "Logprob",
@@ -172,7 +165,6 @@ __all__ = [
     "SelectionConfig",
     "SettingsError",
     "ShapeWork",
-    "ShareCurve",
     "SparseUnsupportedError",
     "SpecPrefillError",
     "SpecPrefillOptions",
@@ -197,14 +189,12 @@ __all__ = [
     "is_repository_id",
     "join_ranks",
     "keep_pct",
-    "keep_share",
     "known_cost",
     "lm_studio_folders",
     "load_pair",
     "loaded_bytes",
     "machine",
     "make_pair",
-    "max_loss",
     "model_in",
     "pair_cost",
     "place_of",
@@ -212,6 +202,5 @@ __all__ = [
     "read_heads",
     "shape_work",
     "snapshot_of",
-    "with_calibrated_shares",
     "with_heads",
 ]

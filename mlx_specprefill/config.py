@@ -10,14 +10,11 @@ from typing import Literal, get_args
 from .errors import InvalidRequestError
 
 __all__ = [
-    "EXPECTED_AUTO",
     "RULE_NAMES",
     "SCOPES",
     "SPECULATION_NAMES",
     "EngineConfig",
     "ForcedRule",
-    "Keep",
-    "KeepPct",
     "RuleName",
     "Scope",
     "ScoringConfig",
@@ -26,12 +23,9 @@ __all__ = [
     "SpeculationConfig",
     "SpeculationName",
     "keep_pct",
-    "keep_share",
-    "max_loss",
 ]
 
 _LONG_PROMPT = 8192  # tokens
-EXPECTED_AUTO = Fraction(3, 10)  # what "auto" is taken to keep before anything is scored
 
 SpeculationName = Literal["auto", "off", "draft", "retrieval", "triforce", "mtp", "ngram"]
 SPECULATION_NAMES: tuple[SpeculationName, ...] = get_args(SpeculationName)
@@ -40,8 +34,6 @@ RuleName = Literal["default", "paper"]
 RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 Scope = Literal["user", "documents", "all"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-KeepPct = Fraction
-Keep = Fraction | Literal["auto"]  # a share, or chosen per prompt
 
 
 def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill_keep_pct") -> Fraction:
@@ -60,36 +52,6 @@ def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill
     if share is None or not 0 < share <= 1:
         raise InvalidRequestError(f"{field_name} must be a number in (0, 1], got {value!r}", field=field_name)
     return share
-
-
-def keep_share(value: float | int | str | Fraction, field_name: str = "specprefill_keep_pct") -> Keep:
-    """ "auto", or a share as in `keep_pct`.
-
-    Raises:
-        InvalidRequestError: neither.
-    """
-    if value == "auto":
-        return "auto"
-    try:
-        return keep_pct(value, field_name)
-    except InvalidRequestError:
-        message = f'{field_name} must be a number in (0, 1] or "auto", got {value!r}'
-        raise InvalidRequestError(message, field=field_name) from None
-
-
-def max_loss(value: float | str, field_name: str = "specprefill_max_loss") -> float:
-    """The largest expected loss that "auto" may have, in (0, 1).
-
-    Raises:
-        InvalidRequestError: not a number, or outside (0, 1).
-    """
-    try:
-        limit = float(value) if not isinstance(value, bool) else 0.0
-    except ValueError:
-        limit = 0.0
-    if not 0 < limit < 1:
-        raise InvalidRequestError(f"{field_name} must be a number between 0 and 1, got {value!r}", field=field_name)
-    return limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +83,10 @@ class SelectionConfig:
 
     chunk_size: int = 8
     by_sentence: bool = True  # the chunks of one line or sentence are kept together; False: the paper
-    over_lines: bool = False  # a sentence of hard-wrapped text goes on in the next line; "auto" is calibrated so
     sentence_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each kept together
     # A chosen token that an earlier turn dropped is missing if it has so many times the importance of the best tokens
-    # that are not chosen (docs/decisions/0022). None: 2, or less if calibration of the draft's heads says so.
-    stands_out: float | None = None
+    # that are not chosen (docs/decisions/0022).
+    stands_out: float = 2.0
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
     max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
     verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here
@@ -148,8 +109,7 @@ class SpecPrefillPolicy:
     threshold: int | None = 8192  # sparse only when the uncached suffix is longer (tokens); None: by predicted saving
     min_saving_share: Fraction = Fraction(1, 5)  # of the full prefill's time; sparse prefill is lossy: it must pay
     min_saving_ms: float = 1000.0
-    keep_pct: Keep = Fraction(1, 5)
-    max_loss: float = 0.02  # expected share of prompts of which "auto" loses something that the answer needs
+    keep_pct: Fraction = Fraction(1, 5)
     repair_share: Fraction = Fraction(1, 2)  # of what is chosen of the old text; above it a session starts over
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
     # What competes: "user" what users, tools and earlier turns said, "documents" also documents in system messages,
@@ -157,11 +117,6 @@ class SpecPrefillPolicy:
     # "user" only if the request asks for a sparse prefill or that saves `long_wait_ms`.
     scope: Scope | None = None
     long_wait_ms: float = 10_000.0
-
-    @property
-    def expected_keep(self) -> Fraction:
-        """The share to predict times by."""
-        return EXPECTED_AUTO if isinstance(self.keep_pct, str) else self.keep_pct
 
     @property
     def long_prompt(self) -> int:

@@ -256,9 +256,9 @@ def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPa
     draft, draft_id = pair.draft, pair.draft_id
     if exit_early and heads.depth < runs and adapter_for(architecture_of(whole)).depth_refusal is None:
         draft, draft_id = first_layers(whole, heads.depth), f"{draft_id} ({heads.depth} of {total} layers)"
-    known, refusal = _for_mapping(heads, pair.mapping), pair.sparse_refusal or heads.refusal
+    refusal = pair.sparse_refusal or heads.refusal
     staged = pair.staged if draft is pair.draft else _staged(pair.target, draft, pair.split)
-    return replace(pair, draft=draft, draft_id=draft_id, heads=known, sparse_refusal=refusal, staged=staged)
+    return replace(pair, draft=draft, draft_id=draft_id, heads=heads, sparse_refusal=refusal, staged=staged)
 
 
 def _calibrated_heads(
@@ -335,7 +335,7 @@ def make_pair(
         target_config=config,
         draft_config=draft_config,
         mtp=mtp,
-        heads=_for_mapping(known_heads(draft), mapping) if isinstance(draft, RetrievalDraft) else None,
+        heads=known_heads(draft) if isinstance(draft, RetrievalDraft) else None,
         staged=_staged(target, draft, ranks) if refusal is None else refusal,
         mapping=mapping,
         ranks=ranks,
@@ -363,11 +363,6 @@ def _staged(target: nn.Module, draft: nn.Module | None, ranks: Ranks) -> StagedM
     refusal = None if isinstance(found, StagedModel) else found
     refusal = ranks.agree("staged", lambda: refusal)
     return found if refusal is None else refusal
-
-
-def _for_mapping(heads: DraftHeads, mapping: TextMapping | None) -> DraftHeads:
-    """Shares were calibrated in the draft's own tokens and chunks: for other ones they are not known."""
-    return heads if mapping is None else replace(heads, shares=None, stands_out=None)
 
 
 def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from .config import Keep, RuleName, Scope, SpecPrefillPolicy, SpeculationName
+from .config import RuleName, Scope, SpecPrefillPolicy, SpeculationName
 from .spans import PromptSpan, opening_of
 from .token_ids import TokenIds, as_token_ids
 
@@ -111,8 +112,7 @@ class SpecPrefillOptions:
 
     Attributes:
         enabled: True forces it, False turns it off, None: server policy.
-        keep_pct: share of chunks to keep, "auto": chosen from the scores; None: server policy.
-        max_loss: expected loss that "auto" may have; None: server policy.
+        keep_pct: share of chunks to keep, in (0, 1]; None: server policy.
         return_spans: report which prompt indices the target saw.
         rule: how tokens are scored and chosen; None: as the server does.
         importance: the caller's own scores, float32 (M,), finite, used instead of asking the draft.
@@ -121,12 +121,11 @@ class SpecPrefillOptions:
     """
 
     enabled: bool | None = None
-    keep_pct: Keep | None = None
+    keep_pct: Fraction | None = None
     return_spans: bool = False
     rule: RuleName | None = None
     importance: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     speculative: SpeculationName | None = None
-    max_loss: float | None = None
     scope: Scope | None = None
 
 
@@ -289,7 +288,6 @@ class PrefillReport:
     predicted: Prediction | None = None  # before the work; None where nothing was measured
     kept_spans: tuple[tuple[int, int], ...] | None = None
     speculation: SpeculationReport | None = None  # None: not asked for
-    auto_share: float | None = None  # of chunks, chosen for this prompt, 1: all; None where the share was given
     scoring: str | None = None  # how it was scored, by which rule and on what, in words
     scope: Scope | None = None  # what competed; None in full mode
     draft_tokens: int = 0  # of the prompt, in the draft's own tokens, without those that it had cached
@@ -315,8 +313,6 @@ class PrefillReport:
                 for name in ("queue_ms", "draft_ms", "select_ms", "prefill_ms", "ttft_ms", "decode_ms")
             },
         }
-        if self.auto_share is not None:
-            account |= {"keep": "auto", "share": round(self.auto_share, 4)}
         if self.predicted is not None:
             full, sparse = self.predicted.full_ms, self.predicted.sparse_ms
             account["predicted"] = {"full_ms": round(full, 3), "sparse_ms": round(sparse, 3)}

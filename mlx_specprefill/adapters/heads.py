@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LoadError
-from .shares import ShareCurve
 
 __all__ = ["DraftHeads", "Head", "read_heads"]
 
@@ -34,23 +33,17 @@ class DraftHeads:
         heads: the best ones, by descending gain.
         depth: layers of the draft that have to run for them, of `layers`.
         recall: share of the calibration items' gold tokens that they keep at 20 %, by kind of item.
-        shares: what they lose when the share is chosen per prompt; None where that was not calibrated.
-        stands_out: `SelectionConfig.stands_out` for them; None where that was not calibrated.
     """
 
     heads: tuple[Head, ...]
     depth: int
     layers: int
     recall: Mapping[str, float]
-    shares: ShareCurve | None = None
-    stands_out: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         heads = [[head.call, head.head, round(head.weight, 4)] for head in self.heads]
         recall = {kind: round(value, 4) for kind, value in self.recall.items()}
-        shares = {} if self.shares is None else {"shares": self.shares.to_dict()}
-        stands_out = {} if self.stands_out is None else {"stands_out": round(self.stands_out, 3)}
-        return {"heads": heads, "depth": self.depth, "layers": self.layers, "recall": recall, **shares, **stands_out}
+        return {"heads": heads, "depth": self.depth, "layers": self.layers, "recall": recall}
 
     @classmethod
     def from_dict(cls, values: Any) -> DraftHeads:
@@ -58,15 +51,12 @@ class DraftHeads:
         try:
             heads = tuple(Head(int(call), int(head), float(weight)) for call, head, weight in values["heads"])
             recall = {str(kind): float(value) for kind, value in values["recall"].items()}
-            shares = ShareCurve.from_dict(values["shares"]) if "shares" in values else None
-            stands_out = float(values["stands_out"]) if "stands_out" in values else None
-            found = cls(heads, int(values["depth"]), int(values["layers"]), recall, shares, stands_out)
+            found = cls(heads, int(values["depth"]), int(values["layers"]), recall)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"no calibrated heads: {error!r}") from error
         sound = all(h.call >= 0 and h.head >= 0 and 0 < h.weight < math.inf for h in found.heads)
-        sound = sound and (stands_out is None or 1 <= stands_out < math.inf)
         if not found.heads or not sound or not 1 <= found.depth <= found.layers:
-            raise ValueError("no calibrated heads: no head, or a number, weight, depth or stands_out out of range")
+            raise ValueError("no calibrated heads: no head, or a number, weight or depth out of range")
         return found
 
     @property

@@ -36,7 +36,6 @@ class Inspection:
         importance: float32 (M,).
         forced_ranges: prompt indices [start, end) and the rule that keeps them; they may overlap.
         kept_spans: what the target would see, as maximal [start, end).
-        auto_share: share of chunks that was chosen for this prompt; None where the share was given.
         predicted: times to first token of both ways, nothing being cached; None where nothing was measured.
     """
 
@@ -50,7 +49,6 @@ class Inspection:
     forced_ranges: tuple[tuple[int, int, str], ...]
     kept_spans: tuple[tuple[int, int], ...] = ()
     predicted: Prediction | None = None
-    auto_share: float | None = None
 
 
 def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generator[Progress, None, Inspection]:
@@ -60,10 +58,9 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
         SparseUnsupportedError: there is no draft, or it can't score.
     """
     yield Progress("queued", 0, len(request.prompt))
-    plan = prefiller.planner.plan(request)
     text = prefiller.text.read(request.prompt)
+    plan = prefiller.by_question(request, prefiller.planner.plan(request), text)
     scores = yield from prefiller.scorer.scores(request, plan, text)
-    plan = prefiller.chosen(request, text, scores, plan)
     selection = prefiller.select(text, scores, plan)
     size, M = selection.chunk_size, len(request.prompt)
     starts = np.arange(0, M, size)
@@ -94,5 +91,4 @@ def inspect_prompt(prefiller: Prefiller, request: GenerationRequest) -> Generato
         forced_ranges=ranges,
         kept_spans=kept_spans(selection.kept),
         predicted=plan.predicted,
-        auto_share=None if plan.chosen is None else float(plan.chosen),
     )

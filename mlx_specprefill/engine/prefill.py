@@ -16,17 +16,17 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from .._steps import Steps
 from ..cache.positioned import PositionedRotatingKVCache, leaves
-from ..config import SCOPES, EngineConfig, SelectionConfig
+from ..config import SCOPES, EngineConfig
 from ..errors import RequestCancelled
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
 from ..sessions.continuing import Beginning, Continuing
 from ..sessions.repair import insert
+from ..specprefill.everything import about_everything
 from ..specprefill.plan import PrefillPlan
-from ..specprefill.scorer import Scores
-from ..specprefill.selector import Selection, select_tokens, threshold_of
-from ..specprefill.share import Choice, about_everything, choose_share
+from ..specprefill.scorer import Scores, question_span
+from ..specprefill.selector import Selection, select_tokens
 from ..specprefill.sparse_prefill import prefill
 from ..specprefill.text import PromptText, TextReader
 from .admission.planner import Planner
@@ -178,8 +178,8 @@ class Prefiller:
         assert sequence.plan is not None
         sequence.stage = "draft"
         text = self.text.read(request.prompt)
-        if sequence.plan.multiple is not None and (words := about_everything(self._asked(request, text))):
-            sequence.plan = sequence.plan.with_choice(Choice.everything(words))
+        sequence.plan = self.by_question(request, sequence.plan, text)
+        if sequence.plan.mode == "full":
             return None
         sequence.hidden = hidden_states(self.pair, self.caches, sequence)
         try:
@@ -191,10 +191,6 @@ class Prefiller:
         sequence.stage = "select"
         # Chunks lie where an earlier turn's lay.
         first = sequence.cached - sequence.cached % self.config.selection_by(sequence.plan.rule).chunk_size
-        sequence.plan = self.chosen(request, text, scores, sequence.plan, first)
-        if sequence.plan.mode == "full":
-            sequence.hidden = None
-            return None
         selection = self.select(text, scores, sequence.plan, first)
         beginning = self._begin(sequence, selection, first)
         sequence.reused = int(beginning.held.size)
@@ -217,10 +213,8 @@ class Prefiller:
         if request.specprefill.importance is None:
             earlier = request.prompt[: request.usable_prefix]
             session = self.caches.session(earlier, sequence.plan.choice, request.label, staged)
-        calibrated = self.pair.heads.stands_out if self.pair.heads and sequence.plan.rule == "default" else None
-        stands_out = threshold_of(self.config.selection, calibrated)
         M, S = len(request.prompt), sequence.cached
-        beginning = self._continuing.begin(M, S, selection, first, session, stands_out)
+        beginning = self._continuing.begin(M, S, selection, first, session, self.config.selection.stands_out)
         sequence.continuation = beginning.continuation
         if sequence.hidden is not None and session is not None and session.hidden is not None:
             sequence.hidden.put_before(session.hidden)
@@ -228,34 +222,26 @@ class Prefiller:
             sequence.cache = beginning.cache
         return beginning
 
-    def chosen(
-        self, request: GenerationRequest, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0
-    ) -> PrefillPlan:
-        """The plan with the share that "auto" means for the prompt from `start` on, and for these scores."""
-        if plan.multiple is None:
+    def by_question(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
+        """The plan, in full where the question is about everything, unless the request wants a sparse prefill."""
+        if plan.mode == "full" or request.specprefill.enabled:
             return plan
-        importance, forced, rest = scores.importance[start:], plan.forced[start:], text.since(start)
-        choice = choose_share(
-            importance, forced, rest, self._asked(request, text), plan.multiple, self._selection(plan)
-        )
-        return plan.with_choice(choice)
+        words = about_everything(self._asked(request, text))
+        return plan if words is None else plan.as_full(f'the question is about the whole prompt ("{words}")')
 
     def _asked(self, request: GenerationRequest, text: PromptText) -> str:
-        """What the last message says at its end and in its first line, where instructions stand."""
-        begin, end = self.scorer.asked(request, text)
-        first = request.spans[-1].content_start if request.spans else 0
+        """What the last user message says in its first line and at its end. Tool results behind it ask nothing."""
+        said = [(span.content_start, span.content_end) for span in request.spans if span.kind == "user"]
+        first, end = said[-1] if said else (0, len(request.prompt))
+        begin, end = question_span(len(request.prompt), self.config.scoring, end, text.units)
         decode = self.pair.tokenizer.decode
         opening = decode(request.prompt[first : min(first + _OPENING, end)].tolist()).lstrip().split("\n", 1)[0]
-        return f"{opening}\n{decode(request.prompt[begin:end].tolist())}"
+        return f"{opening}\n{decode(request.prompt[max(first, begin) : end].tolist())}"
 
     def select(self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
         """Of the prompt from `start` on, which is where a chunk begins; its `kept` counts from there."""
         importance, forced = scores.importance[start:], plan.forced[start:]
-        return select_tokens(importance, forced, text.since(start), plan.keep, self._selection(plan))
-
-    def _selection(self, plan: PrefillPlan) -> SelectionConfig:
-        found = self.config.selection_by(plan.rule)
-        return replace(found, over_lines=True) if plan.over_lines else found
+        return select_tokens(importance, forced, text.since(start), plan.keep, self.config.selection_by(plan.rule))
 
     def _read(self, sequence: Sequence, beginning: Beginning) -> Slices:
         """What is missing, then what follows; progress counts both."""

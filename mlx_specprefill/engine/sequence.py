@@ -153,7 +153,6 @@ class Sequence:
             kept_spans=spans if self.request.specprefill.return_spans else None,
             speculation=None if self.speculation is None else self.speculation.account(),
             scope=None if self.plan is None or self.kept is None else self.plan.scope,
-            auto_share=None if self.plan is None or self.plan.chosen is None else float(self.plan.chosen),
         )
 
     def _timings(self) -> Timings:

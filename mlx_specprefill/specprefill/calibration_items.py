@@ -15,15 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = [
-    "KINDS",
-    "CalibrationItem",
-    "calibration_item",
-    "calibration_items",
-    "document",
-    "inserted",
-    "invented_name",
-]
+__all__ = ["KINDS", "CalibrationItem", "calibration_items"]
 
 KINDS = ("copy", "needle", "paraphrase")
 _MODULES = (
@@ -50,26 +42,21 @@ _FACTS = (
 
 @dataclass(frozen=True)
 class CalibrationItem:
-    """A document, a question about it, the passage of the document that answers, and other passages that it takes."""
+    """A document, a question about it, and the passage of the document that answers."""
 
     kind: str
     document: str
     question: str
     gold: str
-    others: tuple[str, ...] = ()
 
 
 def calibration_items(number: int, characters: int, seed: int = 0) -> Iterator[CalibrationItem]:
     """`number` items of each kind in turn, with documents of so many characters; the same ones for the same Python."""
+    makers = {"copy": _copy, "needle": _needle, "paraphrase": _paraphrase}
     for index in range(number):
         for kind in KINDS:
             rng = random.Random(f"{kind}/{seed}/{index}")
-            yield calibration_item(kind, rng, document(rng, characters))
-
-
-def calibration_item(kind: str, rng: random.Random, text: str) -> CalibrationItem:
-    """One of `KINDS` about this text."""
-    return {"copy": _copy, "needle": _needle, "paraphrase": _paraphrase}[kind](rng, text)
+            yield makers[kind](rng, _document(rng, characters))
 
 
 @cache
@@ -85,7 +72,7 @@ def _passages() -> tuple[str, ...]:
     return tuple(found) or tuple(fact for fact, _ in _FACTS)
 
 
-def document(rng: random.Random, characters: int) -> str:
+def _document(rng: random.Random, characters: int) -> str:
     """Consecutive docstrings, so many characters of them."""
     passages = _passages()
     start, parts, size = rng.randrange(len(passages)), list[str](), 0
@@ -107,21 +94,17 @@ def _copy(rng: random.Random, text: str) -> CalibrationItem:
 
 
 def _needle(rng: random.Random, text: str) -> CalibrationItem:
-    name = invented_name(rng)
+    name = "".join(rng.choices(_SYLLABLES, k=3)).capitalize()
     gold = f"The secret code for {name} is {rng.randrange(100000, 999999)}."
-    return CalibrationItem("needle", inserted(rng, text, gold), f"What is the secret code for {name}?", gold)
+    return CalibrationItem("needle", _inserted(rng, text, gold), f"What is the secret code for {name}?", gold)
 
 
 def _paraphrase(rng: random.Random, text: str) -> CalibrationItem:
     gold, question = rng.choice(_FACTS)
-    return CalibrationItem("paraphrase", inserted(rng, text, gold), question, gold)
+    return CalibrationItem("paraphrase", _inserted(rng, text, gold), question, gold)
 
 
-def invented_name(rng: random.Random) -> str:
-    return "".join(rng.choices(_SYLLABLES, k=3)).capitalize()
-
-
-def inserted(rng: random.Random, text: str, line: str) -> str:
+def _inserted(rng: random.Random, text: str, line: str) -> str:
     """The text with that line anywhere but at its beginning."""
     lines = text.split("\n")
     lines.insert(rng.randint(1, max(1, len(lines) - 1)), line)

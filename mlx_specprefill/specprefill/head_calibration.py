@@ -39,7 +39,7 @@ from .scorer import ToScore, question_span, read_prompt
 from .selector import select_tokens
 from .text import PromptText, TextReader
 
-__all__ = ["calibrated_heads", "find_heads", "passage_mask", "rendered", "store_heads", "stored_heads"]
+__all__ = ["calibrated_heads", "find_heads"]
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def _calibrated(
         return None
     draft = whole_draft(pair.draft)
     file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
-    known = pair.split.agree("known heads", lambda: stored_heads(file))
+    known = pair.split.agree("known heads", lambda: _stored_heads(file))
     if known is not None or not measure:
         return known
     try:
@@ -147,11 +147,11 @@ def _calibrated(
     except SparseUnsupportedError as error:
         log.warning("the draft's heads can't be calibrated, so the paper's rule scores prompts: %s", error)
         return None
-    store_heads(file, found)
+    _store_heads(file, found)
     return found
 
 
-def stored_heads(file: Path | None) -> DraftHeads | None:
+def _stored_heads(file: Path | None) -> DraftHeads | None:
     """What an earlier calibration left in this file; None if nothing, or nothing that can be read, which is logged."""
     if file is None or not file.is_file():
         return None
@@ -162,7 +162,7 @@ def stored_heads(file: Path | None) -> DraftHeads | None:
         return None
 
 
-def store_heads(file: Path | None, heads: DraftHeads) -> None:
+def _store_heads(file: Path | None, heads: DraftHeads) -> None:
     """Into this file, if there is one; a failure is logged."""
     if file is None:
         return
@@ -274,7 +274,7 @@ def _read(
     scoring: ScoringConfig,
     ranks: Ranks,
 ) -> _Read:
-    prompt, places = rendered(tokenizer, item)
+    prompt, places = _rendered(tokenizer, item)
     units = reader.read(prompt.tolist())
     question = question_span(prompt.size, scoring, places["question"][1], units.units)
     task = ToScore.alone(draft, prompt, scoring, question=question)
@@ -282,7 +282,7 @@ def _read(
     for _ in read_prompt(draft, task, prompt.size, question, capture.of_passage):
         pass
     rows = _of_all(capture, ranks)
-    document, gold = (passage_mask(prompt.size, places[name]) for name in ("document", "gold"))
+    document, gold = (_passage_mask(prompt.size, places[name]) for name in ("document", "gold"))
     return _Read(item.kind, rows, gold, ~document, units)
 
 
@@ -297,10 +297,10 @@ def _of_all(capture: HeadCapture, ranks: Ranks) -> Rows:
     return dict(zip(numbers, rows, strict=True))
 
 
-def rendered(
+def _rendered(
     tokenizer: TokenizerWrapper, item: CalibrationItem
 ) -> tuple[npt.NDArray[np.int32], dict[str, tuple[int, int]]]:
-    """The prompt's tokens, and where "document", "question", "gold" and the other passages ("gold 1", ...) lie."""
+    """The prompt's tokens, and where "document", "question" and "gold" lie."""
     content = f"{item.document}\n\n{item.question}"
     text = content
     if tokenizer.has_chat_template:
@@ -317,7 +317,6 @@ def rendered(
         "document": (start, start + len(item.document)),
         "question": (asked, asked + len(item.question)),
         "gold": place(item.gold),
-        **{f"gold {number}": place(passage) for number, passage in enumerate(item.others, 1)},
     }
     ends = sorted({end for span in spans.values() for end in span})
     # Tokenized in one piece; a place is found by the tokens of what comes before it.
@@ -326,9 +325,8 @@ def rendered(
     return tokens, {name: (index[begin], index[end]) for name, (begin, end) in spans.items()}
 
 
-def passage_mask(length: int, *spans: tuple[int, int]) -> Bools:
-    """(length,) true within these spans."""
+def _passage_mask(length: int, span: tuple[int, int]) -> Bools:
+    """(length,) true within the span."""
     mask = np.zeros(length, dtype=np.bool_)
-    for begin, end in spans:
-        mask[begin:end] = True
+    mask[slice(*span)] = True
     return mask

@@ -9,11 +9,9 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from ..adapters.shares import ShareCurve
-from ..config import EXPECTED_AUTO, SCOPES, EngineConfig, RuleName, Scope
+from ..config import SCOPES, EngineConfig, RuleName, Scope
 from ..request import GenerationRequest, Mode, Prediction
 from .forced import ForcedRange, forced_mask, forced_ranges
-from .share import Choice
 
 __all__ = ["PrefillPlan", "plan_prefill"]
 
@@ -23,10 +21,7 @@ class PrefillPlan:
     """How one prompt will be prefilled, by which rule, and the reason that its account will give.
 
     `keep`, `forced` (M,) and `ranges` are only meaningful in sparse mode. `predicted` is None where nothing was
-    measured. `multiple` is not None where `keep` is still to be chosen from the scores, by `with_choice`; until then it
-    is what can be expected. `max_loss` is not None where the share is chosen per prompt, `chosen` once it was;
-    `over_lines` is then that of the selection. `scope` is what competes; `crowded`: full because too little of what is
-    not cached does.
+    measured. `scope` is what competes; `crowded`: full because too little of what is not cached does.
     """
 
     mode: Mode
@@ -36,22 +31,13 @@ class PrefillPlan:
     ranges: tuple[ForcedRange, ...] = ()
     rule: RuleName = "default"
     predicted: Prediction | None = None
-    max_loss: float | None = None
-    multiple: float | None = None
-    chosen: Fraction | None = None
-    over_lines: bool = False
     scope: Scope = "user"
     crowded: bool = False
 
     @property
     def choice(self) -> str:
         """What sparse turns of one session have in common."""
-        return f"{self.keep if self.max_loss is None else f'auto {self.max_loss:g}'}:{self.rule}:{self.scope}"
-
-    def with_choice(self, choice: Choice) -> PrefillPlan:
-        """The share is known: what it leaves of the plan."""
-        found = replace(self, keep=choice.share, chosen=choice.share, reason=f"{self.reason}; {choice.reason}")
-        return found if choice.share < 1 else replace(found, mode="full", reason=choice.reason)
+        return f"{self.keep}:{self.rule}:{self.scope}"
 
     def as_full(self, reason: str) -> PrefillPlan:
         return replace(self, mode="full", reason=reason)
@@ -66,7 +52,6 @@ def plan_prefill(
     draft_context: int | None = None,
     cached_tokens: int = 0,
     predict: Callable[[int], Prediction] | None = None,
-    shares: ShareCurve | None = None,
 ) -> PrefillPlan:
     """Decide from the request, the server's policy and what the pair can do.
 
@@ -79,9 +64,8 @@ def plan_prefill(
         draft_context: the draft's context length in tokens, None if unknown.
         cached_tokens: prompt tokens that a prefix cache already holds; the threshold looks at the rest.
         predict: what both ways would take if the target saw that many tokens of the rest; None: nothing was measured.
-        shares: what the draft loses when the share is chosen per prompt; None: that is not known.
     """
-    facts = _Facts(request, config, sparse_refusal, draft_context, cached_tokens, predict, shares)
+    facts = _Facts(request, config, sparse_refusal, draft_context, cached_tokens, predict)
     given = scope or request.specprefill.scope or config.policy.scope
     plan = _plan_in(given or SCOPES[0], facts)
     if given is not None or not plan.crowded:
@@ -108,7 +92,6 @@ class _Facts:
     draft_context: int | None
     cached_tokens: int
     predict: Callable[[int], Prediction] | None
-    shares: ShareCurve | None
 
 
 def _plan_in(scope: Scope, facts: _Facts) -> PrefillPlan:
@@ -116,15 +99,12 @@ def _plan_in(scope: Scope, facts: _Facts) -> PrefillPlan:
     request, config, cached = facts.request, facts.config, facts.cached_tokens
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
-    asked = options.keep_pct if options.keep_pct is not None else policy.keep_pct
-    keep = EXPECTED_AUTO if isinstance(asked, str) else asked
+    keep = options.keep_pct if options.keep_pct is not None else policy.keep_pct
     rule = options.rule or config.rule
     ranges = tuple(forced_ranges(request.spans, M, config.selection_by(rule), scope))
     forced = forced_mask(ranges, M)
     predicted = facts.predict(_kept(keep, forced[cached:])) if facts.predict is not None else None
     plan = PrefillPlan("sparse", "requested", keep, forced, ranges, rule, predicted, scope=scope)
-    if asked == "auto":
-        plan = replace(plan, max_loss=policy.max_loss if options.max_loss is None else options.max_loss)
     refusal = _refused(request, facts.sparse_refusal) or _too_long(M, facts.draft_context)
     if options.enabled is False:
         return plan.as_full("turned off by the request")
@@ -134,10 +114,7 @@ def _plan_in(scope: Scope, facts: _Facts) -> PrefillPlan:
         if not policy.enabled:
             return plan.as_full("off by server policy")
         plan = _by_policy(plan, config, cached)
-    if plan.mode == "full":
-        return plan
-    own_scores = options.importance is not None
-    return _possible(plan if plan.max_loss is None else _promised(plan, own_scores, facts.shares), config, cached)
+    return _possible(plan, config, cached)
 
 
 def _worth_it(plan: PrefillPlan, facts: _Facts) -> PrefillPlan:
@@ -166,19 +143,6 @@ def _by_policy(plan: PrefillPlan, config: EngineConfig, cached: int) -> PrefillP
     uncached = plan.forced.size - cached
     reason = f"{uncached} uncached prompt tokens, threshold {policy.long_prompt}"
     return replace(plan, reason=reason) if uncached > policy.long_prompt else plan.as_full(reason)
-
-
-def _promised(plan: PrefillPlan, own_scores: bool, shares: ShareCurve | None) -> PrefillPlan:
-    """By the multiple that calibration found to lose no more than is allowed; in full where none is known."""
-    assert plan.max_loss is not None
-    if own_scores or plan.rule != "default":
-        return plan.as_full('keep "auto" was calibrated for the scores of the default rule only')
-    if shares is None:
-        return plan.as_full('keep "auto": what this draft loses is not known; `mlx-specprefill calibrate` measures it')
-    multiple = shares.multiple(plan.max_loss)
-    if multiple is None:
-        return plan.as_full(f'keep "auto": {shares.refusal(plan.max_loss)}')
-    return replace(plan, multiple=multiple, over_lines=shares.over_lines)
 
 
 def _kept(keep: Fraction, forced: npt.NDArray[np.bool_]) -> int:

@@ -20,7 +20,6 @@ __all__ = [
     "ordinary_of",
     "select_chunks",
     "select_tokens",
-    "threshold_of",
 ]
 
 Floats = npt.NDArray[np.float32]
@@ -29,7 +28,6 @@ Indices = npt.NDArray[np.int32]
 
 _LOOKED = 13  # tokens of a line or sentence that it is weighed by: as many as attention is smoothed over
 _ORDINARY = 0.99  # quantile of what is not chosen; its very best is now and then an outlier
-_STANDS_OUT = 2.0  # at most, unless configured
 _PIECE = 32  # tokens: what stands for a line or sentence where that is too long or not at hand
 
 
@@ -134,7 +132,7 @@ def select_tokens(
     """
     scores, asked = chunk_means(importance, config.chunk_size), importance
     if config.by_sentence:
-        weights = by_sentence(importance, text.sentences if config.over_lines else text.units, config)
+        weights = by_sentence(importance, text.units, config)
         scores = np.maximum(scores, np.maximum.reduceat(weights, np.arange(0, importance.size, config.chunk_size)))
         asked = np.minimum(importance, weights)
         _raise_headings(scores, text.headings, config.chunk_size)
@@ -164,15 +162,6 @@ def ordinary_of(asked: Floats, others: Bools) -> float:
     return float(np.quantile(asked[others], _ORDINARY)) if others.any() else 0.0
 
 
-def threshold_of(config: SelectionConfig, calibrated: float | None) -> float:
-    """`stands_out` of `missing_of`: the configured one, else the general one, or that of the draft's calibration where
-    it is lower. A higher one has missed facts: what calibration asks for stands in shorter prompts (decision 22).
-    """
-    if config.stands_out is not None:
-        return config.stands_out
-    return _STANDS_OUT if calibrated is None else min(calibrated, _STANDS_OUT)
-
-
 def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
     """What the selection asks for that an earlier turn has dropped.
 
@@ -183,7 +172,7 @@ def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
 
     Args:
         held: (L,) whether the earlier turn kept the token, for the first L <= M tokens; the rest is new to it.
-        stands_out: of `threshold_of`.
+        stands_out: of `SelectionConfig`.
 
     Returns:
         Tokens before L that are not held, ascending int32.

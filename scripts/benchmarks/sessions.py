@@ -39,7 +39,7 @@ from mlx_specprefill.specprefill.forced import template_mask
 from mlx_specprefill.specprefill.plan import plan_prefill
 from mlx_specprefill.specprefill.scorer import Scores, ToScore, question_span
 from mlx_specprefill.specprefill.scorers import scorer_for
-from mlx_specprefill.specprefill.selector import Selection, missing_of, select_tokens, threshold_of
+from mlx_specprefill.specprefill.selector import Selection, missing_of, select_tokens
 from mlx_specprefill.specprefill.text import TextReader
 from mlx_specprefill_evals.corpus import paragraphs, sentences
 from mlx_specprefill_server.prompting.conversation import conversation
@@ -156,7 +156,7 @@ class Session:
 
 def selected(text: TextReader, scores: Scores, forced: Bools, prompt: tuple[int, ...], start: int) -> Selection:
     rest = text.read(prompt).since(start)
-    return select_tokens(scores.importance[start:], forced[start:], rest, CONFIG.policy.expected_keep, CONFIG.selection)
+    return select_tokens(scores.importance[start:], forced[start:], rest, CONFIG.policy.keep_pct, CONFIG.selection)
 
 
 def judged(scores: Scores, forced: Bools, before: Session, fork: Session, fact: str | None) -> dict[str, float]:
@@ -164,8 +164,7 @@ def judged(scores: Scores, forced: Bools, before: Session, fork: Session, fact: 
     first = before.dense - before.dense % CHUNK
     selection = selected(fork.text, scores, forced, fork.prompt, first)
     held = before.held[first:]
-    heads = before.pair.heads
-    missing = missing_of(selection, held, threshold_of(CONFIG.selection, None if heads is None else heads.stands_out))
+    missing = missing_of(selection, held, CONFIG.selection.stands_out)
     old = int((selection.kept < held.size).sum())
     restart = missing.size > CONFIG.policy.repair_share * old
     now = fork.held.copy()

@@ -56,7 +56,7 @@ def evaluate(
     ] = None,
     keeps: Annotated[
         list[str] | None,
-        setting("specprefill_keep_pct", "Share of chunks, auto or auto:LOSS (sparse only); repeat.", "--keep"),
+        setting("specprefill_keep_pct", "Share of chunks; repeat.", "--keep"),
     ] = None,
     chunk_size: ChunkSize = None,
     probes: Annotated[
@@ -105,9 +105,8 @@ def evaluate(
             typer.echo(json.dumps(run(options, RemoteModel(server, model, api_key), _tell)))
             return
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
-        auto = "auto" if any(arm.keep == "auto" for arm in options.arms) else None
         selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
-        settings = make_settings(chosen, specprefill_keep_pct=auto)
+        settings = make_settings(chosen)
         loaded = load(chosen, dtype, settings, calibrate=True)
         if not_staged:
             loaded = replace(loaded, staged="--not-staged")
@@ -121,7 +120,7 @@ def _predict(cost: PairCost, config: EngineConfig) -> Predict:
     """What prefills take, by what an earlier start has measured of the pair on this machine."""
 
     def seconds(tokens: int, arm: Arm) -> float:
-        share = config.policy.expected_keep if arm.keep is None or isinstance(arm.keep, str) else arm.keep
+        share = config.policy.keep_pct if arm.keep is None else arm.keep
         kept = max(1, round(share * tokens))
         if arm.kind == "full":
             return cost.target.prefill_ms(tokens) / 1e3

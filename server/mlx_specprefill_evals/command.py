@@ -161,7 +161,6 @@ def _write(options: Options, report: dict[str, Any], records: Sequence[Record], 
         tell("no plots: matplotlib is missing (pip install 'mlx-specprefill[eval]')")
         return
     plots.plot_keeps(report, options.out / "keeps.svg")
-    plots.plot_losses(report, options.out / "losses.svg")
     arms = [arm.name for arm in options.arms if arm.kind in ("full", "sparse")]
     for task in {record.cell.task for record in records if record.cell.depth is not None}:
         plots.plot_depths(records, arms, task, options.out / f"depths-{task}.svg")

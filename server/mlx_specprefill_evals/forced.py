@@ -94,7 +94,7 @@ def _average(values: Sequence[float]) -> float:
 
 def check_mode(arm: Arm, account: PrefillReport) -> None:
     """Raises NotMeasuredError: the engine did not do what the arm is about."""
-    if arm.keep != "auto" and (account.mode == "sparse") != (arm != FULL):
+    if (account.mode == "sparse") != (arm != FULL):
         raise NotMeasuredError(f"arm {arm.name} ran in {account.mode} mode: {account.reason}")
 
 

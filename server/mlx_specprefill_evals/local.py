@@ -78,11 +78,7 @@ class LocalModel:
     @property
     def described(self) -> Mapping[str, str | int]:
         pair, chunk_size = self._engine.pair, self._engine.config.selection.chunk_size
-        heads = (
-            "none"
-            if pair.heads is None
-            else _digest(json.dumps(replace(pair.heads, shares=None).to_dict(), sort_keys=True))
-        )
+        heads = "none" if pair.heads is None else _digest(json.dumps(pair.heads.to_dict(), sort_keys=True))
         names = {"target": str(pair.target_id), "draft": str(pair.draft_id or "none"), "heads": heads}
         return {**names, "chunk_size": chunk_size, "prefill": "whole" if pair.stages is None else "staged"}
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from .records import Cell, Record
-from .statistics import DENSE_FLOOR
 
 try:
     from matplotlib import figure as figures
@@ -17,7 +16,7 @@ try:
 except ImportError:
     figures = None  # type: ignore[assignment]
 
-__all__ = ["CAN_PLOT", "plot_depths", "plot_keeps", "plot_losses"]
+__all__ = ["CAN_PLOT", "plot_depths", "plot_keeps"]
 
 CAN_PLOT = figures is not None
 COLOURS = {"sparse": "#1f77b4", "paper": "#d62728", "random": "#888888", "recency": "#bcbd22", "lexical": "#2ca02c",
@@ -39,7 +38,7 @@ def plot_keeps(summary: Mapping[str, Any], file: Path) -> None:
                 *zip(*points, strict=True),
                 marker="o",
                 markersize=3,
-                color=COLOURS[kind.removesuffix(" auto")],
+                color=COLOURS[kind],
                 label=kind,
             )
         panel.axhline(cell["full"], color="black", linestyle="--", linewidth=1, label="full")
@@ -61,58 +60,8 @@ def _lines(arms: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
     for name, row in arms.items():
         kind, _, keep = name.partition("@")
         if keep:
-            auto = keep.startswith("auto")
-            share = row["kept"] if auto else float(keep)
-            lines.setdefault(f"{kind} auto" if auto else kind, []).append((share, row["accuracy"]))
+            lines.setdefault(kind, []).append((float(keep), row["accuracy"]))
     return {kind: sorted(points) for kind, points in lines.items()}
-
-
-def plot_losses(summary: Mapping[str, Any], file: Path) -> None:
-    """What fixed shares and auto lose, over the share of tokens kept: mean over tasks, and the task that loses most.
-
-    Tasks that full prefill can do; a gain is no loss. Nothing is written without an arm that chooses per prompt.
-    """
-    cells = [cell for cell in summary["cells"] if cell["full"] >= DENSE_FLOOR]
-    points = _losses(cells)
-    if not any(kind.endswith("auto") for kind in points):
-        return
-    figure = figures.Figure(figsize=(8, 3.4))
-    panels = figure.subplots(1, 2, sharex=True)
-    for panel, part, title in zip(
-        panels, (1, 2), (f"mean over {len(cells)} tasks", "the task that loses most"), strict=True
-    ):
-        for kind, found in points.items():
-            auto = kind.endswith("auto")
-            panel.plot(
-                [point[0] for point in found],
-                [point[part] for point in found],
-                marker="*" if auto else "o",
-                markersize=9 if auto else 4,
-                linestyle="--" if auto else "-",
-                color=COLOURS[kind.removesuffix(" auto")],
-                label=kind,
-            )
-        panel.set(title=title, xlim=(0, 1), ylim=(-0.03, None), xlabel="share of tokens kept, mean")
-        panel.axhline(0, color="black", linewidth=0.5)
-    panels[0].set_ylabel("accuracy lost")
-    panels[0].legend(fontsize=8)
-    figure.tight_layout()
-    _save(figure, file)
-
-
-def _losses(cells: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float, float]]]:
-    """By kind, ascending: share kept, mean loss, largest loss, of the arms that every cell has."""
-    common = set.intersection(*(set(cell["arms"]) for cell in cells)) if cells else set()
-    points: dict[str, list[tuple[float, float, float]]] = {}
-    for name in sorted(common):
-        kind, _, keep = name.partition("@")
-        if keep:
-            rows = [cell["arms"][name] for cell in cells]
-            losses = [max(0.0, cell["full"] - row["accuracy"]) for cell, row in zip(cells, rows, strict=True)]
-            kept = float(np.mean([row["kept"] for row in rows]))
-            of_kind = points.setdefault(f"{kind} auto" if keep.startswith("auto") else kind, [])
-            of_kind.append((kept, float(np.mean(losses)), max(losses)))
-    return {kind: sorted(found) for kind, found in points.items()}
 
 
 def plot_depths(records: Iterable[Record], arms: Sequence[str], task: str, file: Path) -> None:

@@ -19,7 +19,7 @@ __all__ = ["OWNER", "Prompted", "Span"]
 
 OWNER = "evaluation"  # of all that is cached meanwhile
 QUESTION_TOKENS = 64  # at the end of the last message, at most: the query of the lexical arm
-_IN_A_LABEL = str.maketrans("@:.", "--_")
+_IN_A_LABEL = str.maketrans("@.", "-_")
 CHUNK = 32  # tokens that arms without a draft choose at a time, as published
 
 Span = tuple[int, int]
@@ -87,8 +87,8 @@ class Prompted:
             return SpecPrefillOptions(enabled=False, return_spans=True)
         # Own scores would be read by all layers of a target that is prefilled in stages.
         staged = arm.kind == "sparse" and self.engine.pair.stages is not None
-        if arm.keep == "auto" or staged or (self.session and arm.asks_draft):
-            return SpecPrefillOptions(True, arm.keep, max_loss=arm.max_loss, return_spans=True, rule=arm.rule)
+        if staged or (self.session and arm.asks_draft):
+            return SpecPrefillOptions(True, arm.keep, return_spans=True, rule=arm.rule)
         M = len(self.prompt.tokens)
         score: dict[str, Callable[[], Floats]] = {
             "sparse": lambda: self.inspection().importance,

@@ -106,9 +106,7 @@ def _options(arm: Arm) -> dict[str, Any]:
         raise NotMeasuredError(f"arm {arm.kind} needs the engine in this process; a server has: full, sparse")
     if arm.keep is None:
         return {"specprefill": False}
-    loss = {} if arm.max_loss is None else {"specprefill_max_loss": arm.max_loss}
-    keep = arm.keep if isinstance(arm.keep, str) else float(arm.keep)
-    return {"specprefill": True, "specprefill_keep_pct": keep, **loss}
+    return {"specprefill": True, "specprefill_keep_pct": float(arm.keep)}
 
 
 def _text(body: Any) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from fractions import Fraction
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from mlx_specprefill import Keep, RuleName, Scope, SpecPrefillOptions, SpeculationName, keep_share
+from mlx_specprefill import RuleName, Scope, SpecPrefillOptions, SpeculationName, keep_pct
 
 __all__ = ["Body", "Number", "SpecPrefillFields", "Texts", "TokenIds", "Whole"]
 
@@ -22,10 +23,10 @@ def _no_nulls(body: Any) -> Any:
     return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
-def _keep(value: Any) -> Keep:
-    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise ValueError('must be a number in (0, 1] or "auto"')
-    return keep_share(value)
+def _keep(value: Any) -> Fraction:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number in (0, 1]")
+    return keep_pct(value)
 
 
 def _texts(value: Any) -> dict[str, str]:
@@ -35,8 +36,7 @@ def _texts(value: Any) -> dict[str, str]:
     return value
 
 
-Share = Annotated[float, Field(gt=0, le=1)] | Literal["auto"]
-Loss = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-INT64, lt=INT64)]
 TokenIds = Annotated[list[Whole], Field(fail_fast=True)]
@@ -55,8 +55,7 @@ class SpecPrefillFields(Body):
     """The request's word on prefill, caching and drafted answers, the same on every endpoint that generates."""
 
     specprefill: bool | None = None
-    specprefill_keep_pct: Annotated[Keep, PlainValidator(_keep, json_schema_input_type=Share)] | None = None
-    specprefill_max_loss: Loss | None = None
+    specprefill_keep_pct: Annotated[Fraction, PlainValidator(_keep, json_schema_input_type=Share)] | None = None
     specprefill_return_spans: bool = False
     specprefill_rule: RuleName | None = None
     specprefill_scope: Scope | None = None
@@ -71,6 +70,5 @@ class SpecPrefillFields(Body):
             self.specprefill_return_spans,
             self.specprefill_rule,
             speculative=self.speculative,
-            max_loss=self.specprefill_max_loss,
             scope=self.specprefill_scope,
         )

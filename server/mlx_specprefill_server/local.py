@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,11 @@ from mlx_specprefill import (
     Finished,
     FinishReason,
     GenerationRequest,
-    Keep,
     PrefillReport,
     SamplingParams,
     SpecPrefillOptions,
     TokenEvent,
-    keep_share,
+    keep_pct,
 )
 
 from .pair_loading import load, make_settings
@@ -78,7 +78,7 @@ class LocalPair:
         messages: Sequence[Mapping[str, Any]],
         *,
         specprefill: bool | None = None,
-        keep: Keep | float | None = None,
+        keep: Fraction | float | None = None,
         max_tokens: int = 512,
         temperature: float = 0.0,
         on_text: Callable[[str], None] | None = None,
@@ -88,7 +88,7 @@ class LocalPair:
         Args:
             messages: as OpenAI's chat completions take them.
             specprefill: True: sparse prefill, False: in full, None: sparse where it is predicted to save enough.
-            keep: share of the prompt's chunks to keep, in (0, 1], or "auto"; None: the pair's.
+            keep: share of the prompt's chunks to keep, in (0, 1]; None: the pair's.
             on_text: gets the answer piece by piece, while it is written.
 
         Raises:
@@ -96,7 +96,7 @@ class LocalPair:
             SpecPrefillError, MemoryError: the request failed.
         """
         prompt = self._prompt([dict(message) for message in messages])
-        share = None if keep is None else keep_share(keep, "keep")
+        share = None if keep is None else keep_pct(keep, "keep")
         request = GenerationRequest(
             prompt.tokens,
             max_tokens,

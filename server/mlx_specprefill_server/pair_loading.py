@@ -23,7 +23,6 @@ from mlx_specprefill import (
     make_pair,
     pair_cost,
     read_heads,
-    with_calibrated_shares,
     with_heads,
 )
 
@@ -127,7 +126,7 @@ def load(
         return _alone(made)
     if pair.scorer == "auto" and not ranks.several and settings is not None and calibrate:
         made = _faster(made, pair, settings, tell)
-    return made if settings is None else _with_shares(made, settings, calibrate, tell)
+    return made
 
 
 def _faster(drafted: ModelPair, pair: Pair, settings: Settings, tell: Tell) -> ModelPair:
@@ -145,7 +144,7 @@ def _faster(drafted: ModelPair, pair: Pair, settings: Settings, tell: Tell) -> M
     if costs[0] is None or costs[1] is None:
         return drafted
     length = min(_LONG, drafted.context_length)
-    kept = max(1, round(float(config.policy.expected_keep) * length))
+    kept = max(1, round(float(config.policy.keep_pct) * length))
     by_draft, staged = (cost.predict(length, kept).sparse_ms / 1e3 for cost in costs if cost is not None)
     logger.info("%d tokens: predicted %.2f s with the draft, %.2f s without", length, by_draft, staged)
     return own if staged < by_draft else drafted
@@ -170,15 +169,6 @@ def _alone(pair: ModelPair) -> ModelPair:
     return replace(
         pair, draft=None, draft_id=None, draft_context=None, draft_config=None, heads=None, sparse_refusal=refusal
     )
-
-
-def _with_shares(pair: ModelPair, settings: Settings, calibrate: bool, tell: Tell) -> ModelPair:
-    """What the draft loses when shares are chosen per prompt; measured only where the server's own are."""
-    config, measure = settings.engine_config(), calibrate and settings.specprefill_keep_pct == "auto"
-    with tell("Calibrating how much to keep, once") as progress:
-        return with_calibrated_shares(
-            pair, config.scoring, config.selection, settings.heads_folder, measure=measure, on_progress=progress
-        )
 
 
 def _heads(pair: ModelPair, settings: Settings, calibrate: bool, tell: Tell) -> DraftHeads | None:

@@ -56,7 +56,7 @@ class Described(BaseModel):
     heads: str | None = None
     scorer: Literal["draft", "auto"] = "draft"
     threshold: int | None = Field(default=None, ge=0)
-    keep_pct: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = None
+    keep_pct: Annotated[float, Field(gt=0, le=1)] | None = None
     alias: str | None = None
     aliases: list[str] = Field(default_factory=list)
     dtype: DtypeName = "auto"

@@ -25,7 +25,6 @@ _FLAGS = {
     "queue_timeout_s": "--queue-timeout",
     "request_timeout_s": "--request-timeout",
     "shutdown_grace_s": "--shutdown-grace",
-    "specprefill_max_loss": "--max-loss",
 }
 _SECRET = {"admin_keys", "api_keys"}
 _WORDS = {

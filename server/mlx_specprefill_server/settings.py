@@ -14,7 +14,6 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from mlx_specprefill import (
     EngineConfig,
     ForcedRule,
-    Keep,
     PlacementChoice,
     RuleName,
     Scope,
@@ -22,8 +21,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     SpeculationConfig,
     SpeculationName,
-    keep_share,
-    max_loss,
+    keep_pct,
 )
 
 from .parsers.formats import ReasoningParser, ToolParser
@@ -59,7 +57,7 @@ def _size(value: Any) -> Any:
 
 
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
-KeepShare = Annotated[Keep, BeforeValidator(keep_share)]
+KeepShare = Annotated[Fraction, BeforeValidator(keep_pct)]
 
 
 class Settings(BaseSettings):
@@ -128,7 +126,6 @@ class Settings(BaseSettings):
         description="What target and draft cost on this machine, per pair; calibrated heads lie in `heads` beside it.",
     )
     specprefill_keep_pct: KeepShare = ENGINE.policy.keep_pct
-    specprefill_max_loss: Annotated[float, BeforeValidator(max_loss)] = ENGINE.policy.max_loss  # of keep auto
     specprefill_scope: Scope | None = ENGINE.policy.scope  # what competes when a request doesn't say; None: a ladder
     rule: RuleName = ENGINE.rule  # how tokens are scored and chosen when a request doesn't say
     forced_rule: ForcedRule = ENGINE.selection.forced
@@ -189,7 +186,6 @@ class Settings(BaseSettings):
                 enabled=self.specprefill,
                 threshold=self.specprefill_threshold,
                 keep_pct=self.specprefill_keep_pct,
-                max_loss=self.specprefill_max_loss,
                 densify=self.densify,
                 scope=self.specprefill_scope,
             ),

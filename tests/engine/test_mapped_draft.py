@@ -13,7 +13,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from mlx_specprefill import (
-    MULTIPLES,
     DraftHeads,
     Engine,
     EngineConfig,
@@ -21,22 +20,18 @@ from mlx_specprefill import (
     PairMismatchError,
     PromptSpan,
     ScoringConfig,
-    SelectionConfig,
-    ShareCurve,
     SparseUnsupportedError,
     SpecPrefillOptions,
     make_pair,
     with_heads,
 )
 from mlx_specprefill.adapters.heads import Head
-from mlx_specprefill.adapters.text_mapping import TextMapping
 from mlx_specprefill.engine import scoring
 from mlx_specprefill.engine.admission.cost import ModelCost, PairCost
 from mlx_specprefill.specprefill.head_scorer import HeadScorer
 from mlx_specprefill.specprefill.mapped import MappedScorer
 from mlx_specprefill.specprefill.paper_scorer import PaperScorer
 from mlx_specprefill.specprefill.scorer import ToScore
-from mlx_specprefill.specprefill.share_calibration import find_shares
 from tests.slices import finish
 from tests.tiny import generated, tiny_model
 from tests.tiny import tokenizer as words
@@ -274,38 +269,6 @@ def test_a_pair_says_how_its_tokens_meet(mapped, caplog):
     assert "draft draft: mapped by text, 1.0000 of the bytes aligned: " in caplog.text
     with pytest.raises(PairMismatchError, match=r"different vocabularies .*can't be mapped by text"):
         pair(tokenizer=words())
-
-
-def test_shares_of_the_drafts_own_tokens_are_not_those_of_the_targets(mapped):
-    """What "auto" may lose was measured on other chunks: it is not known until it is measured through the mapping."""
-    curve = ShareCurve(400, (0,) * len(MULTIPLES), (0.2,) * len(MULTIPLES))
-    known = replace(HEADS, shares=curve, stands_out=3.0)
-    assert with_heads(replace(pair(), heads=None), known).heads == known
-    again = with_heads(replace(mapped, heads=None), known)
-    assert again.heads == HEADS
-    with Engine(again) as engine:
-        _, account = run(engine, **conversation(TEXT + ASKED), specprefill=replace(FORCED, keep_pct="auto"))
-    assert account.mode == "full"
-    assert "not known" in account.reason
-
-
-def test_shares_are_calibrated_through_the_mapping(mapped):
-    """In the target's tokens: as many prompts, and of the lengths that the target makes of them."""
-    seen = []
-
-    class Watched(TextMapping):
-        def read(self, tokens):
-            seen.append(len(tokens))
-            return super().read(tokens)
-
-    mapping = Watched(target_tokenizer(), mapped.mapping.tokenizer)
-    seen.clear()
-    found = find_shares(
-        mapped.draft, target_tokenizer(), HEADS, ScoringConfig(), SelectionConfig(), items=1, mapping=mapping
-    )
-    assert found.shares is not None
-    assert len(seen) == found.shares.items
-    assert found.heads == HEADS.heads
 
 
 def test_predictions_count_the_drafts_tokens():

@@ -104,12 +104,12 @@ def test_later_turns_feed_no_more_than_a_dense_session_and_the_look_ahead(
         assert 0 < last.account.draft_tokens <= scored
 
 
-@pytest.mark.parametrize(("calibrated", "expected"), [(1e9, "extend"), (1.0, "repair")])
-def test_what_is_missing_is_judged_by_the_drafts_own_calibration(calibrated: float, expected: str) -> None:
-    """Two turns with other questions: how far a dropped token must stand out is the draft's figure, not a constant."""
-    heads = DraftHeads((Head(1, 0, 1.0),), 2, 2, {}, stands_out=calibrated)
-    pair = dataclasses.replace(tiny_pair(), heads=heads)
-    with Engine(pair, CONFIG) as engine:
+@pytest.mark.parametrize(("stands_out", "expected"), [(1e9, "extend"), (1.0, "repair")])
+def test_how_far_a_dropped_token_must_stand_out_is_configured(stands_out: float, expected: str) -> None:
+    """Two turns with other questions."""
+    pair = dataclasses.replace(tiny_pair(), heads=DraftHeads((Head(1, 0, 1.0),), 2, 2, {}))
+    config = dataclasses.replace(CONFIG, selection=SelectionConfig(stands_out=stands_out))
+    with Engine(pair, config) as engine:
         prompt = random_prompt(FIRST)
         answer, _ = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
         following = GenerationRequest((*prompt, *answer, *tool_result(0)), ANSWER, specprefill=AUTO)

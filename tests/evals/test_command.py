@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mlx_specprefill import InvalidRequestError
-from mlx_specprefill_evals import plots
 from mlx_specprefill_evals.arms import arms
 from mlx_specprefill_evals.command import Options, evaluate
 from mlx_specprefill_evals.errors import (
@@ -178,48 +177,9 @@ def test_plots_and_table_are_written(tmp_path: Path):
     assert len(table) == 2 + 2 * 4  # two lengths, two arms at two shares
 
 
-def test_losses_of_fixed_shares_and_of_auto_are_plotted(tmp_path: Path):
-    """Where full prefill can do the task; without auto there is nothing to compare."""
-    run(FakeModel(wrong_when_sparse), out=tmp_path / "fixed", arms=arms(["sparse"], ["0.2"]))
-    assert not (tmp_path / "fixed" / "losses.svg").exists()
-    run(FakeModel(wrong_when_sparse), out=tmp_path / "auto", arms=arms(["sparse"], ["0.2", "auto", "auto:0.1"]))
-    assert "the task that loses most" in (tmp_path / "auto" / "losses.svg").read_text()
-
-
-def test_losses_are_means_over_tasks_and_the_worst_and_a_gain_is_none():
-    cells = [
-        {"full": 1.0, "arms": {"full": {}, **{name: {"accuracy": a, "kept": k} for name, a, k in rows}}}
-        for rows in (
-            [
-                ("sparse@0.2", 0.5, 0.25),
-                ("sparse@auto", 1.0, 0.5),
-                ("sparse@auto:0.1", 0.9, 0.25),
-                ("random@0.2", 0, 0.2),
-            ],
-            [("sparse@0.2", 0.9, 0.15), ("sparse@auto", 1.5, 1.0), ("sparse@auto:0.1", 0.5, 0.15)],
-        )
-    ]
-    found = plots._losses(cells)
-    assert found == {
-        "sparse": [(pytest.approx(0.2), pytest.approx(0.3), pytest.approx(0.5))],
-        "sparse auto": [
-            (pytest.approx(0.2), pytest.approx(0.3), pytest.approx(0.5)),
-            (pytest.approx(0.75), 0.0, 0.0),
-        ],
-    }
-    assert plots._losses([]) == {}
-
-
-def test_auto_may_have_a_loss_of_its_own():
-    """Whose arm has a name of its own, so that runs with several losses go into one folder."""
-    found = arms(["sparse", "random"], ["0.2", "auto", "auto:0.1"])
-    assert [arm.name for arm in found] == ["full", "sparse@0.2", "sparse@auto", "sparse@auto:0.1", "random@0.2"]
-    assert [arm.max_loss for arm in found] == [None, None, None, 0.1, None]
-
-
 @pytest.mark.parametrize(
     ("kinds", "keeps"),
-    [(["best"], ["0.2"]), *((["sparse"], [keep]) for keep in ("0", "x", "auto:0", "auto:x", "0.2:0.1"))],
+    [(["best"], ["0.2"]), *((["sparse"], [keep]) for keep in ("0", "x", "auto", "0.2:0.1"))],
 )
 def test_bad_arms_and_shares_are_named(kinds, keeps):
     with pytest.raises(InvalidRequestError, match=r"best|--keep"):

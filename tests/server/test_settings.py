@@ -38,9 +38,6 @@ def test_the_environment_fills_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.port == 9001
     config = settings.engine_config()
     assert (config.policy.enabled, config.policy.threshold, config.policy.keep_pct) == (False, 512, Fraction(7, 100))
-    assert config.policy.max_loss == 0.02
-    own = Settings(specprefill_keep_pct="auto", specprefill_max_loss="0.1").engine_config().policy
-    assert (own.keep_pct, own.max_loss) == ("auto", 0.1)
     assert (config.selection.forced, config.selection.chunk_size, config.kv_bits) == ("last-token", 32, 4)
 
 
@@ -86,8 +83,7 @@ def test_keys_are_not_shown() -> None:
         {"kv_bits": 7},
         {"specprefill_keep_pct": 0},
         {"specprefill_keep_pct": "much"},
-        {"specprefill_max_loss": 0},
-        {"specprefill_max_loss": "little"},
+        {"specprefill_keep_pct": "auto"},
         {"specprefill_threshold": -1},
         {"prefill_step": 0},
         {"forced_rule": "none"},

@@ -61,7 +61,7 @@ def read(kind: str, seed: int, looks: Looks) -> _Read:
             row[:] = 1e-6
             row[(start + 120) % 300 + 10 :][:GOLD] = 1
         rows[key] = row.astype(np.float32)
-    return _Read(kind, rows, gold, template, PromptText(*(np.arange(0, M, 20, dtype=np.int32) for _ in range(2))))
+    return _Read(kind, rows, gold, template, PromptText(np.arange(0, M, 20, dtype=np.int32)))
 
 
 def reads(looks: Looks) -> list[_Read]:
@@ -282,7 +282,7 @@ def test_items_hold_their_gold_once_and_are_the_same_every_time() -> None:
 def test_places_in_the_rendered_prompt() -> None:
     tokenizer = load(DEMO / "draft")
     for item in items():
-        prompt, places = calibration.rendered(tokenizer, item)
+        prompt, places = calibration._rendered(tokenizer, item)
         said = {name: tokenizer.decode(prompt[start:end].tolist()) for name, (start, end) in places.items()}
         assert said["question"].strip() == item.question
         assert item.gold.strip() in said["gold"] or said["gold"].strip() in item.gold
@@ -307,5 +307,5 @@ def test_a_calibration_reads_each_item_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(type(model), "__call__", counting)
     with suppress(SparseUnsupportedError):  # random heads
         find_heads(model, tokenizer, replace(SCORING, prefill_step=40), SELECTION)
-    expected = sum(calibration.rendered(tokenizer, item)[0].size for item in calibration_items(1, 300))
+    expected = sum(calibration._rendered(tokenizer, item)[0].size for item in calibration_items(1, 300))
     assert sum(size for size in fed if size > 2) == expected

@@ -20,13 +20,12 @@ from mlx_specprefill.specprefill.selector import (
     missing_of,
     select_chunks,
     select_tokens,
-    threshold_of,
 )
 from mlx_specprefill.specprefill.text import PromptText
 
 
 def text_of(units):
-    return PromptText(*(np.asarray(units, dtype=np.int32) for _ in range(2)))
+    return PromptText(np.asarray(units, dtype=np.int32))
 
 
 def brute_force(scores: list[float], forced: list[bool], keep: Fraction, size: int) -> list[int]:
@@ -167,16 +166,6 @@ def test_how_much_is_looked_at_elsewhere_does_not_matter():
     assert missing(selected(scores, Fraction(2, 43)), tokens(86, 42)) == [2, 3]
 
 
-@pytest.mark.parametrize(
-    ("configured", "calibrated", "used"),
-    [(None, None, 2.0), (None, 3.5, 2.0), (None, 1.5, 1.5), (5.0, 3.5, 5.0), (math.inf, None, math.inf)],
-)
-def test_what_stands_out_is_configured_else_twice_the_ordinary_or_less_by_calibration(
-    configured: float | None, calibrated: float | None, used: float
-) -> None:
-    assert threshold_of(SelectionConfig(stands_out=configured), calibrated) == used
-
-
 def test_chosen_chunks_beside_one_that_stands_out_are_missed_with_it():
     """Where a line crosses borders: chunks 1, 3 and 4 go on from chunk 2, chunk 6 from nothing that stands out."""
     selection = selected([1, 1.5, 12, 1.5, 1.5, 1, 1.8, *[1] * 60], Fraction(5, 67))
@@ -304,20 +293,6 @@ def test_a_line_that_is_too_long_is_kept_together_in_pieces():
     np.testing.assert_array_equal(cut, got)
 
 
-def test_a_sentence_is_kept_over_its_lines_if_asked_for():
-    """The draft looks at where a sentence begins; what is kept for it includes its second line."""
-    importance = np.full(320, 0.01, dtype=np.float32)
-    importance[64:77] = 1
-    every = np.arange(0, 320, 16, dtype=np.int32)
-    text = PromptText(every, every[every != 80])
-    none = np.zeros(320, dtype=bool)
-    config = SelectionConfig()
-    for rule, kept in ((config, range(64, 80)), (replace(config, over_lines=True), range(64, 96))):
-        selection = select_tokens(importance, none, text, Fraction(len(kept), 320), rule)
-        assert set(kept) <= set(selection.kept.tolist())
-        assert (selection.chunk_scores > 0.5).sum() == len(kept) // 8
-
-
 def test_what_a_selection_costs_depends_on_the_length_only():
     """The budget is spent on other chunks, not enlarged."""
     rng = np.random.default_rng(3)
@@ -353,7 +328,7 @@ def test_a_heading_is_kept_with_the_best_line_below_it() -> None:
     headings = np.array([[0, 4, 44], [44, 48, 88]], dtype=np.int32)
     forced = np.zeros(88, dtype=np.bool_)
     config = SelectionConfig(chunk_size=4)
-    kept = select_tokens(importance, forced, PromptText(units, units, headings), Fraction(1, 11), config).kept
+    kept = select_tokens(importance, forced, PromptText(units, headings), Fraction(1, 11), config).kept
     assert kept.tolist() == [0, 1, 2, 3, 36, 37, 38, 39]
-    kept = select_tokens(importance, forced, PromptText(units, units), Fraction(1, 11), config).kept
+    kept = select_tokens(importance, forced, PromptText(units), Fraction(1, 11), config).kept
     assert kept.tolist() == [20, 21, 22, 23, 36, 37, 38, 39]

@@ -82,57 +82,12 @@ def test_next_to_nothing_is_one_unit(ids: list[int]) -> None:
 
 
 # What each sentence is, lines that were broken because they were full included.
-SENTENCES = [
-    "The attributes of a class are determined either by what it inherits or by\n    inspecting the instance.",
-    " Yes\n",
-    "in a short line, which nobody had to break, and that\n",
-    "Nobody takes for the end of a sentence that is about names, codes, ports,\n"
-    "and whatever else goes on for three whole\nlines of text.\n",
-    "\n",
-    "another paragraph may begin with a small letter after a line without end\n",
-    "\n",
-    "so may the next one, which is not the same sentence:\n",
-    "either because it is a list, or because it is code like this call(one, two)\n",
-    "value = call(one, two, three, four)\n",
-    '{"id": 12, "email": "a.b@c.org", "code": 471128},\n',
-    '{"id": 13}',
-]
-
-
-@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
-def test_a_sentence_of_wrapped_text_goes_on_over_full_lines(kind: str) -> None:
-    text = "".join(SENTENCES)
-    tokenizer = load(DEMO) if kind == "byte-level" else metaspace(text)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    starts = TextReader(tokenizer).read(ids).sentences.tolist()
-    pieces = pieces_of(tokenizer, ids, kind)
-    found = ["".join(pieces[a:b]) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
-    assert [piece.split() for piece in found if piece.strip()] == [one.split() for one in SENTENCES if one.strip()]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_sentences_begin_where_units_do(seed: int) -> None:
-    """Whatever the tokens are."""
-    ids = np.random.default_rng(seed).integers(0, 5120, 3000).tolist()
-    text = TextReader(load(DEMO)).read(ids)
-    assert np.isin(text.sentences, text.units).all()
-    assert text.sentences.dtype == np.int32
-    assert text.sentences[0] == 0
-
-
 def test_the_rest_of_a_prompt() -> None:
-    text = PromptText(np.array([0, 4, 9], dtype=np.int32), np.array([0, 9], dtype=np.int32))
-    for start, units, sentences in (
-        (0, [0, 4, 9], [0, 9]),
-        (4, [0, 5], [0, 5]),
-        (6, [0, 3], [0, 3]),
-        (9, [0], [0]),
-        (10, [0], [0]),
-    ):
+    text = PromptText(np.array([0, 4, 9], dtype=np.int32))
+    for start, units in ((0, [0, 4, 9]), (4, [0, 5]), (6, [0, 3]), (9, [0]), (10, [0])):
         rest = text.since(start)
         assert rest.units.tolist() == units
-        assert rest.sentences.tolist() == sentences
-        assert rest.units.dtype == rest.sentences.dtype == np.int32
+        assert rest.units.dtype == np.int32
 
 
 FOUND = """Here is what was found:

@@ -59,16 +59,6 @@ def test_a_full_reading_is_shown_as_one(page: Page, live: Any) -> None:
     assert page.all("#prompt .dropped")
 
 
-def test_the_share_that_was_chosen_is_told(page: Page, server: Server) -> None:
-    document, question = haystack("Dora", "556677", 900, 0.5, seed=23).rsplit("\n\n", 1)
-    page.open(server.base)
-    page.set("#keep", "auto")
-    page.drop(document)
-    turn = page.ask(question)
-    assert re.search(r"a share chosen for this document: \d+ %", turn.text)
-    assert re.search(r"the share was chosen for this document: \d+ %", page.find("#map-facts").text)
-
-
 def test_another_share_is_what_the_server_would_choose(page: Page, server: Server) -> None:
     document, question = haystack("Emma", "667788", 900, 0.5, seed=24).rsplit("\n\n", 1)
     page.open(server.base)

@@ -113,7 +113,7 @@ class PairCost:
 
 def break_even(cost: PairCost, policy: SpecPrefillPolicy, longest: int = _LONGEST) -> int | None:
     """The shortest uncached prompt, in tokens, from which on sparse prefill is worthwhile; None up to `longest`."""
-    share = float(policy.expected_keep)
+    share = float(policy.keep_pct)
 
     def pays(tokens: int) -> bool:
         return cost.predict(tokens, max(1, round(share * tokens))).pays(policy)

@@ -74,7 +74,6 @@ class Planner:
             # How many tokens a draft with another tokenizer reads is known once it has them.
             draft_context=self._pair.draft_context if self._pair.mapping is None else None,
             cached_tokens=cached,
-            shares=None if self._pair.heads is None else self._pair.heads.shares,
             predict=None if cost is None else partial(self._predict, cost, len(request.prompt), cached),
         )
 

@@ -61,7 +61,7 @@ def bench(
         plan = Plan(fitting(lengths, loaded), settings.specprefill_keep_pct, repeats)
         cost = _cost(loaded, settings)
         if cost is not None:
-            share = float(settings.engine_config().policy.expected_keep)
+            share = float(settings.engine_config().policy.keep_pct)
             notes().print(f"{plan.requests} prompts, about {duration(plan.predicted_s(cost, share))} on this machine")
         with Engine(loaded, settings.engine_config()) as engine:
             measured = record(engine, chosen.alias or loaded.target_id, plan, _measured(engine, plan), load_then)

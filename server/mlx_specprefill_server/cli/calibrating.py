@@ -9,20 +9,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mlx_specprefill import MULTIPLES, DraftHeads, ShareCurve, SpecPrefillPolicy, break_even
+from mlx_specprefill import DraftHeads, SpecPrefillPolicy, break_even
 from mlx_specprefill import calibrate as measure_pair
 
 from .common import begin, choose, make_settings, notes, one_line_errors
 from .console import cost_table
 from .loading import load
-from .options import Draft, DraftLayers, Dtype, HeadsFile, Keep, Level, MaxLoss, NoDraft, PairName, PairsFile, Target
+from .options import Draft, DraftLayers, Dtype, HeadsFile, Keep, Level, NoDraft, PairName, PairsFile, Target
 
 __all__ = ["calibrate"]
 
 
 def calibrate(
     keep: Keep = None,
-    max_loss: MaxLoss = None,
     out: Annotated[Path | None, typer.Option(help="Write the draft's calibration to this file too.")] = None,
     pair: PairName = None,
     pairs_file: PairsFile = None,
@@ -36,19 +35,16 @@ def calibrate(
 ) -> None:
     """Find the draft's heads, measure both models on this machine, and show from which length a sparse prefill pays.
 
-    Takes up to a minute, with --keep-pct auto as long again as the draft reads 400 prompts, and wants the
-    machine for itself; the server's next starts use what was measured.
+    Takes up to a minute and wants the machine for itself; the server's next starts use what was measured.
     """
     begin(log_level)
     with one_line_errors():
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
-        settings = make_settings(chosen, specprefill_keep_pct=keep, specprefill_max_loss=max_loss)
+        settings = make_settings(chosen, specprefill_keep_pct=keep)
         config = settings.engine_config()
         loaded = load(chosen, dtype, settings, calibrate=True)
         if loaded.heads is not None:
             typer.echo(_heads_text(loaded.heads))
-            if loaded.heads.shares is not None:
-                typer.echo(_shares_text(loaded.heads.shares, config.policy.max_loss))
             if out is not None:
                 out.write_text(json.dumps(loaded.heads.to_dict()), encoding="utf-8")
         with notes().status("Measuring"):
@@ -69,19 +65,8 @@ def _heads_text(heads: DraftHeads) -> str:
     )
 
 
-def _shares_text(shares: ShareCurve, max_loss: float) -> str:
-    found = shares.multiple(max_loss)
-    if found is None:
-        return f"Keep auto prefills in full: {shares.refusal(max_loss)}."
-    index = MULTIPLES.index(found)
-    return (
-        f"Keep auto, loss at most {max_loss:g}: {found:g} times what the scores are spread over. Of {shares.items} "
-        f"items {shares.misses[index]} lost something, with {shares.kept[index]:.2f} of the chunks kept on average."
-    )
-
-
 def _break_even_text(found: int | None, policy: SpecPrefillPolicy) -> str:
     margins = f"saves {float(policy.min_saving_share):.0%} and {policy.min_saving_ms / 1e3:g} s"
     if found is None:
-        return f"No prompt that fits the context {margins} at keep {float(policy.expected_keep):g}."
-    return f"At keep {float(policy.expected_keep):g} a sparse prefill {margins} from {found:,} uncached tokens on."
+        return f"No prompt that fits the context {margins} at keep {float(policy.keep_pct):g}."
+    return f"At keep {float(policy.keep_pct):g} a sparse prefill {margins} from {found:,} uncached tokens on."

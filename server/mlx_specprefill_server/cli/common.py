@@ -18,9 +18,8 @@ from mlx_specprefill import (
     ModelPair,
     SpecPrefillError,
     SpecPrefillOptions,
-    keep_share,
+    keep_pct,
     machine,
-    max_loss,
 )
 
 from ..getting.hub import HubError
@@ -151,13 +150,9 @@ def _default_pair() -> Pair:
     return substitute
 
 
-def options_of(enabled: bool | None, keep: str | None, loss: str | None = None) -> SpecPrefillOptions:
+def options_of(enabled: bool | None, keep: str | None) -> SpecPrefillOptions:
     """What one request asks for."""
-    return SpecPrefillOptions(
-        enabled,
-        None if keep is None else keep_share(keep, "--keep-pct"),
-        max_loss=None if loss is None else max_loss(loss, "--max-loss"),
-    )
+    return SpecPrefillOptions(enabled, None if keep is None else keep_pct(keep, "--keep-pct"))
 
 
 def usable_memory(given: str | None = None) -> int | None:

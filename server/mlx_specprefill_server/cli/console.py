@@ -118,9 +118,9 @@ def chunk_table(chunks: Sequence[ExplainedChunk], *, dropped_too: bool) -> Table
 def cost_table(cost: PairCost, policy: SpecPrefillPolicy, longest: int) -> Table:
     """Predicted times of both ways to prefill, for uncached prompts up to `longest` tokens."""
     table = _numbers("tokens", "full s", "sparse s", "speed-up", "sparse?")
-    table.title = f"Predicted, keep {float(policy.expected_keep):g}"
+    table.title = f"Predicted, keep {float(policy.keep_pct):g}"
     for tokens in filter(lambda length: length <= longest, _LENGTHS):
-        predicted = cost.predict(tokens, max(1, round(float(policy.expected_keep) * tokens)))
+        predicted = cost.predict(tokens, max(1, round(float(policy.keep_pct) * tokens)))
         full, sparse = predicted.full_ms / 1e3, predicted.sparse_ms / 1e3
         pays = "yes" if predicted.pays(policy) else "no"
         table.add_row(f"{tokens:,}", f"{full:,.2f}", f"{sparse:,.2f}", f"{full / sparse:.2f}", pays)

@@ -42,7 +42,6 @@ from .options import (
     Keep,
     KvBits,
     Level,
-    MaxLoss,
     NoDraft,
     PairName,
     PairsFile,
@@ -65,7 +64,6 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     keep: Keep = None,
-    max_loss: MaxLoss = None,
     rule: Rule = None,
     chunk_size: ChunkSize = None,
     mode: Annotated[PrefillMode, typer.Option(help="auto: sparse above the pair's threshold.")] = "auto",
@@ -87,7 +85,7 @@ def generate(
     begin(log_level)
     with one_line_errors():
         text = read_text(prompt_file)
-        options = options_of(_ENABLED[mode], keep, max_loss)
+        options = options_of(_ENABLED[mode], keep)
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         settings = make_settings(
             chosen,

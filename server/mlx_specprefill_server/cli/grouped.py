@@ -35,7 +35,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "specprefill_scope",
         "specprefill_threshold",
         "specprefill_keep_pct",
-        "specprefill_max_loss",
         "rule",
         "chunk_size",
         "forced_rule",

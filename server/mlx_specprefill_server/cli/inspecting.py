@@ -37,7 +37,6 @@ from .options import (
     HeadsFile,
     Keep,
     Level,
-    MaxLoss,
     NoDraft,
     PairName,
     PairsFile,
@@ -54,7 +53,6 @@ def inspect(
     prompt_file: Annotated[Path | None, typer.Option(help="A text file; - reads standard input.")] = None,
     question: Question = None,
     keep: Keep = None,
-    max_loss: MaxLoss = None,
     rule: Rule = None,
     chunk_size: ChunkSize = None,
     raw: Raw = False,
@@ -83,7 +81,7 @@ def inspect(
         if prompt_file is None:
             raise OptionError("--prompt-file or --shape is needed")
         text = read_text(prompt_file)
-        options = options_of(None, keep, max_loss)
+        options = options_of(None, keep)
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         settings = make_settings(
             chosen, one_shot=True, rule=rule, chunk_size=chunk_size, forced_rule=forced, **ONE_SHOT
@@ -121,6 +119,4 @@ def _show(inspection: Inspection, chunks: list[ExplainedChunk], *, dropped_too: 
         f"{inspection.kept_tokens} of {inspection.prompt_tokens} tokens kept, {kept} of {len(inspection.chunks)} "
         f"chunks; mode {inspection.mode}: {inspection.reason}"
     )
-    if inspection.auto_share is not None:
-        summary += f"; keep auto: {inspection.auto_share:.0%} of the chunks"
     console.print(summary, markup=False, highlight=False)

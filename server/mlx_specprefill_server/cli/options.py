@@ -22,7 +22,6 @@ __all__ = [
     "Keep",
     "KvBits",
     "Level",
-    "MaxLoss",
     "NoDraft",
     "PairName",
     "PairsFile",
@@ -81,12 +80,6 @@ Forced = Annotated[ForcedRule, typer.Option("--forced", help="Which tokens are a
 PrefillStep = Annotated[int | None, typer.Option(help="Tokens per target forward.")]
 KvBits = Annotated[int | None, typer.Option(help="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8.")]
 Question = Annotated[str | None, typer.Option(help="Put after the file's text, in the same user message.")]
-Keep = Annotated[
-    str | None, typer.Option("--keep-pct", help="Share of chunks to keep, in (0, 1], or auto: chosen from the scores.")
-]
-MaxLoss = Annotated[
-    str | None,
-    setting("specprefill_max_loss", "Expected loss that --keep-pct auto may have, with 90 % confidence.", "--max-loss"),
-]
+Keep = Annotated[str | None, setting("specprefill_keep_pct", "Share of chunks to keep, in (0, 1].", "--keep-pct")]
 Raw = Annotated[bool, typer.Option("--raw", help="No chat template: the text itself is the prompt.")]
 Level = Annotated[LogLevel, typer.Option("--log-level")]

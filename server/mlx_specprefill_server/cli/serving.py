@@ -36,7 +36,6 @@ from .options import (
     DtypeName,
     HeadsFile,
     KvBits,
-    MaxLoss,
     NoDraft,
     PairName,
     PairsFile,
@@ -102,12 +101,11 @@ def serve(
         str | None,
         setting(
             "specprefill_keep_pct",
-            "Share of chunks to keep, or auto: chosen from the scores.",
+            "Share of chunks to keep, in (0, 1].",
             "--specprefill-keep-pct",
             "--keep-pct",
         ),
     ] = None,
-    specprefill_max_loss: MaxLoss = None,
     specprefill: Annotated[
         bool | None, typer.Option("--specprefill/--no-specprefill", help="Off: sparse only when a request asks.")
     ] = None,

@@ -40,7 +40,6 @@ def explanation(inspection: Inspection, chunks: Sequence[ExplainedChunk]) -> dic
         "reason": inspection.reason,
         "prompt_tokens": inspection.prompt_tokens,
         "kept_tokens": inspection.kept_tokens,
-        **({} if inspection.auto_share is None else {"keep": "auto", "share": round(inspection.auto_share, 4)}),
         "kept_spans": [list(span) for span in inspection.kept_spans],
         "forced": [{"start": start, "end": end, "reason": why} for start, end, why in inspection.forced_ranges],
         "chunks": [_chunk(chunk) for chunk in chunks],

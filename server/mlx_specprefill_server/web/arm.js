@@ -130,13 +130,12 @@ export class Arm {
     const read = sparse
       ? `${wordsOf(account).reader} read ${count(account.kept_tokens)} of ${count(account.prompt_tokens)} tokens (${percent(account.kept_tokens / account.prompt_tokens)})`
       : `The model read all ${count(account.prompt_tokens)} tokens`;
-    const chosen = sparse && account.keep === "auto" ? `, a share chosen for this document: ${percent(account.share)}` : "";
     const known = account.cached_tokens
       ? `, ${count(account.cached_tokens)} of them earlier` : "";
     const answered = ` ${count(tokens)} ${tokens === 1 ? "token" : "tokens"} answered${cut ? ", cut off there" : ""}`;
     const rate = account.timings.decode_ms > 0 && tokens > 1
       ? `, ${seconds(account.timings.decode_ms / (tokens - 1))} each` : "";
-    this.facts.textContent = `${read}${known}${chosen}.${answered}${rate}.`;
+    this.facts.textContent = `${read}${known}.${answered}${rate}.`;
     this.why.hidden = sparse || mode === "full";
     this.why.textContent = sparse ? "" : `Why everything was read: ${account.reason}.`;
   }

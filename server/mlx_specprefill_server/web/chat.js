@@ -289,9 +289,9 @@ export class Chat {
   async #explanation(messages, mode, signal) {
     try {
       const body = { messages, ...this.settings.reading(mode) };
-      const { chunks, forced, predicted, share, keep } =
+      const { chunks, forced, predicted } =
         await json("/v1/specprefill/explain", { method: "POST", body, signal });
-      return { chunks, forced, predicted, share, keep };
+      return { chunks, forced, predicted };
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       return { message: error.message };

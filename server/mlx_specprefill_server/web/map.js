@@ -105,13 +105,9 @@ export class TextMap {
     const share = `${count(read)} of ${count(all)} tokens (${percent(read / all)})`;
     const { reader } = this.account ? wordsOf(this.account) : server.words;
     if (this.share !== null) return `With ${this.share} % kept: ${reader[0].toLowerCase()}${reader.slice(1)} would read ${share}.`;
-    if (!this.account) return `${reader} would read ${share}${this.#chosen(this.explanation)}.`;
+    if (!this.account) return `${reader} would read ${share}.`;
     if (this.account.mode === "full") return `The model read all ${count(all)} tokens.`;
-    return `${reader} read ${share}${this.#chosen(this.account)}.`;
-  }
-
-  #chosen({ keep, share }) {
-    return keep === "auto" ? `; the share was chosen for this document: ${percent(share)}` : "";
+    return `${reader} read ${share}.`;
   }
 
   #layer() {

@@ -44,7 +44,6 @@ export class Settings {
   reading(mode = this.get().mode) {
     const { keep, share } = this.get();
     const fields = mode === "auto" ? {} : { specprefill: mode === "sparse" };
-    if (keep === "auto") fields.specprefill_keep_pct = "auto";
     if (keep === "share") fields.specprefill_keep_pct = share / 100;
     return fields;
   }

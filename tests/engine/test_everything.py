@@ -1,0 +1,95 @@
+"""A question about everything is read in full, unless the request wants a sparse prefill: through the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from mlx_specprefill import (
+    Engine,
+    EngineConfig,
+    Finished,
+    GenerationRequest,
+    ModelPair,
+    PrefillReport,
+    SpecPrefillOptions,
+    SpecPrefillPolicy,
+    load_pair,
+)
+from mlx_specprefill.specprefill.head_scorer import HeadScorer
+from mlx_specprefill_server.prompting.conversation import conversation
+from mlx_specprefill_server.prompting.prompt import PromptBuilder
+from tests.tiny import generated
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100, densify=False))
+TEXT = "The ship left the harbour and met nobody. " * 40
+ALL, ONE = "How many ships left?", "Where did the ship meet Emma?"
+REASON = 'the question is about the whole prompt ("How many")'
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    return load_pair(str(MODELS / "demo/target"), str(MODELS / "demo/draft"))
+
+
+@pytest.fixture
+def engine(pair: ModelPair) -> Iterator[Engine]:
+    with Engine(pair, CONFIG) as running:
+        yield running
+
+
+def request(engine: Engine, messages: Sequence[Mapping[str, str]], enabled: bool | None = None) -> GenerationRequest:
+    said = conversation([dict(message) for message in messages])
+    prompt = asyncio.run(PromptBuilder(engine.pair.tokenizer).chat(said))
+    return GenerationRequest(prompt.tokens, 2, specprefill=SpecPrefillOptions(enabled), spans=prompt.spans)
+
+
+def asked(engine: Engine, *contents: str, enabled: bool | None = None) -> PrefillReport:
+    """Of a conversation between user, assistant and tool, in that order."""
+    roles = ("user", "assistant", "tool")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    _, last = generated(engine.generate(request(engine, messages, enabled)))
+    assert isinstance(last, Finished)
+    return last.account
+
+
+@pytest.mark.parametrize("message", [f"{TEXT}\n\n{ALL}", f"{ALL}\n\n{TEXT}"])
+def test_it_is_read_in_full_before_the_draft_is_asked(
+    engine: Engine, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HeadScorer, "score", None)
+    found = asked(engine, message)
+    assert (found.mode, found.reason) == ("full", REASON)
+    assert engine.prefiller.fallbacks.total() == 0
+
+
+def test_other_questions_and_requests_that_want_it_are_sparse(engine: Engine) -> None:
+    """What the text says in its middle is no question."""
+    assert asked(engine, f"{TEXT}\n\n{ONE}").mode == "sparse"
+    assert asked(engine, f"{TEXT}\n\n{ALL}", enabled=True).reason == "requested"
+    assert asked(engine, f"{TEXT}\n{ALL}\n{TEXT}\n\n{ONE}").mode == "sparse"
+
+
+def test_behind_tool_results_the_user_has_asked(engine: Engine) -> None:
+    assert asked(engine, ONE, "I will look.", f"{ALL}\n{TEXT}\n{ALL}").mode == "sparse"
+    assert asked(engine, ALL, "I will look.", TEXT).reason == REASON
+
+
+def test_a_short_question_ends_where_its_message_begins(engine: Engine) -> None:
+    """The last words of a system message are no question, though they stand just before it."""
+    messages = [{"role": "system", "content": f"Be brief. {ALL}"}, {"role": "user", "content": "Why?"}]
+    short = request(engine, messages)
+    words = engine.prefiller._asked(short, engine.prefiller.text.read(short.prompt))
+    assert words.split() == ["Why?", "Why?"]
+
+
+def test_an_inspection_says_the_same(engine: Engine) -> None:
+    messages = [{"role": "user", "content": f"{TEXT}\n\n{ALL}"}]
+    found = engine.inspect(request(engine, messages))
+    assert (found.mode, found.reason) == ("full", REASON)
+    assert found.kept_tokens < found.prompt_tokens  # what would be kept is shown all the same
+    assert engine.inspect(request(engine, messages, True)).mode == "sparse"

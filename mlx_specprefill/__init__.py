@@ -22,7 +22,6 @@ from .adapters.tokenizers import check_same_tokenizer
 from .cache.entry import CacheEntry
 from .config import (
     RULE_NAMES,
-    SCOPES,
     SPECULATION_NAMES,
     EngineConfig,
     ForcedRule,
@@ -108,7 +107,6 @@ __all__ = [
     "BLAS",
     "LOADED_FILES",
     "RULE_NAMES",
-    "SCOPES",
     "SHAPES",
     "SPECULATION_NAMES",
     "BlasStatus",

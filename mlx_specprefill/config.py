@@ -11,7 +11,6 @@ from .errors import InvalidRequestError
 
 __all__ = [
     "RULE_NAMES",
-    "SCOPES",
     "SPECULATION_NAMES",
     "EngineConfig",
     "ForcedRule",
@@ -32,8 +31,7 @@ SPECULATION_NAMES: tuple[SpeculationName, ...] = get_args(SpeculationName)
 ForcedRule = Literal["template", "last-token"]
 RuleName = Literal["default", "paper"]
 RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
-Scope = Literal["user", "documents", "all"]
-SCOPES: tuple[Scope, ...] = get_args(Scope)
+Scope = Literal["user", "all"]
 
 
 def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill_keep_pct") -> Fraction:
@@ -112,21 +110,13 @@ class SpecPrefillPolicy:
     keep_pct: Fraction = Fraction(1, 5)
     repair_share: Fraction = Fraction(1, 2)  # of what is chosen of the old text; above it a session starts over
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
-    # What competes: "user" what users, tools and earlier turns said, "documents" also documents in system messages,
-    # "all" also a long system text but for its ends. None: the first of them that leaves enough to choose, beyond
-    # "user" only if the request asks for a sparse prefill or that saves `long_wait_ms`.
-    scope: Scope | None = None
-    long_wait_ms: float = 10_000.0
+    # What competes: "user" what users, tools and earlier turns said, "all" also a long system text but for its ends.
+    scope: Scope = "user"
 
     @property
     def long_prompt(self) -> int:
         """Tokens above which a prompt counts as long where nothing was measured."""
         return _LONG_PROMPT if self.threshold is None else self.threshold
-
-    @property
-    def long_wait(self) -> int:
-        """Tokens above which a wait counts as long where nothing was measured."""
-        return max(_LONG_PROMPT, self.long_prompt)
 
 
 @dataclass(frozen=True, slots=True)

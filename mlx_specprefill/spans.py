@@ -17,8 +17,7 @@ class PromptSpan:
     """One rendered message: prompt indices of the whole message and of its content, both [start, end).
 
     `start..content_start` is the role header, `content_end..end` the end-of-turn marker. Tool definitions that the
-    template puts into the system message belong to it, or form a span of kind "tools". `documents` are the parts of a
-    system message's content that tell nobody what to do, [start, end), ascending.
+    template puts into the system message belong to it, or form a span of kind "tools".
     """
 
     kind: SpanKind
@@ -26,14 +25,10 @@ class PromptSpan:
     content_start: int
     content_end: int
     end: int
-    documents: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.content_start <= self.content_end <= self.end:
             raise ValueError(f"span bounds must be ordered: {self}")
-        inside = [self.content_start, *(at for document in self.documents for at in document), self.content_end]
-        if inside != sorted(inside):
-            raise ValueError(f"documents must be ordered and lie in the content: {self}")
 
 
 def opening_of(spans: Sequence[PromptSpan]) -> int:

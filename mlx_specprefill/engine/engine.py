@@ -238,9 +238,7 @@ class Engine:
         if request.constraint is not None:
             self._grammars.check(request.constraint)
         plan = self.prefiller.planner.plan(request)
-        need = self.memory.need(request, "sparse" if plan.crowded else plan.mode)
-        if plan.crowded and not self.memory.can_ever(need):
-            plan, need = replace(plan, crowded=False), self.memory.need(request, "full")
+        need = self.memory.need(request, plan.mode)
         if plan.mode == "sparse" and not self.memory.can_ever(need):
             plan = plan.as_full("a sparse prefill needs more memory than there is")
             need = self.memory.need(request, "full")
@@ -285,7 +283,7 @@ class Engine:
             slices = replay_continuation(self.prefiller, request, continuation, attention, keep)
             return Job(work.uid, ignore, handle, slices, work=work)
         assert plan is not None
-        need = self.memory.need(request, "sparse" if plan.crowded else plan.mode)
+        need = self.memory.need(request, plan.mode)
         sequence = Sequence(work.uid, request, time.perf_counter(), self._guide(request), plan=plan, need=need)
         return Job(work.uid, ignore, handle, self.prefiller.run(sequence), sequence, work=work)
 

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from .._steps import Steps
 from ..cache.positioned import PositionedRotatingKVCache, leaves
-from ..config import SCOPES, EngineConfig
+from ..config import EngineConfig
 from ..errors import RequestCancelled
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress, PromptLogprobs
@@ -103,7 +103,7 @@ class Prefiller:
         request = sequence.request
         yield Progress("queued", 0, len(request.prompt))
         assert sequence.plan is not None
-        if sequence.plan.mode == "sparse" or sequence.plan.crowded:
+        if sequence.plan.mode == "sparse":
             logits = yield from self._sparse_or_full(sequence)
         else:
             self._from_prefix(sequence)
@@ -125,7 +125,7 @@ class Prefiller:
     def _sparse_or_full(self, sequence: Sequence) -> Slices:
         try:
             self._from_prefix(sequence)
-            sequence.plan = self._revised(sequence)
+            sequence.plan = self.planner.plan(sequence.request, sequence.cached)
             if sequence.plan.mode == "sparse":
                 yield Progress("draft", 0, len(sequence.request.prompt))
                 logits = yield from self._sparse(sequence)
@@ -138,25 +138,6 @@ class Prefiller:
         except Exception as error:  # noqa: BLE001 - whatever breaks in the optional stages, the request must not
             self._fall_back(sequence, error)
         return (yield from self._full(sequence))
-
-    def _revised(self, sequence: Sequence) -> PrefillPlan:
-        """The plan, now that it is known what is cached. A conversation stays in the scope of its sparse cache."""
-        request, plan = sequence.request, sequence.plan
-        assert plan is not None
-        if sequence.cached:
-            plan = self.planner.plan(request, sequence.cached)
-        if plan.mode == "full" or request.specprefill.scope or self.config.policy.scope:
-            return plan
-        earlier = request.prompt[: request.usable_prefix]
-        held = {
-            scope: self.caches.session_length(earlier, replace(plan, scope=scope).choice, request.label)
-            for scope in SCOPES
-        }
-        longest = max(held, key=lambda scope: (held[scope], scope == plan.scope))
-        if longest == plan.scope or held[longest] <= sequence.cached:
-            return plan
-        other = self.planner.plan(request, sequence.cached, longest)
-        return other if other.mode == "sparse" else plan
 
     def _fall_back(self, sequence: Sequence, error: Exception) -> None:
         """Back to an untouched sequence, on mlx-lm's own caches: nothing that may have failed is used again."""

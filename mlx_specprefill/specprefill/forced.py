@@ -2,8 +2,8 @@
 
 The paper keeps nothing by force and so may drop the end of the chat template, or even the last prompt token, whose
 logits are the answer's first token. Everything here protects structure: what the template adds, what the system says,
-what the user asks. Long documents inside the last user message stay open to selection, and in a wider scope also those
-inside system messages, or all of a long system text between its ends.
+what the user asks. Long documents inside the last user message stay open to selection, and in scope "all" also a long
+system text between its ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ForcedRange", "forced_mask", "forced_ranges", "template_mask"]
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
 TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result that follows the last user message
-SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in any scope; of a longer one both ends
+SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in either scope; of a longer one both ends
 
 
 class ForcedRange(NamedTuple):
@@ -92,21 +92,13 @@ def _structure(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedR
 def _system(spans: Sequence[PromptSpan], limit: int, scope: Scope) -> Iterator[ForcedRange]:
     for span in spans:
         if span.kind in ("system", "tools") and limit > 0:
-            at, end = span.content_start, min(span.content_end, span.content_start + limit)
-            limit -= end - at
-            for begin, stop in [*_open(span, scope), (end, end)]:
-                yield ForcedRange(at, min(begin, end), "system prompt and tools")
-                at = stop
-
-
-def _open(span: PromptSpan, scope: Scope) -> list[tuple[int, int]]:
-    """What of a system message competes. What a template says of tools in a span of its own never does."""
-    first, last = span.content_start + SYSTEM_ENDS, span.content_end - SYSTEM_ENDS
-    if scope == "user" or span.kind == "tools" or span.content_end - span.content_start <= SYSTEM_WHOLE:
-        return []
-    passages = span.documents if scope == "documents" else [(first, last)]
-    cut = [(max(start, first), min(end, last)) for start, end in passages]
-    return [(start, end) for start, end in cut if start < end]
+            start, end = span.content_start, min(span.content_end, span.content_start + limit)
+            limit -= end - start
+            if scope == "user" or span.kind == "tools" or span.content_end - span.content_start <= SYSTEM_WHOLE:
+                yield ForcedRange(start, end, "system prompt and tools")
+            else:
+                yield ForcedRange(start, min(start + SYSTEM_ENDS, end), "system prompt and tools")
+                yield ForcedRange(span.content_end - SYSTEM_ENDS, end, "system prompt and tools")
 
 
 def _last_turn(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedRange]:

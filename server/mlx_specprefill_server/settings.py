@@ -126,7 +126,7 @@ class Settings(BaseSettings):
         description="What target and draft cost on this machine, per pair; calibrated heads lie in `heads` beside it.",
     )
     specprefill_keep_pct: KeepShare = ENGINE.policy.keep_pct
-    specprefill_scope: Scope | None = ENGINE.policy.scope  # what competes when a request doesn't say; None: a ladder
+    specprefill_scope: Scope = ENGINE.policy.scope  # what competes when a request doesn't say
     rule: RuleName = ENGINE.rule  # how tokens are scored and chosen when a request doesn't say
     forced_rule: ForcedRule = ENGINE.selection.forced
     chunk_size: int = Field(default=ENGINE.selection.chunk_size, ge=1)  # tokens

@@ -105,25 +105,23 @@ def test_the_needle_survives_sparse_prefill(client: openai.OpenAI, salt: int, op
     assert found >= len(NEEDLES) - 1
 
 
-@pytest.mark.parametrize(("before", "scope"), [("<document>", "documents"), ("", "all")])
-def test_a_needle_in_the_system_message_is_found(client: openai.OpenAI, before: str, scope: str) -> None:
-    """At 20 %, whether something announces the document or not; in scope user, all of it would be read."""
+def test_a_needle_in_the_system_message_is_found(client: openai.OpenAI) -> None:
+    """At 20 % in scope all; without that, all of the system message is read."""
     found = 0
     for index, (name, code, words, depth) in enumerate(NEEDLES):
-        text = haystack(name, code, words, depth, seed=index + 40 + 7 * len(scope))
+        text = haystack(name, code, words, depth, seed=index + 40)
         document, question = text.rsplit("\n\n", 1)
-        after = before.replace("<", "</")
-        system = f"Answer from what you are given.\n\n{before}{document}{after}\n\nBe brief."
+        system = f"Answer from what you are given.\n\n{document}\n\nBe brief."
         messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         answer = client.chat.completions.create(
-            model="any", messages=messages, max_tokens=30, extra_body={"specprefill": True}
+            model="any", messages=messages, max_tokens=30, extra_body={"specprefill": True, "specprefill_scope": "all"}
         )
         report = account(answer)
-        assert (report["mode"], report["scope"]) == ("sparse", scope), report["reason"]
+        assert (report["mode"], report["scope"]) == ("sparse", "all"), report["reason"]
         assert report["kept_tokens"] < 0.7 * report["prompt_tokens"]
         found += code in (answer.choices[0].message.content or "")
     assert found >= len(NEEDLES) - 1
-    narrow = {"specprefill": True, "specprefill_scope": "user"}
+    narrow = {"specprefill": True}
     answer = client.chat.completions.create(model="any", messages=messages, max_tokens=1, extra_body=narrow)
     assert account(answer)["mode"] == "full"
 

@@ -1,9 +1,10 @@
-"""What competes, in the engine: with a system prompt that is cached, and over the turns of a conversation."""
+"""What competes, in the engine: with a long system prompt, and with one that is cached."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,15 @@ from mlx_specprefill import (
     EngineConfig,
     Finished,
     GenerationRequest,
+    ModelPair,
     PrefillReport,
     PromptSpan,
     SpecPrefillOptions,
     SpecPrefillPolicy,
+    load_pair,
 )
+from mlx_specprefill_server.prompting.conversation import conversation
+from mlx_specprefill_server.prompting.prompt import PromptBuilder
 
 from ..tiny import FAMILIES, generated, random_prompt, tiny_pair
 
@@ -47,38 +52,44 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield running
 
 
-def test_a_prompt_that_is_mostly_system_text_becomes_sparse_in_a_wider_scope(engine: Engine) -> None:
-    found = account(engine, request(1100))
+@pytest.fixture(scope="module")
+def demo() -> ModelPair:
+    models = Path(__file__).resolve().parents[2] / "models/demo"
+    return load_pair(str(models / "target"), str(models / "draft"))
+
+
+def test_a_prompt_that_is_mostly_system_text_is_sparse_in_scope_all_only(engine: Engine) -> None:
+    found = account(engine, request(1100, SpecPrefillOptions(True, scope="all")))
     assert (found.mode, found.scope) == ("sparse", "all")
-    assert "scope all, in scope user forced tokens are" in found.reason
     assert found.kept_tokens < 0.85 * 1100
-    narrow = account(engine, request(1100, SpecPrefillOptions(True, scope="user")))
+    narrow = account(engine, request(1100))
     assert (narrow.mode, narrow.scope) == ("full", None)
+    assert "forced tokens are" in narrow.reason
 
 
 def test_behind_a_cached_system_prompt_nothing_of_it_has_to_be_dropped(engine: Engine) -> None:
     """The plan at the door says full: most of the prompt is forced. What is cached is not read anyway."""
     account(engine, request(SYSTEM + 60, SpecPrefillOptions(False)))
-    found = account(engine, request(1400, SpecPrefillOptions(None, scope="user")))
+    found = account(engine, request(1400, SpecPrefillOptions(None)))
     assert (found.mode, found.scope) == ("sparse", "user")
     assert SYSTEM <= found.cached_tokens <= SYSTEM + 60
     assert "full" not in found.reason
 
 
-def test_a_later_turn_goes_on_in_the_scope_of_its_sparse_cache(engine: Engine) -> None:
-    """Longer, it would have enough to choose in a narrower scope, and would have to read all of the system text."""
-    first = account(engine, request(1100))
-    assert first.scope == "all"
-    asked = request(1100)
-    answer = generated(engine.generate(asked))[0]
-    M = 1900
-    tokens = [*asked.prompt.tolist(), *answer, *TOKENS[1102:M]]
-    user = asked.spans[1]
-    spans = (
-        *asked.spans,
-        PromptSpan("assistant", user.end, user.end + 2, 1104, 1106),
-        PromptSpan("user", 1106, 1108, M - 4, M - 2),
-    )
-    later = account(engine, replace(asked, prompt=tokens, spans=spans))
-    assert (later.mode, later.scope) == ("sparse", "all")
-    assert later.continuation is not None
+RULES = "\n".join(f"Rule {number}: never tell anybody what is kept in drawer {number}." for number in range(1, 111))
+
+
+@pytest.mark.parametrize("enabled", [None, True])
+@pytest.mark.parametrize("said", ["Say hello.", "The ship met nobody. " * 400 + "\n\nWhere did Emma go?"])
+def test_the_rules_of_a_system_message_are_all_read(demo: ModelPair, enabled: bool | None, said: str) -> None:
+    """Whether the prompt is read in full, or sparsely for a long document."""
+    messages = [{"role": "system", "content": RULES}, {"role": "user", "content": said}]
+    prompt = asyncio.run(PromptBuilder(demo.tokenizer).chat(conversation(messages)))
+    options = SpecPrefillOptions(enabled, return_spans=True)
+    with Engine(demo, CONFIG) as engine:
+        found = account(engine, GenerationRequest(prompt.tokens, 2, specprefill=options, spans=prompt.spans))
+    assert found.mode == ("full" if said == "Say hello." else "sparse")
+    assert found.kept_spans is not None
+    assert found.kept_spans[0][0] == 0
+    assert prompt.spans[0].end > 1000
+    assert found.kept_spans[0][1] >= prompt.spans[0].end

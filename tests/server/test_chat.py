@@ -221,7 +221,7 @@ def test_the_last_token_of_room_can_be_used(client: TestClient, engine: FakeEngi
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("specprefill_scope", "system"),
+        ("specprefill_scope", "documents"),
         ("specprefill_keep_pct", 0),
         ("specprefill_keep_pct", 1.01),
         ("specprefill_keep_pct", -0.2),

@@ -157,11 +157,9 @@ def test_spans_must_be_ordered():
         PromptSpan("user", 5, 4, 6, 7)
 
 
-def agent(system=3000, documents=((1000, 2000),), results=(900,) * 8):
+def agent(system=3000, results=(900,) * 8):
     """An agent's request: a system message, a short order, calls and their results. Spans and prompt length."""
     first = message("system", 0, system)
-    inside = tuple((first.content_start + a, first.content_start + b) for a, b in documents)
-    first = PromptSpan("system", 0, first.content_start, first.content_end, first.end, inside)
     spans = [first, message("user", first.end, 40)]
     for length in results:
         spans.append(message("assistant", spans[-1].end, 30))
@@ -176,22 +174,15 @@ def dropped(spans, M, scope):
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def test_each_scope_opens_exactly_its_part_of_the_system_message():
+def test_scope_all_opens_a_system_message_but_for_its_ends():
     spans, M = agent(results=())
     start, end = spans[0].content_start, spans[0].content_end
     assert dropped(spans, M, "user") == []
-    assert dropped(spans, M, "documents") == [(start + 1000, start + 2000)]
     assert dropped(spans, M, "all") == [(start + 256, end - 256)]
 
 
-def test_the_ends_of_the_system_message_stay_even_in_a_document():
-    spans, M = agent(documents=((0, 3000),), results=())
-    start, end = spans[0].content_start, spans[0].content_end
-    assert dropped(spans, M, "documents") == [(start + 256, end - 256)]
-
-
-@pytest.mark.parametrize("scope", ["user", "documents", "all"])
-def test_short_system_messages_and_tool_definitions_are_whole_in_every_scope(scope):
+@pytest.mark.parametrize("scope", ["user", "all"])
+def test_short_system_messages_and_tool_definitions_are_whole_in_either_scope(scope):
     short, tools = message("system", 0, 512), message("tools", 518, 4000)
     order = message("user", tools.end, 40)
     assert dropped([short, tools, order], order.end + 3, scope) == []
@@ -199,7 +190,7 @@ def test_short_system_messages_and_tool_definitions_are_whole_in_every_scope(sco
 
 def test_of_many_tool_results_only_the_newest_are_kept_whole():
     """One order, then call after call: forced as a whole they would leave nothing to choose."""
-    spans, M = agent(system=100, documents=(), results=(900,) * 8)
+    spans, M = agent(system=100)
     mask = kept(spans, M)
     results = [span for span in spans if span.kind == "tool"]
     whole = [bool(mask[span.content_start : span.content_end].all()) for span in results]
@@ -210,9 +201,3 @@ def test_of_many_tool_results_only_the_newest_are_kept_whole():
         assert mask[span.content_end - 128 : span.content_end].all()
         assert not mask[span.content_start + 64 : span.content_end - 128].any()
     assert all(mask[span.start : span.end].all() for span in spans if span.kind == "assistant")
-
-
-def test_documents_must_lie_in_the_content_in_order():
-    for wrong in [((3, 8),), ((5, 9), (8, 10)), ((9, 5),), ((5, 30),)]:
-        with pytest.raises(ValueError, match="documents"):
-            PromptSpan("system", 0, 4, 20, 22, wrong)

@@ -71,7 +71,7 @@ def test_policy_can_be_off():
 
 def test_mostly_forced_prompts_are_prefilled_fully():
     system = PromptSpan("system", 0, 4, 2500, 2502)
-    refused = plan(4000, enabled=True, wide="user", spans=(system, PromptSpan("user", 2502, 2506, 3990, 3992)))
+    refused = plan(4000, enabled=True, spans=(system, PromptSpan("user", 2502, 2506, 3990, 3992)))
     assert refused.mode == "full"
     assert "forced tokens are 7" in refused.reason
     assert "limit 60%" in refused.reason
@@ -114,63 +114,50 @@ def test_the_prediction_counts_the_kept_tokens_of_the_uncached_rest():
     assert seen == [600]
 
 
-SYSTEM = PromptSpan("system", 0, 4, 15_000, 15_002, ((5000, 7000),))
-AGENT = (SYSTEM, PromptSpan("user", 15_002, 15_006, 15_900, 15_902))  # 94 % forced in scope user, 82 % in documents
-ASKED = {"M": 16_000, "spans": AGENT, "config": GATED}
-
-
-def saving(seconds):
-    """One that any plan has that drops the system text, and none that keeps it."""
-    return lambda kept: Prediction(60_000.0, 60_000.0 - (1000 * seconds if kept < 8000 else 0))
+SYSTEM = PromptSpan("system", 0, 4, 15_000, 15_002)
+AGENT = (SYSTEM, PromptSpan("user", 15_002, 15_006, 15_900, 15_902))
 
 
 @pytest.mark.parametrize(
-    ("facts", "mode", "scope"),
+    ("policy", "asked", "mode", "scope"),
     [
-        ({"enabled": True}, "sparse", "all"),
-        ({"predict": saving(10)}, "full", "user"),  # a fifth of the wait is not saved
-        ({"predict": saving(20)}, "sparse", "all"),
-        ({}, "sparse", "all"),  # 16000 tokens are a long wait where nothing was measured
-        ({"wide": "user", "enabled": True}, "full", "user"),
-        ({"wide": "documents", "enabled": True}, "full", "documents"),
-        ({"wide": "all", "predict": saving(13)}, "sparse", "all"),
-        ({"enabled": False}, "full", "user"),
+        ("user", None, "full", "user"),
+        ("user", "all", "sparse", "all"),
+        ("all", None, "sparse", "all"),
+        ("all", "user", "full", "user"),
     ],
 )
-def test_the_scope_widens_only_as_far_as_is_needed_and_worth_it(facts, mode, scope):
-    found = plan(**ASKED, **facts)
+@pytest.mark.parametrize("enabled", [True, None])
+def test_the_scope_is_the_requests_or_the_servers(enabled, policy, asked, mode, scope):
+    """A request for a sparse prefill does not widen it."""
+    config = EngineConfig(policy=SpecPrefillPolicy(threshold=1000, scope=policy))
+    found = plan(16_000, spans=AGENT, config=config, enabled=enabled, wide=asked)
     assert (found.mode, found.scope) == (mode, scope)
+    assert mode == "sparse" or "forced tokens are 100% of the prompt" in found.reason
 
 
-def test_by_policy_a_wider_scope_has_to_save_a_long_wait():
-    config = EngineConfig(policy=SpecPrefillPolicy(threshold=None, min_saving_share=Fraction(1, 10)))
-    asked = {**ASKED, "config": config}
-    short = plan(**asked, predict=saving(9.5))
-    assert (short.mode, short.scope) == ("full", "user")
-    assert "scope all: 9.50 s to gain, limit 10 s" in short.reason
-    taken = plan(**asked, predict=saving(10))
-    assert (taken.mode, taken.scope) == ("sparse", "all")
-    assert "scope all, in scope user " in taken.reason
-
-
-def test_the_narrowest_scope_that_leaves_enough_is_taken():
-    system = PromptSpan("system", 0, 4, 15_000, 15_002, ((1000, 14_000),))
-    found = plan(16_000, spans=(system, AGENT[1]), config=GATED, enabled=True)
-    assert (found.mode, found.scope) == ("sparse", "documents")
-    assert found.choice != plan(16_000, spans=(system, AGENT[1]), config=GATED, enabled=True, wide="all").choice
-
-
-def test_the_server_can_say_the_scope():
-    config = EngineConfig(policy=SpecPrefillPolicy(threshold=1000, scope="user"))
-    assert plan(16_000, spans=AGENT, config=config, enabled=True).mode == "full"
-    assert plan(16_000, spans=AGENT, config=config, enabled=True, wide="all").mode == "sparse"
+def test_sessions_of_either_scope_are_apart():
+    narrow, wide = (plan(16_000, spans=AGENT, enabled=True, wide=scope) for scope in ("user", "all"))
+    assert narrow.choice != wide.choice
 
 
 def test_what_is_cached_does_not_count_as_forced():
-    """A long system prompt that is cached leaves what follows it open to choice, in the narrowest scope."""
+    """A long system prompt that is cached leaves what follows it open to choice."""
     spans = (SYSTEM, PromptSpan("user", 15_002, 15_006, 19_990, 19_992))
-    assert plan(20_000, spans=spans, enabled=True).scope == "all"
-    found = plan(20_000, spans=spans, enabled=True, cached_tokens=15_002)
-    assert (found.mode, found.scope) == ("sparse", "user")
-    crowded = plan(20_000, spans=spans, wide="user")
-    assert (crowded.mode, crowded.crowded) == ("full", True)
+    assert plan(20_000, spans=spans).mode == "full"
+    assert plan(20_000, spans=spans, cached_tokens=15_002).mode == "sparse"
+
+
+def test_before_it_is_known_what_is_cached_a_plan_is_sparse_if_it_could_become_so():
+    spans = (SYSTEM, PromptSpan("user", 15_002, 15_006, 19_990, 19_992))
+    seen = []
+
+    def predict(kept: int) -> Prediction:
+        seen.append(kept)
+        return Prediction(1e4, kept)
+
+    assert plan(20_000, spans=spans, config=GATED, predict=predict, cached_tokens=None).mode == "sparse"
+    assert seen == [4000]  # nothing beside the share
+    assert plan(20_000, spans=spans, config=GATED, predict=predict).mode == "full"
+    assert plan(1000, cached_tokens=None).mode == "full"
+    assert plan(20_000, spans=spans, keep=Fraction(1), cached_tokens=None).reason == "keep is 100 %"

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from ...config import EngineConfig, Scope
+from ...config import EngineConfig
 from ...loading import ModelPair
 from ...request import GenerationRequest, Prediction
 from ...specprefill.plan import PrefillPlan, plan_prefill
@@ -63,18 +63,17 @@ class Planner:
         self._costs = costs
         self._slice_size = slice_size
 
-    def plan(self, request: GenerationRequest, cached: int = 0, scope: Scope | None = None) -> PrefillPlan:
-        """How to prefill a request of which the target's cache holds the first `cached` tokens; `scope` as there."""
+    def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
+        """How to prefill a request of which the target's cache holds the first `cached` tokens; None: not known yet."""
         cost = self._costs.measured
         return plan_prefill(
             request,
             self._config,
-            scope=scope,
             sparse_refusal=self._pair.sparse_refusal,
             # How many tokens a draft with another tokenizer reads is known once it has them.
             draft_context=self._pair.draft_context if self._pair.mapping is None else None,
             cached_tokens=cached,
-            predict=None if cost is None else partial(self._predict, cost, len(request.prompt), cached),
+            predict=None if cost is None else partial(self._predict, cost, len(request.prompt), cached or 0),
         )
 
     def selects(self, new: int, wanted: int, held: int) -> bool:

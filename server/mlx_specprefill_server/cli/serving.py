@@ -111,9 +111,9 @@ def serve(
     ] = None,
     specprefill_scope: Annotated[
         Scope | None,
-        typer.Option(
-            help="What may be dropped: user, nothing of the system prompt; documents, also documents in it; all, also "
-            "a long system text but for its ends. Default: as much as is needed to save a wait of 10 s."
+        setting(
+            "specprefill_scope",
+            "What may be dropped: user, nothing of the system prompt; all, also a long system text but for its ends.",
         ),
     ] = None,
     rule: Rule = None,

@@ -18,7 +18,6 @@ from typing import Literal
 from mlx_specprefill import InvalidRequestError, PromptSpan
 
 from .conversation import Message
-from .documents import documents_in
 
 __all__ = ["TURN_ENDS", "CharSpan", "Render", "locate", "to_tokens", "turn_ends"]
 
@@ -46,7 +45,6 @@ class CharSpan:
     content_start: int
     content_end: int
     end: int
-    documents: tuple[tuple[int, int], ...] = ()
 
 
 def turn_ends(eos: Sequence[str], known: Callable[[str], bool]) -> re.Pattern[str]:
@@ -83,9 +81,8 @@ def to_tokens(spans: Sequence[CharSpan], offsets: Sequence[tuple[int, int]]) -> 
         start, content_start, content_end, end = (
             bisect_right(token_ends, at) for at in (span.start, span.content_start, span.content_end, span.end)
         )
-        documents = tuple((bisect_right(token_ends, a), bisect_right(token_ends, b)) for a, b in span.documents)
         if start < end:
-            out.append(PromptSpan(span.kind, start, content_start, content_end, end, documents))
+            out.append(PromptSpan(span.kind, start, content_start, content_end, end))
     return tuple(out)
 
 
@@ -178,8 +175,7 @@ def _spans(
         end = _first_cut(text, place.end, limit, ends) if missing else _last_cut(text, place.end, limit, ends)
         first, last = _said(messages[place.index], text, place, start, end, opening, ends)
         kind = KINDS.get(messages[place.index]["role"], "other")
-        inside = documents_in(text[first:last]) if kind == "system" else []
-        yield CharSpan(kind, start, first, last, end, tuple((first + a, first + b) for a, b in inside))
+        yield CharSpan(kind, start, first, last, end)
         start = _last_cut(text, end, limit, ends) if missing else end
         if start > end:
             yield _gap(missing, text, end, start, opening, ends)

@@ -37,9 +37,6 @@ from .config import (
 from .distributed.joining import join_ranks
 from .distributed.ranks import ALONE, Ranks
 from .engine.admission.blueprint import Blueprint, blueprint, loaded_bytes, predicted_gain
-from .engine.admission.cost import PairCost, break_even
-from .engine.admission.time_calibration import calibrate, known_cost
-from .engine.admission.time_calibration import calibrated as pair_cost
 from .engine.engine import Engine, EngineHealth
 from .engine.handle import RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
@@ -141,7 +138,6 @@ __all__ = [
     "MemoryUse",
     "Mode",
     "ModelPair",
-    "PairCost",
     "PairMismatchError",
     "PeerLostError",
     "PlacementChoice",
@@ -177,8 +173,6 @@ __all__ = [
     "__version__",
     "as_token_ids",
     "blueprint",
-    "break_even",
-    "calibrate",
     "calibrated_heads",
     "check_same_tokenizer",
     "describe_stored",
@@ -187,14 +181,12 @@ __all__ = [
     "is_repository_id",
     "join_ranks",
     "keep_pct",
-    "known_cost",
     "lm_studio_folders",
     "load_pair",
     "loaded_bytes",
     "machine",
     "make_pair",
     "model_in",
-    "pair_cost",
     "place_of",
     "predicted_gain",
     "read_heads",

@@ -22,12 +22,14 @@ from ..config import EngineConfig
 from ..constraints import Grammars, GrammarState, ReasoningBudgetState
 from ..errors import ContextLengthError, EngineClosedError, PeerLostError
 from ..loading import ModelPair
-from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Progress
+from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Prediction, Progress
 from ..specprefill.plan import PrefillPlan
 from .admission.memory import Memory, check_limit
-from .admission.planner import Costs, Planner
+from .admission.planner import Planner
 from .caches import EngineCaches
 from .checks import check_request
+from .chunks import ChunkSizer
+from .costs import CostModel
 from .densify import Densifier
 from .handle import RequestHandle
 from .inbox import Inbox, Results
@@ -41,7 +43,6 @@ from .replay import Replay, replay_continuation
 from .rows import Rows
 from .scheduler import Scheduler
 from .sequence import Sequence
-from .slicing import Slicing
 from .speculation import Speculator
 from .stats import EngineStats
 
@@ -91,19 +92,27 @@ class Engine:
         check_limit(pair, self.config)
         self.caches = EngineCaches(pair, self.config)
         self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.slice_target_ms) or 1)
-        costs = self.costs = Costs(pair, self.config, self._thread.pause)
-        slicing = Slicing(self.config, self.scheduler, costs.longest_slice)
-        planner = Planner(pair, self.config, costs, slicing.expected)
+        self.costs = CostModel(pair, self.config)
+        chunks = ChunkSizer(self.config, self.scheduler, self.costs)
+        planner = Planner(pair, self.config, self.costs, chunks.expected)
         self.speculator = Speculator(pair, self.config, self.scheduler)
-        self.prefiller = Prefiller(pair, self.config, self.caches, planner, slicing.size, self.speculator)
-        self.memory = Memory(pair, self.config, self.caches, costs, self._thread.memory, lasting)
+        self.prefiller = Prefiller(pair, self.config, self.caches, planner, chunks.size, self.speculator)
+        self.memory = Memory(pair, self.config, self.caches, self._thread.memory, lasting)
         self.rows = Rows(pair, self.config, self.speculator)
         self.densifier = Densifier(self.prefiller, self.memory)
         self._inbox = Inbox(self.scheduler, self.config.max_queue, self._thread.wake)
         calls: dict[str, Callable[..., Any]] = {"drop": self.caches.drop, "clear": self.caches.clear}
         orders = Orders(self._inbox, pair.ranks, self._job, calls)
         self.loop = Loop(
-            self.config, orders, self.scheduler, self.memory, self.caches, slicing, self.rows, self.densifier
+            self.config,
+            orders,
+            self.scheduler,
+            self.memory,
+            self.caches,
+            chunks,
+            self.costs,
+            self.rows,
+            self.densifier,
         )
         pair.ranks.on_lost(self._lose)
         self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
@@ -135,8 +144,7 @@ class Engine:
         try:
             self._thread.add(self.loop)
             self.loop.ready.wait()
-        except BaseException:  # Ctrl-C while it measures, which can take a minute
-            self.costs.give_up()
+        except BaseException:  # Ctrl-C
             self.close()
             raise
         if self.loop.ended.is_set():
@@ -221,6 +229,14 @@ class Engine:
             return self._inbox.call(partial(self.caches.drop, name, owner), ("drop", (name, owner)))
         self._inbox.call(partial(self.caches.clear, owner), ("clear", (owner,)))
         return True
+
+    def predict(self, tokens: int, kept: int) -> Prediction:
+        """Return the times of both ways to prefill a prompt of which nothing is cached; from any thread.
+
+        Args:
+            kept: tokens that the target would see of it.
+        """
+        return self.prefiller.planner.predict(tokens, 0, kept)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 

@@ -65,8 +65,9 @@ class Job:
     work: Work | None = None
 
     def depth(self, stage: str) -> int:
-        """Tokens that the model of this stage holds already."""
-        cached = self.sequence.cached if self.sequence is not None and stage == "prefill" else 0
+        """Return how many tokens the model of this stage holds already."""
+        sequence = self.sequence
+        cached = max(sequence.cached, sequence.reused) if sequence is not None and stage == "prefill" else 0
         return cached + self.done.get(stage, 0)
 
     def advance(self) -> Event:

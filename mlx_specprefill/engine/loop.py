@@ -14,10 +14,12 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import EngineClosedError, PeerLost, RequestCancelled
-from ..request import Event, Failed, Finished, FinishReason, GenerationRequest, TokenEvent
+from ..request import Event, Failed, Finished, FinishReason, TokenEvent
 from ..token_ids import TokenIds, joined
 from .admission.memory import Memory
 from .caches import EngineCaches
+from .chunks import ChunkSizer
+from .costs import CostModel
 from .densify import Densifier, SparseTurn
 from .failures import log_failure
 from .inbox import Call
@@ -26,7 +28,6 @@ from .orders import Orders
 from .rows import Rows
 from .scheduler import Scheduler
 from .sequence import Sequence
-from .slicing import Slicing
 from .stats import Meter
 
 __all__ = ["IDLE_BEAT_S", "Loop"]
@@ -35,8 +36,8 @@ log = logging.getLogger(__name__)
 IDLE_BEAT_S = 0.5
 _QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
 _LOOK_EVERY_S = 0.5  # at the memory; not above IDLE_BEAT_S, so that it is looked at while nothing comes
-_NOTHING_S = 2e-3  # a step of a prefill that takes no longer, such as its planning, is no slice
-_TICK_SHARE = 0.25  # of `slice_target_ms`: short slices share a tick until that much time is spent
+_NOTHING_S = 2e-3  # a step of a prefill that takes no longer, such as its planning, is no chunk
+_TICK_SHARE = 0.5  # of `slice_target_ms`: within it another chunk may begin
 
 
 class Loop:
@@ -57,7 +58,8 @@ class Loop:
         scheduler: Scheduler,
         memory: Memory,
         caches: EngineCaches,
-        slicing: Slicing,
+        chunks: ChunkSizer,
+        costs: CostModel,
         rows: Rows,
         densifier: Densifier,
     ) -> None:
@@ -67,7 +69,8 @@ class Loop:
         self._scheduler = scheduler
         self._memory = memory
         self._caches = caches
-        self._slicing = slicing
+        self._chunks = chunks
+        self._costs = costs
         self._rows = rows
         self._densifier = densifier
         self._last_end = 0.0  # of a request, by the monotonic clock
@@ -83,6 +86,7 @@ class Loop:
     def begin(self) -> None:
         """Measure what a sequence costs."""
         self._memory.measure()
+        self._costs.load()
         self.ready.set()
 
     def step(self, background: bool = True, elsewhere: bool = False) -> None:
@@ -93,7 +97,7 @@ class Loop:
             elsewhere: answers of other engines wait for the tick.
         """
         self.beat = time.monotonic()
-        self._slicing.elsewhere = elsewhere
+        self._chunks.elsewhere = elsewhere
         if not self._orders.begin_step():
             return
         self._read_inbox()
@@ -110,6 +114,7 @@ class Loop:
         except PeerLost as lost:
             self.lose(lost.error)
         self._caches.close()
+        self._costs.store()
         self._memory.close()
         self.ended.set()
         self.ready.set()
@@ -143,16 +148,9 @@ class Loop:
                 continue
             self.jobs[posted.uid] = posted
             if posted.sequence is not None:
-                self._scheduler.expect(posted.uid, *self._left(posted.sequence.request))
-
-    def _left(self, request: GenerationRequest) -> tuple[int, int]:
-        """Full slices and tokens of a prompt that are not cached, as far as is known."""
-        tokens = len(request.prompt)
-        slices = self._slicing.full_slices(tokens, 0)
-        if slices == 1:
-            return slices, tokens
-        cached = self._caches.covers(request.prompt, request.usable_prefix, request.label)
-        return self._slicing.full_slices(tokens - cached, cached), tokens - cached
+                request = posted.sequence.request
+                cached = self._caches.covers(request.prompt, request.usable_prefix, request.label)
+                self._scheduler.expect(posted.uid, len(request.prompt) - cached)
 
     @property
     def rest_s(self) -> float:
@@ -195,6 +193,7 @@ class Loop:
         self._memory.balance(self.jobs.values(), self._rows.nbytes)
         if not self._returned and not self.jobs and now - self._last_end >= _QUIET_S:
             self._memory.return_spare()
+            self._costs.store()
             self._returned = True
 
     # --- from waiting to the answer ----------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ class Loop:
         while (uid := self._scheduler.next_waiting(passing)) is not None:
             job = self.jobs[uid]
             if self._has_memory(job):
-                self._scheduler.admit(uid, passing)
+                self._scheduler.admit(uid)
                 if job.sequence is not None:
                     job.sequence.started = time.perf_counter()
             elif self._scheduler.running == 0 and self._may_come(job):
@@ -249,8 +248,10 @@ class Loop:
             self._cancel(job)
 
     def _prefill(self) -> None:
-        """One slice, or several that take no longer together: of short prompts, which so can join the next step, or of
-        any in a crowd. Between them newcomers are let in."""
+        """Run one chunk, or several that begin within half of `slice_target_ms`.
+
+        So short prompts that came at once join the next decode step at once. Between chunks newcomers are let in.
+        """
         begun, job = time.perf_counter(), self._next_prefill()
         while job is not None:
             self._slice(job)
@@ -260,22 +261,16 @@ class Loop:
             self._read_inbox()
             self._admit()
             job = self._next_prefill()
-            if job is not None and spent > _NOTHING_S and spent + job.slice_s >= self._room_s:
+            if spent > max(_NOTHING_S, _TICK_SHARE * self._config.slice_target_ms / 1e3):
                 return
 
     def _next_prefill(self) -> Job | None:
         uid = self._scheduler.pick()
         return None if uid is None else self.jobs[uid]
 
-    @property
-    def _room_s(self) -> float:
-        """Seconds of a tick within which another slice may begin."""
-        share = 1.0 if self._scheduler.crowded else _TICK_SHARE
-        return share * self._config.slice_target_ms / 1e3
-
     def _slice(self, job: Job) -> None:
         begun = time.perf_counter()
-        self._slicing.begin(job)
+        self._chunks.begin(job)
         try:
             event = self._advance(job)
         except Exception as error:  # noqa: BLE001 - one job must not end the others
@@ -285,7 +280,7 @@ class Loop:
             return
         job.slice_s = self._ranks.agree("slice", lambda: time.perf_counter() - begun)
         if event is not None:
-            self._slicing.account(job, event)
+            self._chunks.account(job, event)
             self._emit(job, event)
 
     def _advance(self, job: Job) -> Event | None:
@@ -380,7 +375,7 @@ class Loop:
 
     def _forget(self, job: Job) -> None:
         self.jobs.pop(job.uid, None)
-        self._slicing.end(job)
+        self._chunks.end(job)
         self._scheduler.remove(job.uid)
         self._memory.admission.release(job.uid)
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_specprefill import Engine, EngineConfig, PairCost, SelectionConfig, known_cost
+from mlx_specprefill import Engine, EngineConfig, SelectionConfig
 from mlx_specprefill_evals.arms import ARM_KINDS, Arm
 from mlx_specprefill_evals.arms import arms as make_arms
 from mlx_specprefill_evals.command import Options, Predict
@@ -110,21 +110,20 @@ def evaluate(
         loaded = load(chosen, dtype, settings, calibrate=True)
         if not_staged:
             loaded = replace(loaded, staged="--not-staged")
-        cost = known_cost(loaded, settings.engine_config())
         with Engine(loaded, examination(selection)) as engine:
-            predict = None if cost is None else _predict(cost, settings.engine_config())
+            predict = _predict(engine, settings.engine_config())
             typer.echo(json.dumps(run(options, LocalModel(engine), _tell, predict)))
 
 
-def _predict(cost: PairCost, config: EngineConfig) -> Predict:
-    """What prefills take, by what an earlier start has measured of the pair on this machine."""
+def _predict(engine: Engine, config: EngineConfig) -> Predict:
+    """Return a function from prompt tokens and arm to the seconds of a prefill, as the engine predicts them."""
 
     def seconds(tokens: int, arm: Arm) -> float:
         share = config.policy.keep_pct if arm.keep is None else arm.keep
         kept = max(1, round(share * tokens))
         if arm.kind == "full":
-            return cost.target.prefill_ms(tokens) / 1e3
-        return (cost.predict(tokens, kept).sparse_ms if arm.asks_draft else cost.target.prefill_ms(kept)) / 1e3
+            return engine.predict(tokens, kept).full_ms / 1e3
+        return (engine.predict(tokens, kept).sparse_ms if arm.asks_draft else engine.predict(kept, kept).full_ms) / 1e3
 
     return seconds
 

@@ -25,7 +25,6 @@ from mlx_specprefill import (
     Failed,
     Finished,
     GenerationRequest,
-    PairCost,
     PrefillReport,
     SpecPrefillError,
     SpecPrefillOptions,
@@ -58,11 +57,6 @@ class Plan:
     @property
     def requests(self) -> int:
         return 2 * (len(self.lengths) * self.repeats + 1)
-
-    def predicted_s(self, cost: PairCost, share: float) -> float:
-        """About how long it takes, without loading and answers."""
-        once = [cost.predict(tokens, max(1, round(share * tokens))) for tokens in self.lengths]
-        return self.repeats * sum(each.full_ms + each.sparse_ms for each in once) / 1e3
 
 
 @dataclass(frozen=True, slots=True)

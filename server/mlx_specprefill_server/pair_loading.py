@@ -16,13 +16,9 @@ from mlx_specprefill import (
     LoadedModels,
     ModelPair,
     Ranks,
-    SpecPrefillPolicy,
     calibrated_heads,
     load_pair,
     machine,
-    make_pair,
-    pair_cost,
-    read_heads,
     with_heads,
 )
 
@@ -34,8 +30,6 @@ logger = logging.getLogger(__name__)
 __all__ = ["ONE_SHOT", "Tell", "load", "make_settings", "only_given", "silent"]
 
 ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
-_LONG = 8192  # tokens of the prompt by whose predicted times a draft is compared with the target's own layers
-_ONE_SHOT_THRESHOLD = SpecPrefillPolicy().threshold  # measuring takes longer than one request saves
 
 Tell = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 """Says what is being done while it lasts; what it gives takes how much of it is done, of models megabytes."""
@@ -52,7 +46,7 @@ def only_given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value not in (None, (), [])}
 
 
-def make_settings(pair: Described, *, one_shot: bool = False, **given: Any) -> Settings:
+def make_settings(pair: Described, **given: Any) -> Settings:
     """Options first, then the environment, then the pair's own values, then the built-in defaults.
 
     Args:
@@ -61,7 +55,7 @@ def make_settings(pair: Described, *, one_shot: bool = False, **given: Any) -> S
     options = only_given(given)
     known = Settings(**options).model_fields_set
     pair_says = {
-        "specprefill_threshold": _ONE_SHOT_THRESHOLD if one_shot and pair.threshold is None else pair.threshold,
+        "specprefill_threshold": pair.threshold,
         "specprefill_keep_pct": pair.keep_pct,
         "rule": pair.rule,
         "model_alias": pair.alias,
@@ -124,42 +118,7 @@ def load(
         made = made if found is None else with_heads(made, found, exit_early=early)
     if pair.draft is None and made.stages is None:
         return _alone(made)
-    if pair.scorer == "auto" and not ranks.several and settings is not None and calibrate:
-        made = _faster(made, pair, settings, tell)
     return made
-
-
-def _faster(drafted: ModelPair, pair: Pair, settings: Settings, tell: Tell) -> ModelPair:
-    """The pair as it is, or without its draft where its target is predicted to read a long prompt faster in stages.
-
-    What is not needed is given back with its last reference.
-    """
-    own = _without_draft(drafted, pair, settings, tell)
-    if own is None or drafted.sparse_refusal is not None:
-        return own or drafted
-    config = settings.engine_config()
-    with tell("Measuring the draft and the target's own first layers, once") as progress:
-        drafted_cost, own_cost = (pair_cost(one, config, pause=lambda: progress(0, 0)) for one in (drafted, own))
-        costs = drafted_cost, own_cost
-    if costs[0] is None or costs[1] is None:
-        return drafted
-    length = min(_LONG, drafted.context_length)
-    kept = max(1, round(float(config.policy.keep_pct) * length))
-    by_draft, staged = (cost.predict(length, kept).sparse_ms / 1e3 for cost in costs if cost is not None)
-    logger.info("%d tokens: predicted %.2f s with the draft, %.2f s without", length, by_draft, staged)
-    return own if staged < by_draft else drafted
-
-
-def _without_draft(drafted: ModelPair, pair: Pair, settings: Settings, tell: Tell) -> ModelPair | None:
-    """The same target, which scores for itself; None if it can't."""
-    config, mtp = drafted.target_config, drafted.mtp
-    own = make_pair(drafted.target, drafted.tokenizer, config, target_id=drafted.target_id, draft="self", mtp=mtp)
-    beside = Path(pair.target).expanduser() / "heads.json"
-    heads = read_heads(beside) if beside.is_file() else _heads(own, settings, True, tell)
-    if heads is None:
-        return None
-    own = with_heads(own, heads)
-    return own if own.stages is not None and own.sparse_refusal is None else None
 
 
 def _alone(pair: ModelPair) -> ModelPair:

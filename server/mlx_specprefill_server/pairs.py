@@ -42,7 +42,6 @@ class Described(BaseModel):
 
     `alias` is the id that clients see, `draft_layers` how many of the draft's first layers read the prompt,
     `draft_heads` a file of retrieval heads for them, `heads` a file of the draft's calibrated heads.
-    `scorer` "auto" takes the target's own first layers in place of the draft where they are predicted to be faster.
     `dtype` and `rule` are those of the options, `context` the tokens of prompt and answer at most.
 
     Among several models in one server: `aliases` are further ids, `memory_share` how much of the memory limit it may
@@ -54,7 +53,6 @@ class Described(BaseModel):
     draft_layers: int | None = Field(default=None, ge=1)
     draft_heads: str | None = None
     heads: str | None = None
-    scorer: Literal["draft", "auto"] = "draft"
     threshold: int | None = Field(default=None, ge=0)
     keep_pct: Annotated[float, Field(gt=0, le=1)] | None = None
     alias: str | None = None

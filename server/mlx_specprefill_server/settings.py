@@ -131,7 +131,11 @@ class Settings(BaseSettings):
     forced_rule: ForcedRule = ENGINE.selection.forced
     chunk_size: int = Field(default=ENGINE.selection.chunk_size, ge=1)  # tokens
     speculative: SpeculationName = ENGINE.speculation.strategy  # how answers are drafted when a request doesn't say
-    prefill_step: int = ENGINE.prefill_step
+    prefill_step: int = Field(
+        default_factory=lambda: ENGINE.prefill_step,
+        ge=1,
+        description="Tokens of a prefill chunk: 2048 on a GPU, 256 on a CPU.",
+    )
     max_queue: int = Field(default=ENGINE.max_queue, description="Requests waiting for the engine; above that 503.")
     max_rows: int = Field(default=ENGINE.max_rows, ge=1)
     target_itl_ms: float = Field(

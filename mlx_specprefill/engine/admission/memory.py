@@ -20,7 +20,6 @@ from .admission import Admission, Footprint
 from .common import CommonMemory
 from .footprint import hidden_bytes, measure_footprint, measure_head_footprint, weight_bytes, weights_by_array
 from .ledger import Ledger, cache_bytes
-from .planner import Costs
 
 __all__ = ["Memory", "check_limit"]
 
@@ -41,14 +40,12 @@ class Memory:
         pair: ModelPair,
         config: EngineConfig,
         caches: EngineCaches,
-        costs: Costs,
         common: CommonMemory | None = None,
         lasting: bool = False,
     ) -> None:
         self._pair = pair
         self._config = config
         self._caches = caches
-        self._costs = costs
         self._target = self._draft = self._head = Footprint(0, 0, 0)
         self._weights = (0, 0)  # bytes of target and draft
         self._window: int | None = None  # of the rank with the least room, where that is another one
@@ -79,9 +76,8 @@ class Memory:
         self._weights, self.parameters = _weights(pair), weights_by_array(pair.target, pair.draft)
         self.common.join(self)
         try:
-            self._costs.measure()
-            self._target = measure_footprint(pair.target, self._costs.longest_slice("prefill"))
-            self._draft = measure_footprint(pair.draft, self._costs.longest_slice("draft"))
+            self._target = measure_footprint(pair.target, self._config.prefill_step)
+            self._draft = measure_footprint(pair.draft, self._config.prefill_step)
             self._head = measure_head_footprint(pair.mtp)
             self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
         except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -10,62 +9,28 @@ from ...config import EngineConfig
 from ...loading import ModelPair
 from ...request import GenerationRequest, Prediction
 from ...specprefill.plan import PrefillPlan, plan_prefill
-from .cost import PairCost
-from .time_calibration import calibrated
+from ..costs import CostModel
 
-__all__ = ["Costs", "Planner"]
-
-
-class Costs:
-    """What target and draft take on this machine.
-
-    Args:
-        pause: called between two measured forwards, on the MLX thread.
-
-    Attributes:
-        measured: None before `measure`, where measuring failed, and where a fixed threshold decides.
-    """
-
-    def __init__(self, pair: ModelPair, config: EngineConfig, pause: Callable[[], None] = lambda: None) -> None:
-        self._pair = pair
-        self._config = config
-        self._pause = pause
-        self.measured: PairCost | None = None
-        self._given_up = threading.Event()
-
-    def give_up(self) -> None:
-        """From any thread: end a `measure` in work, soon and without a result."""
-        self._given_up.set()
-
-    def measure(self) -> None:
-        """On the MLX thread."""
-        if self._config.policy.threshold is None:
-            self.measured = calibrated(self._pair, self._config, self._given_up.is_set, self._pause)
-
-    def longest_slice(self, kind: str) -> int:
-        """Tokens per forward of "draft" or "prefill" above which a prompt is read more slowly, as far as is known."""
-        if self.measured is None:
-            return self._config.prefill_step
-        target, draft = self.measured.steps(self._config.prefill_step)
-        return draft if kind == "draft" else target
+__all__ = ["Planner"]
 
 
 class Planner:
     """Plans prefills, from any thread.
 
     Args:
-        slice_size: tokens of a forward of "draft" or "prefill", as far as is known; from any thread.
+        chunk_size: returns the tokens of a forward of "draft" or "prefill".
     """
 
-    def __init__(self, pair: ModelPair, config: EngineConfig, costs: Costs, slice_size: Callable[[str], int]) -> None:
+    def __init__(
+        self, pair: ModelPair, config: EngineConfig, costs: CostModel, chunk_size: Callable[[str], int]
+    ) -> None:
         self._pair = pair
         self._config = config
         self._costs = costs
-        self._slice_size = slice_size
+        self._chunk_size = chunk_size
 
     def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
-        """How to prefill a request of which the target's cache holds the first `cached` tokens; None: not known yet."""
-        cost = self._costs.measured
+        """Plan a request of which the target's cache holds the first `cached` tokens; None: not known yet."""
         return plan_prefill(
             request,
             self._config,
@@ -73,19 +38,20 @@ class Planner:
             # How many tokens a draft with another tokenizer reads is known once it has them.
             draft_context=self._pair.draft_context if self._pair.mapping is None else None,
             cached_tokens=cached,
-            predict=None if cost is None else partial(self._predict, cost, len(request.prompt), cached or 0),
+            predict=partial(self.predict, len(request.prompt), cached or 0) if self._pair.drafted else None,
         )
 
     def selects(self, new: int, wanted: int, held: int) -> bool:
-        """Whether it pays to read only `wanted` of `new` tokens behind `held` others, once the draft has read them."""
-        cost, policy = self._costs.measured, self._config.policy
-        if cost is None:
-            return new > policy.long_prompt
-        step = self._slice_size("prefill")
-        every, some = (cost.target.prefill_ms(tokens, held, step) for tokens in (new, wanted))
-        return Prediction(every, some).pays(policy)
+        """Return whether it pays to read only `wanted` of `new` tokens behind `held` others."""
+        policy = self._config.policy
+        if policy.threshold is not None:
+            return new > policy.threshold
+        step, cost = self._chunk_size("prefill"), self._costs.cost("target")
+        return Prediction(cost.prefill_ms(new, held, step), cost.prefill_ms(wanted, held, step)).pays(policy)
 
-    def _predict(self, cost: PairCost, tokens: int, cached: int, kept: int) -> Prediction:
-        """The draft's cache is taken to hold what the target's holds."""
-        steps = self._slice_size("prefill"), self._slice_size("draft")
-        return cost.predict(tokens, kept, cached, cached, steps)
+    def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
+        """Return the times of both ways to prefill a prompt, if the target sees `kept` of its uncached tokens.
+
+        The draft's cache is taken to hold what the target's holds.
+        """
+        return self._costs.predict(tokens, kept, cached, (self._chunk_size("prefill"), self._chunk_size("draft")))

@@ -11,7 +11,6 @@ from typer.core import TyperGroup
 from mlx_specprefill import __version__
 
 from .benching import bench
-from .calibrating import calibrate
 from .connecting import connect
 from .examining import doctor
 from .generating import generate
@@ -50,7 +49,7 @@ app = typer.Typer(
 app.command(cls=SettingsCommand)(serve)
 app.command()(pull)
 app.command("list")(list_models)
-for command in (show, rm, recommend, connect, generate, inspect, calibrate, bench, warm, doctor):
+for command in (show, rm, recommend, connect, generate, inspect, bench, warm, doctor):
     app.command()(command)
 app.add_typer(service_app, name="service")
 

@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from mlx_specprefill import Engine, ModelPair, PairCost, SparseUnsupportedError, pair_cost
+from mlx_specprefill import Engine, ModelPair, SparseUnsupportedError
 
 from ..benchmark import BenchmarkError, Plan, file_name, load_before, measure, record
 from ..benchmark_picture import picture
-from ..settings import Settings
-from .common import ONE_SHOT, begin, choose, duration, make_settings, notes, one_line_errors
+from .common import ONE_SHOT, begin, choose, make_settings, notes, one_line_errors
 from .loading import load
 from .options import Draft, DraftLayers, Dtype, HeadsFile, Keep, Level, NoDraft, PairName, PairsFile, Target
 
@@ -49,20 +48,16 @@ def bench(
 ) -> None:
     """Measure the time to the first token of a pair on this machine, sparse against full.
 
-    Says first about how long it takes. Leave the machine alone meanwhile. Nothing that names a person, a host or a
+    Leave the machine alone meanwhile. Nothing that names a person, a host or a
     folder is in what --out and --submit write.
     """
     load_then = load_before()
     begin(log_level)
     with one_line_errors():
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
-        settings = make_settings(chosen, one_shot=True, specprefill_keep_pct=keep, **ONE_SHOT)
+        settings = make_settings(chosen, specprefill_keep_pct=keep, **ONE_SHOT)
         loaded = load(chosen, dtype, settings, calibrate=True)
         plan = Plan(fitting(lengths, loaded), settings.specprefill_keep_pct, repeats)
-        cost = _cost(loaded, settings)
-        if cost is not None:
-            share = float(settings.engine_config().policy.keep_pct)
-            notes().print(f"{plan.requests} prompts, about {duration(plan.predicted_s(cost, share))} on this machine")
         with Engine(loaded, settings.engine_config()) as engine:
             measured = record(engine, chosen.alias or loaded.target_id, plan, _measured(engine, plan), load_then)
         Console().print(_table(measured))
@@ -81,11 +76,6 @@ def fitting(lengths: list[int] | None, pair: ModelPair) -> tuple[int, ...]:
     if lengths and max(lengths) > longest:
         raise BenchmarkError(f"--length {max(lengths)}: the pair takes {longest} tokens at most")
     return tuple(sorted(set(lengths or [length for length in LENGTHS if length <= longest] or [longest])))
-
-
-def _cost(pair: ModelPair, settings: Settings) -> PairCost | None:
-    with notes().status("Measuring what both models cost, up to a minute, to say how long this takes"):
-        return pair_cost(pair, settings.engine_config())
 
 
 def _measured(engine: Engine, plan: Plan) -> list[Any]:

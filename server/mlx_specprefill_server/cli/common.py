@@ -116,11 +116,9 @@ def choose(
     if no_draft and draft not in (None, "self"):
         raise OptionError(f"--no-draft and --draft {draft} exclude each other")
     if target is not None:
-        if draft == "auto":
-            raise OptionError("--draft auto needs a pair with a draft")
         return Pair(target=target, draft=draft, draft_layers=draft_layers, draft_heads=draft_heads)
-    if draft not in (None, "self", "auto"):
-        raise OptionError("--draft needs --target, unless it is self or auto")
+    if draft not in (None, "self"):
+        raise OptionError("--draft needs --target, unless it is self")
     if name is None and pairs_file is not None:
         raise OptionError("--pairs-file needs --pair")
     found = _default_pair() if name is None else find_pair(name, pairs_file)
@@ -128,10 +126,6 @@ def choose(
         draft = "self"
     # Heads fit one depth: all three change together.
     changed = {"draft_layers": draft_layers, "draft_heads": draft_heads, "heads": None}
-    if draft == "auto":
-        if found.draft in (None, "self"):
-            raise OptionError("--draft auto needs a pair with a draft")
-        return found.model_copy(update={"scorer": "auto"})
     if draft is not None:
         return found.model_copy(update={"draft": draft, **changed})
     return found if draft_layers is None and draft_heads is None else found.model_copy(update=changed)

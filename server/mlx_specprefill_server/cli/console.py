@@ -13,12 +13,12 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from mlx_specprefill import PairCost, PrefillReport, Progress, SpecPrefillPolicy, shape_work
+from mlx_specprefill import PrefillReport, Progress, shape_work
 
 from ..explaining.explained import ExplainedChunk
 from ..explaining.heatmap import chunk_state
 
-__all__ = ["StageBars", "chunk_table", "cost_table", "stage_bars", "stage_summary", "stage_table", "work_table"]
+__all__ = ["StageBars", "chunk_table", "stage_bars", "stage_summary", "stage_table", "work_table"]
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens
 _PREVIEW = 60  # characters of a run's text in the table
@@ -112,18 +112,6 @@ def chunk_table(chunks: Sequence[ExplainedChunk], *, dropped_too: bool) -> Table
     table.add_column("text", no_wrap=True, overflow="ellipsis")
     for *cells, (_, _, run) in zip(*columns.values(), shown, strict=True):
         table.add_row(*cells, Text(" ".join("".join(chunk.text for chunk in run).split())[:_PREVIEW]))
-    return table
-
-
-def cost_table(cost: PairCost, policy: SpecPrefillPolicy, longest: int) -> Table:
-    """Predicted times of both ways to prefill, for uncached prompts up to `longest` tokens."""
-    table = _numbers("tokens", "full s", "sparse s", "speed-up", "sparse?")
-    table.title = f"Predicted, keep {float(policy.keep_pct):g}"
-    for tokens in filter(lambda length: length <= longest, _LENGTHS):
-        predicted = cost.predict(tokens, max(1, round(float(policy.keep_pct) * tokens)))
-        full, sparse = predicted.full_ms / 1e3, predicted.sparse_ms / 1e3
-        pays = "yes" if predicted.pays(policy) else "no"
-        table.add_row(f"{tokens:,}", f"{full:,.2f}", f"{sparse:,.2f}", f"{full / sparse:.2f}", pays)
     return table
 
 

@@ -89,7 +89,6 @@ def generate(
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         settings = make_settings(
             chosen,
-            one_shot=True,
             rule=rule,
             chunk_size=chunk_size,
             forced_rule=forced,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mlx_specprefill import Engine, GenerationRequest, Inspection, PairCost, keep_pct, known_cost
+from mlx_specprefill import Engine, GenerationRequest, Inspection, keep_pct
 
 from ..explaining.explained import ExplainedChunk, explain_chunks
 from ..explaining.heatmap import render_heatmap
@@ -18,7 +18,6 @@ from .common import (
     OptionError,
     begin,
     choose,
-    duration,
     make_prompt,
     make_settings,
     notes,
@@ -83,12 +82,9 @@ def inspect(
         text = read_text(prompt_file)
         options = options_of(None, keep)
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
-        settings = make_settings(
-            chosen, one_shot=True, rule=rule, chunk_size=chunk_size, forced_rule=forced, **ONE_SHOT
-        )
+        settings = make_settings(chosen, rule=rule, chunk_size=chunk_size, forced_rule=forced, **ONE_SHOT)
         with Engine(load(chosen, dtype, settings), settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)
-            notes().print(_cost(known_cost(engine.pair, settings.engine_config()), len(prompt.tokens)))
             inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))
             chunks = explain_chunks(engine.pair.tokenizer, prompt.tokens, inspection)
             _show(inspection, chunks, dropped_too=show_dropped)
@@ -96,14 +92,6 @@ def inspect(
                 names = f"target {engine.pair.target_id}, draft {engine.pair.draft_id or 'none'}"
                 html.write_text(render_heatmap(inspection, chunks, names), encoding="utf-8")
                 notes().print(f"Heat map written to {html}", markup=False)
-
-
-def _cost(cost: PairCost | None, tokens: int) -> str:
-    """What reading the prompt with the draft will take, as far as that is known."""
-    if cost is None:
-        return f"{tokens:,} tokens; mlx-specprefill calibrate would tell how long the draft takes to read them"
-    seconds = cost.draft.prefill_ms(round(tokens * cost.draft_ratio), step=cost.draft_step) / 1e3
-    return f"{tokens:,} tokens; the draft reads them in about {duration(seconds)}"
 
 
 def _inspect(engine: Engine, request: GenerationRequest) -> Inspection:

@@ -1,0 +1,342 @@
+"""Predicted times of prefills, learnt from the chunks that run anyway.
+
+A forward over n tokens behind s others takes `fixed + token * n + pair * n * (s + n / 2)` milliseconds. The fixed part
+is what a forward costs whatever its length. It is small in dense models and large in mixtures of experts, whose experts
+are nearly all read by any chunk of a hundred tokens or more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from .._replacing import replace_text
+from ..cache.fingerprint import model_identity
+from ..cache.positioned import leaves
+from ..config import EngineConfig
+from ..loading import ModelPair
+from ..request import Prediction
+
+__all__ = ["CostModel", "ForwardCost", "ForwardKind", "LearntCost", "prior_cost"]
+
+log = logging.getLogger(__name__)
+
+ForwardKind = Literal["draft", "target", "upper", "select"]
+"""The draft, the whole target, the target's layers behind those that scored the prompt, and choosing the tokens."""
+
+_REMEMBERED = 96  # forwards
+_HALF_LIFE = 12  # forwards after which an observation counts half: a machine that became busy is followed
+_LEAST_TOKENS = 16  # of a forward whose time says something
+_TAIL = 32  # a longer prompt's last tokens are read in a forward of their own
+_ROUNDS = 12
+_EXACT = 1e-3  # relative error below which observations count alike
+_RIDGE = 1e-9  # keeps a system solvable whose observations are all alike
+_SUBSETS = [list(chosen) for size in (1, 2, 3) for chosen in combinations(range(3), size)]  # of the three coefficients
+# (tokens, depth) at which the prior stands in for observations, and the weight of each beside a fresh one.
+_PRIOR_POINTS = ((32, 0), (256, 512), (1024, 4096), (2048, 16384))
+_PRIOR_WEIGHT = 0.1
+_AGREES = 0.05  # relative error of a new observation that needs no new fit
+# Floating-point operations per second that a prior assumes. The first forwards correct it.
+_PRIOR_RATE = {"gpu": 5e12, "cpu": 5e10}
+# Tokens whose time the fixed part takes: fitted to published prefill times of mixtures of experts (140 and 161).
+_PRIOR_FIXED_MOE, _PRIOR_FIXED_DENSE = 150, 16
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCost:
+    """Milliseconds of a forward of one model: fixed, per token, and per pair of a token and one that it attends to."""
+
+    fixed: float
+    token: float
+    pair: float
+
+    def ms(self, tokens: int, depth: int = 0) -> float:
+        """Return the time of one forward over `tokens` behind `depth` others."""
+        return self.fixed + tokens * (self.token + self.pair * (depth + tokens / 2))
+
+    def prefill_ms(self, tokens: int, depth: int, step: int) -> float:
+        """Return the time of a prefill in forwards of `step` tokens."""
+        if tokens <= 0:
+            return 0.0
+        before = math.ceil((tokens - _TAIL) / step) if tokens > 2 * _TAIL else 0
+        return self.fixed * before + self.ms(tokens, depth)
+
+    def fitting(self, ms: float, depth: int) -> int:
+        """Return the most tokens behind `depth` others that one forward reads in `ms`; 0 if it can't."""
+        rest = ms - self.fixed
+        if rest <= 0:
+            return 0
+        first = max(self.token + self.pair * depth, 1e-9)
+        if self.pair * rest < 1e-9:
+            return int(rest / first)
+        return int((math.sqrt(first * first + 2 * self.pair * rest) - first) / self.pair)
+
+    def losing(self, share: float, depth: int) -> int:
+        """Return the fewest tokens of a forward of which the fixed part takes at most this share."""
+        return math.ceil(self.fixed * (1 - share) / share / max(self.token + self.pair * depth, 1e-9))
+
+    def scaled(self, factor: float) -> ForwardCost:
+        return ForwardCost(*(factor * part for part in (self.fixed, self.token, self.pair)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    tokens: int
+    depth: int
+    ms: float
+
+
+class LearntCost:
+    """The cost of one kind of forward. Written by the MLX thread, read by any.
+
+    Other work on the machine only ever slows a forward down. So the fit has the smallest sum of relative errors, not
+    of their squares: half of the observations may be slow without moving it far.
+
+    Args:
+        prior: the cost before anything was observed. Afterwards its shape counts a little, at the observed speed.
+    """
+
+    def __init__(self, prior: ForwardCost) -> None:
+        self._prior = prior
+        self._seen: deque[_Forward] = deque(maxlen=_REMEMBERED)
+        self._cost = prior
+        self.count = 0
+
+    @property
+    def cost(self) -> ForwardCost:
+        return self._cost
+
+    @property
+    def speed(self) -> float | None:
+        """How many times slower this machine is than the prior says; None before anything was observed."""
+        ratios = [seen.ms / max(self._prior.ms(seen.tokens, seen.depth), 1e-9) for seen in tuple(self._seen)]
+        return statistics.median(ratios) if ratios else None
+
+    def assume(self, prior: ForwardCost) -> None:
+        """Replace the prior, unless there are observations."""
+        if not self._seen:
+            self._prior = self._cost = prior
+
+    def observe(self, tokens: int, depth: int, ms: float) -> None:
+        """Learn that a forward over `tokens` behind `depth` others took `ms`."""
+        if tokens < _LEAST_TOKENS or ms <= 0:
+            return
+        self._seen.append(_Forward(tokens, depth, ms))
+        self.count += 1
+        if self.count < _HALF_LIFE or abs(self._cost.ms(tokens, depth) / ms - 1) > _AGREES:
+            self._cost = self._fit()
+
+    def _fit(self) -> ForwardCost:
+        newest = len(self._seen) - 1
+        weighted = [(seen, 2 ** ((index - newest) / _HALF_LIFE)) for index, seen in enumerate(self._seen)]
+        prior = self._prior.scaled(self.speed or 1.0)
+        weighted += [(_Forward(n, s, prior.ms(n, s)), _PRIOR_WEIGHT) for n, s in _PRIOR_POINTS if prior.ms(n, s) > 0]
+        columns = [(1.0, f.tokens, f.tokens * (f.depth + f.tokens / 2)) for f, _ in weighted]
+        relative = np.array(columns) / np.array([f.ms for f, _ in weighted])[:, None]
+        return ForwardCost(*_least_errors(relative, np.array([weight for _, weight in weighted])))
+
+
+def _least_errors(rows: np.ndarray, weights: np.ndarray) -> list[float]:
+    """Return the non-negative coefficients with the smallest weighted sum of |1 - rows @ coefficients|.
+
+    By least squares whose weights follow the errors.
+    """
+    scale = np.maximum(np.sqrt((rows**2).mean(axis=0)), 1e-30)  # the columns differ by many orders of magnitude
+    rows, current = rows / scale, weights
+    for _ in range(_ROUNDS):
+        found = _non_negative(rows, current)
+        current = weights / np.maximum(np.abs(1 - rows @ found), _EXACT)
+    return [float(value) for value in found / scale]
+
+
+def _non_negative(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Solve the weighted least squares of `rows @ coefficients = 1` for coefficients that are not negative."""
+    weighted = rows * weights[:, None]
+    matrix, vector = weighted.T @ rows + _RIDGE * weights.sum() * np.eye(3), weighted.sum(axis=0)
+    best, gain = np.zeros(3), 0.0
+    for chosen in _SUBSETS:
+        values = np.linalg.solve(matrix[np.ix_(chosen, chosen)], vector[chosen])
+        explained = float(values @ vector[chosen])
+        if (values >= 0).all() and explained > gain:
+            best, gain = np.zeros(3), explained
+            best[chosen] = values
+    return best
+
+
+class CostModel:
+    """What target and draft cost on this machine, for the gate, the chunks, predictions and progress.
+
+    Args:
+        pair: whose models run.
+        config: `calibration_file` keeps the costs between starts.
+    """
+
+    def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
+        self._ratio = pair.draft_ratio
+        self._staged = pair.stages is not None
+        self._file = config.calibration_file
+        target = prior_cost(pair.target, pair.target_config)
+        draft = ForwardCost(0, 0, 0) if pair.draft is None else prior_cost(pair.draft, pair.draft_config or {})
+        priors: dict[ForwardKind, ForwardCost] = {
+            "draft": draft,
+            "target": target,
+            "upper": _without(target, draft),
+            "select": ForwardCost(0, 0, 0),
+        }
+        self._learnt = {kind: LearntCost(prior) for kind, prior in priors.items()}
+        self._pair = pair
+        self._stored = 0  # observations at the latest `store`
+
+    def cost(self, kind: ForwardKind) -> ForwardCost:
+        """Return the cost of one forward. A kind that never ran is taken to miss its prior by as much as the others."""
+        learnt = self._learnt[kind]
+        if learnt.count:
+            return learnt.cost
+        speeds = [
+            speed for other in self._learnt.values() if (speed := other.speed) is not None and other is not learnt
+        ]
+        return learnt.cost.scaled(statistics.median(speeds)) if speeds else learnt.cost
+
+    def observe(self, kind: ForwardKind, tokens: int, depth: int, ms: float) -> None:
+        """Learn from a forward. MLX thread only."""
+        self._learnt[kind].observe(tokens, depth, ms)
+
+    def predict(
+        self, tokens: int, kept: int, cached: int, steps: tuple[int, int], draft_cached: int | None = None
+    ) -> Prediction:
+        """Return the times of both ways to continue a prompt. From any thread.
+
+        Args:
+            tokens: of the whole prompt.
+            kept: tokens of the uncached rest that the target would see.
+            cached: prompt tokens that the target's cache holds; `draft_cached` the draft's, None: as many.
+            steps: tokens per forward of target and draft.
+        """
+        step, draft_step = steps
+        full = self.cost("target").prefill_ms(tokens - cached, cached, step)
+        held = cached if draft_cached is None else draft_cached
+        new = round((tokens - held) * self._ratio)
+        draft = self.cost("draft").prefill_ms(new, round(held * self._ratio), draft_step)
+        chosen = self._learnt["select"].cost.ms(tokens)
+        upper = self.cost("upper" if self._staged else "target").prefill_ms(kept, cached, step)
+        return Prediction(full, draft + chosen + upper)
+
+    # --- between starts ----------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Take over what an earlier start has learnt about these models on this machine. MLX thread only."""
+        if self._file is None:
+            return
+        stored = _read(self._file).get(self._key)
+        for kind, learnt in self._learnt.items():
+            if (known := _known(stored, kind)) is not None:
+                learnt.assume(known)
+
+    def store(self) -> None:
+        """Keep what was learnt since, for the next start. MLX thread only."""
+        count = sum(learnt.count for learnt in self._learnt.values())
+        if self._file is None or count == self._stored:
+            return
+        self._stored = count
+        costs = {kind: [cost.fixed, cost.token, cost.pair] for kind, cost in self._costs() if cost.token or cost.fixed}
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(self._file, json.dumps(_read(self._file) | {self._key: costs}, indent=1))
+        except OSError as error:
+            log.warning("the learnt costs could not be kept: %s", error)
+
+    def _costs(self) -> Iterator[tuple[ForwardKind, ForwardCost]]:
+        for kind, learnt in self._learnt.items():
+            if learnt.count:
+                yield kind, learnt.cost
+
+    @property
+    def _key(self) -> str:
+        pair = self._pair
+        models = [model_identity(pair.target, pair.target_config)]
+        if pair.draft is not None:
+            models.append(model_identity(pair.draft, pair.draft_config or {}))
+        name = mx.device_info().get("device_name") or platform.machine()
+        threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.cpu_count()
+        return ":".join(map(str, ("chunks", *models, mx.default_device(), name, threads, version("mlx"))))
+
+
+def prior_cost(model: nn.Module, config: Mapping[str, Any]) -> ForwardCost:
+    """Return the cost that a model's work suggests before it has run: active parameters, and attention by layer.
+
+    Args:
+        config: its config.json.
+    """
+    text = {**config, **config.get("text_config", {})}
+    active, experts = _active_parameters(model, text)
+    rate = _PRIOR_RATE["gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"] / 1e3  # per millisecond
+    token = 2 * active / rate
+    width = int(text.get("num_attention_heads", 1)) * int(text.get("head_dim") or 128)
+    attending = sum(isinstance(part, KVCache) for part in leaves(make_prompt_cache(model)))
+    fixed = _PRIOR_FIXED_MOE if experts else _PRIOR_FIXED_DENSE
+    return ForwardCost(fixed * token, token, 4 * width * attending / rate)
+
+
+def _active_parameters(model: nn.Module, config: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return how many weights a token meets, and whether there are experts."""
+    total, experts = 0, False
+    for module in model.modules():
+        if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
+            used = next((int(config[key]) for key in _USED_EXPERTS if config.get(key)), 1)
+            total += _elements(module) * used // max(int(module.weight.shape[0]), 1)
+            experts = True
+        elif isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+            total += _elements(module)
+    return total, experts
+
+
+_USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
+
+
+def _elements(module: nn.Module) -> int:
+    bits = int(getattr(module, "bits", 32))  # packed weights are counted in words of 32 bits
+    return int(module.weight.size) * 32 // bits
+
+
+def _without(whole: ForwardCost, first: ForwardCost) -> ForwardCost:
+    """Return the cost of the layers behind the first ones."""
+    parts = ((whole.fixed, first.fixed), (whole.token, first.token), (whole.pair, first.pair))
+    return ForwardCost(*(max(0.0, all_of_it - some) for all_of_it, some in parts))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the stored costs by key; those of a file that can't be read are none."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        log.warning("%s can't be read: costs are learnt anew", file)
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _known(stored: Any, kind: str) -> ForwardCost | None:
+    """Return a stored cost; None where there is none, or something else."""
+    values = stored.get(kind) if isinstance(stored, dict) else None
+    if not isinstance(values, list) or len(values) != 3 or not all(isinstance(value, int | float) for value in values):
+        return None
+    usable = all(math.isfinite(value) and value >= 0 for value in values) and any(values)
+    return ForwardCost(*map(float, values)) if usable else None

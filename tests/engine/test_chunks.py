@@ -1,0 +1,160 @@
+"""Chunks against a fake clock: whole machines whose forwards take what was published for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from mlx_specprefill import EngineConfig
+from mlx_specprefill.engine.chunks import ChunkSizer
+from mlx_specprefill.engine.costs import ForwardCost, LearntCost
+from mlx_specprefill.engine.handle import RequestHandle
+from mlx_specprefill.engine.job import Job, ignore
+from mlx_specprefill.engine.scheduler import Scheduler
+from mlx_specprefill.request import Progress
+
+from .test_costs import MACHINES
+
+DENSE = {"27B dense, M2 Max": MACHINES["27B dense, M2 Max"], "2B draft, M2 Ultra": ForwardCost(10, 0.33, 5e-6)}
+GPU = EngineConfig(prefill_step=2048)
+
+
+@dataclass
+class Costs:
+    """Learns about the target alone, from a prior that is five times too slow."""
+
+    law: ForwardCost
+    learnt: LearntCost = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.learnt = LearntCost(self.law.scaled(5))
+
+    def cost(self, kind: str) -> ForwardCost:
+        return self.learnt.cost
+
+    def observe(self, kind: str, tokens: int, depth: int, ms: float) -> None:
+        self.learnt.observe(tokens, depth, ms)
+
+
+class Machine:
+    """Prefills of one machine, by its law instead of by MLX."""
+
+    def __init__(self, law: ForwardCost, beside: bool = False, config: EngineConfig = GPU) -> None:
+        self.law, self.scheduler, self.costs = law, Scheduler(), Costs(law)
+        self.sizer = ChunkSizer(config, self.scheduler, self.costs)  # type: ignore[arg-type]
+        if beside:
+            self.scheduler.add(0)
+            self.scheduler.admit(0)
+            self.scheduler.to_decode(0)
+        self.uid = 0
+
+    def prefill(self, tokens: int, background: bool = False) -> list[tuple[int, float]]:
+        """Read a prompt; the tokens and milliseconds of each chunk but the last, which has 32 tokens."""
+        self.uid += 1
+        job = Job(self.uid, ignore, RequestHandle(), iter(()), background=background)  # type: ignore[arg-type]
+        (self.scheduler.add_background if background else self.scheduler.add)(self.uid)
+        if not background:
+            self.scheduler.admit(self.uid)
+        chunks, done = [], 0
+        while done < tokens:
+            self.sizer.begin(job)
+            size = min(self.sizer.size("prefill"), tokens - 32 - done) if done < tokens - 32 else 32
+            ms = self.law.ms(size, done)
+            done += size
+            job.slice_s = ms / 1e3
+            self.sizer.account(job, Progress("prefill", done, tokens))
+            chunks.append((size, ms))
+        self.scheduler.remove(self.uid)
+        return chunks[:-1]
+
+
+def throughput(law: ForwardCost, beside: bool) -> float:
+    """Tokens per millisecond of a prompt of 16K, once the costs are learnt, as a share of that in chunks of 2048."""
+    machine = Machine(law, beside)
+    for tokens in (300, 2000, 900, 5000):
+        machine.prefill(tokens)
+    took = sum(ms for _, ms in machine.prefill(16384 + 32))
+    return sum(law.ms(2048, depth) for depth in range(0, 16384, 2048)) / took
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_alone_a_prefill_is_as_fast_as_in_the_longest_chunks(machine):
+    assert throughput(MACHINES[machine], beside=False) >= 0.95
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_beside_an_answer_a_prefill_keeps_two_thirds_of_its_speed(machine):
+    assert throughput(MACHINES[machine], beside=True) >= 0.65
+
+
+@pytest.mark.parametrize("machine", DENSE)
+def test_beside_an_answer_chunks_of_dense_models_keep_the_latency_target(machine):
+    """But for chunks of 64 tokens, which a large model can't read in that time."""
+    law, run = DENSE[machine], Machine(DENSE[machine], beside=True)
+    for tokens in (300, 2000, 900, 5000):
+        run.prefill(tokens)
+    for size, ms in run.prefill(16384):
+        assert ms <= 1.05 * GPU.slice_target_ms or size <= 64
+    assert law.ms(64) > GPU.slice_target_ms or max(size for size, _ in run.prefill(4000)) > 64
+
+
+def test_a_fixed_part_above_the_target_is_not_paid_for_more_often_than_it_must():
+    """M2 Ultra, 122B: no chunk ends within 200 ms, so chunks lose a third at most, and take no longer than that."""
+    law, run = MACHINES["122B-A10B, M2 Ultra"], Machine(MACHINES["122B-A10B, M2 Ultra"], beside=True)
+    for tokens in (300, 2000, 900, 5000):
+        run.prefill(tokens)
+    for size, ms in run.prefill(16384)[1:-1]:
+        assert law.fixed / ms <= 0.4
+        assert size <= 512
+
+
+def test_a_step_that_was_never_tried_is_no_cap():
+    """After chunks beside an answer a prefill that is alone takes the longest at once."""
+    run = Machine(MACHINES["30B-A3B, M1 Pro"], beside=True)
+    run.prefill(8000)
+    run.scheduler.remove(0)
+    assert [size for size, _ in run.prefill(8192)] == [2048, 2048, 2048, 2016]
+
+
+def test_depth_bounds_chunks():
+    """A GPU's watchdog ends commands that compute for seconds: queries times keys are bounded."""
+    run = Machine(MACHINES["35B-A3B, M4 Max"])
+    depth = 0
+    for size, _ in run.prefill(200_000):
+        assert size * depth <= 2048 * 32768
+        depth += size
+    assert min(size for size, _ in run.prefill(200_000)[:-1]) >= 256
+
+
+@pytest.mark.parametrize("machine", DENSE)
+def test_background_chunks_end_within_the_target_too(machine):
+    run = Machine(DENSE[machine])
+    for tokens in (300, 2000, 900):
+        run.prefill(tokens)
+    sizes = [(size, ms) for size, ms in run.prefill(8000, background=True)]
+    assert max(ms for _, ms in sizes) <= 1.05 * GPU.slice_target_ms
+    assert min(size for size, _ in sizes[:-1]) >= 16
+
+
+def test_the_longest_chunk_may_be_changed_while_it_runs():
+    run = Machine(MACHINES["35B-A3B, M4 Max"])
+    run.sizer.largest = 1024
+    assert max(size for size, _ in run.prefill(8000)) == 1024
+
+
+@pytest.mark.parametrize(
+    ("stage", "done", "learns"),
+    [("prefill", 100, True), ("draft", 100, True), ("draft", 5000, False), ("queued", 0, False)],
+)
+def test_what_came_from_a_cache_is_not_learnt_from(stage: Any, done: int, learns: bool):
+    run = Machine(MACHINES["35B-A3B, M4 Max"])
+    run.scheduler.add(1)
+    run.scheduler.admit(1)
+    job = Job(1, ignore, RequestHandle(), iter(()))  # type: ignore[arg-type]
+    run.sizer.begin(job)
+    run.sizer.size(stage)
+    job.slice_s = 0.1
+    run.sizer.account(job, Progress(stage, done, 6000))
+    assert (run.costs.learnt.count == 1) == learns

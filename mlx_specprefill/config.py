@@ -167,8 +167,8 @@ class EngineConfig:
     policy: SpecPrefillPolicy = field(default_factory=SpecPrefillPolicy)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     # Tokens per forward at most; a cancelled request stops within one such chunk. 2048 on a GPU. MLX's CPU attention
-    # computes the whole square of a chunk, masked or not, so there 256 is a quarter faster.
-    prefill_step: int = field(default_factory=lambda: 2048 if mx.default_device() == mx.Device(mx.gpu) else 256)
+    # computes the whole square of a chunk, masked or not, so there 128 is a quarter faster.
+    prefill_step: int = field(default_factory=lambda: 2048 if mx.default_device() == mx.Device(mx.gpu) else 128)
     max_queue: int = 256  # requests waiting to be admitted
     max_rows: int = 32  # requests that prefill or decode at the same time
     slice_target_ms: float = 200.0  # a prefill slice may delay running answers by this much

@@ -134,7 +134,7 @@ class Settings(BaseSettings):
     prefill_step: int = Field(
         default_factory=lambda: ENGINE.prefill_step,
         ge=1,
-        description="Tokens of a prefill chunk: 2048 on a GPU, 256 on a CPU.",
+        description="Tokens of a prefill chunk: 2048 on a GPU, 128 on a CPU.",
     )
     max_queue: int = Field(default=ENGINE.max_queue, description="Requests waiting for the engine; above that 503.")
     max_rows: int = Field(default=ENGINE.max_rows, ge=1)

@@ -12,10 +12,9 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mlx_specprefill import PairCost, __version__
-from mlx_specprefill.engine.admission.cost import ModelCost
+from mlx_specprefill import __version__
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli import calibrating, common, inspecting, serving
+from mlx_specprefill_server.cli import common, serving
 from mlx_specprefill_server.hosting.models import Models
 from mlx_specprefill_server.pairs import MissingPairError, Pair
 from tests import tiny
@@ -101,16 +100,6 @@ class TestInspect:
         assert "forced" in done.stdout
         assert "dropped" not in done.stdout
         assert "of 400 tokens kept" in done.stdout
-
-    def test_the_cost_is_told_before_as_far_as_it_is_known(
-        self, models: list[str], prompt_file: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        arguments = ["inspect", "--raw", "--prompt-file", prompt_file, *models]
-        monkeypatch.setattr(inspecting, "known_cost", lambda *_: None)
-        assert "400 tokens; mlx-specprefill calibrate would tell how long" in run(*arguments).stderr
-        draft = ModelCost(0, 25, 0, 0, 0, 0, 0)  # 25 ms per token
-        monkeypatch.setattr(inspecting, "known_cost", lambda *_: PairCost(draft, draft, 512, 512))
-        assert "400 tokens; the draft reads them in about 10 s" in run(*arguments).stderr
 
     def test_all_lists_the_dropped_ones_too(self, models: list[str], prompt_file: str) -> None:
         done = run("inspect", "--raw", "--prompt-file", prompt_file, "--all", "--keep-pct", "0.1", *models)
@@ -374,26 +363,6 @@ def test_main_is_the_console_command(monkeypatch: pytest.MonkeyPatch, capsys: py
         cli.main()
     assert exit_info.value.code == 0
     assert {"serve", "generate", "inspect"} <= set(capsys.readouterr().out.split())
-
-
-class TestCalibrate:
-    def test_it_prints_the_curve_and_the_break_even_length(
-        self, models: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        target, draft = ModelCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1), ModelCost(0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 1)
-        monkeypatch.setattr(calibrating, "measure_pair", lambda *_: PairCost(target, draft, 512, 256))
-        done = run("calibrate", *models)
-        assert done.exit_code == 0, done.output
-        assert "2,048" in done.stdout
-        assert "8,192" not in done.stdout  # the models' context ends before
-        # full M ms, sparse 0.3 M ms: a second is saved from 1429 tokens on
-        assert "read 512 (target) and 256 (draft) tokens at a time" in done.stdout
-        assert "from 1,43" in done.stdout or "from 1,42" in done.stdout
-
-    def test_it_needs_a_draft(self, models: list[str]) -> None:
-        done = run("calibrate", *models[:2])
-        assert done.exit_code == common.USAGE_ERROR
-        assert "no draft model is loaded" in done.stderr
 
 
 class TestInspectShape:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from mlx_specprefill import Engine, Finished, GenerationRequest, ModelPair, PairCost, SpecPrefillOptions
+from mlx_specprefill import Engine, Finished, GenerationRequest, SpecPrefillOptions
 from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.engine.admission.cost import ModelCost
-from mlx_specprefill_server import cli, pair_loading
+from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.common import OptionError, choose
 from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import Pair
@@ -74,51 +72,6 @@ def test_a_pair_keeps_its_draft_unless_it_is_told_not_to(tmp_path: Path) -> None
 def test_a_draft_and_none_exclude_each_other() -> None:
     with pytest.raises(OptionError, match="--no-draft and --draft other exclude each other"):
         choose(None, None, "target", "other", no_draft=True)
-
-
-# --- whichever is faster ---------------------------------------------------------------------------------------------
-
-
-def two_ways(folder: Path, times: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> Pair:
-    """A pair whose target can do without its draft; what a token costs in the draft, and in the target's own layers."""
-    law = ModelCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0)
-
-    def cost(pair: ModelPair, _: object, **__: object) -> PairCost:
-        staged = pair.stages is not None
-        return PairCost(law, replace(law, token_ms=times[staged]), 512, 512, staged=staged)
-
-    monkeypatch.setattr(pair_loading, "pair_cost", cost)
-    file = folder / "pairs.toml"
-    target, draft = checkpoint(folder, 2), checkpoint(folder / "draft", 2)
-    file.write_text(f'[mine]\ntarget = "{target}"\ndraft = "{draft}"\n')
-    return choose("mine", file, None, "auto")
-
-
-@pytest.mark.parametrize(("times", "staged"), [((0.5, 0.4), True), ((0.2, 0.4), False), ((0.45, 0.5), True)])
-def test_the_way_is_taken_that_is_predicted_to_be_faster(
-    tmp_path: Path, times: tuple[float, float], staged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a draft r + k, without s + k (1 - s): at k = 0.2, s = 0.5 a draft has to cost less than 0.4."""
-    chosen = two_ways(tmp_path, times, monkeypatch)
-    settings = make_settings(chosen, specprefill_keep_pct=0.2)
-    loaded = load(chosen, "auto", settings, calibrate=True)
-    assert (loaded.stages is not None) == staged
-    assert loaded.draft_id == ("llama-2 (2 of 3 layers)")
-    assert loaded.sparse_refusal is None
-
-
-def test_without_measuring_the_draft_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = two_ways(tmp_path, (0.5, 0.1), monkeypatch)
-    assert load(chosen, "auto", make_settings(chosen)).stages is None
-    assert load(chosen, "auto").stages is None
-
-
-def test_auto_needs_a_pair_with_a_draft(tmp_path: Path) -> None:
-    file = tmp_path / "pairs.toml"
-    file.write_text('[mine]\ntarget = "target"\n')
-    for arguments in (("mine", file, None, "auto"), (None, None, "target", "auto")):
-        with pytest.raises(OptionError, match="needs a pair with a draft"):
-            choose(*arguments)
 
 
 @pytest.mark.parametrize(("options", "prefill"), [([], "staged"), (["--not-staged"], "whole")])

@@ -27,7 +27,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.heads import Head
 from mlx_specprefill.engine import scoring
-from mlx_specprefill.engine.admission.cost import ModelCost, PairCost
+from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.specprefill.head_scorer import HeadScorer
 from mlx_specprefill.specprefill.mapped import MappedScorer
 from mlx_specprefill.specprefill.paper_scorer import PaperScorer
@@ -275,8 +275,8 @@ def test_predictions_count_the_drafts_tokens():
     made = pair(tokenizer=wrapped(byte_level(0), eos_token="<|im_end|>"))
     assert made.draft_ratio > 1.2
     assert pair().draft_ratio == 1
-    target, draft = ModelCost(0, 1, 0, 0, 0, 0, 1), ModelCost(0, 0.1, 0, 0, 0, 0, 1)
-    costs = (PairCost(target, draft, 512, 512, draft_ratio=ratio) for ratio in (1.0, 2.0))
-    one, two = (cost.predict(1001, 201, 500, 500) for cost in costs)
-    assert (one.full_ms, two.full_ms) == (500, 500)
-    assert (one.sparse_ms, two.sparse_ms) == pytest.approx((200 + 50, 200 + 100.1))
+    one, two = CostModel(pair(), EngineConfig()), CostModel(made, EngineConfig())
+    assert two.predict(1001, 201, 500, (512, 512)).full_ms == one.predict(1001, 201, 500, (512, 512)).full_ms
+    by_hand = two.cost("draft").prefill_ms(round(501 * made.draft_ratio), round(500 * made.draft_ratio), 512)
+    by_hand += two.cost("target").prefill_ms(201, 500, 512)
+    assert two.predict(1001, 201, 500, (512, 512)).sparse_ms == pytest.approx(by_hand)

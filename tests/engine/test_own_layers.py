@@ -24,19 +24,16 @@ from mlx_specprefill import (
     GenerationRequest,
     LoadError,
     ModelPair,
-    PairCost,
     ScoringConfig,
     SpecPrefillOptions,
     SpecPrefillPolicy,
     SpeculationName,
-    calibrate,
     load_pair,
     make_pair,
 )
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
-from mlx_specprefill.engine.admission import time_calibration as calibration
 from mlx_specprefill.engine.admission.footprint import measure_footprint, weight_bytes
-from mlx_specprefill.engine.admission.time_calibration import calibrated
+from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.specprefill.paper_scorer import PaperScorer
 from mlx_specprefill.specprefill.scorer import Scores, ToScore
 from tests.slices import finish
@@ -175,15 +172,17 @@ def test_its_sequences_need_the_memory_of_its_layers() -> None:
     assert of_all == 3 * of_one > 0
 
 
-def test_costs_are_measured_and_kept_per_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_STEPS": (64, 128), "_SHORTER": 32, "_TRIED": 128, "_LONG": 192}.items():
-        monkeypatch.setattr(calibration, name, value)
+def test_costs_are_kept_per_depth(tmp_path: Path) -> None:
     config = replace(CONFIG, calibration_file=tmp_path / "costs.json")
     target = tiny_model("llama", 1)
-    costs: list[PairCost] = [calibrate(own_pair(count=count, target=target), config) for count in (1, 2)]
-    assert all(cost.draft.prefill_ms(1000) > 0 for cost in costs)
+    for count in (1, 2):
+        costs = CostModel(own_pair(count=count, target=target), config)
+        costs.observe("draft", 100, 0, 10.0 * count)
+        costs.store()
     assert len(json.loads((tmp_path / "costs.json").read_text())) == 2
-    assert calibrated(own_pair(count=2, target=target), config) == costs[1]
+    again = CostModel(own_pair(count=2, target=target), config)
+    again.load()
+    assert again.cost("draft") == costs.cost("draft")
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------

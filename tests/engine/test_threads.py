@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from mlx_specprefill.config import EngineConfig
+from mlx_specprefill.engine.chunks import ChunkSizer
+from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.engine.engine import Engine
 from mlx_specprefill.engine.handle import RequestHandle
 from mlx_specprefill.engine.job import Job, ignore
-from mlx_specprefill.engine.scheduler import Scheduler, SliceSizer
-from mlx_specprefill.engine.slicing import Slicing
+from mlx_specprefill.engine.scheduler import Scheduler
 from mlx_specprefill.request import Progress
 from tests.tiny import tiny_pair
 
@@ -98,38 +99,31 @@ def test_a_request_that_is_admitted_meanwhile_is_counted(monkeypatch: pytest.Mon
     assert health.running + health.queued == 1
 
 
-def test_sizes_are_told_while_slices_are_timed() -> None:
-    sizer = SliceSizer(4096)
+def test_sizes_are_asked_for_while_chunks_are_timed() -> None:
+    costs = CostModel(tiny_pair(), EngineConfig())
+    scheduler = Scheduler()
+    sizer = ChunkSizer(EngineConfig(prefill_step=2048), scheduler, costs)
+    scheduler.add(1)
+    scheduler.admit(1)
+    scheduler.to_decode(1)
     meanwhile(
-        lambda number: sizer.observe("draft", 64 + number % 64, 50.0, number % 999), lambda: sizer.size("draft", True)
+        lambda number: costs.observe("target", 64 + number % 64, number % 999, 50.0), lambda: sizer.expected("prefill")
     )
 
 
-def test_a_kind_is_known_only_once_it_has_a_speed() -> None:
-    """The first slice of a kind can end while a plan asks for its size."""
-    sizers = [SliceSizer(4096)]
-
-    def step(number: int) -> None:
-        sizers[0].observe("draft", 64, 50.0)
-        sizers[0] = SliceSizer(4096)
-
-    meanwhile(step, lambda: sizers[0].size("draft", True))
-
-
-def test_a_plan_does_not_touch_the_slice_that_runs() -> None:
-    config = EngineConfig(prefill_step=2048)
-    scheduler = Scheduler()
-    scheduler.add(1)
-    scheduler.admit(1)
-
-    def no_slices() -> Iterator[None]:
-        yield None
-
-    job = Job(1, ignore, RequestHandle(), no_slices())  # type: ignore[arg-type]
-    slicing = Slicing(config, scheduler, lambda kind: 2048 if kind == "draft" else 64)
-    slicing.begin(job)
-    given = slicing.size("draft")
-    assert slicing.expected("prefill") == 64
+def test_a_plan_does_not_touch_the_chunk_that_runs() -> None:
+    scheduler, costs = Scheduler(), CostModel(tiny_pair(), EngineConfig())
+    for uid in (1, 2):
+        scheduler.add(uid)
+        scheduler.admit(uid)
+    scheduler.to_decode(2)
+    job = Job(1, ignore, RequestHandle(), iter(()))  # type: ignore[arg-type]
+    sizer = ChunkSizer(EngineConfig(prefill_step=2048), scheduler, costs)
+    sizer.begin(job)
+    given = sizer.size("draft")
+    before = sizer.expected("draft")
+    sizer.expected("prefill")
     job.slice_s = 2.0
-    slicing.account(job, Progress("draft", given, 4096))
-    assert slicing.expected("draft") < given  # the slice was timed, and it was too slow
+    sizer.account(job, Progress("draft", given, 4096))
+    assert costs.cost("draft").ms(given) == pytest.approx(2000.0, rel=0.01)
+    assert sizer.expected("draft") <= before  # the chunk was timed, and it was too slow

@@ -65,6 +65,6 @@ def test_bash_completes_commands_and_options() -> None:
         command = [sys.executable, "-m", "mlx_specprefill_server"]
         return subprocess.check_output(command, env={**os.environ, **environment}, text=True).split()
 
-    assert completed("mlx-specprefill cal", 1) == ["calibrate"]
+    assert completed("mlx-specprefill conn", 1) == ["connect"]
     assert completed("mlx-specprefill serve --api", 2) == ["--api-key"]
     assert completed("mlx-specprefill serve --rule pa", 3) == ["paper"]

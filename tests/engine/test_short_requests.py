@@ -1,4 +1,4 @@
-"""Short requests beside many long ones, on a running engine. What is counted is slices, not seconds."""
+"""Short requests beside many long ones, on a running engine. Chunks are counted, not seconds."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ DENSE = SpecPrefillOptions(False)
 
 
 class Watch:
-    """What the scheduler of an engine is told: who joined, whose slices got something done, who was done."""
+    """What the scheduler of an engine is told: who joined, whose chunks read something, who was done."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[tuple[str, int]] = []
         scheduler = engine.scheduler
         add, served, to_decode = scheduler.add, scheduler.served, scheduler.to_decode
 
-        def watched_served(uid: int, tokens: int, ms: int, read: bool) -> None:
-            if tokens:
-                self.told.append(("slice", uid))
-            served(uid, tokens, ms, read)
+        left: dict[int, int] = {}
+
+        def watched_served(uid: int, now_left: int | None, ms: int) -> None:
+            if now_left is not None and now_left < left.setdefault(uid, now_left):
+                self.told.append(("chunk", uid))
+                left[uid] = now_left
+            served(uid, now_left, ms)
 
         monkeypatch.setattr(scheduler, "add", lambda uid: (self.told.append(("joined", uid)), add(uid)))
         monkeypatch.setattr(scheduler, "served", watched_served)
         monkeypatch.setattr(scheduler, "to_decode", lambda uid: (self.told.append(("read", uid)), to_decode(uid)))
 
     def others_before(self, uid: int) -> int:
-        """Slices of others between a request's arrival and its first token."""
+        """Count the chunks of others between a request's arrival and its first token."""
         told = self.told[self.told.index(("joined", uid)) : self.told.index(("read", uid))]
-        return sum(what == "slice" and whose != uid for what, whose in told)
+        return sum(what == "chunk" and whose != uid for what, whose in told)
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ def ask(engine: Engine, prompt: tuple[int, ...], tokens: int = 2) -> Finished:
     return last
 
 
-def test_a_short_request_waits_for_two_slices_of_others_and_for_no_row(
+def test_a_short_request_waits_for_two_chunks_of_others_and_for_no_place(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch, ends = Watch(engine, monkeypatch), busy(engine)
@@ -112,10 +115,10 @@ def test_a_short_request_does_not_wait_for_the_memory_of_a_long_one(
             pass
 
 
-def test_a_prompt_of_several_slices_does_not_wait_for_the_rows_of_much_longer_ones(
+def test_a_prompt_of_several_chunks_does_not_wait_for_the_places_of_much_longer_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A ninth of their length, and seven of the slices that there is time for."""
+    """A ninth of their length."""
     config = EngineConfig(
         policy=SpecPrefillPolicy(threshold=10_000, densify=False), max_rows=8, prefill_step=64, slice_target_ms=1
     )

@@ -12,7 +12,7 @@ from typing import Any
 import make_dashboard
 import pytest
 import release
-import yaml
+from ruamel.yaml import YAML
 
 from mlx_specprefill_server.monitoring.metrics import Metrics
 from mlx_specprefill_server.setting_errors import unknown_variables
@@ -27,7 +27,7 @@ CHANGELOG = "# Changelog\n\n## Unreleased\n\n- next\n\n## 0.2.0 - 2026-12-01\n\n
 
 
 def parsed(path: Path) -> Any:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    return YAML(typ="safe").load(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")

@@ -2,104 +2,89 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Sequence
-from typing import Annotated, Literal
+import urllib.request
+from typing import Annotated, Any
 
 import typer
 
-from ..connecting.agents import AGENTS, Agent, Setup
-from ..connecting.changing import Change, forget, planned, restored, state_folder, write
-from ..connecting.files import snippet
-from ..connecting.running import RunningServer, find
-from ..connecting.values import ConfigurationError
+from ..connecting.agents import AGENTS, RunningServer, Setup, any_other
+from ..connecting.files import ConfigurationError, edited, write
 from .common import OptionError, one_line_errors
 
-__all__ = ["AgentName", "connect", "setup_text"]
+__all__ = ["connect"]
 
-AgentName = Literal["codex", "opencode", "claude", "qwen", "cline", "continue", "aider", "zed", "open-webui"]
-
-_ROOM = 1.5  # times an agent's first prompt: less of a window leaves no place for a task
+_SMALL_WINDOW = 32_000  # tokens
 
 
 def connect(
-    agent: Annotated[AgentName, typer.Argument(help="The agent to set up.")],
+    agent: Annotated[str, typer.Argument(help=f"{', '.join(AGENTS)}, or any other.")],
     url: Annotated[str, typer.Option(help="Of the running server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None, typer.Option(envvar="MLX_SPECPREFILL_API_KEY", help="If the server asks for one.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Which of the server's models. Default: its first.")] = None,
-    write_files: Annotated[
-        bool, typer.Option("--write", help="Put it into the agent's own files, after a look at what changes.")
-    ] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Take back what --write did.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="With --undo: whole files as they were, without later changes.")
-    ] = False,
+    write_files: Annotated[bool, typer.Option("--write", help="Put it into the agent's own files.")] = False,
 ) -> None:
     """Print the configuration that connects an agent with the running server, or write it.
 
-    The address, the model's id and its window are the server's own. Files keep their comments, and are left alone
-    where they can't be read. What was there before is kept in ~/.local/state/mlx-specprefill/connect.
+    The address, the model's id and its window are the server's own. What a file said before is kept beside it, in
+    FILE.bak. A file that would lose something, as JSON with comments, is left alone: add to it what is printed.
     """
     with one_line_errors():
-        if undo and write_files:
-            raise OptionError("--write and --undo exclude each other")
-        if force and not undo:
-            raise OptionError("--force belongs to --undo")
-        if undo:
-            _undo(agent, force)
-            return
-        server = find(url, api_key, model)
-        setup = AGENTS[agent].setup(server)
-        if write_files:
-            _write(agent, setup)
-        else:
-            typer.echo(setup_text(setup), nl=False)
-        for note in _notes(AGENTS[agent], setup, server):
+        server = _find(url.rstrip("/").removesuffix("/v1"), api_key, model)
+        setup = AGENTS.get(agent, any_other)(server)
+        typer.echo(_written(setup) if write_files else _text(setup), nl=False)
+        for note in setup.notes:
             typer.echo(f"note: {note}", err=True)
+        if server.window < _SMALL_WINDOW:
+            small = "agents begin with prompts of 3,000 to 20,000, there may be little room for a task"
+            typer.echo(f"note: this model's window has {server.window:,} tokens: {small}", err=True)
 
 
-def setup_text(setup: Setup) -> str:
-    """What a user has to put where."""
-    parts = [f"# {file.path}\n{snippet(file.values, file.format)}" for file in setup.files]
-    if setup.environment:
-        parts.append("".join(f"export {name}={shlex.quote(value)}\n" for name, value in setup.environment.items()))
-    return "\n".join(parts)
+def _find(base: str, key: str | None, wanted: str | None) -> RunningServer:
+    """Return the server at this address with its model of this name, or its first; raises OptionError."""
+    models = _models(f"{base}/v1/models", key)
+    named = [one for one in models if wanted in (None, one["id"], *(one.get("aliases") or ()))]
+    if not named:
+        raise OptionError(f"{base} has no model {wanted!r}; it has: {', '.join(one['id'] for one in models)}")
+    name, window = named[0]["id"], named[0]["context_length"]
+    if window is None:
+        raise OptionError(f"{base} does not know the window of {name}: its files are not on that machine")
+    return RunningServer(base, name, window, key or "none")  # some clients insist on one
 
 
-def _write(agent: str, setup: Setup) -> None:
-    if not setup.files:
-        raise ConfigurationError(f"{AGENTS[agent].title} has no file for this: run the command without --write")
-    changes = planned(agent, setup.files)
-    if not _shown(changes):
-        typer.echo("Nothing to change.")
-        return
-    write(agent, changes)
-    typer.echo(f"Written. `mlx-specprefill connect {agent} --undo` takes it back; copies are in {state_folder(agent)}.")
-    for name, value in setup.environment.items():
-        typer.echo(f"export {name}={shlex.quote(value)}")
+def _models(address: str, key: str | None) -> list[dict[str, Any]]:
+    request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:  # a machine that is busy with prompts is slow
+            return list(json.load(response)["data"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = "Start the server first, or say where it is (--url) and which key it asks for (--api-key)"
+        raise OptionError(f"{address} does not list models: {error}. {hint}") from error
 
 
-def _undo(agent: str, force: bool) -> None:
-    changes = restored(agent, force)
-    _shown(changes)
-    forget(agent, changes)
-    typer.echo("Undone.")
+def _written(setup: Setup) -> str:
+    """Write the agent's files and return what to say; where one can't be written, print what belongs into it."""
+    try:
+        if not setup.files:
+            raise ConfigurationError("this agent has no file to write: use what is printed above")
+        changed = write(setup.files, setup.beginning)
+    except ConfigurationError:
+        typer.echo(_text(setup), nl=False)
+        raise
+    if not changed:
+        return "Nothing to change.\n"
+    said = [f"{path} is written" + (f", it said before what {copy} says" if copy else "") for path, copy in changed]
+    return "\n".join([*said, _exports(setup)])
 
 
-def _shown(changes: Sequence[Change]) -> bool:
-    """Prints what changes; False: nothing does."""
-    diffs = [change.diff for change in changes if change.now != change.new]
-    typer.echo("".join(diffs), nl=False)
-    return bool(diffs)
+def _text(setup: Setup) -> str:
+    """Return what a user has to put where."""
+    parts = [f"# {path}\n{edited(b'', path, values, setup.beginning)}" for path, values in setup.files.items()]
+    return "\n".join(filter(None, [*parts, _exports(setup)]))
 
 
-def _notes(agent: Agent, setup: Setup, server: RunningServer) -> list[str]:
-    if server.window >= _ROOM * agent.first_prompt:
-        return list(setup.notes)
-    small = (
-        f"{agent.title} begins with a prompt of about {agent.first_prompt:,} tokens, and this model's window has "
-        f"{server.window:,}: there is little room for a task, if any."
-    )
-    return [*setup.notes, small]
+def _exports(setup: Setup) -> str:
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in setup.environment.items())

@@ -10,28 +10,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from .files import Format
-from .running import RunningServer
-from .values import Default, Entry, Values
+from .files import Values
 
-__all__ = ["AGENTS", "MOVED_BY", "Agent", "File", "Setup"]
-
-MOVED_BY = ("CODEX_HOME", "XDG_CONFIG_HOME", "CLAUDE_CONFIG_DIR", "QWEN_HOME", "CLINE_DATA_DIR", "CONTINUE_GLOBAL_DIR")
+__all__ = ["AGENTS", "RunningServer", "Setup", "any_other"]
 
 _ID = "mlx-specprefill"  # of our entry among an agent's providers
 _KEY_VARIABLE = "MLX_SPECPREFILL_API_KEY"
-_PATIENCE_S = 3000  # a long prompt on a slow machine
+_PATIENCE_MS = 3_000_000  # a long prompt on a slow machine
+_MOST_OUTPUT = 8192  # tokens; agents plan their compaction by it
 
 
 @dataclass(frozen=True, slots=True)
-class File:
-    """A configuration file and what it has to say."""
+class RunningServer:
+    """The server's address (without /v1), its model, the model's window in tokens, and a key."""
 
-    path: Path
-    format: Format
-    values: Values
+    base: str
+    model: str
+    window: int
+    key: str
+
+    @property
+    def v1(self) -> str:
+        return f"{self.base}/v1"
+
+    @property
+    def output(self) -> int:
+        """Return the tokens that an agent should leave for an answer. The server itself takes any number."""
+        return min(_MOST_OUTPUT, self.window // 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +45,16 @@ class Setup:
     """What connects one agent with one server.
 
     Attributes:
-        files: none where the agent keeps its settings elsewhere.
+        files: what each has to say; none where the agent keeps its settings elsewhere.
         environment: variables that it has to be started with.
         notes: sentences for its user.
+        beginning: what an empty file needs as well.
     """
 
-    files: tuple[File, ...] = ()
+    files: Mapping[Path, Values] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """An agent.
-
-    Attributes:
-        first_prompt: tokens of its own first prompt, roughly; the window has to be a good deal larger.
-    """
-
-    title: str
-    first_prompt: int
-    setup: Callable[[RunningServer], Setup]
+    beginning: Values = field(default_factory=dict)
 
 
 def _home(variable: str, *default: str) -> Path:
@@ -69,103 +64,84 @@ def _home(variable: str, *default: str) -> Path:
 
 
 def _codex(server: RunningServer) -> Setup:
-    provider: dict[str, Any] = {
+    provider = {
         "name": _ID,
         "base_url": server.v1,
         "wire_api": "responses",
-        "stream_idle_timeout_ms": _PATIENCE_S * 1000,
+        "stream_idle_timeout_ms": _PATIENCE_MS,
+        "experimental_bearer_token": server.key,
     }
-    if server.key:
-        provider["experimental_bearer_token"] = server.key
     values = {
         "model": server.model,
         "model_provider": _ID,
         "model_context_window": server.window,
         "model_providers": {_ID: provider},
     }
-    return Setup(
-        (File(_home("CODEX_HOME", ".codex") / "config.toml", "toml", values),),
-        notes=("Codex says at its start that it does not know the model; the window above is what it goes by.",),
-    )
+    note = "Codex says at its start that it does not know the model; the window above is what it goes by."
+    return Setup({_home("CODEX_HOME", ".codex") / "config.toml": values}, notes=(note,))
 
 
 def _opencode(server: RunningServer) -> Setup:
-    options: dict[str, Any] = {"baseURL": server.v1, "headerTimeout": _PATIENCE_S * 1000}
-    options |= {"chunkTimeout": _PATIENCE_S * 1000} | ({"apiKey": server.key} if server.key else {})
+    wait = {"headerTimeout": _PATIENCE_MS, "chunkTimeout": _PATIENCE_MS}
+    options = {"baseURL": server.v1, "apiKey": server.key, **wait}
     model = {"name": server.model, "limit": {"context": server.window, "output": server.output}}
     provider = {"npm": "@ai-sdk/openai-compatible", "name": _ID, "options": options, "models": {server.model: model}}
     chosen = f"{_ID}/{server.model}"
-    values = {
-        "$schema": Default("https://opencode.ai/config.json"),
-        "provider": {_ID: provider},
-        "model": chosen,
-        "small_model": chosen,
-    }
+    values = {"provider": {_ID: provider}, "model": chosen, "small_model": chosen}
     folder = _home("XDG_CONFIG_HOME", ".config") / "opencode"
     commented = folder / "opencode.jsonc"
     path = commented if commented.exists() else folder / "opencode.json"
-    return Setup((File(path, "json", values),))
+    return Setup({path: values}, beginning={"$schema": "https://opencode.ai/config.json"})
 
 
 def _claude(server: RunningServer) -> Setup:
     environment = {
         "ANTHROPIC_BASE_URL": server.base,
-        "ANTHROPIC_AUTH_TOKEN": server.shown_key,
+        "ANTHROPIC_AUTH_TOKEN": server.key,
         "ANTHROPIC_MODEL": server.model,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": server.model,
-        "API_TIMEOUT_MS": str(_PATIENCE_S * 1000),
-        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(_PATIENCE_S * 1000),
+        "API_TIMEOUT_MS": str(_PATIENCE_MS),
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(_PATIENCE_MS),
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.window),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.output),
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    return Setup((File(_home("CLAUDE_CONFIG_DIR", ".claude") / "settings.json", "json", {"env": environment}),))
+    return Setup({_home("CLAUDE_CONFIG_DIR", ".claude") / "settings.json": {"env": environment}})
 
 
 def _qwen(server: RunningServer) -> Setup:
-    generation = {"timeout": _PATIENCE_S * 1000, "contextWindowSize": server.window}
     model = {
         "id": server.model,
         "name": _ID,
         "envKey": _KEY_VARIABLE,
         "baseUrl": server.v1,
-        "generationConfig": generation,
+        "generationConfig": {"timeout": _PATIENCE_MS, "contextWindowSize": server.window},
     }
     values = {
-        "env": {_KEY_VARIABLE: server.shown_key},
-        "modelProviders": {"openai": Entry(model, ("name",))},
+        "env": {_KEY_VARIABLE: server.key},
+        "modelProviders": {"openai": [model]},
         "security": {"auth": {"selectedType": "openai"}},
         "model": {"name": server.model},
     }
-    return Setup((File(_home("QWEN_HOME", ".qwen") / "settings.json", "json", values),))
+    return Setup({_home("QWEN_HOME", ".qwen") / "settings.json": values})
 
 
 def _cline(server: RunningServer) -> Setup:
     settings = {
         "provider": "openai-compatible",
-        "apiKey": server.shown_key,
+        "apiKey": server.key,
         "model": server.model,
         "baseUrl": server.v1,
         "contextWindow": server.window,
         "maxTokens": server.output,
-        "timeout": _PATIENCE_S * 1000,
+        "timeout": _PATIENCE_MS,
     }
-    # A date is required.
-    entry = {"settings": settings, "updatedAt": Default(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.000Z}")}
-    values = {
-        "version": Default(1),
-        "lastUsedProvider": "openai-compatible",
-        "modes": Default({}),
-        "providers": {"openai-compatible": entry | {"tokenSource": "manual"}},
-    }
+    now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.000Z}"  # which is required
+    provider = {"settings": settings, "updatedAt": now, "tokenSource": "manual"}
+    values = {"lastUsedProvider": "openai-compatible", "providers": {"openai-compatible": provider}}
     path = _home("CLINE_DATA_DIR", ".cline", "data") / "settings" / "providers.json"
-    return Setup(
-        (File(path, "json", values),),
-        notes=(
-            "This is the file of the Cline CLI. In the editor, choose the provider OpenAI Compatible and enter these.",
-        ),
-    )
+    note = "This is the file of the Cline CLI. In the editor, choose the provider OpenAI Compatible and enter these."
+    return Setup({path: values}, notes=(note,), beginning={"version": 1, "modes": {}})
 
 
 def _continue(server: RunningServer) -> Setup:
@@ -174,19 +150,15 @@ def _continue(server: RunningServer) -> Setup:
         "provider": "openai",
         "model": server.model,
         "apiBase": server.v1,
-        "apiKey": server.shown_key,
+        "apiKey": server.key,
         "roles": ["chat", "edit", "apply"],
         "capabilities": ["tool_use"],
         "defaultCompletionOptions": {"contextLength": server.window, "maxTokens": server.output},
     }
-    values = {
-        "name": Default("local"),
-        "version": Default("1.0.0"),
-        "schema": Default("v1"),
-        "models": Entry(model, ("name",)),
-    }
     path = _home("CONTINUE_GLOBAL_DIR", ".continue") / "config.yaml"
-    return Setup((File(path, "yaml", values),), notes=(f"The CLI reads it with `cn --config {path}`.",))
+    note = f"The CLI reads it with `cn --config {path}`."
+    beginning = {"name": "local", "version": "1.0.0", "schema": "v1"}
+    return Setup({path: {"models": [model]}}, notes=(note,), beginning=beginning)
 
 
 def _aider(server: RunningServer) -> Setup:
@@ -194,19 +166,13 @@ def _aider(server: RunningServer) -> Setup:
     values = {
         "model": name,
         "openai-api-base": server.v1,
-        "openai-api-key": server.shown_key,
-        "timeout": _PATIENCE_S,
+        "openai-api-key": server.key,
+        "timeout": _PATIENCE_MS // 1000,
         "show-model-warnings": False,
     }
     limits = {"max_input_tokens": server.window, "max_output_tokens": server.output, "max_tokens": server.output}
     metadata = {name: limits | {"litellm_provider": "openai", "mode": "chat"}}
-    home = Path.home()
-    return Setup(
-        (
-            File(home / ".aider.conf.yml", "yaml", values),
-            File(home / ".aider.model.metadata.json", "json", metadata),
-        )
-    )
+    return Setup({Path.home() / ".aider.conf.yml": values, Path.home() / ".aider.model.metadata.json": metadata})
 
 
 def _zed(server: RunningServer) -> Setup:
@@ -217,24 +183,21 @@ def _zed(server: RunningServer) -> Setup:
         "max_output_tokens": server.output,
         "capabilities": {"tools": True, "images": False, "parallel_tool_calls": True, "prompt_cache_key": False},
     }
-    provider = {"api_url": server.v1, "available_models": [model]}
     values = {
-        "language_models": {"openai_compatible": {_ID: provider}},
+        "language_models": {"openai_compatible": {_ID: {"api_url": server.v1, "available_models": [model]}}},
         "agent": {"default_model": {"provider": _ID, "model": server.model}},
     }
-    return Setup(
-        (File(_home("XDG_CONFIG_HOME", ".config") / "zed" / "settings.json", "json", values),),
-        {_KEY_VARIABLE: server.shown_key},
-        ("Zed keeps keys apart: start it with this variable, or enter the key in Agent Settings, LLM Providers.",),
-    )
+    path = _home("XDG_CONFIG_HOME", ".config") / "zed" / "settings.json"
+    note = "Zed keeps keys apart: start it with this variable, or enter the key in Agent Settings, LLM Providers."
+    return Setup({path: values}, {_KEY_VARIABLE: server.key}, (note,))
 
 
 def _open_webui(server: RunningServer) -> Setup:
     environment = {
         "ENABLE_OLLAMA_API": "False",
         "OPENAI_API_BASE_URL": server.v1,
-        "OPENAI_API_KEY": server.shown_key,
-        "AIOHTTP_CLIENT_TIMEOUT": str(_PATIENCE_S),
+        "OPENAI_API_KEY": server.key,
+        "AIOHTTP_CLIENT_TIMEOUT": str(_PATIENCE_MS // 1000),
     }
     return Setup(
         environment=environment,
@@ -246,14 +209,21 @@ def _open_webui(server: RunningServer) -> Setup:
     )
 
 
-AGENTS: Mapping[str, Agent] = {
-    "codex": Agent("Codex CLI", 10_000, _codex),
-    "opencode": Agent("opencode", 10_000, _opencode),
-    "claude": Agent("Claude Code", 20_000, _claude),
-    "qwen": Agent("Qwen-Code", 15_000, _qwen),
-    "cline": Agent("Cline CLI", 5_000, _cline),
-    "continue": Agent("Continue", 5_000, _continue),
-    "aider": Agent("aider", 3_000, _aider),
-    "zed": Agent("Zed", 5_000, _zed),
-    "open-webui": Agent("Open WebUI", 0, _open_webui),
+def any_other(server: RunningServer) -> Setup:
+    """Return the address, the key and the model for an agent that is not known here."""
+    environment = {"OPENAI_BASE_URL": server.v1, "OPENAI_API_KEY": server.key, "OPENAI_MODEL": server.model}
+    note = f"No such agent is known here, only {', '.join(AGENTS)}. Enter this address, key and model in its settings."
+    return Setup(environment=environment, notes=(note,))
+
+
+AGENTS: Mapping[str, Callable[[RunningServer], Setup]] = {
+    "codex": _codex,
+    "opencode": _opencode,
+    "claude": _claude,
+    "qwen": _qwen,
+    "cline": _cline,
+    "continue": _continue,
+    "aider": _aider,
+    "zed": _zed,
+    "open-webui": _open_webui,
 }

@@ -1,48 +1,129 @@
-"""One configuration file in one of three formats: what it says, and the same with our values in it."""
+"""Configuration files of agents: our values put into them by libraries that keep the rest, or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
 
-from . import json_files, toml_files, yaml_files
-from .values import ConfigurationError, Values, merged, plain
+import tomlkit
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from tomlkit.exceptions import TOMLKitError
 
-__all__ = ["Format", "check", "edited", "snippet"]
+from mlx_specprefill import SpecPrefillError
 
-Format = Literal["json", "toml", "yaml"]
+__all__ = ["ConfigurationError", "Values", "edited", "write"]
 
-
-class _Kind(Protocol):
-    """What each format's module has."""
-
-    def data_of(self, text: str, /) -> dict[str, Any]: ...
-    def written(self, data: Mapping[str, Any], /) -> str: ...
-    def changed(self, text: str, values: Values, /) -> str: ...
-
-
-_FORMATS: dict[Format, _Kind] = {"json": json_files, "toml": toml_files, "yaml": yaml_files}
-
-
-def snippet(values: Values, format: Format) -> str:
-    """A file that says this and nothing else."""
-    return _FORMATS[format].written(plain(values))
+Values = Mapping[str, Any]
+_Document = tuple[Any, Callable[[Any], str]]  # its data, and what makes a text of them
 
 
-def check(text: str, format: Format) -> None:
-    """Raises ConfigurationError: the text is not of this format."""
-    _FORMATS[format].data_of(text)
+class ConfigurationError(SpecPrefillError):
+    """A configuration file that is left as it is, and why."""
 
 
-def edited(text: str, values: Values, format: Format) -> str:
-    """The text with the values in it, its comments and everything else as they were.
+def write(files: Mapping[Path, Values], beginning: Values) -> list[tuple[Path, Path | None]]:
+    """Write all files, or none if one can't be. Return each that changed, with the copy of what it said before.
 
     Raises:
-        ConfigurationError: the text can't be read, or not be changed without harm.
+        ConfigurationError: as `edited`.
     """
-    kind = _FORMATS[format]
-    expected = merged(kind.data_of(text), values)
-    new = kind.changed(text, values)
-    if kind.data_of(new) != expected:
-        raise ConfigurationError("it is written in a way that can't be changed automatically")
-    return new
+    old = {path: path.read_bytes() if path.exists() else b"" for path in files}
+    new = {path: edited(old[path], path, files[path], beginning).encode() for path in files}
+    changed = [path for path in files if new[path] != old[path]]
+    copies = [_put(_unused_copy(path), old[path]) if old[path] else None for path in changed]
+    return [(_put(path, new[path]), copy) for path, copy in zip(changed, copies, strict=True)]
+
+
+def edited(content: bytes, path: Path, values: Values, beginning: Values) -> str:
+    """Return the content of the file with the values in it.
+
+    Args:
+        values: tables are merged with those that are there. A list of one table changes the entry of the same `name`,
+            or becomes the first entry. Everything else replaces what is there.
+        beginning: what an empty file gets as well.
+
+    Raises:
+        ConfigurationError: the content can't be read, or something of it would be lost.
+    """
+    load = _FORMATS[path.suffix]
+    try:
+        data, dump = load(text := content.decode())
+        if not isinstance(data, MutableMapping):
+            raise ValueError("it is no table of settings")
+        if text.strip() and _letters(dump(data)) != _letters(text):
+            raise ValueError("something of it can't be written again as it is")
+        _merge(data, values if data else {**beginning, **values})
+        is_read_again = load(dump(data))[0] == data  # tomlkit's tables have no `!=` of their own
+        if not is_read_again:
+            raise ValueError("the new values would change the meaning of the rest")
+    except (ValueError, TOMLKitError, YAMLError) as error:
+        raise ConfigurationError(f"{path} is left as it is, add to it what is printed above: {error}") from error
+    return dump(data)
+
+
+def _letters(text: str) -> str:
+    """Return the text without its white space, which may change."""
+    return "".join(text.split())
+
+
+def _unused_copy(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.bak{number or ''}") for number in itertools.count())
+    return next(name for name in names if not name.exists())
+
+
+def _put(path: Path, content: bytes) -> Path:
+    """Write a file in place: its mode stays, and a link stays one. A new file is for its owner alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+    return path
+
+
+def _merge(table: Any, values: Values) -> None:
+    for name, value in values.items():
+        match value, table.get(name):
+            case dict(), MutableMapping() as old:
+                _merge(old, value)
+            case [{"name": known} as entry], list() as old:
+                same = [one for one in old if isinstance(one, MutableMapping) and one.get("name") == known]
+                if not same:
+                    old.insert(0, entry)
+                for one in same:
+                    _merge(one, entry)
+            case dict() | [dict()], old if old is not None:
+                raise ValueError(f"{name} has a value of another kind")
+            case _, old if old != value:
+                table[name] = value
+
+
+def _toml(text: str) -> _Document:
+    return tomlkit.parse(text), tomlkit.dumps
+
+
+def _json(text: str) -> _Document:
+    indent = re.search(r'^[ \t]+(?=")', text, re.MULTILINE)
+    data = json.loads(text if text.strip() else "{}")
+    return data, lambda data: json.dumps(data, indent=indent[0] if indent else 2, ensure_ascii=False) + "\n"
+
+
+def _yaml(text: str) -> _Document:
+    dash = re.search(r"^( *)- ", text, re.MULTILINE)
+    offset = min(2, len(dash[1])) if dash else 2
+    yaml = YAML()
+    yaml.preserve_quotes, yaml.width = True, 1 << 20
+    yaml.indent(mapping=2, sequence=offset + 2, offset=offset)
+
+    def dump(data: Any) -> str:
+        yaml.dump(data, out := StringIO())
+        return out.getvalue()
+
+    return yaml.load(text if text.strip() else "{}"), dump
+
+
+_FORMATS = {".json": _json, ".jsonc": _json, ".toml": _toml, ".yaml": _yaml, ".yml": _yaml}

@@ -316,6 +316,9 @@ def make_pair(
         draft, draft_id = with_retrieval_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
     elif draft_layers is not None:
         draft, draft_id = shallow(draft, draft_id, draft_layers)
+    # Frequencies of RoPE and the like are no parameters, and a lazy array can be computed on the thread that made it
+    # alone.
+    mx.eval(target, draft)
     mapping = None if draft_tokenizer is None else mapping_between(tokenizer, draft_tokenizer, draft_id)
     refusal = sparse_refusal(target, draft, ranks)
     if refusal is not None:
@@ -375,7 +378,7 @@ def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead
         log.warning("%s: its MTP head can't be read: %s", where, error)
         return f"its MTP head can't be read: {error}"
     cast_model(head.layers, dtype)
-    mx.eval(head.layers.parameters())
+    mx.eval(head.layers)
     return head
 
 

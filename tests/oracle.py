@@ -48,6 +48,7 @@ CHUNKS = (7, 1, 9, 5)  # tokens per sparse forward, in turn
 # Never run: importing olmo ends the process unless a package that nothing depends on is installed, and the only
 # weights of prism_hadamard_qwen35 are packed ones.
 UNBUILDABLE = frozenset({"olmo", "prism_hadamard_qwen35"})
+METAL_ONLY = frozenset({"bitnet", "muse_spark"})
 
 # Modules that hold a recurrent state; all other state in mlx-lm is keys and values.
 RECURRENT = frozenset(
@@ -103,6 +104,11 @@ def tiny_models() -> dict[str, Tiny]:
     path = Path(__file__).parent / "data" / "tiny_model_configs.json"
     entries = json.loads(path.read_text(encoding="utf-8"))
     return {name: Tiny(name, entry["architecture"], entry["config"]) for name, entry in entries.items()}
+
+
+def runnable() -> list[str]:
+    """The configurations that run on MLX's CPU backend."""
+    return [name for name, tiny in tiny_models().items() if tiny.architecture not in UNBUILDABLE | METAL_ONLY]
 
 
 def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, times: int = 1) -> nn.Module:

@@ -87,7 +87,7 @@ class Engine:
     ) -> None:
         self.pair = pair
         self.config = config or EngineConfig()
-        self._alone = thread is None
+        self._owns_thread = thread is None
         self._thread = thread or MLXThread(self.config.memory_limit)
         check_limit(pair, self.config)
         self.caches = EngineCaches(pair, self.config)
@@ -118,6 +118,24 @@ class Engine:
         self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
         self._started = False
 
+    @classmethod
+    def load(cls, read: Callable[[Callable[[], None]], ModelPair], config: EngineConfig | None = None) -> Engine:
+        """Load a pair on the MLX thread that will run it, and make its engine. Blocks.
+
+        Args:
+            read: returns the pair. It is given a function to call from time to time, which raises `RequestCancelled`
+                when the caller has been interrupted.
+        """
+        thread = MLXThread(config.memory_limit if config else None)
+        thread.start()
+        try:
+            engine = cls(thread.call(partial(read, thread.pause)), config, thread=thread)
+        except BaseException:  # Ctrl-C included
+            thread.close()
+            raise
+        engine._owns_thread = True
+        return engine
+
     def __enter__(self) -> Engine:
         self.start()
         return self
@@ -138,7 +156,7 @@ class Engine:
         if self.config.wired_limit:
             maybe_set_recommended_wired_limit()
         self._started = True
-        if self._alone:
+        if self._owns_thread:
             self._thread.start()
         self._inbox.open()
         try:
@@ -172,7 +190,7 @@ class Engine:
             self.loop.ended.wait(timeout)
         self.pair.ranks.watch(None)
         atexit.unregister(self.close)
-        if self._alone:
+        if self._owns_thread:
             self._thread.close(timeout)
 
     # --- what it does and holds --------------------------------------------------------------------------------------

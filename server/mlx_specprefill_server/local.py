@@ -32,7 +32,7 @@ from mlx_specprefill import (
     keep_pct,
 )
 
-from .pair_loading import load, make_settings
+from .pair_loading import load_engine, make_settings
 from .pairs import Pair, PairsError, find_pair
 from .prompting.conversation import conversation
 from .prompting.prompt import Prompt, PromptBuilder
@@ -157,4 +157,4 @@ def open_pair(
     else:
         pair = Pair(target=target, draft=draft, draft_layers=draft_layers, draft_heads=draft_heads)
     known = make_settings(pair, **settings)
-    return LocalPair(Engine(load(pair, dtype, known, calibrate=True), known.engine_config()))
+    return LocalPair(load_engine(pair, dtype, known, known.engine_config(), calibrate=True))

@@ -13,6 +13,8 @@ from mlx_specprefill import (
     ALONE,
     DraftHeads,
     DtypeName,
+    Engine,
+    EngineConfig,
     LoadedModels,
     ModelPair,
     Ranks,
@@ -27,7 +29,7 @@ from .settings import Settings
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ONE_SHOT", "Tell", "load", "make_settings", "only_given", "silent"]
+__all__ = ["ONE_SHOT", "Tell", "load", "load_engine", "make_settings", "only_given", "silent"]
 
 ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
 
@@ -119,6 +121,33 @@ def load(
     if pair.draft is None and made.stages is None:
         return _alone(made)
     return made
+
+
+def load_engine(
+    pair: Pair,
+    dtype: DtypeName,
+    settings: Settings,
+    config: EngineConfig,
+    *,
+    calibrate: bool = False,
+    tell: Tell = silent,
+    ranks: Ranks = ALONE,
+) -> Engine:
+    """An engine for the pair, which is loaded on the engine's own thread. Arguments as in `load`."""
+
+    def read(pause: Callable[[], None]) -> ModelPair:
+        @contextmanager
+        def telling(words: str) -> Iterator[Callable[[int, int], None]]:
+            def progress(done: int, total: int) -> None:
+                told(done, total)
+                pause()
+
+            with tell(words) as told:
+                yield progress
+
+        return load(pair, dtype, settings, calibrate=calibrate, tell=telling, ranks=ranks)
+
+    return Engine.load(read, config)
 
 
 def _alone(pair: ModelPair) -> ModelPair:

@@ -17,13 +17,12 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_specprefill.adapters.registry import SPECULATION_REFUSALS
 from mlx_specprefill.cache.positioned import leaves, quantize_kv
 from mlx_specprefill.speculative.rollback import CacheSnapshots, Rollback, rollback_refusal
-from tests.oracle import UNBUILDABLE, build, tiny_models, vocabulary
+from tests.oracle import build, runnable, tiny_models, vocabulary
 from tests.rows import Row, assert_same_contents, make_rows, prefilled
 from tests.tiny import FAMILIES, VOCAB, WINDOW, tiny_model
 
 REFUSED = {"baichuan_m1", "deepseek_v41", "llama4", "longcat_flash_ngram", "mamba", "mamba2", "rwkv7"}
-METAL_ONLY = {"bitnet", "muse_spark"}
-RUNNABLE = [name for name, tiny in tiny_models().items() if tiny.architecture not in {*UNBUILDABLE, *METAL_ONLY}]
+RUNNABLE = runnable()
 MORE = ("lfm2", "granitemoehybrid", "qwen3_next", "falcon_h1", "gemma3_text", "deepseek_v3", "jamba")
 
 

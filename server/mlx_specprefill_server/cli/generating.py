@@ -31,7 +31,7 @@ from .common import (
     read_text,
 )
 from .console import StageBars, stage_bars, stage_summary, stage_table
-from .loading import load
+from .loading import load_engine
 from .options import (
     ChunkSize,
     Draft,
@@ -96,7 +96,7 @@ def generate(
             kv_bits=kv_bits,
             **ONE_SHOT,
         )
-        with Engine(load(chosen, dtype, settings), settings.engine_config()) as engine:
+        with load_engine(chosen, dtype, settings, settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)
             request = GenerationRequest(
                 prompt.tokens,

@@ -26,7 +26,7 @@ from .common import (
     read_text,
 )
 from .console import chunk_table, stage_bars, work_table
-from .loading import load
+from .loading import load_engine
 from .options import (
     ChunkSize,
     Draft,
@@ -83,7 +83,7 @@ def inspect(
         options = options_of(None, keep)
         chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
         settings = make_settings(chosen, rule=rule, chunk_size=chunk_size, forced_rule=forced, **ONE_SHOT)
-        with Engine(load(chosen, dtype, settings), settings.engine_config()) as engine:
+        with load_engine(chosen, dtype, settings, settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)
             inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))
             chunks = explain_chunks(engine.pair.tokenizer, prompt.tokens, inspection)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mlx_specprefill import ALONE, ModelPair, Ranks
+from mlx_specprefill import ALONE, Engine, EngineConfig, ModelPair, Ranks
 
 from .. import pair_loading
 from ..pairs import Pair
@@ -14,29 +14,42 @@ from .common import notes
 from .options import DtypeName
 from .pulling import fetch_missing
 
-__all__ = ["load"]
+__all__ = ["load", "load_engine"]
 
 
-def load(
-    pair: Pair,
-    dtype: DtypeName,
-    settings: Settings | None = None,
-    *,
-    calibrate: bool = False,
-    ranks: Ranks = ALONE,
-) -> ModelPair:
+def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False) -> ModelPair:
     """`pair_loading.load`, which says on standard error what it does.
 
-    A repository id that is not on this machine is fetched as `pull` does. On several machines mlx-lm does that, because
-    what a model takes of each one's memory is not known before.
+    A repository id that is not on this machine is fetched as `pull` does.
 
     Raises:
         OptionError: the disk or the memory has no room for what is missing.
         HubError: it can't be fetched.
     """
+    fetch_missing(pair)
+    return pair_loading.load(pair, dtype, settings, calibrate=calibrate, tell=_progress)
+
+
+def load_engine(
+    pair: Pair,
+    dtype: DtypeName,
+    settings: Settings,
+    config: EngineConfig,
+    *,
+    calibrate: bool = False,
+    ranks: Ranks = ALONE,
+) -> Engine:
+    """`pair_loading.load_engine`, as `load`.
+
+    On several machines mlx-lm fetches what is missing, because what a model takes of each one's memory is not known
+    before.
+
+    Raises:
+        OptionError, HubError: as in `load`.
+    """
     if not ranks.several:
         fetch_missing(pair)
-    return pair_loading.load(pair, dtype, settings, calibrate=calibrate, tell=_progress, ranks=ranks)
+    return pair_loading.load_engine(pair, dtype, settings, config, calibrate=calibrate, tell=_progress, ranks=ranks)
 
 
 @contextmanager

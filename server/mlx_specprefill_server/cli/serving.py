@@ -8,12 +8,13 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mlx_specprefill import Engine, ForcedRule, PlacementChoice, Scope, SpeculationName
+from mlx_specprefill import ForcedRule, PlacementChoice, Scope, SpeculationName
 
 from ..app import serve as serve_forever
 from ..app import serve_models
@@ -27,7 +28,7 @@ from ..service import ServerState
 from ..settings import LogFormat, LogLevel, Settings
 from ..sockets import bound_sockets, is_exposed
 from .common import OptionError, choose, make_settings, note_environment, one_line_errors
-from .loading import load
+from .loading import load_engine
 from .options import (
     ChunkSize,
     Draft,
@@ -250,13 +251,13 @@ def serve(
         outlive_the_terminal()
         ranks = join(settings)
         end_together(ranks)
+        loading = partial(load_engine, chosen, dtype, settings, settings.serving_config(), calibrate=True, ranks=ranks)
         if not ranks.leads:
-            follow(Engine(load(chosen, dtype, settings, calibrate=True, ranks=ranks), settings.serving_config()), ranks)
+            follow(loading(), ranks)
             return
         # First, because loading takes minutes: a port that another program has is to be known at once.
         with listening(settings) as sockets:
-            pair_loaded = load(chosen, dtype, settings, calibrate=True, ranks=ranks)
-            with Engine(pair_loaded, settings.serving_config()) as engine:
+            with loading() as engine:
                 serve_forever(engine, settings, sockets)
             ranks.close()
 

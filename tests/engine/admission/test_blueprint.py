@@ -11,11 +11,10 @@ import pytest
 
 from mlx_specprefill import SHAPES, blueprint, loaded_bytes, predicted_gain, shape_work
 from mlx_specprefill.engine.admission.footprint import measure_footprint
-from tests.oracle import build, tiny_models
+from tests.oracle import METAL_ONLY, build, tiny_models
 from tests.tiny import CONFIGS, tiny_model
 
 UNKNOWN = {"dbrx"}  # it looks at values
-METAL_ONLY = {"bitnet", "muse_spark"}
 REMAPPED = {"bailing_moe_v3", "solar_open"}  # mlx-lm takes another file for these configurations
 ASKED = sorted(tiny_models().keys() - METAL_ONLY - REMAPPED)
 

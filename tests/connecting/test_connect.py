@@ -239,7 +239,7 @@ def test_zeds_key_is_printed_when_its_file_is_written(home: Path, base: str) -> 
 
 def test_mistakes_are_one_line(home: Path, base: str) -> None:
     for options, said in (
-        (["codex", "--url", "http://127.0.0.1:9"], "Start the server first"),
+        (["codex", "--url", "http://127.0.0.1:9"], "start the server first"),
         (["codex", "--url", base], "401"),
         (["codex", "--url", f"{base}/nowhere", "--api-key", "geheim"], "404"),
     ):
@@ -247,6 +247,17 @@ def test_mistakes_are_one_line(home: Path, base: str) -> None:
         assert said in output
         assert output.startswith("error: ")
         assert len(output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("answer", [b"", b"{}", b'{"data": ["x"]}', b'{"data": [{"id": "x"}]}'])
+def test_another_server_is_not_taken_for_ours(home: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+    monkeypatch.setattr(connecting.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(answer))
+    assert "does not list this project's models" in connect("codex", code=2).stderr
+
+
+@pytest.mark.parametrize("url", ["nowhere", "http://a b", "http://[x"])
+def test_an_address_that_is_none_is_said(home: Path, url: str) -> None:
+    assert connect("codex", "--url", url, code=2).stderr.startswith(f"error: {url}/v1/models does not list")
 
 
 def test_an_agent_without_a_file_cannot_be_written(home: Path, base: str) -> None:

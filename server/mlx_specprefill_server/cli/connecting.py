@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import urllib.request
-from typing import Annotated, Any
+from http.client import HTTPException
+from typing import Annotated
 
 import typer
 
@@ -39,30 +40,30 @@ def connect(
         for note in setup.notes:
             typer.echo(f"note: {note}", err=True)
         if server.window < _SMALL_WINDOW:
-            small = "agents begin with prompts of 3,000 to 20,000, there may be little room for a task"
-            typer.echo(f"note: this model's window has {server.window:,} tokens: {small}", err=True)
+            typer.echo(f"note: the window has {server.window:,} tokens; agents begin with 3,000 to 20,000", err=True)
 
 
 def _find(base: str, key: str | None, wanted: str | None) -> RunningServer:
     """Return the server at this address with its model of this name, or its first; raises OptionError."""
     models = _models(f"{base}/v1/models", key)
-    named = [one for one in models if wanted in (None, one["id"], *(one.get("aliases") or ()))]
+    named = [(name, window) for name, aliases, window in models if wanted in (None, name, *aliases)]
     if not named:
-        raise OptionError(f"{base} has no model {wanted!r}; it has: {', '.join(one['id'] for one in models)}")
-    name, window = named[0]["id"], named[0]["context_length"]
+        raise OptionError(f"{base} has no model {wanted!r}; it has: {', '.join(name for name, *_ in models)}")
+    name, window = named[0]
     if window is None:
         raise OptionError(f"{base} does not know the window of {name}: its files are not on that machine")
     return RunningServer(base, name, window, key or "none")  # some clients insist on one
 
 
-def _models(address: str, key: str | None) -> list[dict[str, Any]]:
-    request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})
+def _models(address: str, key: str | None) -> list[tuple[str, list[str], int | None]]:
+    """Return the id, the aliases and the window of each model; raises OptionError."""
     try:
+        request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})
         with urllib.request.urlopen(request, timeout=30) as response:  # a machine that is busy with prompts is slow
-            return list(json.load(response)["data"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = "Start the server first, or say where it is (--url) and which key it asks for (--api-key)"
-        raise OptionError(f"{address} does not list models: {error}. {hint}") from error
+            return [(one["id"], one.get("aliases", []), one["context_length"]) for one in json.load(response)["data"]]
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+        hint = "start the server first, or say where it is (--url) and which key it asks for (--api-key)"
+        raise OptionError(f"{address} does not list this project's models: {error}; {hint}") from error
 
 
 def _written(setup: Setup) -> str:
@@ -76,7 +77,7 @@ def _written(setup: Setup) -> str:
         raise
     if not changed:
         return "Nothing to change.\n"
-    said = [f"{path} is written" + (f", it said before what {copy} says" if copy else "") for path, copy in changed]
+    said = [f"{path} is written" + (f"; {copy} is what it was" if copy else "") for path, copy in changed]
     return "\n".join([*said, _exports(setup)])
 
 

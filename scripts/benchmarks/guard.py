@@ -23,27 +23,172 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
-from .harness import commits, servers
-from .harness.alternating import Comparison, Figures, Pairs, Step, take_turns
-from .harness.commits import Commit
-from .harness.figures import machine, rounded, show
+from .harness import BenchError, servers
+from .harness.figures import machine, median_interval, rounded, show
 from .harness.servers import DENSE, SPARSE, Copies, Server, together
 from .harness.text import Text, following, user
 
+ROOT = Path(__file__).resolve().parents[2]
+WHERE = "import mlx_specprefill as a, mlx_specprefill_server as b; print(a.__file__); print(b.__file__)"
 QUICK = {"seconds": 0.0, "tokens": 16, "long": 1500}
 STREAMS = 8
 SHORT = 1000  # tokens of the short prompt
 SESSION = 2000  # of a session's first turn
 LEAST = 3  # rounds: fewer have no interval
 OPTIONS = ("--specprefill-threshold", "512", "--no-densify")  # nothing goes on while the other arm is measured
+
+
+# --- two commits side by side ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A commit and where its files are.
+
+    Attributes:
+        name: of the arm; `title`: the first line of its message.
+    """
+
+    name: str
+    sha: str
+    title: str
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """With which a Python that is told not to look into its own folder (`-P`) imports this commit."""
+        return {"PYTHONPATH": os.pathsep.join([str(self.folder), str(self.folder / "server")])}
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-P", *arguments]
+
+    def check(self) -> None:
+        """
+        Raises:
+            BenchError: what is imported lies elsewhere, or can't be.
+        """
+        environment = {**os.environ, **self.environment}
+        done = subprocess.run(
+            self.command("-c", WHERE), env=environment, cwd=self.folder, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise BenchError(f"{self.name}, {self.sha[:12]}, can't be imported: {done.stderr.strip()[-400:]}")
+        for file in done.stdout.split():
+            if self.folder not in Path(file).parents:
+                raise BenchError(f"{self.name}: {file} is imported instead of the files in {self.folder}")
+
+
+@contextmanager
+def checked_out(references: Mapping[str, str], repository: Path = ROOT) -> Iterator[list[Commit]]:
+    """The commits in folders, until the block ends.
+
+    Args:
+        references: name of the arm -> commit, branch or tag.
+
+    Raises:
+        BenchError: one of them is no commit of the repository, or this is no repository.
+    """
+    found = {name: _git(repository, "rev-parse", "--verify", f"{one}^{{commit}}") for name, one in references.items()}
+    with tempfile.TemporaryDirectory(prefix="commits-") as place, ExitStack() as stack:
+        commits = []
+        for name, sha in found.items():
+            folder = Path(place).resolve() / name
+            _git(repository, "worktree", "add", "--quiet", "--detach", str(folder), sha)
+            stack.callback(_git, repository, "worktree", "remove", "--force", str(folder))
+            commits.append(Commit(name, sha, _git(repository, "show", "--no-patch", "--format=%s", sha), folder))
+        yield commits
+
+
+def uncommitted(repository: Path = ROOT) -> bool:
+    """Whether there are changes that no commit has."""
+    return bool(_git(repository, "status", "--porcelain", "--untracked-files=no"))
+
+
+def _git(repository: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+# --- arms that take turns, so that what drifts on the machine meets both alike ---------------------------------------
+
+AnyArm = TypeVar("AnyArm")
+Figures = Mapping[str, float]  # costs: less is better
+Step = Callable[[AnyArm, int], Figures]
+"""Measures something of an arm; both arms of a pair get the same number, and no other pair does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A figure of both arms: medians, and the median of new / old over the pairs with its 95 % interval.
+
+    The interval has no ends where there are fewer pairs than it takes.
+    """
+
+    old: float
+    new: float
+    ratio: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+    @property
+    def verdict(self) -> str:
+        """Whether the interval leaves no doubt about the direction."""
+        if self.low is None or self.high is None:
+            return "too few pairs"
+        return "more" if self.low > 1 else "less" if self.high < 1 else "no difference seen"
+
+
+@dataclass
+class Pairs:
+    """What was measured so far, by figure: old and new, taken right after each other."""
+
+    taken: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def add(self, old: Figures, new: Figures) -> None:
+        """Figures that one of the two lacks are left out."""
+        for name in old.keys() & new.keys():
+            self.taken.setdefault(name, []).append((old[name], new[name]))
+
+    def compared(self) -> dict[str, Comparison]:
+        return {name: _comparison(pairs) for name, pairs in self.taken.items()}
+
+
+def _comparison(pairs: Sequence[tuple[float, float]]) -> Comparison:
+    old, new = (statistics.median(values) for values in zip(*pairs, strict=True))
+    ratios = [after / before for before, after in pairs]
+    return Comparison(old, new, statistics.median(ratios), *median_interval(ratios), len(pairs))
+
+
+def take_turns(old: AnyArm, new: AnyArm, steps: Mapping[str, Step[AnyArm]], turn: int, pairs: Pairs) -> None:
+    """One round: every step four times, old, new, new, old, in every second round the other way round.
+
+    Args:
+        turn: number of the round, from 0.
+    """
+    order = (old, new, new, old) if turn % 2 == 0 else (new, old, old, new)
+    for step in steps.values():
+        for half in (0, 1):
+            first, second = order[2 * half : 2 * half + 2]
+            number = 2 * turn + half
+            figures = step(first, number), step(second, number)
+            pairs.add(*(figures if first is old else figures[::-1]))
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -64,14 +209,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    if commits.uncommitted() and options.new == "HEAD":
+    if uncommitted() and options.new == "HEAD":
         print("note: what is not committed is not measured", file=sys.stderr)
     load = os.getloadavg()[0]
     if load > 0.5:
         print(f"note: other programs keep this machine busy (load {load:.1f}): figures will scatter", file=sys.stderr)
     begun = time.monotonic()
     with (
-        commits.checked_out({"old": options.old, "new": options.new}) as (old, new),
+        checked_out({"old": options.old, "new": options.new}) as (old, new),
         servers.copies(options) as copies,
     ):
         for commit in (old, new):
@@ -109,14 +254,12 @@ def both_serving(old: Commit, new: Commit, copies: Copies, turn: int) -> Iterato
         yield arms[old.name], arms[new.name]
 
 
-def serving(commit: Commit, copies: Copies, *program: str, **more: str) -> Any:
-    """`program`: arguments of Python that start the command; its module, if there are none. `more`: environment."""
+def serving(commit: Commit, copies: Copies) -> AbstractContextManager[Server]:
     models = ("--target", str(copies.target), "--draft", str(copies.draft), "--dtype", "float32")
-    started = program or ("-m", "mlx_specprefill_server")
-    command = commit.command(*started, "serve", *models, *OPTIONS)
+    command = commit.command("-m", "mlx_specprefill_server", "serve", *models, *OPTIONS)
     costs = str(copies.folder / f"costs-{commit.name}.json")
     environment = {"MLX_SPECPREFILL_CALIBRATION_FILE": costs, "MLX_SPECPREFILL_REMEMBER": "false"}
-    return copies.serve(commit.name, command, **environment, **commit.environment, **more)
+    return copies.serve(commit.name, command, **environment, **commit.environment)
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------

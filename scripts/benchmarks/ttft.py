@@ -9,12 +9,10 @@ draft and the kept tokens with the target. Both parts are measured here, as plai
     speedup         = TTFT_full / TTFT_sparse
     rest_of_full    = (TTFT_sparse - T_draft(M) - T_target(kept)) / TTFT_full, what is neither of the two prefills
     between_of_full = (look-ahead and scores, selection, first token) / TTFT_full, the same by the clock of each stage
-    whole_limit     = what T_draft(M) + T_target(kept) would be with all layers of a draft that ends early
-    between_growth  = exponent of that time over the prompt length, between the two longest; 1 is linear
 
-A draft with calibrated heads (`heads.json` beside it) runs up to the last of them and does not look ahead; `--rule
-paper` runs all of it. Where the draft is the target's own first layers (`--no-draft`), the prefill is staged: the
-others go on from what those have read, T_target(kept) is the time of these others alone, and
+A draft with calibrated heads runs up to the last of them and does not look ahead; `--rule paper` runs all of it. Where
+the draft is the target's own first layers (`--no-draft`), the prefill is staged: the others go on from what those have
+read, T_target(kept) is the time of these others alone, and
 
     staged_of_full  = TTFT_sparse / TTFT_full, to compare with `staged_limit` = s / L + kept / M + 0.08
 
@@ -24,20 +22,17 @@ Memory is what the arms hold beside the weights: the KV caches when the prefill 
 beyond the draft's cache, and the allocator's peak up to the first token.
 
 Models are a named pair, checkpoints or random weights in a real shape (`--shape`). Before the cells, both models are
-calibrated as at a server's start; the step sizes and the predictions are that calibration's. scripts/plot_bench.py
-draws what comes out.
+calibrated as at a server's start; the step sizes and the predictions are that calibration's.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -52,7 +47,6 @@ from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.engine.admission.cost import PairCost
 from mlx_specprefill.engine.admission.time_calibration import calibrate
 from mlx_specprefill.engine.caches import empty_draft_cache
-from mlx_specprefill.sampling import greedy
 from mlx_specprefill.shapes import SHAPES
 from mlx_specprefill.specprefill.forced import forced_mask, forced_ranges
 from mlx_specprefill.specprefill.mapped import MappedScorer
@@ -62,13 +56,11 @@ from mlx_specprefill.specprefill.selector import select_tokens
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.specprefill.staged_prefill import HiddenStates, prefill_upper
 from mlx_specprefill.specprefill.text import TextReader
-from mlx_specprefill.speculative.row import Limits
 
-from . import ranks
 from .harness import BenchError, pairs
 from .harness.figures import machine, rounded, show, timed
 from .harness.random_pair import random_pair
-from .harness.stages import decode, finish, full_prefill, plain_prefill_ms
+from .harness.stages import decode_ms, finish, full_prefill, plain_prefill_ms
 
 QUICK = {"keep": ["0.2"], "repeats": 2}
 DECODED = 24  # tokens after each arm, for the decode rate
@@ -96,11 +88,6 @@ def set_up(pair: ModelPair, config: EngineConfig) -> Setup:
 
 def first_token(logits: mx.array) -> int:
     return int(np.array(mx.argmax(logits, axis=-1))[0])
-
-
-def decode_tps(model: Any, cache: list[Any], logits: mx.array) -> float:
-    """Tokens per second right after a prefill."""
-    return 1e3 * DECODED / decode(model, cache, logits, greedy, Limits(DECODED))[1]["ms"]
 
 
 def held_mib(cache: list[Any]) -> float:
@@ -137,7 +124,7 @@ def full_arm(setup: Setup, prompt: list[int]) -> Run:
     prefill_ms, logits = timed(lambda: full_prefill(target, cache, prompt, setup.target_step))
     token_ms, _ = timed(lambda: first_token(logits))
     run = {"full_ttft_ms": prefill_ms + token_ms, "full_peak_mib": peak.highest(), "full_kv_mib": held_mib(cache)}
-    return run | {"full_decode_tps": decode_tps(target, cache, logits)}
+    return run | {"full_decode_tps": 1e3 / decode_ms(target, cache, logits, DECODED)}
 
 
 def score(
@@ -197,16 +184,14 @@ def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
         "kept_tokens": float(kept.size),
         "sparse_peak_mib": peak.highest(),
         "sparse_kv_mib": held_mib(cache),
-        "sparse_decode_tps": decode_tps(target if stages is None else stages, cache, logits),
+        "sparse_decode_tps": 1e3 / decode_ms(target if stages is None else stages, cache, logits, DECODED),
     }
 
 
 def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[Run]:
     """Full, then sparse and its limit for every keep share: one run per share, with the ratios of this repetition."""
     pair, full = setup.pair, full_arm(setup, prompt)
-    draft_alone = whole_alone = plain_prefill_ms(pair.draft, prompt, setup.draft_step)
-    if (whole := whole_draft(pair.draft)) is not pair.draft:
-        whole_alone = plain_prefill_ms(whole, prompt, setup.draft_step)
+    draft_alone = plain_prefill_ms(pair.draft, prompt, setup.draft_step)
     runs = []
     for keep in shares:
         run = full | sparse_arm(setup, prompt, keep)
@@ -223,8 +208,6 @@ def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[
                 "draft_alone_ms": draft_alone,
                 "target_kept_ms": kept_alone,
                 "limit_ms": limit,
-                "whole_draft_alone_ms": whole_alone,
-                "whole_limit_ms": whole_alone + kept_alone,
                 "speedup": run["full_ttft_ms"] / run["sparse_ttft_ms"],
                 "r": draft_alone / run["full_ttft_ms"],
                 "share_of_limit": limit / run["sparse_ttft_ms"],
@@ -247,8 +230,6 @@ def row(setup: Setup, tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", default="default", choices=RULE_NAMES, help="how tokens are scored and chosen")
     parser.add_argument("--not-staged", action="store_true", help="all layers of the target read the kept tokens")
-    parser.add_argument("--hosts", type=Path, help="MLX's hostfile: `scripts/bench ranks` on the shape's target")
-    parser.add_argument("--starting-port", type=int, help="the first port between these machines")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape, instead of checkpoints")
     parser.add_argument("--layers", type=int, help="of a shape's target; the draft gets the same share of its own")
     parser.add_argument("--experts", type=int, help="per expert layer of a shape; the work per token stays")
@@ -279,23 +260,13 @@ def summary(rows: list[Run], setup: Setup) -> dict[str, Any]:
         "target_step": setup.target_step,
         "draft_step": setup.draft_step,
         **{name: head[name] for name in ("tokens", "keep", "speedup", "r", "share_of_limit")},
-        "limit_of_whole": head["limit_ms"] / head["whole_limit_ms"],
         "rest_of_full": head["rest_of_full"],
         "between_of_full": head["between_of_full"],
-        "between_growth": growth(rows, head["keep"]),
         "target_weights_mib": weights_mib(pair.target),
         "draft_weights_mib": weights_mib(pair.draft),
         "worst_prediction": max(abs(ratio - 1) for row in rows for ratio in predictions(row).values()),
         "rows": rows,
     }
-
-
-def growth(rows: list[Run], keep: float) -> float | None:
-    """Exponent of the time between the two prefills over the prompt length; None with a single length."""
-    last = sorted((row for row in rows if row["keep"] == keep), key=lambda row: row["tokens"])[-2:]
-    if len(last) < 2:
-        return None
-    return math.log(last[1]["between_ms"] / last[0]["between_ms"]) / math.log(last[1]["tokens"] / last[0]["tokens"])
 
 
 def weights_mib(model: Any) -> float:
@@ -310,11 +281,6 @@ def load(options: argparse.Namespace) -> ModelPair:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    if options.hosts is not None:
-        if options.shape is None:
-            raise BenchError("--hosts measures random weights in a shape: give --shape")
-        options.dtype = "float32" if options.dtype == "auto" else options.dtype
-        return ranks.launched(options)
     if min(options.lengths) < 64 or options.repeats < 1:
         raise BenchError("--lengths must be at least 64 tokens and --repeats at least 1")
     shares = [keep_pct(share, "--keep") for share in options.keep]

@@ -273,27 +273,3 @@ def _asked(rng: random.Random, facts: Sequence[Fact]) -> tuple[Turn, ...]:
 
 def _system(rng: random.Random) -> str:
     return rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.4 else ""
-
-
-# --- evaluation samples and scoring ----------------------------------------------------------------------------------
-
-
-def needle_sample(seed: int, length: int, depth: float, count: Count, *, system: str = "", variety: int = 0) -> Sample:
-    """One needle in held-out filler with a held-out name; the document has at most `length` tokens."""
-    rng = random.Random(f"needle/{seed}/{length}/{depth}")
-    fact = needle(words.person(rng, held_out=True), six_digits(rng))
-    kinds = rng.sample(sorted(FILLERS), rng.choice((1, 2)))
-    budget = length - count(fact.turn.question) - 16
-    text = document(rng, fact.pieces, kinds, budget, count, depths=[depth], held_out=True, variety=variety)
-    return Sample(system, text, (fact.turn,))
-
-
-def expected_value(answer: str) -> str:
-    """The part of a needle answer that counts: its last word without the full stop."""
-    return answer.rstrip(".").rsplit(" ", 1)[-1]
-
-
-def is_correct(prediction: str, answer: str) -> bool:
-    """Whether the prediction names the expected value and no other six-digit number before it."""
-    numbers = [word.strip(".,") for word in prediction.split() if word.strip(".,").isdigit()]
-    return bool(numbers) and numbers[0] == expected_value(answer)

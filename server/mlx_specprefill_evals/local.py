@@ -98,23 +98,6 @@ class LocalModel:
         except SpecPrefillError as error:
             raise NotMeasuredError(str(error)) from error
 
-    def gold_kept(self, item: Item, arms: Sequence[Arm], seed: int) -> dict[Arm, float]:
-        """Share of the chunks with gold in them whose gold each arm keeps; no target runs.
-
-        Raises:
-            NotMeasuredError: the prompt can't be scored.
-        """
-        try:
-            if item.known is not None and item.known.raw:
-                prompt, gold, _ = self._continued(item, item.known)
-            else:
-                prompt, gold = self._rendered(item)
-            prompted = Prompted(self._engine, prompt, gold, 1, seed)
-            kept = {arm: self._engine.inspect(prompted.request(arm)).kept_spans for arm in arms}
-            return {arm: prompted.recall(arm, spans)["recall"] for arm, spans in kept.items()}
-        except SpecPrefillError as error:
-            raise NotMeasuredError(str(error)) from error
-
     def _force(self, item: Item, arms: Sequence[Arm], seed: int, session: bool = False) -> dict[Arm, Reply]:
         known = item.known
         assert known is not None

@@ -57,11 +57,9 @@ NOT_RUN = {
         "mlx-specprefill eval",
         "mlx-specprefill bench",
         "scripts/bench ",
-        "scripts/eval_quality.py",
         "for shape in",
     ),
     "works on what such a run has left": (
-        "scripts/make_quality_tables.py",
         "cp runs/",
         "tail -n 1 runs/",
         "mlx-specprefill warm agent.json",

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from benchmarks import guard
+from benchmarks.guard import Commit, Pairs, checked_out, take_turns, uncommitted
 from benchmarks.harness import BenchError, servers
-from benchmarks.harness.alternating import Pairs, median_interval, take_turns
 from benchmarks.harness.command import main
-from benchmarks.harness.commits import Commit, checked_out, uncommitted
+from benchmarks.harness.figures import median_interval
 from benchmarks.harness.servers import Reply
 from benchmarks.harness.text import Text
 
@@ -222,7 +222,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     def copies(_: Any) -> Iterator[None]:
         yield None
 
-    monkeypatch.setattr(guard.commits, "checked_out", commits)
+    monkeypatch.setattr(guard, "checked_out", commits)
     monkeypatch.setattr(Commit, "check", lambda commit: None)
     monkeypatch.setattr(guard, "serving", serving)
     monkeypatch.setattr(servers, "copies", copies)

@@ -27,18 +27,12 @@ def samples(number: int, length: int = 400) -> list[tasks.Sample]:
 
 def test_same_seed_gives_the_same_samples() -> None:
     assert samples(20) == samples(20)
-    assert tasks.needle_sample(3, 600, 0.5, count) == tasks.needle_sample(3, 600, 0.5, count)
-
-
-def test_seed_length_and_depth_change_the_needle_sample() -> None:
-    cells = {(3, 600, 0.5), (4, 600, 0.5), (3, 700, 0.5), (3, 600, 0.9)}
-    assert len({tasks.needle_sample(*cell, count).document for cell in cells}) == 4
 
 
 def test_samples_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "import random; from training import tasks; m = tasks.Mixture(dict.fromkeys(tasks.FACTS, 1.0));"
-        "print(tasks.training_sample(random.Random(1), 400, m, len), tasks.needle_sample(1, 900, .5, len))"
+        "print(tasks.training_sample(random.Random(1), 400, m, len))"
     )
     texts = {
         subprocess.run(
@@ -50,18 +44,6 @@ def test_samples_do_not_depend_on_the_hash_seed() -> None:
         for seed in ("1", "2")
     }
     assert len(texts) == 1
-
-
-@pytest.mark.parametrize("length", [256, 1024, 4096])
-@pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
-def test_needle_sits_at_its_depth_and_the_document_fits(length: int, depth: float) -> None:
-    sample = tasks.needle_sample(1, length, depth, count)
-    sentence = sample.turns[0].answer
-    assert sample.document.count(sentence) == 1
-    fullest = 0.5 if length == 256 else 0.8  # few pieces fit at first, and how long they are varies with the Python
-    assert fullest * length < count(sample.document) <= length
-    place = sample.document.index(sentence) / len(sample.document)
-    assert abs(place - depth) < 0.05 + 200 / length
 
 
 def test_every_answer_is_in_the_document() -> None:
@@ -154,20 +136,3 @@ def test_filler_leaves_no_slot_open(kind: str, held_out: bool) -> None:
     pieces = [haystack.FILLERS[kind](rng, held_out) for _ in range(100)]
     assert all(piece.strip() for piece in pieces)
     assert kind == "code" or not any("{" in piece for piece in pieces)
-
-
-@pytest.mark.parametrize(
-    ("prediction", "right"),
-    [
-        ("The secret code for Orla is 123456.", True),
-        ("123456", True),
-        ("The code is 123456, as the text says.", True),
-        ("The secret code for Orla is 123457.", False),
-        ("The secret code for Orla is 654321. No, 123456.", False),
-        ("The secret code for Orla is 1234567.", False),
-        ("The secret code for Orla is", False),
-        ("", False),
-    ],
-)
-def test_scoring_rule(prediction: str, right: bool) -> None:
-    assert tasks.is_correct(prediction, "The secret code for Orla is 123456.") is right

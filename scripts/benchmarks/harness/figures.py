@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import truediv
 from typing import Any
 
 import mlx.core as mx
@@ -15,8 +14,20 @@ from rich.table import Table
 
 from mlx_specprefill import BLAS
 
-__all__ = ["Clock", "Interval", "interval", "machine", "number", "ratio", "rounded", "show", "show_rows", "timed"]
+__all__ = [
+    "Clock",
+    "Interval",
+    "interval",
+    "machine",
+    "median_interval",
+    "number",
+    "rounded",
+    "show",
+    "show_rows",
+    "timed",
+]
 
+_DOUBT = 0.05  # of a 95 % interval
 Interval = tuple[float, float, float]  # median and the ends of its 95 % bootstrap interval
 WIDTH = 200  # columns of a table at most: a file has no width of its own
 
@@ -39,16 +50,24 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return clock.read()["ms"], result
 
 
-def ratio(ours: Iterable[float], base: Iterable[float]) -> float:
-    """The median of ours / base over the turns."""
-    return statistics.median(map(truediv, ours, base))
-
-
 def interval(values: Sequence[float]) -> Interval:
     array = np.array(values)
     draws = np.random.default_rng(0).choice(array, (2000, array.size))
     low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
     return round(float(np.median(array)), 3), round(float(low), 3), round(float(high), 3)
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    """Two of the values, between which the median lies with 95 % confidence, whatever their distribution.
+
+    That the k smallest of n all lie above it, or the k largest below, happens as seldom as so many heads in n throws.
+    It takes six values.
+    """
+    ordered, count = sorted(values), len(values)
+    left_out = 0
+    while 2 * sum(math.comb(count, heads) for heads in range(left_out + 1)) <= _DOUBT * 2**count:
+        left_out += 1
+    return (ordered[left_out - 1], ordered[count - left_out]) if left_out else (None, None)
 
 
 def machine() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import socket
@@ -69,27 +70,19 @@ class Server:
 
     def ask(self, messages: list[dict[str, Any]], tokens: int, **options: Any) -> Reply:
         """One streamed answer."""
+        stream = {"stream": True, "stream_options": {"include_usage": True}, "model": self.model}
+        asked = {"messages": messages, "max_tokens": tokens, "temperature": 0, **stream, **options}
         reply, begun = Reply(), time.perf_counter()
-        with self._streamed(messages, tokens, options) as chunks:
-            for chunk in chunks:
-                self._take(reply, chunk, begun)
+        with self._reached(), self.client.stream("POST", f"{self.base}/v1/chat/completions", json=asked) as response:
+            if response.status_code != 200:
+                raise BenchError(f"{self.name}: status {response.status_code}: {response.read().decode()[:300]}")
+            for line in response.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    self._take(reply, json.loads(line[6:]), begun)
         reply.total_s = time.perf_counter() - begun
         if not reply.completion_tokens:
             raise BenchError(f"{self.name}: an empty answer: {reply}")
         return reply
-
-    @contextmanager
-    def _streamed(
-        self, messages: list[dict[str, Any]], tokens: int, options: dict[str, Any]
-    ) -> Iterator[Iterator[dict[str, Any]]]:
-        """The JSON of each event of an answer; leaving the block hangs up."""
-        stream = {"stream": True, "stream_options": {"include_usage": True}, "model": self.model}
-        asked = {"messages": messages, "max_tokens": tokens, "temperature": 0, **stream, **options}
-        with self._reached(), self.client.stream("POST", f"{self.base}/v1/chat/completions", json=asked) as response:
-            if response.status_code != 200:
-                raise BenchError(f"{self.name}: status {response.status_code}: {response.read().decode()[:300]}")
-            lines = (line for line in response.iter_lines() if line.startswith("data: ") and line != "data: [DONE]")
-            yield (json.loads(line[6:]) for line in lines)
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
@@ -97,10 +90,6 @@ class Server:
             yield
         except (httpx.HTTPError, RuntimeError) as error:  # the latter: its client is closed
             raise BenchError(f"{self.name}: {type(error).__name__}: {error}") from error
-
-    def get(self, path: str) -> httpx.Response:
-        with self._reached():
-            return self.client.get(f"{self.base}{path}")
 
     def warm(self, messages: list[dict[str, Any]], **options: Any) -> None:
         """Read the system text and the tools ahead."""
@@ -124,40 +113,14 @@ class Server:
             reply.prompt_tokens = usage["prompt_tokens"]
             reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
 
-    def leave_half_way(self, messages: list[dict[str, str]]) -> int:
-        """Send a full prefill and hang up when half of it is done; the tokens that were done."""
-        with self._streamed(messages, 8, {**DENSE, "return_progress": True}) as chunks:
-            for chunk in chunks:
-                progress = chunk.get("prompt_progress")
-                if progress and 2 * progress["processed"] >= progress["total"]:
-                    return int(progress["processed"])
-        raise BenchError("the prefill was over before half of it was reported")
-
-    def settle(self, limit_s: float = 60.0) -> None:
-        """Until nothing runs and nothing waits."""
-
-        def nothing_waits() -> bool:
-            time.sleep(0.05)
-            health = self.get("/health").json()
-            return bool(health["running"] == 0 and health["queued"] == 0)
-
-        self._until(nothing_waits, limit_s)
-
     def rest(self, limit_s: float = 600.0) -> None:
-        """Until it does nothing any more in idle time either, by the processor time that it takes."""
-
-        def idle() -> bool:
-            used = self.cpu_s()
-            time.sleep(REST_S)
-            return self.cpu_s() - used < 0.1 * REST_S
-
-        self._until(idle, limit_s)
-
-    def _until(self, rests: Callable[[], bool], limit_s: float) -> None:
-        end = time.monotonic() + limit_s
-        while not rests():
+        """Wait until it does nothing any more in idle time either, by the processor time that it takes."""
+        end, used = time.monotonic() + limit_s, -math.inf
+        while self.cpu_s() - used >= 0.1 * REST_S:
             if time.monotonic() > end:
                 raise BenchError(f"{self.name} does not come to rest")
+            used = self.cpu_s()
+            time.sleep(REST_S)
 
 
 def together(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:

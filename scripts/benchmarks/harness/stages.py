@@ -10,13 +10,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
-from mlx_specprefill.sampling import Sampler
+from mlx_specprefill.sampling import greedy
 from mlx_specprefill.specprefill.sparse_prefill import prefill
-from mlx_specprefill.speculative.row import Limits
 
-from .figures import Clock, timed
+from .figures import timed
 
-__all__ = ["decode", "finish", "full_prefill", "plain_prefill_ms"]
+__all__ = ["decode_ms", "finish", "full_prefill", "plain_prefill_ms"]
 
 T = TypeVar("T")
 
@@ -41,15 +40,10 @@ def plain_prefill_ms(model: Any, prompt: Sequence[int], step: int) -> float:
     return timed(lambda: full_prefill(model, list(make_prompt_cache(model)), prompt, step))[0]
 
 
-def decode(
-    model: Any, cache: list[Any], logits: mx.array, sampler: Sampler, limits: Limits
-) -> tuple[list[int], dict[str, float]]:
-    """An answer, decoded as the engine decodes a single row, and the time until its last token was read."""
-    staged = isinstance(model, StagedModel)
-    clock, batch, tokens = Clock(), DecodeBatch(model.whole, model) if staged else DecodeBatch(model), []
-    batch.add(DecodeRow(0, cache, logits, sampler, staged=staged))
-    while len(tokens) < limits.max_tokens and limits.stop_ids.isdisjoint(tokens[-1:]):
-        tokens += [event.token for _, event in batch.step()]
-    spent = clock.read()
+def decode_ms(model: Any, cache: list[Any], logits: mx.array, count: int) -> float:
+    """Milliseconds per token of an answer, decoded as the engine decodes a single row."""
+    batch = DecodeBatch(model.whole, model) if isinstance(model, StagedModel) else DecodeBatch(model)
+    batch.add(DecodeRow(0, cache, logits, greedy, staged=isinstance(model, StagedModel)))
+    ms, _ = timed(lambda: [batch.step() for _ in range(count)])
     mx.synchronize()  # the forward after the last token is queued already
-    return tokens, spent
+    return ms / count

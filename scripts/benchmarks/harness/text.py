@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .servers import Reply, Server
 
-__all__ = ["NAMES", "WORDS", "Text", "agent", "following", "question", "secret", "user"]
+__all__ = ["Text", "following", "question", "secret", "user"]
 
 WORDS = """river stone market winter letter garden window bridge captain morning silver forest teacher engine harbor
 village paper cotton ladder mirror pocket summer tunnel valley writer yellow basket candle doctor eagle""".split()
-NAMES = "Anna Peter Maria Thomas Laura Daniel Sophie Martin Julia Simon Clara Robert".split()
 
 
 class Text:
@@ -39,9 +38,6 @@ class Text:
         count = max(1, int(tokens * self._per_token))
         return " ".join(self._rng.choice(WORDS) for _ in range(count)) + "."
 
-    def code(self) -> str:
-        return str(self._rng.randrange(100_000, 1_000_000))
-
 
 def secret(name: str, code: str) -> str:
     """A fact that the bundled pairs were trained to look up."""
@@ -54,10 +50,6 @@ def question(name: str) -> str:
 
 def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
-
-
-def agent(system: str, first: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": system}, {"role": "user", "content": first}]
 
 
 def following(messages: list[dict[str, str]], reply: Reply, text: str) -> list[dict[str, str]]:

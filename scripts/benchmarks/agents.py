@@ -32,13 +32,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from mlx_specprefill.shapes import SHAPES
-
-from .harness import BenchError, pairs, servers
+from .harness import BenchError, pairs, servers, shapes
 from .harness.agent_sessions import KINDS, TEMPLATE, Message, Session, Shape, Step, make_session
 from .harness.agent_text import Count
 from .harness.figures import machine, rounded, show_rows
-from .harness.random_checkpoints import save_random
 from .harness.servers import DENSE, Copies, Server, together
 from .harness.text import user
 
@@ -271,10 +268,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that the agent's tools take after each turn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape, instead of checkpoints")
-    parser.add_argument("--layers", type=int, default=9, help="of a shape's target")
-    parser.add_argument("--draft-layers", type=int, default=2)
-    parser.add_argument("--narrow", type=int, default=8, help="divide a shape's widths, for machines without a GPU")
+    shapes.add_options(parser, None, layers=9, draft_layers=2, narrow=8)
     parser.add_argument("--alone", action="store_true", help="without mlx_lm.server")
 
 
@@ -298,10 +292,11 @@ def checkpoints(options: argparse.Namespace) -> Iterator[Copies]:
             yield copies
         return
     tokenizer, _ = pairs.checkpoints(options)
-    depths = (options.layers, options.draft_layers)
     with tempfile.TemporaryDirectory() as name:
-        both = save_random(options.shape, *depths, options.narrow, tokenizer, Path(name), TEMPLATE)
-        yield Copies(*both, Path(name), options.start_s)
+        sides = (
+            shapes.save_random(options, side, tokenizer, Path(name, side), TEMPLATE) for side in ("target", "draft")
+        )
+        yield Copies(*sides, Path(name), options.start_s)
 
 
 def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list[Arm]:

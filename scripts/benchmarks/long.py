@@ -10,8 +10,8 @@ two is the rest: text reading, scores, selection, cache lookup, copies and accou
     hit_ms           a second question behind the whole prompt, which the prefix cache holds
     exponents        of time, rest and peak over the length, fitted; 1 is linear, 2 is attention
 
-The pair is random: a target of four layers and a draft of two, narrow but of real lengths (`--heads` and `--width` for
-others), or a shape of real ratios (`--shape`). The text is the running Python's own documentation and sources.
+Weights are random, in the shape of a real model (`--shape`); the default is a narrow one of real lengths. The draft
+scores with one head, as after calibration. The text is the running Python's own documentation and sources.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import statistics
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_tokenizer
 
 from mlx_specprefill import (
     Engine,
@@ -38,69 +37,35 @@ from mlx_specprefill import (
     SpecPrefillOptions,
     SpecPrefillPolicy,
     TokenEvent,
-    make_pair,
 )
 from mlx_specprefill.adapters.heads import DraftHeads, Head
-from mlx_specprefill.shapes import SHAPES, Config, fewer_layers, find_shape, narrower, random_model
+from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.token_ids import as_token_ids
 from mlx_specprefill_evals.corpus import modules, paragraphs
 
-from .harness import BenchError
+from .harness import BenchError, pairs, shapes
 from .harness.figures import machine, rounded, show_rows
 from .harness.stages import plain_prefill_ms
 
 QUICK = {"lengths": [8192, 16384], "repeats": 1}
-ROOT = Path(__file__).resolve().parents[2]
-TOKENIZER = ROOT / "models" / "demo" / "target"
 STEP = 2048  # tokens per forward, for every arm
 ANSWER = 2  # tokens
 FITTED = ("full_ms", "sparse_ms", "rest_ms", "full_peak_mib", "sparse_peak_mib")
 
 
-def narrow(layers: int, heads: int, width: int, context: int) -> Config:
-    """A llama's configuration with heads of 64."""
-    return {
-        "model_type": "llama",
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "intermediate_size": 2 * width,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "max_position_embeddings": context,
-        "tie_word_embeddings": True,
-    }
-
-
-def configurations(options: argparse.Namespace, context: int) -> tuple[Config, Config]:
-    """Of the target and the draft."""
-    if options.shape is None:
-        return narrow(4, options.heads, options.width, context), narrow(2, 1, options.width // 2, context)
-    shape = find_shape(options.shape)
-    cut = (fewer_layers(shape.target, options.layers), fewer_layers(shape.draft, options.draft_layers))
-    target, draft = (narrower(config, options.narrow) for config in cut)
-    return target, draft
-
-
 def pair_of(options: argparse.Namespace, tokenizer: TokenizerWrapper) -> ModelPair:
-    context, sides = 2 * max(options.lengths), []
-    for config in configurations(options, context):
-        text = config.get("text_config") or config
-        text = {**text, "vocab_size": len(tokenizer.get_vocab()), "max_position_embeddings": context}
-        config = {**config, "text_config": text} if "text_config" in config else text
-        mx.random.seed(0)
-        model = random_model(config)
-        mx.eval(model.parameters())
-        sides.append((model, config))
-    (target, config), (draft, draft_config) = sides
-    pair = make_pair(target, tokenizer, config, draft=draft, draft_config=draft_config)
+    vocabulary, context = len(tokenizer.get_vocab()), 2 * max(options.lengths)
+    pair = shapes.random_pair(options, tokenizer, vocab_size=vocabulary, max_position_embeddings=context)
     if pair.sparse_refusal is not None:
         raise BenchError(pair.sparse_refusal)
-    # As calibration leaves a draft: a few heads, no look-ahead. The paper's rule is for drafts without.
-    heads = DraftHeads((Head(1, 0, 1.0),), 2, 2, {}) if options.shape is None and not options.look_ahead else None
-    return replace(pair, heads=heads)
+    if options.look_ahead:
+        return pair
+    attention = [
+        part for part in leaves(list(make_prompt_cache(pair.draft))) if isinstance(part, KVCache | RotatingKVCache)
+    ]
+    call = next(number for number, part in enumerate(attention) if isinstance(part, KVCache))
+    depth = len(pair.draft.layers)
+    return replace(pair, heads=DraftHeads((Head(call, 0, 1.0),), depth, depth, {}))  # as calibration leaves a draft
 
 
 def prompt_of(tokenizer: TokenizerWrapper, tokens: int, seed: int) -> list[int]:
@@ -171,19 +136,14 @@ def repetition(engine: Engine, prompt: list[int]) -> dict[str, float]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 32768, 65536], help="prompt tokens")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=2, help="of the narrow target")
-    parser.add_argument("--width", type=int, default=128, help="of the narrow target; the draft has half")
     parser.add_argument("--look-ahead", action="store_true", help="a draft without calibrated heads")
-    parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape instead")
-    parser.add_argument("--layers", type=int, default=4, help="of a shape's target")
-    parser.add_argument("--draft-layers", type=int, default=1)
-    parser.add_argument("--narrow", type=int, default=16, help="divide a shape's widths, for machines without a GPU")
+    shapes.add_options(parser, "llama-3.1-8b", layers=4, draft_layers=2, narrow=32)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     if min(options.lengths) < 1024 or options.repeats < 1:
         raise BenchError("--lengths must be at least 1024 tokens and --repeats at least 1")
-    tokenizer = load_tokenizer(TOKENIZER, {"model_max_length": 2 * max(options.lengths)})
+    tokenizer = pairs.demo_tokenizer()
     policy = SpecPrefillPolicy(threshold=512, densify=False)
     config = EngineConfig(policy=policy, prefill_step=STEP, prefix_cache_bytes=8 << 30)
     with Engine(pair_of(options, tokenizer), config) as engine:
@@ -205,14 +165,11 @@ def summary(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str
     return {
         "benchmark": "long",
         **machine(),
-        "pair": options.shape or f"narrow, {options.heads} heads, width {options.width}",
+        **{name: getattr(options, name) for name in ("shape", "layers", "draft_layers", "narrow")},
         "repeats": options.repeats,
         "rest_share_max": max(row["rest_of_full"] for row in rows),
         "peak_ratio_max": max(row["peak_ratio"] for row in rows),
-        "exponents": {
-            name: exponent(rows, name)
-            for name in ("full_ms", "sparse_ms", "rest_ms", "full_peak_mib", "sparse_peak_mib")
-        },
+        "exponents": {name: exponent(rows, name) for name in FITTED},
         "rows": rows,
     }
 

@@ -47,7 +47,6 @@ from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
 from mlx_specprefill.engine.admission.cost import PairCost
 from mlx_specprefill.engine.admission.time_calibration import calibrate
 from mlx_specprefill.engine.caches import empty_draft_cache
-from mlx_specprefill.shapes import SHAPES
 from mlx_specprefill.specprefill.forced import forced_mask, forced_ranges
 from mlx_specprefill.specprefill.mapped import MappedScorer
 from mlx_specprefill.specprefill.scorer import ToScore
@@ -57,9 +56,8 @@ from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.specprefill.staged_prefill import HiddenStates, prefill_upper
 from mlx_specprefill.specprefill.text import TextReader
 
-from .harness import BenchError, pairs
+from .harness import BenchError, pairs, shapes
 from .harness.figures import machine, rounded, show, timed
-from .harness.random_pair import random_pair
 from .harness.stages import decode_ms, finish, full_prefill, plain_prefill_ms
 
 QUICK = {"keep": ["0.2"], "repeats": 2}
@@ -230,10 +228,7 @@ def row(setup: Setup, tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", default="default", choices=RULE_NAMES, help="how tokens are scored and chosen")
     parser.add_argument("--not-staged", action="store_true", help="all layers of the target read the kept tokens")
-    parser.add_argument("--shape", choices=list(SHAPES), help="random weights in this shape, instead of checkpoints")
-    parser.add_argument("--layers", type=int, help="of a shape's target; the draft gets the same share of its own")
-    parser.add_argument("--experts", type=int, help="per expert layer of a shape; the work per token stays")
-    parser.add_argument("--narrow", type=int, default=1, help="divide a shape's widths, for machines without a GPU")
+    shapes.add_options(parser, None, layers=0, draft_layers=0, narrow=1)
     parser.add_argument("--quantised", action="store_true", help="a shape at its usual bits per weight")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="prompt tokens")
@@ -277,7 +272,7 @@ def load(options: argparse.Namespace) -> ModelPair:
     if options.shape is None:
         return pairs.loaded(options, options.dtype)
     dtype = "float32" if options.dtype == "auto" else options.dtype
-    return random_pair(options.shape, options.layers, options.experts, options.narrow, dtype, options.quantised)
+    return shapes.random_pair(options, pairs.demo_tokenizer(), dtype, options.quantised)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

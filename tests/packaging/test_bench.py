@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(file.stem for file in FOLDER.glob("[a-z]*.py"))
 DECODE_ROW = "task arm n ms_per_token vs_off low high acceptance tokens_per_step engaged different".split()
 BEHIND = "long_tokens idle_ms behind_ms long_ms ratio".split()
-LONG = "benchmark device blas mlx pair repeats rest_share_max peak_ratio_max exponents rows".split()
+LONG = """benchmark device blas mlx shape layers draft_layers narrow repeats rest_share_max peak_ratio_max exponents
+rows""".split()
 LONG_ROW = """tokens full_ms sparse_ms draft_alone_ms target_kept_ms kept_tokens rest_ms rest_of_full full_peak_mib
 sparse_peak_mib peak_ratio hit_ms""".split()
 AGENTS = """benchmark device blas mlx tokens repeats sum_vs_dense sum_vs_mlx_lm worst_vs_dense
@@ -31,9 +32,9 @@ sparse_turns asked right second_s""".split()
 TTFT = """benchmark device blas mlx target draft rule dtype target_step draft_step tokens keep speedup r share_of_limit
 rest_of_full between_of_full target_weights_mib draft_weights_mib worst_prediction rows""".split()
 TTFT_ROW = """tokens keep kept_tokens full_ttft_ms sparse_ttft_ms draft_ms lookahead_ms select_ms prefill_ms
-first_token_ms draft_alone_ms target_kept_ms limit_ms speedup r share_of_limit rest_of_full between_ms between_of_full full_peak_mib sparse_peak_mib full_kv_mib
-sparse_kv_mib draft_kv_mib scoring_mib full_decode_tps sparse_decode_tps predicted_full_ms
-predicted_sparse_ms""".split()
+first_token_ms draft_alone_ms target_kept_ms limit_ms speedup r share_of_limit rest_of_full between_ms between_of_full
+full_peak_mib sparse_peak_mib full_kv_mib sparse_kv_mib draft_kv_mib scoring_mib full_decode_tps sparse_decode_tps
+predicted_full_ms predicted_sparse_ms""".split()
 
 
 Report = Callable[[str], dict[str, Any]]

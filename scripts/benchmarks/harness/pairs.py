@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
+
 from mlx_specprefill import ModelPair
 from mlx_specprefill_server.cli.common import choose
 from mlx_specprefill_server.cli.loading import load
 
 from . import BenchError
 
-__all__ = ["add_options", "checkpoints", "defaults", "loaded"]
+__all__ = ["add_options", "checkpoints", "defaults", "demo_tokenizer", "loaded"]
+
+DEMO = Path(__file__).resolve().parents[3] / "models" / "demo" / "target"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +33,11 @@ def loaded(options: argparse.Namespace, dtype: str = "auto") -> ModelPair:
         OptionError, LoadError, PairsError: it is not named fully, or can't be found or read.
     """
     return load(choose(options.pair, None, options.target, options.draft, no_draft=options.no_draft), dtype)
+
+
+def demo_tokenizer() -> TokenizerWrapper:
+    """Return the demo pair's tokenizer, for models without one; it does not warn of long texts."""
+    return load_tokenizer(DEMO, {"model_max_length": 1 << 30})
 
 
 def defaults(options: argparse.Namespace) -> tuple[str, ...]:

@@ -228,7 +228,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(old: Commit, new: Commit, copies: Copies, options: argparse.Namespace) -> tuple[Pairs, int]:
-    """Rounds until the time is over; the first start of each commit calibrates and counts for nothing."""
+    """Rounds until the time is over; the first start of each commit counts for nothing."""
     with both_serving(old, new, copies, 0) as (first, _):
         text = Text(0)
         text.calibrate(first.server)

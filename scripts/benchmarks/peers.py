@@ -1,13 +1,11 @@
 """This server beside others on one checkpoint: the same prompts through the same client, interleaved, in one run.
 
     cold     time to first token of prompts that nobody has seen
-    warm     the same for a second question behind a shared prefix of that length
-    decode   time per token of one streamed answer after its first token
     streams  tokens per second of 1, 4, 8 and 32 answers at once, and processor time per token
 
 Arms: ours in full, ours sparse, `mlx_lm.server`, and `vllm-mlx` with its own sparse prefill and without, if
 `--vllm-mlx` names its executable (it needs an environment of its own). All get the same float32 copy of the checkpoint
-and the same BLAS. Ratios are medians over the repetitions with 95 % bootstrap intervals; above 1 ours is faster.
+and the same BLAS. Ratios are medians over the repetitions with 95 % intervals, which take six; above 1 ours is faster.
 
 Two more figures come from the same models in this process, without a server: `mlx_lm.generate.generate_step`, from
 which a server's own cost per token is told, and the limit of a sparse prefill (the draft over the prompt and the target
@@ -21,7 +19,6 @@ over as many tokens as were kept), of which ours sparse reaches a share.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -29,8 +26,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +33,21 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load
 
-from mlx_specprefill import BLAS
+from mlx_specprefill import BLAS, EngineConfig
 
 from .harness import BenchError, servers
-from .harness.figures import Clock, Interval, interval, show
+from .harness.figures import Clock, median_interval, rounded, show, timed
 from .harness.servers import DENSE, SPARSE, Copies, Reply, Server, preload, together
 from .harness.stages import plain_prefill_ms
 from .harness.text import Text, user
 
+Interval = list[float | None]  # median and the ends of its 95 % interval
 QUICK = {"lengths": [1024, 2048], "repeats": 3}
 FIFTH = {**SPARSE, "specprefill_keep_pct": 0.2}
 OURS, OURS_SPARSE = "ours, full", "ours, sparse"
 STREAMS = (1, 4, 8, 32)
 GAP_S = 0.005  # between connections: the listening queue of `mlx_lm.server` holds five
-PARTS = ("cold", "warm", "decode", "streams")
+PARTS = ("cold", "streams")
 
 
 @dataclass
@@ -89,26 +85,23 @@ class BareLoop:
     target: Any
     draft: Any
     tokenizer: Any
-    costs: Path
 
     @classmethod
-    def of(cls, target: Path, draft: Path, costs: Path) -> BareLoop:
-        """`costs` is where the server keeps what it has measured at its start."""
+    def of(cls, target: Path, draft: Path) -> BareLoop:
         model, tokenizer = load(str(target))[:2]
-        return cls(model, load(str(draft))[0], tokenizer, costs)
+        return cls(model, load(str(draft))[0], tokenizer)
 
     def tokens(self, text: str) -> list[int]:
         """The prompt as a server renders it."""
         return list(self.tokenizer.apply_chat_template(user(text), add_generation_prompt=True))
 
-    def generate(self, text: str, count: int) -> tuple[float, float]:
-        """Seconds to the first token, and per token after it, of `mlx_lm.generate.generate_step`."""
-        prompt, begun = mx.array(self.tokens(text)), time.perf_counter()
-        steps = generate_step(prompt, self.target, max_tokens=count)
-        next(steps)
-        first = time.perf_counter()
-        rest = sum(1 for _ in steps)
-        return first - begun, (time.perf_counter() - first) / max(rest, 1)
+    def generate(self, text: str, count: int) -> float:
+        """Milliseconds to the first token of `mlx_lm.generate.generate_step`, which goes on to `count` tokens."""
+        steps = generate_step(mx.array(self.tokens(text)), self.target, max_tokens=count)
+        ms, _ = timed(lambda: next(steps))
+        for _ in steps:
+            pass
+        return ms
 
     def cpu_ms_per_token(self, text: str, count: int) -> float:
         """Processor time per token of the same, a short prompt included."""
@@ -117,14 +110,9 @@ class BareLoop:
         return clock.read()["cpu_ms"] / count
 
     def limit_ms(self, text: str, kept: int) -> float:
-        """What a sparse prefill can't avoid: the draft over everything, the target over `kept` tokens.
-
-        Both with the step sizes that were measured to suit this machine.
-        """
-        (measured,) = json.loads(self.costs.read_text()).values()
-        prompt = self.tokens(text)
-        draft = plain_prefill_ms(self.draft, prompt, measured["draft_step"])
-        return draft + plain_prefill_ms(self.target, prompt[-kept:], measured["target_step"])
+        """What a sparse prefill can't avoid: the draft over everything, the target over `kept` tokens."""
+        prompt, step = self.tokens(text), EngineConfig().prefill_step
+        return plain_prefill_ms(self.draft, prompt, step) + plain_prefill_ms(self.target, prompt[-kept:], step)
 
 
 @dataclass
@@ -159,31 +147,9 @@ class Bench:
                 kept.append(int(reply.report["kept_tokens"]))
 
         self.attempt("cold", one)
-        self.loop.add(f"cold {length} ms", 1e3 * self.bare.generate(self.text.of(length), 2)[0])
+        self.loop.add(f"cold {length} ms", self.bare.generate(self.text.of(length), 2))
         if kept:
             self.loop.add(f"limit {length} ms", self.bare.limit_ms(self.text.of(length), kept[0]))
-
-    def warm(self, length: int) -> None:
-        def one(arm: Arm) -> None:
-            shared = self.text.of(length)
-            arm.ask(f"{shared} {self.text.of(20)}", 2)
-            arm.figures.add(f"warm {length} ms", 1e3 * arm.ask(f"{shared} {self.text.of(20)}", 2).first_s)
-
-        self.attempt("warm", one)
-
-    def decode(self, length: int, tokens: int) -> None:
-        figure = f"decode after {length} ms"
-        bare_ms = 1e3 * self.bare.generate(self.text.of(length), tokens)[1]
-
-        def one(arm: Arm) -> None:
-            reply = arm.ask(self.text.of(length), tokens)
-            ms = 1e3 * (reply.total_s - reply.first_s) / (reply.completion_tokens - 1)
-            if 2 * ms < bare_ms:  # nobody is that much faster than the loop: its first token was held back
-                raise BenchError(f"the answer came at its end: {reply.first_s:.2f} s, then {ms:.2f} ms per token")
-            arm.figures.add(figure, ms)
-
-        self.attempt("decode", one)
-        self.loop.add(figure, bare_ms)
 
     def streams(self, count: int, tokens: int) -> None:
         cpu, waits = f"{count} streams CPU ms", [number * GAP_S for number in range(count)]
@@ -207,11 +173,9 @@ class Bench:
         self.text.calibrate(self.arms[0].server)
         self.attempt("warm-up", lambda arm: arm.ask(self.text.of(600), 4))  # compiles and loads
         self.bare.generate(self.text.of(600), 4)
-        by_length = {"cold": self.cold, "warm": self.warm, "decode": partial(self.decode, tokens=options.tokens)}
         for repeat in range(options.repeats):
-            for length, (part, work) in product(options.lengths, by_length.items()):
-                if part in options.parts:
-                    work(length)
+            for length in options.lengths if "cold" in options.parts else ():
+                self.cold(length)
             for count in STREAMS if "streams" in options.parts else ():
                 self.streams(count, options.tokens)
             print(f"repetition {repeat + 1} of {options.repeats} done", file=sys.stderr, flush=True)
@@ -223,12 +187,17 @@ class Bench:
 def compare(
     mine: Figures, other: Figures, how: Callable[[str, float, float], float], figures: str = ""
 ) -> dict[str, Interval]:
-    """`how` of every repetition that both have, for the figures whose name begins so."""
+    """The median and interval of `how` over the repetitions that both have, for the figures whose name begins so."""
     return {
-        name: interval([how(name, a, b) for a, b in zip(values, other.values[name], strict=True)])
+        name: _interval([how(name, a, b) for a, b in zip(values, other.values[name], strict=True)])
         for name, values in mine.values.items()
         if name.startswith(figures) and len(other.values.get(name, ())) == len(values)
     }
+
+
+def _interval(values: list[float]) -> Interval:
+    interval: Interval = rounded([statistics.median(values), *median_interval(values)], 3)
+    return interval
 
 
 def faster(name: str, mine: float, other: float) -> float:
@@ -283,8 +252,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-mlx", type=Path, help="the executable of vllm-mlx, in an environment of its own")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--tokens", type=int, default=96, help="of each answer when decoding is compared")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=96, help="of each answer of the streams")
+    parser.add_argument("--repeats", type=int, default=6)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -311,4 +280,4 @@ def start(options: argparse.Namespace, stack: ExitStack, copies: Copies) -> Benc
         for name, extra, asked in (("vllm-mlx, sparse", sparse, FIFTH), ("vllm-mlx, full", batching, DENSE)):
             server = stack.enter_context(copies.serve(name, command + extra, str(copies.target), **preload()))
             arms.append(Arm(Figures(name), server, asked))
-    return Bench(arms, BareLoop.of(copies.target, copies.draft, copies.costs), Figures("generate loop"), Text(0))
+    return Bench(arms, BareLoop.of(copies.target, copies.draft), Figures("generate loop"), Text(0))

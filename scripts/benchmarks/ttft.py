@@ -21,8 +21,8 @@ read, T_target(kept) is the time of these others alone, and
 Memory is what the arms hold beside the weights: the KV caches when the prefill is done, what the look-ahead needs
 beyond the draft's cache, and the allocator's peak up to the first token.
 
-Models are a named pair, checkpoints or random weights in a real shape (`--shape`). Before the cells, both models are
-calibrated as at a server's start; the step sizes and the predictions are that calibration's.
+Models are a named pair, checkpoints or random weights in a real shape (`--shape`). All prefills read as many tokens per
+forward (`--step`), by default those that the engine reads alone.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ from rich.progress import track
 from mlx_specprefill import RULE_NAMES, EngineConfig, ModelPair, keep_pct
 from mlx_specprefill.adapters.depth import layers_of, whole_draft
 from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
-from mlx_specprefill.engine.admission.cost import PairCost
-from mlx_specprefill.engine.admission.time_calibration import calibrate
 from mlx_specprefill.engine.caches import empty_draft_cache
 from mlx_specprefill.specprefill.forced import forced_mask, forced_ranges
 from mlx_specprefill.specprefill.mapped import MappedScorer
@@ -67,21 +65,18 @@ Run = dict[str, float]  # what one repetition measured: milliseconds, tokens per
 
 @dataclass(frozen=True)
 class Setup:
-    """The pair, what it was measured to cost, and the tokens per forward that follow from that, for every arm."""
+    """The pair, and the tokens per forward for every arm."""
 
     pair: ModelPair
     config: EngineConfig
-    cost: PairCost
-    target_step: int
-    draft_step: int
+    step: int
     text: TextReader
 
 
 def set_up(pair: ModelPair, config: EngineConfig) -> Setup:
     if config.rule == "paper":
         pair = replace(pair, draft=whole_draft(pair.draft), heads=None, staged="the paper's rule")
-    cost = calibrate(pair, config)
-    return Setup(pair, config, cost, *cost.steps(config.prefill_step), TextReader(pair.tokenizer))
+    return Setup(pair, config, config.prefill_step, TextReader(pair.tokenizer))
 
 
 def first_token(logits: mx.array) -> int:
@@ -119,7 +114,7 @@ def full_arm(setup: Setup, prompt: list[int]) -> Run:
     """A prefill of everything, then some decoding."""
     target = setup.pair.target
     peak, cache = Peak(), make_positioned_cache(target)
-    prefill_ms, logits = timed(lambda: full_prefill(target, cache, prompt, setup.target_step))
+    prefill_ms, logits = timed(lambda: full_prefill(target, cache, prompt, setup.step))
     token_ms, _ = timed(lambda: first_token(logits))
     run = {"full_ttft_ms": prefill_ms + token_ms, "full_peak_mib": peak.highest(), "full_kv_mib": held_mib(cache)}
     return run | {"full_decode_tps": 1e3 / decode_ms(target, cache, logits, DECODED)}
@@ -131,7 +126,7 @@ def score(
     """The stages of the draft, its importance, and its cache if it goes on as a part of the target's."""
     begun = mark = time.perf_counter()
     pair, config = setup.pair, setup.config
-    stops, step = pair.eos_token_ids, lambda: setup.draft_step
+    stops, step = pair.eos_token_ids, lambda: setup.step
     cache = empty_draft_cache(pair)
     seen = None if hidden is None else hidden.keep
     task = ToScore.alone(pair.draft, prompt, config.scoring, stop_ids=stops, step=step, cache=cache, seen=seen)
@@ -166,11 +161,11 @@ def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
     select_ms, kept = timed(lambda: select(setup, prompt, importance, keep))
     cache = make_positioned_cache(target)
     if stages is None or hidden is None:
-        prefill_ms, logits = timed(lambda: finish(prefill(target, cache, prompt, kept, setup.target_step)))
+        prefill_ms, logits = timed(lambda: finish(prefill(target, cache, prompt, kept, setup.step)))
     else:
         _, upper = stages.split(cache)
         cache = stages.join(lower, upper)
-        steps = prefill_upper(stages, upper, prompt, hidden.of(kept), kept, setup.target_step)
+        steps = prefill_upper(stages, upper, prompt, hidden.of(kept), kept, setup.step)
         prefill_ms, logits = timed(lambda: finish(steps))
     token_ms, _ = timed(lambda: first_token(logits))
     return run | {
@@ -189,14 +184,14 @@ def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
 def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[Run]:
     """Full, then sparse and its limit for every keep share: one run per share, with the ratios of this repetition."""
     pair, full = setup.pair, full_arm(setup, prompt)
-    draft_alone = plain_prefill_ms(pair.draft, prompt, setup.draft_step)
+    draft_alone = plain_prefill_ms(pair.draft, prompt, setup.step)
     runs = []
     for keep in shares:
         run = full | sparse_arm(setup, prompt, keep)
         last = prompt[-int(run["kept_tokens"]) :]
-        kept_alone = plain_prefill_ms(pair.target, last, setup.target_step)
+        kept_alone = plain_prefill_ms(pair.target, last, setup.step)
         if pair.stages is not None:
-            kept_alone -= plain_prefill_ms(pair.stages.lower, last, setup.target_step)
+            kept_alone -= plain_prefill_ms(pair.stages.lower, last, setup.step)
             run["staged_of_full"] = run["sparse_ttft_ms"] / run["full_ttft_ms"]
             run["staged_limit"] = pair.stages.count / len(layers_of(pair.target)) + len(last) / len(prompt) + 0.08
         limit = draft_alone + kept_alone
@@ -216,13 +211,10 @@ def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[
     return runs
 
 
-def row(setup: Setup, tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
-    """One prompt length and keep share: medians, and what was predicted."""
+def row(tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
+    """One prompt length and keep share: medians."""
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    kept = int(medians["kept_tokens"])
-    predicted = setup.cost.predict(tokens, kept, steps=(setup.target_step, setup.draft_step))
-    predictions = {"predicted_full_ms": predicted.full_ms, "predicted_sparse_ms": predicted.sparse_ms}
-    return {"tokens": tokens, "keep": float(keep)} | medians | {"kept_tokens": kept} | predictions
+    return {"tokens": tokens, "keep": float(keep)} | medians | {"kept_tokens": int(medians["kept_tokens"])}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -231,14 +223,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     shapes.add_options(parser, None, layers=0, draft_layers=0, narrow=1)
     parser.add_argument("--quantised", action="store_true", help="a shape at its usual bits per weight")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--step", type=int, help="tokens per forward; default: the engine's on this device")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="prompt tokens")
     parser.add_argument("--keep", nargs="+", default=["0.1", "0.2", "0.3", "0.5", "1.0"], help="shares in (0, 1]")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions")
-
-
-def predictions(row: Run) -> dict[str, float]:
-    """Predicted over measured time."""
-    return {f"{arm}_predicted": row[f"predicted_{arm}_ms"] / row[f"{arm}_ttft_ms"] for arm in ("full", "sparse")}
 
 
 def summary(rows: list[Run], setup: Setup) -> dict[str, Any]:
@@ -252,14 +240,12 @@ def summary(rows: list[Run], setup: Setup) -> dict[str, Any]:
         "draft": pair.draft_id,
         "rule": setup.config.rule,
         "dtype": pair.dtype,
-        "target_step": setup.target_step,
-        "draft_step": setup.draft_step,
+        "step": setup.step,
         **{name: head[name] for name in ("tokens", "keep", "speedup", "r", "share_of_limit")},
         "rest_of_full": head["rest_of_full"],
         "between_of_full": head["between_of_full"],
         "target_weights_mib": weights_mib(pair.target),
         "draft_weights_mib": weights_mib(pair.draft),
-        "worst_prediction": max(abs(ratio - 1) for row in rows for ratio in predictions(row).values()),
         "rows": rows,
     }
 
@@ -282,15 +268,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     pair, rng = load(options), np.random.default_rng(0)
     if options.not_staged:
         pair = replace(pair, staged="turned off")
-    setup = set_up(pair, EngineConfig(rule=options.rule))
+    config = EngineConfig(rule=options.rule)
+    setup = set_up(pair, replace(config, prefill_step=options.step or config.prefill_step))
     repetition(setup, [int(token) for token in rng.integers(0, pair.vocab_size, 512)], shares[:1])  # not counted
     rows = []
     for length in track(options.lengths, description="measuring", console=Console(stderr=True)):
         # What the prompt says does not change the time it takes.
         prompt = [int(token) for token in rng.integers(0, pair.vocab_size, length)]
         runs = [repetition(setup, prompt, shares) for _ in range(options.repeats)]
-        rows += [row(setup, length, share, part) for share, part in zip(shares, zip(*runs, strict=True), strict=True)]
-    table = [row | predictions(row) for row in rows]
+        rows += [row(length, share, part) for share, part in zip(shares, zip(*runs, strict=True), strict=True)]
+    table = [dict(row) for row in rows]
     heads = [f"{row.pop('tokens')}, keep {row.pop('keep'):g}" for row in table]
     show(("medians", *heads), [(name, *(row[name] for row in table)) for name in table[0]])
     return rounded(summary(rows, setup))

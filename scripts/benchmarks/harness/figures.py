@@ -8,27 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from mlx_specprefill import BLAS
 
-__all__ = [
-    "Clock",
-    "Interval",
-    "interval",
-    "machine",
-    "median_interval",
-    "number",
-    "rounded",
-    "show",
-    "show_rows",
-    "timed",
-]
+__all__ = ["Clock", "machine", "median_interval", "number", "rounded", "show", "show_rows", "timed"]
 
 _DOUBT = 0.05  # of a 95 % interval
-Interval = tuple[float, float, float]  # median and the ends of its 95 % bootstrap interval
 WIDTH = 200  # columns of a table at most: a file has no width of its own
 
 
@@ -48,13 +35,6 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     clock = Clock()
     result = work()
     return clock.read()["ms"], result
-
-
-def interval(values: Sequence[float]) -> Interval:
-    array = np.array(values)
-    draws = np.random.default_rng(0).choice(array, (2000, array.size))
-    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
-    return round(float(np.median(array)), 3), round(float(low), 3), round(float(high), 3)
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:

@@ -101,7 +101,9 @@ def random_pair(
         config = config_of(options, side, **changes)
         bits = SHAPES[options.shape]["bits"][side] if quantised else None
         model = random_model(config, getattr(mx, dtype), bits)
-        mx.eval(model.parameters(), model(mx.array([[1, 2]])))  # frequencies are no parameters, and engines have threads
+        mx.eval(
+            model.parameters(), model(mx.array([[1, 2]]))
+        )  # frequencies are no parameters, and engines have threads
         models[side] = model, config
     (target, config), (draft, draft_config) = models.values()
     names = {"target_id": f"random {options.shape}", "draft_id": f"random draft of {options.shape}"}

@@ -104,7 +104,7 @@ def _verify(tokenizer: Tokenizer) -> None:
     _report("recurrences", verify.recurrences())
     for family in FAMILIES:
         for role, run in _config(family).runs.items():
-            model = verify.rounded(verify.disturbed(run.family.build(run.sizes), run))
+            model = verify.rounded(verify.disturbed(run.family.Network(run.sizes), run))
             with tempfile.TemporaryDirectory() as folder:
                 export.export(model, tokenizer, Path(folder))
                 _report(f"{family} {role}", verify.parity(model, Path(folder)))

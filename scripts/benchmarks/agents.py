@@ -33,8 +33,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from .harness import BenchError, pairs, servers, shapes
-from .harness.agent_sessions import KINDS, TEMPLATE, Message, Session, Shape, Step, make_session
-from .harness.agent_text import Count
+from .harness.agent_sessions import KINDS, TEMPLATE, Count, Message, Session, Shape, Step, make_session
 from .harness.figures import machine, rounded, show_rows
 from .harness.servers import DENSE, Copies, Server, together
 from .harness.text import user

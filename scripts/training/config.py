@@ -5,10 +5,11 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .batches import DataConfig
-from .families import FAMILIES, Family
+from .families import FAMILIES
 from .stages import RunConfig, Stage
 from .tasks import Mixture
 
@@ -68,8 +69,8 @@ def _data(section: dict[str, Any]) -> DataConfig:
     return DataConfig(mixture, **section)
 
 
-def _run(section: dict[str, Any], family: Family, data: DataConfig, vocab_size: int) -> RunConfig:
-    sizes = family.sizes(vocab_size=vocab_size, **section.pop("model"))
+def _run(section: dict[str, Any], family: ModuleType, data: DataConfig, vocab_size: int) -> RunConfig:
+    sizes = family.Sizes(vocab_size=vocab_size, **section.pop("model"))
     start = {key: tuple(value) if isinstance(value, list) else value for key, value in section.pop("start", {}).items()}
     stages = tuple(Stage(*stage) for stage in section.pop("stages"))
-    return RunConfig(family, sizes, family.start(**start), data, stages, **section)
+    return RunConfig(family, sizes, family.Start(**start), data, stages, **section)

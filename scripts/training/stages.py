@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from tqdm import tqdm
 from . import optim
 from .batches import ANSWER, CONTEXT, Batch, DataConfig, make_batch
 from .export import read
-from .families import Family
 from .network import Network, Sizes
 
 
@@ -48,7 +48,7 @@ class Stage:
 class RunConfig:
     """Everything that determines one training run."""
 
-    family: Family
+    family: ModuleType
     sizes: Sizes
     start: Any
     data: DataConfig
@@ -112,7 +112,7 @@ def train(
         exported: go on from the weights in this folder instead of the structured start.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model = config.family.build(config.sizes)
+    model = config.family.Network(config.sizes)
     config.family.initialise(model, config.start, config.seed)
     if exported is not None:
         read(model, exported)
@@ -133,7 +133,7 @@ def train(
 
 def load_weights(folder: Path, config: RunConfig) -> tuple[Network, Progress]:
     """The model and the record of the last checkpoint in `folder`."""
-    model = config.family.build(config.sizes)
+    model = config.family.Network(config.sizes)
     progress = _resume(folder, model, [])
     if not progress.step:
         raise FileNotFoundError(f"no checkpoint in {folder}")

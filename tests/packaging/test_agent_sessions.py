@@ -6,8 +6,7 @@ import json
 import random
 
 import pytest
-from benchmarks.harness.agent_sessions import KINDS, TEMPLATE, Session, make_session
-from benchmarks.harness.agent_text import result
+from benchmarks.harness.agent_sessions import KINDS, TEMPLATE, Session, make_session, result
 from jinja2 import Environment
 
 TOKENS = 6000

@@ -9,33 +9,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_specprefill import SpecPrefillError
 from mlx_specprefill_server.pairs import PairsError
 
 from . import BenchError, pairs
 
-__all__ = ["Benchmark", "benchmark", "listed", "main", "parsed"]
+__all__ = ["benchmark", "listed", "main", "parsed"]
 
 FOLDER = Path(__file__).resolve().parent.parent
 PROGRAM = "scripts/bench"
-
-
-class Benchmark(Protocol):
-    """A module of this package. The first line of its docstring is what the list shows.
-
-    Attributes:
-        QUICK: what `--quick` sets, by the names of the parsed options; what is given beside it wins.
-    """
-
-    QUICK: dict[str, Any]
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Its own options, beside the models and `--quick`."""
-
-    def run(self, options: argparse.Namespace) -> dict[str, Any]:
-        """Measure, print tables, return the report."""
 
 
 def listed() -> dict[str, str]:
@@ -45,9 +29,9 @@ def listed() -> dict[str, str]:
     return {name: (text or "").partition("\n")[0] for name, text in said.items()}
 
 
-def benchmark(name: str) -> Benchmark:
-    found: Any = importlib.import_module(f"benchmarks.{name}")
-    return found
+def benchmark(name: str) -> Any:
+    """Return a module with `QUICK`, which `--quick` sets by the options' names, `add_options(parser)` and `run(options)`."""
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if report.get("different") else 0
 
 
-def parsed(name: str, chosen: Benchmark, arguments: Sequence[str]) -> argparse.Namespace:
+def parsed(name: str, chosen: Any, arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} {name}",
         description=chosen.__doc__,

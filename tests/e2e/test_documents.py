@@ -53,14 +53,12 @@ NOT_RUN = {
     "needs another program": ("docker ", "codex", "scripts/record_agent"),
     "is for another program": ("export ",),
     "takes minutes to days": (
-        "mlx-specprefill calibrate",
         "mlx-specprefill eval",
         "mlx-specprefill bench",
         "scripts/bench ",
         "for shape in",
     ),
     "works on what such a run has left": (
-        "cp runs/",
         "tail -n 1 runs/",
         "mlx-specprefill warm agent.json",
     ),

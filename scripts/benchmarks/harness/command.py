@@ -30,7 +30,7 @@ def listed() -> dict[str, str]:
 
 
 def benchmark(name: str) -> Any:
-    """Return a module with `QUICK`, which `--quick` sets by the options' names, `add_options(parser)` and `run(options)`."""
+    """Return a module with `add_options(parser)`, `run(options)` and `QUICK`, the options that `--quick` sets."""
     return importlib.import_module(f"benchmarks.{name}")
 
 

@@ -17,7 +17,7 @@ BLAS = preload()
 _files.preload()
 
 from .adapters.heads import DraftHeads, read_heads
-from .adapters.placement import DraftPlacement, PlacementChoice
+from .adapters.sharding import DraftPlacement
 from .adapters.tokenizers import check_same_tokenizer
 from .cache.entry import CacheEntry
 from .config import (
@@ -35,13 +35,14 @@ from .config import (
     keep_pct,
 )
 from .distributed.joining import join_ranks
-from .distributed.ranks import ALONE, Ranks
+from .distributed.ranks import Ranks
 from .engine.admission.blueprint import Blueprint, blueprint, loaded_bytes, predicted_gain
 from .engine.engine import Engine, EngineHealth
 from .engine.handle import RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
 from .engine.machine import Machine, machine
 from .engine.mlx_thread import MLXThread
+from .engine.ranked import RankedEngine
 from .engine.replay import Replay
 from .engine.stats import EngineStats, MemoryUse
 from .errors import (
@@ -100,7 +101,6 @@ from .token_ids import TokenIds, as_token_ids
 __version__ = "0.1.0"
 
 __all__ = [
-    "ALONE",
     "BLAS",
     "LOADED_FILES",
     "RULE_NAMES",
@@ -140,12 +140,12 @@ __all__ = [
     "ModelPair",
     "PairMismatchError",
     "PeerLostError",
-    "PlacementChoice",
     "Prediction",
     "PrefillReport",
     "Progress",
     "PromptLogprobs",
     "PromptSpan",
+    "RankedEngine",
     "Ranks",
     "ReasoningBudget",
     "Replay",

@@ -19,23 +19,21 @@ from .adapters.gguf import is_gguf
 from .adapters.heads import DraftHeads, read_heads
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
-from .adapters.placement import DraftPlacement, PlacementChoice
 from .adapters.probe import staged_model
 from .adapters.refusals import sparse_refusal
 from .adapters.registry import adapter_for, architecture_of
 from .adapters.retrieval_heads import RetrievalDraft, known_heads
-from .adapters.sharding import Sharding
+from .adapters.sharding import DraftPlacement, Sharding
 from .adapters.staged import StagedModel
 from .adapters.text_mapping import TextMapping
 from .adapters.tokenizers import mapping_between
-from .distributed.ranks import ALONE, Group, Ranks
+from .distributed.ranks import Ranks, agreed
 from .errors import LoadError
 from .reading import (
     DtypeName,
     LoadedModels,
     OnProgress,
     cast_model,
-    choose_placement,
     read_model,
     read_part,
     read_placed,
@@ -65,7 +63,7 @@ class ModelPair:
         staged: the target in two parts, where the draft is the target's own first layers; or why prompts can't be
             prefilled in stages.
         mapping: the way from the target's tokens to those of a draft with another tokenizer; None: it has the target's.
-        ranks: the processes that run the target together; `sharding`: how it is spread over them.
+        ranks: the processes that run the target together, if it is not one alone; `sharding`: how it is spread.
         draft_placement: on which of several ranks the draft is, None on one or without a draft. With "first", the other
             ranks know of it what rank 0 told them, and have none: `draft` and `mapping` are None, `draft_id` is not.
     """
@@ -87,7 +85,7 @@ class ModelPair:
     heads: DraftHeads | None = None
     staged: StagedModel | str = "the draft is not the target's own first layers"
     mapping: TextMapping | None = None
-    ranks: Ranks = ALONE
+    ranks: Ranks | None = None
     sharding: Sharding | None = None
     draft_placement: DraftPlacement | None = None
 
@@ -102,9 +100,9 @@ class ModelPair:
         return self.draft is not None or self.draft_placement == "first"
 
     @property
-    def split(self) -> Ranks:
-        """Over which the draft's attention heads are split."""
-        return self.ranks if self.draft_placement == "sharded" else ALONE
+    def split(self) -> Ranks | None:
+        """The processes over which the draft's attention heads are split, if they are."""
+        return self.ranks if self.draft_placement == "sharded" else None
 
     def agree(self, what: str, find: Callable[[], T]) -> T:
         """What is found out about the draft: by rank 0 for all, or by all together where each has a part of it.
@@ -115,7 +113,7 @@ class ModelPair:
         Raises:
             PeerLost: a process is gone.
         """
-        return self.ranks.agree(what, find) if self.split is ALONE else find()
+        return find() if self.split is not None else agreed(self.ranks, what, find)
 
     @property
     def draft_tokenizer(self) -> TokenizerWrapper:
@@ -151,9 +149,8 @@ def load_pair(
     dtype: DtypeName = "auto",
     loaded: LoadedModels | None = None,
     on_progress: OnProgress = lambda done, total: None,
-    ranks: Ranks = ALONE,
-    draft_placement: PlacementChoice = "auto",
-    memory_limit: int | None = None,
+    ranks: Ranks | None = None,
+    draft_placement: DraftPlacement = "first",
 ) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
@@ -173,9 +170,7 @@ def load_pair(
         loaded: models of other pairs, which this one shares.
         on_progress: gets the bytes of target or draft that are in memory, and those of the whole; one after the other.
         ranks: from `join_ranks`. Each of several holds its part of the target.
-        draft_placement: which of them read prompts with the draft, and whether each holds all of it; "auto": as is
-            predicted to be the fastest, and has room on rank 0.
-        memory_limit: bytes that there are for weights on this rank, as far as is known.
+        draft_placement: of a draft model on several ranks.
 
     Raises:
         LoadError: a checkpoint is missing or broken, or the draft can't score with so many layers; the target can't be
@@ -184,7 +179,7 @@ def load_pair(
     """
     read = read_model if loaded is None else loaded.read
     sharding: Sharding | None = None
-    if ranks.several:
+    if ranks is not None:
         model, tokenizer, config, sharding = read_part(target, dtype, on_progress, ranks)
         mtp: MTPHead | str = "the target runs on several machines"
     else:
@@ -193,17 +188,17 @@ def load_pair(
     draft_model: nn.Module | Literal["self"] | None = None if draft is None else "self"
     draft_from, draft_config, draft_tokenizer = target, None, None
     placement: DraftPlacement | None = None
-    if draft == "self" and ranks.several:
+    if draft == "self" and ranks is not None:
         placement = "sharded"
         if sharding != "tensor":
             draft_model = placement = None
     elif draft is not None and draft != "self":
         draft_from = draft
-        if isinstance(ranks, Group):
-            choice = choose_placement(draft, draft_heads, draft_placement, ranks, model, memory_limit)
-            draft_model, draft_tokenizer, draft_config, placement = read_placed(
-                draft, read, dtype, on_progress, ranks, choice
-            )
+        if ranks is not None:
+            if draft_placement == "sharded" and draft_heads is not None:
+                raise LoadError("retrieval heads that were trained on a draft can't be split: --draft-placement first")
+            placement = draft_placement
+            draft_model, draft_tokenizer, draft_config = read_placed(draft, read, dtype, on_progress, ranks, placement)
         else:
             draft_model, draft_tokenizer, draft_config = read(draft, dtype, on_progress)
     pair = make_pair(
@@ -224,7 +219,9 @@ def load_pair(
     )
     if draft == "self" and pair.draft is None:
         return replace(pair, sparse_refusal=_PIPELINE)
-    known = ranks.agree("draft's heads", lambda: _calibrated_heads(pair, heads, draft_from, draft_layers, draft_heads))
+    known = agreed(
+        ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft_from, draft_layers, draft_heads)
+    )
     return pair if known is None else with_heads(pair, known, exit_early=exit_early)
 
 
@@ -238,7 +235,8 @@ def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -
         LoadError: the heads are another model's, or lie in layers that the draft was cut off from.
     """
     if pair.draft_placement == "first":
-        return _told_by_rank_0(_with_heads(pair, heads, exit_early) if pair.ranks.leads else pair)
+        assert pair.ranks is not None
+        return _told_by_rank_0(_with_heads(pair, heads, exit_early) if pair.ranks.leads else pair, pair.ranks)
     return _with_heads(pair, heads, exit_early)
 
 
@@ -291,7 +289,7 @@ def make_pair(
     draft_heads: str | Path | None = None,
     draft_tokenizer: TokenizerWrapper | None = None,
     mtp: MTPHead | str = "it was not loaded from a checkpoint",
-    ranks: Ranks = ALONE,
+    ranks: Ranks | None = None,
     sharding: Sharding | None = None,
     draft_placement: DraftPlacement | None = None,
 ) -> ModelPair:
@@ -310,7 +308,7 @@ def make_pair(
     install_patches()
     if isinstance(draft, str):
         draft, draft_config, draft_id = target, config, target_id
-    if draft_placement == "first" and not ranks.leads:
+    if draft_placement == "first" and ranks is not None and not ranks.leads:
         draft = None
     elif draft_heads is not None:
         draft, draft_id = with_retrieval_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
@@ -345,10 +343,10 @@ def make_pair(
         sharding=sharding,
         draft_placement=draft_placement,
     )
-    return _told_by_rank_0(pair) if draft_placement == "first" else pair
+    return _told_by_rank_0(pair, ranks) if draft_placement == "first" and ranks is not None else pair
 
 
-def _told_by_rank_0(pair: ModelPair) -> ModelPair:
+def _told_by_rank_0(pair: ModelPair, ranks: Ranks) -> ModelPair:
     """On the other ranks: the pair with what rank 0 knows of a draft that is there alone."""
 
     def known() -> dict[str, Any]:
@@ -356,15 +354,15 @@ def _told_by_rank_0(pair: ModelPair) -> ModelPair:
         # How many tokens a draft with another tokenizer reads is known to rank 0 alone, which refuses what is too long.
         return found | {"draft_context": pair.draft_context if pair.mapping is None else None}
 
-    told = pair.ranks.agree("draft", known)
-    return pair if pair.ranks.leads else replace(pair, **told)
+    told = ranks.agree("draft", known)
+    return pair if ranks.leads else replace(pair, **told)
 
 
-def _staged(target: nn.Module, draft: nn.Module | None, ranks: Ranks) -> StagedModel | str:
+def _staged(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> StagedModel | str:
     """In two parts on all ranks or on none."""
     found = staged_model(target, draft)
     refusal = None if isinstance(found, StagedModel) else found
-    refusal = ranks.agree("staged", lambda: refusal)
+    refusal = agreed(ranks, "staged", lambda: refusal)
     return found if refusal is None else refusal
 
 

@@ -18,9 +18,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
 
 from .adapters.gguf import is_gguf, load_gguf
-from .adapters.placement import DraftPlacement, PlacementChoice, fits_beside, place_draft
-from .adapters.sharding import Sharding, files_digest, shard
-from .distributed.ranks import Group, Ranks
+from .adapters.sharding import DraftPlacement, Sharding, files_digest, shard
+from .distributed.ranks import Ranks
 from .errors import LoadError
 from .stored import place_of
 
@@ -30,7 +29,6 @@ __all__ = [
     "OnProgress",
     "Read",
     "cast_model",
-    "choose_placement",
     "read_model",
     "read_part",
     "read_placed",
@@ -102,7 +100,6 @@ def read_part(
     Raises:
         LoadError: as for `read_model`; mlx-lm can't spread it over so many ranks, or another rank has other files.
     """
-    assert isinstance(ranks, Group)
     path = place_of(where)
     if is_gguf(path or Path(where)):
         raise LoadError(f"{where}: a GGUF file can't be spread over several machines; use the safetensors files")
@@ -115,49 +112,19 @@ def read_part(
     return model, tokenizer, config, sharding
 
 
-def choose_placement(
-    draft: str | Path,
-    draft_heads: str | Path | None,
-    choice: PlacementChoice,
-    ranks: Group,
-    target: nn.Module,
-    memory_limit: int | None,
-) -> PlacementChoice:
-    """What was asked for, as far as that can be said before the draft is read.
-
-    Raises:
-        LoadError: trained heads of their own were to be split.
-    """
-    if choice == "sharded" and draft_heads is not None:
-        raise LoadError("--draft-placement is sharded, but retrieval heads that were trained on a draft can't be split")
-    if choice != "auto":
-        return choice
-    place = place_of(draft)
-    if not ranks.every(draft_heads is None and place is not None and not is_gguf(place)):
-        return "first"
-    if ranks.agree("draft fits", lambda: fits_beside(target, place, memory_limit)):
-        return "auto"
-    log.info("%s has no room on rank 0 beside its part of the target: it is sharded", draft)
-    return "sharded"
-
-
 def read_placed(
     draft: str | Path,
     read: Callable[[str | Path, DtypeName, OnProgress], Read],
     dtype: DtypeName,
     on_progress: OnProgress,
-    ranks: Group,
-    choice: PlacementChoice,
-) -> tuple[nn.Module | None, TokenizerWrapper | None, dict[str, Any] | None, DraftPlacement]:
-    """All of the draft, nothing, or this rank's part."""
-    model, tokenizer, config = None, None, None
-    if choice == "all" or (choice != "sharded" and ranks.leads):
-        model, tokenizer, config = read(draft, dtype, on_progress)
-    placement = place_draft(model, config, ranks) if choice == "auto" else choice
+    ranks: Ranks,
+    placement: DraftPlacement,
+) -> tuple[nn.Module | None, TokenizerWrapper | None, dict[str, Any] | None]:
+    """Return the draft on rank 0 and nothing on the others, or this rank's part of it."""
     if placement == "sharded":
-        model = None  # another one takes its place
         model, tokenizer, config, _ = read_part(draft, dtype, on_progress, ranks, "tensor")
-    return model, tokenizer, config, placement
+        return model, tokenizer, config
+    return read(draft, dtype, on_progress) if ranks.leads else (None, None, None)
 
 
 @contextmanager

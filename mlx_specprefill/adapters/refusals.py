@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.nn as nn
 
 from ..cache.positioned import Positioned, leaves, make_positioned_cache
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, agreed
 from ..errors import SparseUnsupportedError
 from .probe import probe_sparse
 from .registry import adapter_for, architecture_of
@@ -13,15 +13,15 @@ from .registry import adapter_for, architecture_of
 __all__ = ["sparse_refusal"]
 
 
-def sparse_refusal(target: nn.Module, draft: nn.Module | None, ranks: Ranks) -> str | None:
+def sparse_refusal(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> str | None:
     """The reason, of one process or of several that hold different parts; None: it can.
 
     Args:
         draft: on rank 0; the others may have none.
     """
-    of_draft = ranks.agree("draft's refusal", lambda: _of_draft(draft))
+    of_draft = agreed(ranks, "draft's refusal", lambda: _of_draft(draft))
     refusal = of_draft or _of_target(target)
-    if not ranks.several:
+    if ranks is None:
         return refusal
     holds = refusal is None and any(isinstance(part, Positioned) for part in leaves(make_positioned_cache(target)))
     if ranks.every(holds):

@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 import mlx.nn as nn
 
-from ..distributed.ranks import Group
+from ..distributed.ranks import Ranks
 from ..errors import LoadError
 
-__all__ = ["Sharding", "check_heads", "files_digest", "shard", "sharding_of"]
+__all__ = ["DraftPlacement", "Sharding", "check_heads", "files_digest", "shard", "sharding_of"]
 
 Sharding = Literal["tensor", "pipeline"]
+DraftPlacement = Literal["first", "sharded"]
+"""On rank 0 alone, which sends the others the importance, or a part of every layer on each rank."""
 _PART = 4096  # bytes
 _PARTS = 64  # of every file
 
@@ -25,7 +27,7 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     return "pipeline" if hasattr(getattr(model, "model", None), "pipeline") else None
 
 
-def shard(model: nn.Module, name: str, config: dict[str, Any], group: Group, kind: Sharding | None = None) -> Sharding:
+def shard(model: nn.Module, name: str, config: dict[str, Any], group: Ranks, kind: Sharding | None = None) -> Sharding:
     """Leave this rank's part of a model whose weights were not read yet.
 
     Args:

@@ -10,15 +10,15 @@ import mlx.core as mx
 from ..errors import LoadError
 from .link import connect
 from .place import Place, place
-from .ranks import ALONE, Group, Ranks
+from .ranks import Ranks
 
 __all__ = ["join_ranks"]
 
 _PACKAGES = ("mlx-specprefill", "mlx", "mlx-lm")
 
 
-def join_ranks(timeout: float = 60.0, facts: dict[str, str] | None = None) -> Ranks:
-    """This process's place among those that `mlx.launch` has started with it; alone without that.
+def join_ranks(timeout: float = 60.0, facts: dict[str, str] | None = None) -> Ranks | None:
+    """Join the processes that `mlx.launch` has started with this one; None where it was started alone.
 
     Args:
         timeout: seconds to wait for the others, and of silence after which one of them counts as lost.
@@ -30,9 +30,9 @@ def join_ranks(timeout: float = 60.0, facts: dict[str, str] | None = None) -> Ra
     """
     found = place()
     if found is None:
-        return ALONE
+        return None
     link = connect(found, timeout, {f"version of {name}": _version(name) for name in _PACKAGES} | (facts or {}))
-    return Group(link, _mlx_group(found, timeout))
+    return Ranks(link, _mlx_group(found, timeout))
 
 
 def _version(package: str) -> str:

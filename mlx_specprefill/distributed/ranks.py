@@ -17,113 +17,22 @@ import numpy.typing as npt
 from ..errors import LoadError, PeerLost, PeerLostError
 from .link import Link
 
-__all__ = ["ALONE", "Group", "Ranks"]
+__all__ = ["Ranks", "agreed"]
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """One process alone: it agrees with itself.
+    """This process among the several that run one model together.
 
-    Attributes:
-        rank, size: this process among those that run the model.
-        lost: which rank is gone, once one is; nothing can be computed any more.
-    """
-
-    rank = 0
-    size = 1
-    lost: PeerLostError | None = None
-
-    @property
-    def several(self) -> bool:
-        return self.size > 1
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
-
-    def agree(self, what: str, read: Callable[[], T]) -> T:
-        """What rank 0 reads; the others don't.
-
-        Args:
-            what: names the question, the same on all ranks.
-
-        Raises:
-            PeerLost: a process is gone, or asks another question.
-        """
-        return read()
-
-    def range(self, value: int) -> tuple[int, int]:
-        """The lowest and the highest value (int32) of all ranks."""
-        return value, value
-
-    def every(self, fact: bool) -> bool:
-        """Whether it is so on all ranks."""
-        return bool(self.range(int(fact))[0])
-
-    def tokens(self, tokens: mx.array) -> mx.array:
-        """Rank 0's token ids, of any shape; not evaluated."""
-        return tokens
-
-    def floats(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Rank 0's numbers."""
-        return values
-
-    def total(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """The sum over all ranks."""
-        return values
-
-    def highest(self, values: mx.array) -> mx.array:
-        """The highest of all ranks, of each value; not evaluated."""
-        return values
-
-    def gathered(self, values: mx.array) -> mx.array:
-        """Those of all ranks, one behind the other along the first axis; not evaluated."""
-        return values
-
-    def same(self, what: str, value: str) -> None:
-        """
-        Raises:
-            LoadError: another rank has another value.
-        """
-
-    def together(self, error: Exception) -> None:
-        """Something failed on the MLX thread, and the work goes on without it: on all ranks, or on none.
-
-        Raises:
-            PeerLost: a process is gone, or has not failed.
-        """
-
-    def fail(self, error: Exception) -> None:
-        """This process can't go on as the others do.
-
-        Raises:
-            PeerLost: on one of several.
-        """
-
-    def on_lost(self, call: Callable[[PeerLostError], None]) -> None:
-        """Call it once a process is lost, on a thread of its own."""
-
-    def watch(self, beat: Callable[[], float] | None) -> None:
-        """From now on, a step that takes longer than the peer timeout counts as a lost process.
-
-        Args:
-            beat: when the MLX thread last finished a step, by the monotonic clock; None: it has ended.
-        """
-
-    def close(self) -> None:
-        """Let the others end, without an error."""
-
-
-ALONE = Ranks()
-
-
-class Group(Ranks):
-    """A process among several. Everything but `same`, `on_lost` and `close` belongs to the thread that uses MLX.
+    Everything but `same`, `on_lost` and `close` belongs to the thread that uses MLX.
 
     Args:
         link: to the other processes, beside MLX's connections.
         group: MLX's, of all of them.
+
+    Attributes:
+        rank, size: this process among all.
     """
 
     def __init__(self, link: Link, group: mx.distributed.Group) -> None:
@@ -134,10 +43,23 @@ class Group(Ranks):
         self._own = int(self.leads)
 
     @property
-    def lost(self) -> PeerLostError | None:  # type: ignore[override]
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def lost(self) -> PeerLostError | None:
+        """Say which rank is gone, once one is; nothing can be computed any more."""
         return self._link.lost
 
     def agree(self, what: str, read: Callable[[], T]) -> T:
+        """Return what rank 0 reads; the others don't read.
+
+        Args:
+            what: names the question, the same on all ranks.
+
+        Raises:
+            PeerLost: a process is gone, or asks another question.
+        """
         if self.leads:
             value = read()
             self._link.tell(what, value)
@@ -148,40 +70,64 @@ class Group(Ranks):
         return heard  # type: ignore[no-any-return]
 
     def range(self, value: int) -> tuple[int, int]:
+        """Return the lowest and the highest value (int32) of all ranks."""
         self._check()
         lowest = mx.distributed.all_min(mx.array([value, -value], dtype=mx.int32), group=self.group)
         low, high = np.array(lowest).tolist()
         return low, -high
 
+    def every(self, fact: bool) -> bool:
+        """Return whether it is so on all ranks."""
+        return bool(self.range(int(fact))[0])
+
     def tokens(self, tokens: mx.array) -> mx.array:
+        """Return rank 0's token ids, of any shape, not evaluated."""
         self._check()
         return mx.distributed.all_sum(tokens * mx.array(self._own, dtype=tokens.dtype), group=self.group)
 
     def floats(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return rank 0's numbers."""
         return self.total(values if self.leads else np.zeros_like(values))
 
     def total(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return the sum over all ranks."""
         self._check()
         return np.array(mx.distributed.all_sum(mx.array(values), group=self.group))
 
     def highest(self, values: mx.array) -> mx.array:
+        """Return the highest of all ranks, for each value, not evaluated."""
         self._check()
         return mx.distributed.all_max(values, group=self.group)
 
     def gathered(self, values: mx.array) -> mx.array:
+        """Return the values of all ranks along the first axis, not evaluated."""
         self._check()
         return mx.distributed.all_gather(values, group=self.group)
 
     def same(self, what: str, value: str) -> None:
+        """
+        Raises:
+            LoadError: another rank has another value.
+        """
         self._link.same(what, value)
 
     def together(self, error: Exception) -> None:
+        """Check that all ranks failed alike, where the work goes on without what failed.
+
+        Raises:
+            PeerLost: a process is gone, or has not failed.
+        """
         try:
             self._link.same("failure", type(error).__name__)
         except LoadError as difference:
             raise self._link.differ(f"{difference}; here: {error}") from error
 
     def fail(self, error: Exception) -> None:
+        """End all ranks, because this one can't go on as the others do.
+
+        Raises:
+            PeerLost: always.
+        """
         raise self._link.differ(f"{type(error).__name__}: {error}") from error
 
     def _check(self) -> None:
@@ -189,13 +135,25 @@ class Group(Ranks):
             raise PeerLost(lost)
 
     def on_lost(self, call: Callable[[PeerLostError], None]) -> None:
+        """Call it once a process is lost, on a thread of its own."""
         self._link.on_lost(call)
 
     def watch(self, beat: Callable[[], float] | None) -> None:
+        """Count a process as lost from now on if a step takes longer than the peer timeout.
+
+        Args:
+            beat: returns when the MLX thread last finished a step, by the monotonic clock; None: it has ended.
+        """
         self._link.watch(beat)
 
     def close(self) -> None:
+        """Let the others end, without an error."""
         self._link.close()
 
     def __getstate__(self) -> Any:
         raise TypeError("a group of processes can't be pickled")
+
+
+def agreed(ranks: Ranks | None, what: str, read: Callable[[], T]) -> T:
+    """Return what rank 0 reads, or what is read here where there is one process. See `Ranks.agree`."""
+    return read() if ranks is None else ranks.agree(what, read)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
 from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
-from ..distributed.ranks import ALONE, Ranks
 from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest
@@ -29,7 +27,6 @@ from ..token_ids import TokenIds
 __all__ = ["EngineCaches", "empty_cache", "empty_draft_cache"]
 
 log = logging.getLogger(__name__)
-_MOST = (1 << 30) - 1
 
 
 def empty_cache(model: nn.Module) -> list[Any]:
@@ -57,22 +54,19 @@ class EngineCaches:
         self.enabled = config.prefix_cache_bytes > 0
         self.sessions = SessionStore(self.budget)
         self._stages = pair.stages
-        self._ranks = pair.ranks
-        self._draft_ranks = ALONE if pair.draft_placement == "first" else pair.ranks
         self._disk: DiskTier | None = None
         self._target: PrefixCache | None = None
         self._draft: PrefixCache | None = None
         if not self.enabled:
             return
         if config.prefix_cache_dir is not None:
-            self._disk = DiskTier(_own_folder(config.prefix_cache_dir, pair.ranks), config.prefix_disk_bytes)
+            self._disk = DiskTier(self._folder(config.prefix_cache_dir), config.prefix_disk_bytes)
             if not self._disk.enabled and not config.prefix_cache_optional:
                 raise SettingsError(
                     f"the prefix cache folder can't be used: {self._disk.trouble} (--prefix-cache-optional goes on "
                     "without it)"
                 )
-        # One name for an entry on all ranks, of which each holds its own part.
-        identity = pair.ranks.agree("identity", lambda: model_identity(pair.target, pair.target_config))
+        identity, draft_identity = self._identities(pair)
         self._target = PrefixCache(
             identity,
             lambda: empty_cache(pair.target),
@@ -82,12 +76,20 @@ class EngineCaches:
         )
         self._pair_name = identity
         if pair.draft is not None:
-            draft_identity = model_identity(pair.draft, pair.draft_config or {})
             # The draft costs little to run again: its prefixes stay in memory.
+            assert draft_identity is not None
             self._draft = PrefixCache(draft_identity, lambda: empty_draft_cache(pair), self.budget, kind="draft")
         if pair.drafted:
-            draft_name = pair.ranks.agree("draft identity", lambda: draft_identity)
-            self._pair_name = f"{identity}:{draft_name}:{config.selection}:{config.scoring}:{pair.heads}"
+            self._pair_name = f"{identity}:{draft_identity}:{config.selection}:{config.scoring}:{pair.heads}"
+
+    def _identities(self, pair: ModelPair) -> tuple[str, str | None]:
+        """Return the names under which target and draft have their prefixes."""
+        target = model_identity(pair.target, pair.target_config)
+        return target, None if pair.draft is None else model_identity(pair.draft, pair.draft_config or {})
+
+    def _folder(self, folder: Path) -> Path:
+        """Return where prefixes outlive the process."""
+        return folder
 
     @property
     def nbytes(self) -> int:
@@ -117,40 +119,18 @@ class EngineCaches:
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
     ) -> CacheHit | None:
         """The longest dense prefix that leaves at least one token to feed. `again`: not a request of its own."""
-        return self._common(self._target, self._ranks, tokens, label, again)
+        return _lookup(self._target, tokens, label, again)
 
     def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
-        """The longest prefix that the draft has read; with the draft on rank 0 alone to be asked there."""
-        return self._common(self._draft, self._draft_ranks, tokens, label)
-
-    @staticmethod
-    def _common(
-        cache: PrefixCache | None,
-        ranks: Ranks,
-        tokens: Sequence[int] | TokenIds,
-        label: CacheLabel,
-        again: bool = False,
-    ) -> CacheHit | None:
-        """The longest prefix that all of these ranks have: each evicts, and reads its disk, by itself."""
-        hit = _lookup(cache, tokens, label, again)
-        length = 0 if hit is None else hit.length
-        least, most = ranks.range(length)
-        while least < most:
-            if length > least:
-                hit = _lookup(cache, tokens[: least + 1], label, True) if least else None
-                length = 0 if hit is None else hit.length
-            least, most = ranks.range(length)
-        return hit
+        """Return the longest prefix that the draft has read."""
+        return _lookup(self._draft, tokens, label)
 
     def covers(self, tokens: Sequence[int] | TokenIds, dense: int, label: CacheLabel) -> int:
-        """How many of these tokens need not be read again, as things stand.
+        """Return how many of these tokens need not be read again, as things stand.
 
         Args:
             dense: of how many a dense prefix may be used.
         """
-        return self._ranks.agree("covered", lambda: self._covered(tokens, dense, label))
-
-    def _covered(self, tokens: Sequence[int] | TokenIds, dense: int, label: CacheLabel) -> int:
         try:
             prefix = 0 if self._target is None else self._target.covers(tokens[:dense], label)
             return max(prefix, self.sessions.covers(tokens, label))
@@ -168,21 +148,13 @@ class EngineCaches:
     def session(
         self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel, staged: bool = False
     ) -> Session | None:
-        """The sparse turn, made with the same `PrefillPlan.choice`, that stands for the most of these tokens.
+        """Return the sparse turn, made with the same `PrefillPlan.choice`, that stands for the most of these tokens.
 
         Args:
             staged: of the layers behind the first ones alone, which is what a staged turn leaves.
         """
         if not self.enabled:
             return None
-        found = self._session(tokens, choice, label, staged)
-        kept = 0 if found is None else 1 + zlib.crc32(found.kept.tobytes()) % _MOST
-        lowest, highest = self._ranks.range(kept)  # the same one everywhere, or none
-        return found if lowest == highest else None
-
-    def _session(
-        self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel, staged: bool
-    ) -> Session | None:
         hit = self.sessions.lookup(f"{self._pair_name}:{choice}", tokens, label)
         if hit is None:
             return None
@@ -193,12 +165,8 @@ class EngineCaches:
         return None if full is None else Session(hit.length, hit.cache, full.runs.expand(), hidden)
 
     def session_length(self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel) -> int:
-        """For how many of these tokens `session` would find one."""
-        if not self.enabled:
-            return 0
-        return self._ranks.agree(
-            "session length", lambda: self.sessions.covers(tokens, label, f"{self._pair_name}:{choice}")
-        )
+        """Return for how many of these tokens `session` would find one."""
+        return self.sessions.covers(tokens, label, f"{self._pair_name}:{choice}") if self.enabled else 0
 
     def keep_session(
         self,
@@ -247,11 +215,6 @@ class EngineCaches:
     def close(self) -> None:
         if self._disk is not None:
             self._disk.close()
-
-
-def _own_folder(folder: Path, ranks: Ranks) -> Path:
-    """Each rank keeps its part of every prefix, also where several of them share a disk."""
-    return folder / f"rank-{ranks.rank}-of-{ranks.size}" if ranks.several else folder
 
 
 def _lookup(

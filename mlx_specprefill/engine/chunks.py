@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..config import EngineConfig
+from ..loading import ModelPair
 from ..request import Event, Progress
 from .costs import CostModel, ForwardKind
 from .job import Job
@@ -31,7 +32,8 @@ class ChunkSizer:
         elsewhere: answers of other engines wait for the chunk to end.
     """
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, costs: CostModel) -> None:
+    def __init__(self, pair: ModelPair, config: EngineConfig, scheduler: Scheduler, costs: CostModel) -> None:
+        self._pair = pair
         self._scheduler = scheduler
         self._costs = costs
         self._target_ms = config.slice_target_ms

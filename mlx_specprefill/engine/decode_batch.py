@@ -23,7 +23,7 @@ from ..adapters.rope import adjusted_offsets
 from ..adapters.staged import StagedModel
 from ..cache.rows import batch_key, extend_batch, extract_row, filter_batch, give_back, make_room, merge_rows
 from ..constraints import GrammarState, Mask
-from ..distributed.ranks import ALONE, Ranks
+from ..distributed.ranks import Ranks
 from ..errors import InvalidRequestError
 from ..request import TokenEvent
 from ..sampling import LogitsProcessor, Sampler, choose, greedy, token_event
@@ -134,7 +134,7 @@ class _Group:
     """Rows that share a forward. A single row keeps its own cache and costs what it costs alone."""
 
     def __init__(
-        self, model: nn.Module, staged: StagedModel | None, spec: DecodeRow, key: Hashable | None, ranks: Ranks
+        self, model: nn.Module, staged: StagedModel | None, spec: DecodeRow, key: Hashable | None, ranks: Ranks | None
     ) -> None:
         self._model = model
         self._staged = staged
@@ -144,7 +144,7 @@ class _Group:
         self.cache = spec.cache
         first = None if spec.grammar is None else spec.grammar.allowed(spec.logits.shape[-1])
         tokens, scores = self.rows[0].choose(spec.logits, _together([first]))
-        self.next = _Choice(spec.logits, ranks.tokens(tokens), scores)
+        self.next = _Choice(spec.logits, self._agreed(tokens), scores)
         self._queue()
 
     def advance(self) -> _Choice:
@@ -153,9 +153,13 @@ class _Group:
         with adjusted_offsets([row.shift for row in self.rows]):
             logits = self._forward(fed.tokens[:, None])[:, -1, :]
         chosen = self._choose(logits, fed.tokens, self._allowed(logits, fed.tokens))
-        self.next = chosen._replace(tokens=self._ranks.tokens(chosen.tokens))
+        self.next = chosen._replace(tokens=self._agreed(chosen.tokens))
         self._queue()
         return fed
+
+    def _agreed(self, tokens: mx.array) -> mx.array:
+        """Return rank 0's choice: machines may round differently."""
+        return tokens if self._ranks is None else self._ranks.tokens(tokens)
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """In two parts only if a row needs it: masks are made once per part."""
@@ -297,10 +301,10 @@ class DecodeBatch:
     can be used any more.
     """
 
-    def __init__(self, model: nn.Module, staged: StagedModel | None = None, ranks: Ranks = ALONE) -> None:
+    def __init__(self, model: nn.Module, staged: StagedModel | None = None, ranks: Ranks | None = None) -> None:
         """Args:
         staged: the same model in two parts, for rows that need it.
-        ranks: over which the model is spread.
+        ranks: over which the model is spread, if it is.
         """
         self._model = model
         self._staged = staged
@@ -372,5 +376,5 @@ class DecodeBatch:
         for group in self._groups:
             alike.setdefault(id(group) if group.key is None else group.key, []).append(group)
         # On several machines, who joins can't depend on how fast one of them copies.
-        until = math.inf if self._ranks.several else time.monotonic() + COPYING_S
+        until = math.inf if self._ranks is not None else time.monotonic() + COPYING_S
         self._groups = [group for first, *others in alike.values() for group in (first, *first.admit(others, until))]

@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 
-from ..distributed.ranks import ALONE, Ranks
 from ..errors import RequestCancelled
 from ..request import SHARED, CacheLabel, GenerationRequest, PromptSpan
 from ..token_ids import TokenIds, joined
@@ -50,10 +49,6 @@ class SparseTurn:
         """Whether it is a later turn of the same conversation, or the same turn."""
         return self.label == other.label and np.array_equal(self.prompt[: len(other.prompt)], other.prompt)
 
-    def outranks(self, other: SparseTurn) -> bool:
-        """Whether it should take the device from `other`: only its next turn is certain to come."""
-        return self.handle.expecting and not other.handle.expecting
-
 
 class DensifyQueue:
     """Turns whose answers called a tool come first, newest first among equals; the last in order go when it is full.
@@ -61,8 +56,7 @@ class DensifyQueue:
     A turn stays in the queue until it is removed, also while it is being made dense.
     """
 
-    def __init__(self, ranks: Ranks = ALONE) -> None:
-        self._ranks = ranks
+    def __init__(self) -> None:
         self._turns: list[SparseTurn] = []  # newest first
 
     def __len__(self) -> int:
@@ -84,11 +78,11 @@ class DensifyQueue:
             self._turns.remove(turn)
 
     def _in_order(self) -> list[SparseTurn]:
-        turns = self._turns
-        expecting = self._ranks.agree("expecting", lambda: [turn.handle.expecting for turn in turns])
-        return [turn for turn, first in zip(turns, expecting, strict=True) if first] + [
-            turn for turn, first in zip(turns, expecting, strict=True) if not first
-        ]
+        return sorted(self._turns, key=lambda turn: not self.is_expecting(turn))
+
+    def is_expecting(self, turn: SparseTurn) -> bool:
+        """Return whether the turn's answer called a tool, so that the next turn is certain to come."""
+        return turn.handle.expecting
 
 
 class Densifier:
@@ -101,12 +95,13 @@ class Densifier:
         count, tokens: turns that were, and their tokens.
     """
 
+    _queue_type: type[DensifyQueue] = DensifyQueue
+
     def __init__(self, prefiller: Prefiller, memory: Memory) -> None:
         self._prefiller = prefiller
         self._memory = memory
         self._now: tuple[SparseTurn, RequestHandle] | None = None
-        self._ranks = prefiller.pair.ranks
-        self.turns = DensifyQueue(self._ranks)
+        self.turns = self._queue_type()
         self.count = self.tokens = 0
 
     def job(self, uid: int) -> Job | None:
@@ -116,10 +111,10 @@ class Densifier:
             return None
         if self._now is not None:
             now = self._now[0]
-            if self._ranks.agree("outranks", lambda: turn.outranks(now)):
+            if self.turns.is_expecting(turn) and not self.turns.is_expecting(now):
                 self._now[1].cancel()  # its finished slices stay in the cache, and its turn in the queue
             return None
-        if not self._reserve(uid, len(turn.tokens)):
+        if not self._memory.reserve_free(uid, self._memory.need_dense(len(turn.tokens))):
             log.info("no memory to make %d tokens dense", len(turn.tokens))
             self.turns.discard(turn)
             return None
@@ -128,13 +123,6 @@ class Densifier:
             GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label), turn.choice
         )
         return Job(uid, ignore, self._now[1], slices, on_end=partial(self._ended, turn), background=True)
-
-    def _reserve(self, uid: int, tokens: int) -> bool:
-        admission = self._memory.admission
-        if self._ranks.every(admission.reserve_free(uid, self._memory.need_dense(tokens))):
-            return True
-        admission.release(uid)
-        return False
 
     def _ended(self, turn: SparseTurn, result: object) -> None:
         self._now = None

@@ -20,7 +20,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..cache.entry import CacheEntry
 from ..config import EngineConfig
 from ..constraints import Grammars, GrammarState, ReasoningBudgetState
-from ..errors import ContextLengthError, EngineClosedError, PeerLostError
+from ..errors import ContextLengthError, EngineClosedError
 from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Prediction, Progress
 from ..specprefill.plan import PrefillPlan
@@ -37,7 +37,6 @@ from .inspection import Inspection, inspect_prompt
 from .job import Job, OnEvent, Work, ignore
 from .loop import Loop
 from .mlx_thread import MLXThread
-from .orders import Orders
 from .prefill import Prefiller
 from .replay import Replay, replay_continuation
 from .rows import Rows
@@ -77,6 +76,14 @@ class Engine:
         pair, config: what it was made with. The other parts belong to the MLX thread.
     """
 
+    # The parts that `ranked.RankedEngine` has others of.
+    _caches_type: type[EngineCaches] = EngineCaches
+    _chunks_type: type[ChunkSizer] = ChunkSizer
+    _prefiller_type: type[Prefiller] = Prefiller
+    _memory_type: type[Memory] = Memory
+    _densifier_type: type[Densifier] = Densifier
+    _loop_type: type[Loop] = Loop
+
     def __init__(
         self,
         pair: ModelPair,
@@ -90,22 +97,20 @@ class Engine:
         self._owns_thread = thread is None
         self._thread = thread or MLXThread(self.config.memory_limit)
         check_limit(pair, self.config)
-        self.caches = EngineCaches(pair, self.config)
+        self.caches = self._caches_type(pair, self.config)
         self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.slice_target_ms) or 1)
         self.costs = CostModel(pair, self.config)
-        chunks = ChunkSizer(self.config, self.scheduler, self.costs)
+        chunks = self._chunks_type(pair, self.config, self.scheduler, self.costs)
         planner = Planner(pair, self.config, self.costs, chunks.expected)
         self.speculator = Speculator(pair, self.config, self.scheduler)
-        self.prefiller = Prefiller(pair, self.config, self.caches, planner, chunks.size, self.speculator)
-        self.memory = Memory(pair, self.config, self.caches, self._thread.memory, lasting)
+        self.prefiller = self._prefiller_type(pair, self.config, self.caches, planner, chunks.size, self.speculator)
+        self.memory = self._memory_type(pair, self.config, self.caches, self._thread.memory, lasting)
         self.rows = Rows(pair, self.config, self.speculator)
-        self.densifier = Densifier(self.prefiller, self.memory)
+        self.densifier = self._densifier_type(self.prefiller, self.memory)
         self._inbox = Inbox(self.scheduler, self.config.max_queue, self._thread.wake)
-        calls: dict[str, Callable[..., Any]] = {"drop": self.caches.drop, "clear": self.caches.clear}
-        orders = Orders(self._inbox, pair.ranks, self._job, calls)
-        self.loop = Loop(
+        self.loop = self._loop_type(
             self.config,
-            orders,
+            self._inbox,
             self.scheduler,
             self.memory,
             self.caches,
@@ -114,7 +119,6 @@ class Engine:
             self.rows,
             self.densifier,
         )
-        pair.ranks.on_lost(self._lose)
         self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
         self._started = False
 
@@ -166,21 +170,8 @@ class Engine:
             self.close()
             raise
         if self.loop.ended.is_set():
-            raise self.pair.ranks.lost or EngineClosedError("the engine could not begin; the log says why")
-        self.pair.ranks.watch(lambda: self.loop.beat)
+            raise EngineClosedError("the engine could not begin; the log says why")
         atexit.register(self.close)
-
-    def follow(self) -> None:
-        """On another rank than the first: do what rank 0 does, until its engine ends.
-
-        Raises:
-            PeerLostError: a rank is gone, or they no longer do the same.
-        """
-        self.start()
-        self.loop.ended.wait()
-        self.close()
-        if (lost := self.pair.ranks.lost) is not None:
-            raise lost
 
     def close(self, timeout: float = 30.0) -> None:
         """Refuse new requests, cancel what runs and what waits, and wait for the end of its loop and its own thread."""
@@ -188,7 +179,6 @@ class Engine:
             return
         if self._thread.is_alive:
             self.loop.ended.wait(timeout)
-        self.pair.ranks.watch(None)
         atexit.unregister(self.close)
         if self._owns_thread:
             self._thread.close(timeout)
@@ -199,8 +189,7 @@ class Engine:
         """From any thread. A request on its way from the queue to its prefill may count in both, never in neither."""
         age, queued = time.monotonic() - self.loop.beat, self._inbox.waiting
         alive = self._thread.is_alive and not self.loop.ended.is_set()
-        lost = self.pair.ranks.lost
-        return EngineHealth(alive, age, self.scheduler.running, queued, None if lost is None else str(lost))
+        return EngineHealth(alive, age, self.scheduler.running, queued)
 
     @property
     def window(self) -> int:
@@ -244,8 +233,8 @@ class Engine:
             EngineClosedError: the engine is not running.
         """
         if name is not None:
-            return self._inbox.call(partial(self.caches.drop, name, owner), ("drop", (name, owner)))
-        self._inbox.call(partial(self.caches.clear, owner), ("clear", (owner,)))
+            return self._inbox.call(partial(self.caches.drop, name, owner), "drop", name, owner)
+        self._inbox.call(partial(self.caches.clear, owner), "clear", owner)
         return True
 
     def predict(self, tokens: int, kept: int) -> Prediction:
@@ -302,8 +291,6 @@ class Engine:
         return job.handle
 
     def _post(self, job: Job) -> None:
-        if (lost := self.pair.ranks.lost) is not None:
-            raise lost
         self._inbox.post(job)
 
     def _job(self, work: Work) -> Job:
@@ -389,14 +376,6 @@ class Engine:
         job.on_event, job.on_end = on_event, on_end
         self._post(job)
         return job.handle
-
-    def _lose(self, error: PeerLostError) -> None:
-        """A process that the target needs is gone. The MLX thread may wait for it for ever."""
-        self._inbox.close(str(error))
-        self.loop.lose(error)
-        for job in self._inbox.drain():
-            job.lose(error)
-        self.loop.ended.set()  # nobody is to wait for a thread that may wait for ever
 
     def _guide(self, request: GenerationRequest) -> GrammarState | None:
         grammar: GrammarState | None = None

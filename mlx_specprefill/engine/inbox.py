@@ -24,11 +24,12 @@ class Call:
     """Something to call on the MLX thread.
 
     Attributes:
-        named: what other ranks have to call at the same time, a name and arguments; None: nothing.
+        method, arguments: what other processes that run the same target have to call on their caches, if anything.
     """
 
     run: Callable[[], None]
-    named: tuple[str, tuple[Any, ...]] | None = None
+    method: str | None = None
+    arguments: tuple[Any, ...] = ()
 
     def __call__(self) -> None:
         self.run()
@@ -122,11 +123,11 @@ class Inbox:
         self._posted.put(job)
         self._wake()
 
-    def call(self, call: Callable[[], T], named: tuple[str, tuple[Any, ...]] | None = None) -> T:
-        """Call something on the MLX thread, between two slices; its result.
+    def call(self, call: Callable[[], T], method: str | None = None, *arguments: Any) -> T:
+        """Call something on the MLX thread, between two chunks, and return its result.
 
         Args:
-            named: see `Call`.
+            method, arguments: see `Call`.
 
         Raises:
             EngineClosedError: the inbox is closed.
@@ -134,14 +135,14 @@ class Inbox:
         done = Results[T]()
         with self._lock:
             self._check_open()
-            self._posted.put(Call(partial(done.fill, call), named))
+            self._posted.put(Call(partial(done.fill, call), method, arguments))
         self._wake()
         return done.wait()
 
-    def take(self, timeout: float) -> Job | Call | None:
-        """What came next, on the MLX thread; None after `timeout` seconds, or when the inbox was closed."""
+    def take(self) -> Job | Call | None:
+        """Return what came next, on the MLX thread; None if nothing did, or when the inbox was closed."""
         try:
-            posted = self._posted.get(timeout=timeout) if timeout > 0 else self._posted.get_nowait()
+            posted = self._posted.get_nowait()
         except queue.Empty:
             return None
         if isinstance(posted, Job):

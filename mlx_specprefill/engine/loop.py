@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import EngineClosedError, PeerLost, RequestCancelled
+from ..errors import EngineClosedError, RequestCancelled
 from ..request import Event, Failed, Finished, FinishReason, TokenEvent
 from ..token_ids import TokenIds, joined
 from .admission.memory import Memory
@@ -22,9 +22,8 @@ from .chunks import ChunkSizer
 from .costs import CostModel
 from .densify import Densifier, SparseTurn
 from .failures import log_failure
-from .inbox import Call
+from .inbox import Call, Inbox
 from .job import Job, bare
-from .orders import Orders
 from .rows import Rows
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -54,7 +53,7 @@ class Loop:
     def __init__(
         self,
         config: EngineConfig,
-        orders: Orders,
+        inbox: Inbox,
         scheduler: Scheduler,
         memory: Memory,
         caches: EngineCaches,
@@ -64,8 +63,7 @@ class Loop:
         densifier: Densifier,
     ) -> None:
         self._config = config
-        self._orders = orders
-        self._ranks = orders.ranks
+        self._inbox = inbox
         self._scheduler = scheduler
         self._memory = memory
         self._caches = caches
@@ -98,26 +96,23 @@ class Loop:
         """
         self.beat = time.monotonic()
         self._chunks.elsewhere = elsewhere
-        if not self._orders.begin_step():
-            return
         self._read_inbox()
-        if self._orders.accepting():
+        if self._is_accepting():
             self._guarded_tick(background)
 
     def end(self) -> None:
         """Cancel what runs or waits, and let go of what is kept."""
-        try:
-            self._orders.end()
-            self._read_inbox()
-            for job in list(self.jobs.values()):
-                self._cancel(job)
-        except PeerLost as lost:
-            self.lose(lost.error)
+        self._cancel_all()
         self._caches.close()
         self._costs.store()
         self._memory.close()
         self.ended.set()
         self.ready.set()
+
+    def _cancel_all(self) -> None:
+        self._read_inbox()
+        for job in list(self.jobs.values()):
+            self._cancel(job)
 
     def lose(self, error: Exception) -> None:
         """Fail everything that runs, from any thread: the MLX thread may wait for ever."""
@@ -127,21 +122,20 @@ class Loop:
     @property
     def over(self) -> bool:
         """Nothing more will come."""
-        return self._orders.over
+        return not (self._inbox.is_open or self._inbox)
 
     @property
     def busy(self) -> bool:
         """Requests have something to gain by a tick."""
         scheduler = self._scheduler
-        orders = self._orders
-        return orders.follows or bool(orders.waiting or scheduler.running or (scheduler.waiting and not self.stuck))
+        return bool(self._inbox or scheduler.running or (scheduler.waiting and not self.stuck))
 
     @property
     def answering(self) -> bool:
         return bool(self._scheduler.decoding)
 
     def _read_inbox(self) -> None:
-        while (posted := self._orders.take()) is not None:
+        while (posted := self._take()) is not None:
             self._returned = False
             if isinstance(posted, Call):
                 posted()
@@ -152,24 +146,32 @@ class Loop:
                 cached = self._caches.covers(request.prompt, request.usable_prefix, request.label)
                 self._scheduler.expect(posted.uid, len(request.prompt) - cached)
 
+    def _take(self) -> Job | Call | None:
+        return self._inbox.take()
+
+    def _is_accepting(self) -> bool:
+        return self._inbox.is_open
+
     @property
     def rest_s(self) -> float:
         """How long nothing is to be done unless a request comes."""
-        if self._orders.over or self._orders.follows or not self._scheduler.idle:
+        if self.over or not self._scheduler.idle:
             return 0.0
         quiet = time.monotonic() - self._last_end
         return min(IDLE_BEAT_S, _QUIET_S - quiet) if self._densifier.turns else IDLE_BEAT_S
 
     def _guarded_tick(self, background: bool) -> None:
-        """An error that belongs to no single request ends all that run, never the loop."""
+        """Do one tick. An error that belongs to no single request ends all that run, never the loop."""
         try:
             self._tick(background)
         except Exception as error:
-            self._ranks.together(error)
             log.exception("the engine starts over")
-            for job in list(self.jobs.values()):
-                self._fail(job, error)
-            self._rows.clear()
+            self._start_over(error)
+
+    def _start_over(self, error: Exception) -> None:
+        for job in list(self.jobs.values()):
+            self._fail(job, error)
+        self._rows.clear()
 
     def _tick(self, background: bool) -> None:
         for uid in self._cancelled():
@@ -181,8 +183,18 @@ class Loop:
         self._prefill()
         self._look_at_memory()
 
+    def _clock(self) -> float:
+        return time.perf_counter()
+
+    def _is_quiet(self) -> bool:
+        """Return whether there has been no request for long enough to begin background work."""
+        return self.rest_s <= 0
+
+    def _next_uid(self) -> int:
+        return self._inbox.next_uid()
+
     def _cancelled(self) -> list[int]:
-        return self._ranks.agree("cancelled", lambda: [uid for uid, job in self.jobs.items() if job.handle.cancelled])
+        return [uid for uid, job in self.jobs.items() if job.handle.cancelled]
 
     def _look_at_memory(self) -> None:
         """Compare what MLX holds with what is accounted for; return freed memory to the system when idle."""
@@ -220,12 +232,12 @@ class Loop:
 
     def _may_come(self, job: Job) -> bool:
         """Whether memory that other engines hold may become free for it."""
-        return self._ranks.every(self._memory.common.may_come(_need(job), self._memory))
+        return self._memory.may_come(_need(job))
 
     def _has_memory(self, job: Job) -> bool:
         """Reserve what a job will need, if there is as much."""
         need = _need(job)
-        if not self._ranks.every(self._memory.admission.fits(need)):
+        if not self._memory.fits(need):
             self._stop_background()
         return self._memory.reserve(job.uid, need)
 
@@ -233,9 +245,9 @@ class Loop:
         """With nothing else to do, make the prompt of a sparse turn dense in the exact cache."""
         if not self._densifier.turns or self._scheduler.running or self._scheduler.waiting:
             return
-        if self._ranks.agree("rest", lambda: self.rest_s > 0):
+        if not self._is_quiet():
             return
-        job = self._densifier.job(self._orders.next_uid())
+        job = self._densifier.job(self._next_uid())
         if job is not None:
             self._returned = False
             self.jobs[job.uid] = job
@@ -252,10 +264,10 @@ class Loop:
 
         So short prompts that came at once join the next decode step at once. Between chunks newcomers are let in.
         """
-        begun, job = time.perf_counter(), self._next_prefill()
+        begun, job = self._clock(), self._next_prefill()
         while job is not None:
             self._slice(job)
-            spent = self._ranks.agree("spent", lambda: time.perf_counter() - begun)
+            spent = self._clock() - begun
             if self._cancelled():
                 return
             self._read_inbox()
@@ -269,16 +281,15 @@ class Loop:
         return None if uid is None else self.jobs[uid]
 
     def _slice(self, job: Job) -> None:
-        begun = time.perf_counter()
+        begun = self._clock()
         self._chunks.begin(job)
         try:
             event = self._advance(job)
         except Exception as error:  # noqa: BLE001 - one job must not end the others
-            self._ranks.together(error)
             log_failure(log, "prefill failed", error)
             self._fail(job, error)
             return
-        job.slice_s = self._ranks.agree("slice", lambda: time.perf_counter() - begun)
+        job.slice_s = self._clock() - begun
         if event is not None:
             self._chunks.account(job, event)
             self._emit(job, event)
@@ -309,7 +320,6 @@ class Loop:
     def _decode(self) -> None:
         for uid, outcome in self._rows.step():
             if isinstance(outcome, Exception):
-                self._ranks.together(outcome)
                 self._fail(self.jobs[uid], outcome)
             else:
                 self._decoded(self.jobs[uid], outcome)

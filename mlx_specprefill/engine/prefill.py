@@ -142,7 +142,6 @@ class Prefiller:
     def _fall_back(self, sequence: Sequence, error: Exception) -> None:
         """Back to an untouched sequence, on mlx-lm's own caches: nothing that may have failed is used again."""
         assert sequence.plan is not None
-        self.pair.ranks.together(error)
         log.exception("full prefill instead of sparse: %s failed", sequence.stage)
         self.fallbacks[sequence.stage] += 1
         reason = f"fallback: {sequence.stage} failed: {type(error).__name__}: {error}"

@@ -15,7 +15,6 @@ from .._steps import Steps
 from ..adapters.depth import whole_draft
 from ..adapters.text_mapping import TextMapping
 from ..config import EngineConfig
-from ..distributed.leading import led
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress
@@ -64,26 +63,9 @@ class PromptScorer:
         """
         if request.specprefill.importance is not None:
             return Scores(request.specprefill.importance)
-        ranks = self.pair.ranks
-        if self.pair.draft_placement == "first":
-            found = yield from self._by_rank_0(lambda: self._found(request, plan, text, hidden))
-        else:
-            found = yield from self._found(request, plan, text, hidden)
-        return replace(found, importance=ranks.floats(found.importance)) if ranks.several else found
+        return (yield from self._by_the_draft(request, plan, text, hidden))
 
-    def _by_rank_0(self, begin: Callable[[], Scoring]) -> Scoring:
-        """The others get everything but the importance, instead of which they have zeros, and the cache."""
-        own: list[Scores] = []
-
-        def work() -> Generator[Progress, None, tuple[Scores, int]]:
-            own.append((yield from begin()))
-            return replace(own[0], importance=np.zeros(0, dtype=np.float32), cache=[]), own[0].importance.size
-
-        # The others ask for the slice's size as rank 0 does: what comes of it is compared with what was given out.
-        found, size = yield from led(self.pair.ranks, "draft", work, lambda: self.slice_size("draft"))
-        return own[0] if own else replace(found, importance=np.zeros(size, dtype=np.float32))
-
-    def _found(
+    def _by_the_draft(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None
     ) -> Scoring:
         task = self._task(request, plan, text)

@@ -80,7 +80,7 @@ class Speculator:
     @property
     def refusals(self) -> dict[StrategyName, str | None]:
         """Why a strategy can't run with this pair, None where it can."""
-        if self._refusals is None and self.pair.ranks.several:
+        if self._refusals is None and self.pair.ranks is not None:
             self._refusals = dict.fromkeys(STRATEGIES, "the target runs on several machines")
         if self._refusals is None:
             self._refusals = refusals(self.pair.target, self.pair.proposer, self.pair.mtp, self._quantized)

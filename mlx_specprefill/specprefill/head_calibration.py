@@ -30,7 +30,7 @@ from ..adapters.heads import DraftHeads, Head, read_heads
 from ..cache.fingerprint import model_identity
 from ..cache.positioned import leaves
 from ..config import ScoringConfig, SelectionConfig
-from ..distributed.ranks import ALONE, Ranks
+from ..distributed.ranks import Ranks, agreed
 from ..errors import LoadError, SparseUnsupportedError
 from ..loading import ModelPair
 from .calibration_items import KINDS, CalibrationItem, calibration_items
@@ -74,7 +74,7 @@ def find_heads(
     on_progress: Callable[[int, int], None] | None = None,
     seed: int = 0,
     limit_s: float = LIMIT_S,
-    ranks: Ranks = ALONE,
+    ranks: Ranks | None = None,
 ) -> DraftHeads:
     """Calibrate a draft: three dozen prompts of some 700 tokens are read once, fewer where that takes too long.
 
@@ -83,7 +83,7 @@ def find_heads(
         on_progress: gets the number of items read and that of all.
         seed: of the items.
         limit_s: seconds after which no further item is read, once there are four of each kind.
-        ranks: over which the draft's heads are split.
+        ranks: over which the draft's heads are split; None: they are all here.
 
     Raises:
         SparseUnsupportedError: no head of it can be calibrated.
@@ -93,7 +93,7 @@ def find_heads(
     items, reads = list(calibration_items(_ITEMS, _CHARACTERS, seed)), list[_Read]()
     until = time.monotonic() + limit_s
     for item in items:
-        if len(reads) >= _FEWEST * len(KINDS) and ranks.agree("time is up", lambda: time.monotonic() > until):
+        if len(reads) >= _FEWEST * len(KINDS) and agreed(ranks, "time is up", lambda: time.monotonic() > until):
             break
         read = _read(draft, tokenizer, reader, item, scoring, ranks)
         rows = {key: row for key, row in read.rows.items() if key[0] in eligible}
@@ -139,7 +139,7 @@ def _calibrated(
         return None
     draft = whole_draft(pair.draft)
     file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
-    known = pair.split.agree("known heads", lambda: _stored_heads(file))
+    known = agreed(pair.split, "known heads", lambda: _stored_heads(file))
     if known is not None or not measure:
         return known
     try:
@@ -272,13 +272,13 @@ def _read(
     reader: TextReader,
     item: CalibrationItem,
     scoring: ScoringConfig,
-    ranks: Ranks,
+    ranks: Ranks | None,
 ) -> _Read:
     prompt, places = _rendered(tokenizer, item)
     units = reader.read(prompt.tolist())
     question = question_span(prompt.size, scoring, places["question"][1], units.units)
     task = ToScore.alone(draft, prompt, scoring, question=question)
-    capture = HeadCapture(prompt.size, None, ranks.rank)
+    capture = HeadCapture(prompt.size, None, 0 if ranks is None else ranks.rank)
     for _ in read_prompt(draft, task, prompt.size, question, capture.of_passage):
         pass
     rows = _of_all(capture, ranks)
@@ -286,15 +286,17 @@ def _read(
     return _Read(item.kind, rows, gold, ~document, units)
 
 
-def _of_all(capture: HeadCapture, ranks: Ranks) -> Rows:
-    """The rows of all ranks' heads."""
+def _of_all(capture: HeadCapture, ranks: Ranks | None) -> Rows:
+    """Return the rows of all ranks' heads."""
     if not capture.found:
         return {}
     here = list(capture.found)
+    rows = mx.stack([capture.found[key] for key in here])
+    if ranks is None:
+        return dict(zip(here, np.array(rows), strict=True))
     counts = Counter(call for call, _ in here)
-    rows = np.array(ranks.gathered(mx.stack([capture.found[key] for key in here])))
     numbers = [(call, head + (rank - ranks.rank) * counts[call]) for rank in range(ranks.size) for call, head in here]
-    return dict(zip(numbers, rows, strict=True))
+    return dict(zip(numbers, np.array(ranks.gathered(rows)), strict=True))
 
 
 def _rendered(

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..adapters.capture import HeadCapture, pool
 from ..adapters.heads import DraftHeads, Head
 from ..config import ScoringConfig
-from ..distributed.ranks import ALONE, Ranks
+from ..distributed.ranks import Ranks
 from ..errors import SparseUnsupportedError
 from ..request import Progress
 from .scorer import Scores, ToScore, Undo, checked, read_prompt
@@ -38,12 +38,12 @@ class HeadScorer:
 
     heads: DraftHeads
     config: ScoringConfig
-    ranks: Ranks = ALONE
+    ranks: Ranks | None = None
 
     def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
         """See `Scorer`."""
         M = task.prompt.size
-        capture = HeadCapture(M + task.again.size, self.heads.by_call, self.ranks.rank)
+        capture = HeadCapture(M + task.again.size, self.heads.by_call, 0 if self.ranks is None else self.ranks.rank)
         if task.again.size:
             yield from read_prompt(draft, task, M)
             _ask_again(draft, task, capture)
@@ -60,7 +60,9 @@ class HeadScorer:
         own = np.zeros(task.prompt.size, dtype=np.float32)
         if here:
             own = importance_of(rows, here, task.template, self.config.pool_width)
-        found = self.ranks.total(np.append(own, np.float32(len(here))))
+        found = np.append(own, np.float32(len(here)))
+        if self.ranks is not None:
+            found = self.ranks.total(found)
         if round(float(found[-1])) < len(self.heads.heads):
             raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
         return found[:-1]

@@ -18,7 +18,7 @@ import numpy as np
 from ..adapters.capture import QueryCapture
 from ..adapters.depth import FirstLayers
 from ..config import ScoringConfig
-from ..distributed.ranks import ALONE, Ranks
+from ..distributed.ranks import Ranks
 from ..errors import SparseUnsupportedError
 from ..request import Progress
 from .scorer import Scores, ToScore, Undo, checked, read_prompt
@@ -34,7 +34,7 @@ class PaperScorer:
     """
 
     config: ScoringConfig
-    ranks: Ranks = ALONE
+    ranks: Ranks | None = None
 
     def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
         """See `Scorer`. First layers alone write no answer: the last prompt token is their one row."""
@@ -51,7 +51,12 @@ class PaperScorer:
 
 
 def _look_ahead(
-    draft: nn.Module, last: mx.array, capture: QueryCapture, cache: list[Any], config: ScoringConfig, ranks: Ranks
+    draft: nn.Module,
+    last: mx.array,
+    capture: QueryCapture,
+    cache: list[Any],
+    config: ScoringConfig,
+    ranks: Ranks | None,
 ) -> mx.array:
     """Feed the last prompt token and the greedy tokens after it, capturing; the cache ends where it was after `last`.
 
@@ -65,16 +70,22 @@ def _look_ahead(
         logits = draft(last, cache=cache)
     undo = Undo(cache)
     fed = config.rows - len(capture.rows) if config.include_last_prompt_query else config.rows
-    generated = [ranks.tokens(mx.argmax(logits[:, -1, :], axis=-1))]
+    generated = [_greedy(logits, ranks)]
     for step in range(1, fed + 1):
         with capture.row(M + step):
             logits = draft(generated[-1][None], cache=cache)
-        generated.append(ranks.tokens(mx.argmax(logits[:, -1, :], axis=-1)))
+        generated.append(_greedy(logits, ranks))
         mx.async_eval(generated[-1], capture.rows)  # type: ignore[no-untyped-call]
     undo.restore(fed)
     looked_ahead = mx.concatenate(generated)
     mx.eval(looked_ahead, capture.rows, [part.state for part in cache])
     return looked_ahead
+
+
+def _greedy(logits: mx.array, ranks: Ranks | None) -> mx.array:
+    """Return the likeliest next token (1,), rank 0's where there are several."""
+    token = mx.argmax(logits[:, -1, :], axis=-1)
+    return token if ranks is None else ranks.tokens(token)
 
 
 def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: ToScore) -> mx.array:
@@ -88,7 +99,7 @@ def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: T
 
 
 def _scores(
-    capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig, task: ToScore, ranks: Ranks
+    capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig, task: ToScore, ranks: Ranks | None
 ) -> Scores:
     if not capture.rows:
         raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")
@@ -97,7 +108,10 @@ def _scores(
     # Row t reads the token before generated[t] when the last prompt token is row 0, generated[t] itself otherwise.
     usable = ended + 1 if config.include_last_prompt_query else max(1, ended)
     rows = min(len(capture.rows), usable)
-    importance = checked(np.array(ranks.highest(mx.stack(capture.rows[:rows])).mean(axis=0)))
+    attention = mx.stack(capture.rows[:rows])
+    if ranks is not None:
+        attention = ranks.highest(attention)
+    importance = checked(np.array(attention.mean(axis=0)))
     words = f"{rows} look-ahead rows, maximum over the heads of {capture.layers[0]} layers"
     lookahead = tuple(generated[: ended + 1][: config.rows])
     return Scores(importance, "draft", words, lookahead, rows, task.cache)

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_specprefill import (
-    ALONE,
     DraftHeads,
     DtypeName,
     Engine,
     EngineConfig,
     LoadedModels,
     ModelPair,
+    RankedEngine,
     Ranks,
     calibrated_heads,
     load_pair,
-    machine,
     with_heads,
 )
 
@@ -78,7 +77,7 @@ def load(
     calibrate: bool = False,
     tell: Tell = silent,
     loaded: LoadedModels | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks | None = None,
 ) -> ModelPair:
     """The pair in memory, with the calibrated heads of its draft where they are known.
 
@@ -108,8 +107,7 @@ def load(
             loaded=loaded,
             on_progress=lambda done, total: progress(done >> 20, total >> 20),
             ranks=ranks,
-            draft_placement="auto" if settings is None else settings.draft_placement,
-            memory_limit=(settings and settings.engine_config().memory_limit) or machine().memory_limit,
+            draft_placement="first" if settings is None else settings.draft_placement,
         )
     if pair.context is not None:
         made = replace(made, context_length=min(made.context_length, pair.context))
@@ -131,7 +129,7 @@ def load_engine(
     *,
     calibrate: bool = False,
     tell: Tell = silent,
-    ranks: Ranks = ALONE,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """An engine for the pair, which is loaded on the engine's own thread. Arguments as in `load`."""
 
@@ -147,7 +145,7 @@ def load_engine(
 
         return load(pair, dtype, settings, calibrate=calibrate, tell=telling, ranks=ranks)
 
-    return Engine.load(read, config)
+    return (Engine if ranks is None else RankedEngine).load(read, config)
 
 
 def _alone(pair: ModelPair) -> ModelPair:

@@ -12,9 +12,9 @@ from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from mlx_specprefill import (
+    DraftPlacement,
     EngineConfig,
     ForcedRule,
-    PlacementChoice,
     RuleName,
     Scope,
     SelectionConfig,
@@ -101,7 +101,7 @@ class Settings(BaseSettings):
         default=600.0, gt=0, description="Seconds without a step of the engine after which /health answers 503."
     )
     peer_timeout_s: float = Field(default=60.0, gt=0)  # of silence after which another rank counts as lost
-    draft_placement: PlacementChoice = "auto"  # which of several ranks read prompts with the draft
+    draft_placement: DraftPlacement = "first"  # on several ranks: the draft on rank 0, or a part of it on each
     shutdown_grace_s: float = Field(default=30.0, ge=0)  # that requests in work get to finish after SIGTERM
     request_timeout_s: float | None = Field(default=None, gt=0)  # of a request from its arrival to its end
     queue_timeout_s: float | None = Field(default=None, gt=0)  # of a request's wait for one of the rows

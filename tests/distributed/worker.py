@@ -24,10 +24,8 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_specprefill import (
-    ALONE,
     ContextLengthError,
     DraftHeads,
-    DraftPlacement,
     Engine,
     EngineClosedError,
     EngineConfig,
@@ -48,7 +46,6 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.depth import layers_of
 from mlx_specprefill.adapters.heads import Head
 from mlx_specprefill.adapters.sharding import shard
-from mlx_specprefill.distributed.ranks import Group
 from mlx_specprefill.engine import loop
 from mlx_specprefill.specprefill.head_calibration import _eligible_calls
 from tests.oracle import build, tiny_models
@@ -59,43 +56,43 @@ TIMEOUT_S = 20.0
 VOCABULARY = 128
 CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100_000), prefill_step=64, prefix_cache_bytes=64 << 20)
 NAMES = ("llama", "qwen3_5", "gpt_oss", "deepseek_v3 pipeline")
-MORE_NAMES = ("qwen3", "qwen3_moe", "llama all", "deepseek_v3", "qwen3_next pipeline", "qwen3_5 4bit")
+MORE_NAMES = ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next pipeline", "qwen3_5 4bit")
 PROMPT, ANSWER = 200, 32
 SPARSE = replace(CONFIG, policy=SpecPrefillPolicy(threshold=40, keep_pct=Fraction(1, 5)))
 
 
-def pair(name: str, ranks: Ranks) -> ModelPair:
+def pair(name: str, ranks: Ranks | None) -> ModelPair:
     """A tiny target, or this rank's part of it, and a tiny draft."""
     name, _, how = name.partition(" ")
-    placement: DraftPlacement = "all" if how == "all" else "first"
     model = build(name, times=2 if how == "pipeline" else 1)  # so that every part has attention
     if how == "4bit":
         nn.quantize(model, group_size=32, bits=4)
     config = tiny_models()[name].config
     sharding = None
-    if isinstance(ranks, Group):
+    if ranks is not None:
         sharding = shard(model, name, config, ranks, "pipeline" if how == "pipeline" else None)
         mx.eval(model.parameters())
     return make_pair(
         model,
         tokenizer(VOCABULARY),
         config | {"max_position_embeddings": 4096},
-        draft=build("llama", seed=1) if ranks.leads or placement == "all" else None,
+        draft=build("llama", seed=1) if ranks is None or ranks.leads else None,
         draft_config={"max_position_embeddings": 4096},
         ranks=ranks,
         sharding=sharding,
-        draft_placement=placement if ranks.several else None,
+        draft_placement=None if ranks is None else "first",
     )
 
 
 @contextmanager
 def running(made: ModelPair, config: EngineConfig = CONFIG) -> Iterator[Engine | None]:
     """An engine, or nothing on the ranks that follow."""
+    assert made.ranks is not None
     if made.ranks.leads:
-        with Engine(made, config) as engine:
+        with RankedEngine(made, config) as engine:
             yield engine
     else:
-        Engine(made, config).follow()
+        RankedEngine(made, config).follow()
         yield None
 
 
@@ -189,7 +186,7 @@ def broken(engine: Engine) -> dict[str, Any]:
         raise ValueError("the draft is broken")
         yield
 
-    engine.prefiller.scorer._found = fail  # type: ignore[method-assign]
+    engine.prefiller.scorer._by_the_draft = fail  # type: ignore[method-assign]
     tokens, report = answered(engine, request(PROMPT, Fraction(1, 5)))
     return {"tokens": tokens, "reason": report.reason, "kept": report.kept_tokens}
 
@@ -256,7 +253,7 @@ def compared(
     name: str,
     run: Callable[[Engine], dict[str, Any]],
     config: EngineConfig = CONFIG,
-    make: Callable[[Ranks], ModelPair] | None = None,
+    make: Callable[[Ranks | None], ModelPair] | None = None,
 ) -> Any:
     """What the ranks found, beside what one process finds."""
     make = make or partial(pair, name)
@@ -271,9 +268,9 @@ def compared(
 
 
 def _alone(
-    make: Callable[[Ranks], ModelPair], run: Callable[[Engine], dict[str, Any]], config: EngineConfig
+    make: Callable[[Ranks | None], ModelPair], run: Callable[[Engine], dict[str, Any]], config: EngineConfig
 ) -> dict[str, Any]:
-    with Engine(make(ALONE), config) as engine:
+    with Engine(make(None), config) as engine:
         return run(engine)
 
 
@@ -331,7 +328,7 @@ def hang(ranks: Ranks) -> dict[str, Any]:
     """Rank 1's MLX thread hangs, and its process lives."""
     made = pair("llama", ranks)
     if not ranks.leads:
-        made.ranks.tokens = lambda tokens: time.sleep(1000) or tokens  # type: ignore[method-assign, func-returns-value]
+        ranks.tokens = lambda tokens: time.sleep(1000) or tokens  # type: ignore[method-assign, func-returns-value]
     try:
         with running(made) as engine:
             if engine is not None:
@@ -348,13 +345,13 @@ SPLIT_NAMES = ("llama", "qwen3", "gpt_oss", "qwen3_5")
 SPLIT_KINDS = ("paper", "heads", "heads of the last rank", "own layers")
 
 
-def split_pair(name: str, kind: str, ranks: Ranks) -> ModelPair:
+def split_pair(name: str, kind: str, ranks: Ranks | None) -> ModelPair:
     """A target and a draft of one architecture; heads at either end of every attention call that sees all."""
     config, sharding = tiny_models()[name].config, None
     target, draft = build(name, times=2), None if kind == "own layers" else build(name, seed=1)
     calls = _eligible_calls(target if draft is None else draft)
     layers = len(layers_of(target if draft is None else draft))
-    if isinstance(ranks, Group):
+    if ranks is not None:
         sharding = shard(target, name, config, ranks, "tensor")
         mx.eval(target.parameters())
         if draft is not None:
@@ -368,7 +365,7 @@ def split_pair(name: str, kind: str, ranks: Ranks) -> ModelPair:
         draft_config=config | {"max_position_embeddings": 4096},
         ranks=ranks,
         sharding=sharding,
-        draft_placement="sharded" if ranks.several else None,
+        draft_placement=None if ranks is None else "sharded",
     )
     if kind == "paper":
         return made
@@ -424,6 +421,7 @@ def main() -> None:
     loop._QUIET_S = 3.0  # a slow machine must not begin to densify between two turns
     with mx.stream(mx.cpu):
         ranks = join_ranks(float(os.environ.get("TIMEOUT_S", TIMEOUT_S)))
+        assert ranks is not None
         found = CASES[sys.argv[1]](ranks)
     if ranks.leads:
         Path(sys.argv[2]).write_text(json.dumps(found))

@@ -15,6 +15,7 @@ from mlx_specprefill.engine.job import Job, ignore
 from mlx_specprefill.engine.scheduler import Scheduler
 from mlx_specprefill.request import Progress
 
+from ..tiny import tiny_pair
 from .test_costs import MACHINES
 
 DENSE = {"27B dense, M2 Max": MACHINES["27B dense, M2 Max"], "2B draft, M2 Ultra": ForwardCost(10, 0.33, 5e-6)}
@@ -43,7 +44,7 @@ class Machine:
 
     def __init__(self, law: ForwardCost, beside: bool = False, config: EngineConfig = GPU) -> None:
         self.law, self.scheduler, self.costs = law, Scheduler(), Costs(law)
-        self.sizer = ChunkSizer(config, self.scheduler, self.costs)  # type: ignore[arg-type]
+        self.sizer = ChunkSizer(tiny_pair(), config, self.scheduler, self.costs)  # type: ignore[arg-type]
         if beside:
             self.scheduler.add(0)
             self.scheduler.admit(0)

@@ -102,7 +102,7 @@ def test_a_request_that_is_admitted_meanwhile_is_counted(monkeypatch: pytest.Mon
 def test_sizes_are_asked_for_while_chunks_are_timed() -> None:
     costs = CostModel(tiny_pair(), EngineConfig())
     scheduler = Scheduler()
-    sizer = ChunkSizer(EngineConfig(prefill_step=2048), scheduler, costs)
+    sizer = ChunkSizer(tiny_pair(), EngineConfig(prefill_step=2048), scheduler, costs)
     scheduler.add(1)
     scheduler.admit(1)
     scheduler.to_decode(1)
@@ -118,7 +118,7 @@ def test_a_plan_does_not_touch_the_chunk_that_runs() -> None:
         scheduler.admit(uid)
     scheduler.to_decode(2)
     job = Job(1, ignore, RequestHandle(), iter(()))  # type: ignore[arg-type]
-    sizer = ChunkSizer(EngineConfig(prefill_step=2048), scheduler, costs)
+    sizer = ChunkSizer(tiny_pair(), EngineConfig(prefill_step=2048), scheduler, costs)
     sizer.begin(job)
     given = sizer.size("draft")
     before = sizer.expected("draft")

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_specprefill import (
-    ALONE,
     CacheEntry,
     ChunkInfo,
     Constraint,
@@ -72,7 +71,7 @@ class FakePair:
     draft_id: str | None = "demo/draft"
     mapping: Any = None
     sparse_refusal: str | None = None
-    ranks: Ranks = ALONE
+    ranks: Ranks | None = None
     sharding: str | None = None
     draft_placement: str | None = None
     stages: Any = None

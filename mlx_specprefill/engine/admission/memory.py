@@ -80,9 +80,8 @@ class Memory:
             self._draft = measure_footprint(pair.draft, self._config.prefill_step)
             self._head = measure_head_footprint(pair.mtp)
             self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
-        except Exception as error:
-            pair.ranks.fail(error)
-            log.exception("could not measure memory use: requests are admitted without a prediction")
+        except Exception as error:  # noqa: BLE001 - a model that can't even do this tells its first request
+            self._go_without(error)
             limit = None
         self.admission = Admission(
             limit,
@@ -92,7 +91,6 @@ class Memory:
             self.common.missing,
             lambda need: self.common.reclaim(need, self),
         )
-        self._agree()
         if (window := self.window()) < pair.context_length:
             log.warning(
                 "memory leaves room for %d tokens of prompt and answer, of the model's %d; --memory-limit allows more",
@@ -100,19 +98,8 @@ class Memory:
                 pair.context_length,
             )
 
-    def _agree(self) -> None:
-        """Of several ranks the smallest one decides what fits: the others plan with as much as it has room for."""
-        ranks = self._pair.ranks
-        if not ranks.several:
-            return
-        window, _ = ranks.range(self.window())
-        limit = self.admission.limit
-        if ranks.every(limit is not None) and limit is not None and window < self.window():
-            room = self._target.of(window)
-            if self._pair.draft_placement == "first":  # what the others have room for, they need for the target alone
-                room += self._draft.of(round(window * self._pair.draft_ratio))
-            self.admission.limit = min(limit, self.admission.weights + room)
-            self._window = window
+    def _go_without(self, error: Exception) -> None:
+        log.error("could not measure memory use: requests are admitted without a prediction", exc_info=error)
 
     def close(self) -> None:
         """Give back what it had of the common memory, and freed memory to the system; on the MLX thread."""
@@ -142,12 +129,23 @@ class Memory:
 
     def reserve(self, uid: int, need: int) -> bool:
         """Take the bytes for a request if they are there, or if caches can give way."""
-        if not self._pair.ranks.every(self.admission.reserve(uid, need)):
-            self.admission.release(uid)
+        if not self.admission.reserve(uid, need):
             return False
         self.last_use = time.monotonic()
         self.common.came(self)
         return True
+
+    def fits(self, need: int) -> bool:
+        """Return whether the bytes are free as things stand."""
+        return self.admission.fits(need)
+
+    def reserve_free(self, uid: int, need: int) -> bool:
+        """Take the bytes if they are free as things stand; nothing is evicted for them."""
+        return self.admission.reserve_free(uid, need)
+
+    def may_come(self, need: int) -> bool:
+        """Return whether memory that other engines hold may become free for it."""
+        return self.common.may_come(need, self)
 
     def can_ever(self, need: int) -> bool:
         """Whether it fits with nothing else running, empty caches, and no models beside it that could go."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mlx_specprefill import ALONE, Engine, EngineConfig, ModelPair, Ranks
+from mlx_specprefill import Engine, EngineConfig, ModelPair, Ranks
 
 from .. import pair_loading
 from ..pairs import Pair
@@ -37,7 +37,7 @@ def load_engine(
     config: EngineConfig,
     *,
     calibrate: bool = False,
-    ranks: Ranks = ALONE,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """`pair_loading.load_engine`, as `load`.
 
@@ -47,7 +47,7 @@ def load_engine(
     Raises:
         OptionError, HubError: as in `load`.
     """
-    if not ranks.several:
+    if ranks is None:
         fetch_missing(pair)
     return pair_loading.load_engine(pair, dtype, settings, config, calibrate=calibrate, tell=_progress, ranks=ranks)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_specprefill import ForcedRule, PlacementChoice, Scope, SpeculationName
+from mlx_specprefill import DraftPlacement, ForcedRule, RankedEngine, Scope, SpeculationName
 
 from ..app import serve as serve_forever
 from ..app import serve_models
@@ -212,8 +212,8 @@ def serve(
         setting("peer_timeout_s", "Seconds of silence after which one of them counts as lost.", "--peer-timeout"),
     ] = None,
     draft_placement: Annotated[
-        PlacementChoice | None,
-        setting("draft_placement", "Which of them read prompts with the draft, or whether each has a part of it."),
+        DraftPlacement | None,
+        setting("draft_placement", "Where the draft is: on the first, or a part of it on each."),
     ] = None,
     shutdown_grace_s: Annotated[
         float | None,
@@ -250,16 +250,20 @@ def serve(
         configure_logging(settings.log_level, settings.log_format)
         outlive_the_terminal()
         ranks = join(settings)
-        end_together(ranks)
         loading = partial(load_engine, chosen, dtype, settings, settings.serving_config(), calibrate=True, ranks=ranks)
-        if not ranks.leads:
-            follow(loading(), ranks)
-            return
+        if ranks is not None:
+            end_together(ranks)
+            if not ranks.leads:
+                engine = loading()
+                assert isinstance(engine, RankedEngine)
+                follow(engine, ranks)
+                return
         # First, because loading takes minutes: a port that another program has is to be known at once.
         with listening(settings) as sockets:
             with loading() as engine:
                 serve_forever(engine, settings, sockets)
-            ranks.close()
+            if ranks is not None:
+                ranks.close()
 
 
 def _table(config: Path | None, named: dict[str, Any]) -> Path | None:
@@ -280,7 +284,7 @@ def serve_several(file: Path, dtype: DtypeName, given: dict[str, Any]) -> None:
     entries = entries_of(rows, file, given)
     configure_logging(settings.log_level, settings.log_format)
     outlive_the_terminal()
-    if join(settings).several:
+    if join(settings) is not None:
         raise OptionError(f"several machines run one model, {file} names several: choose by --pair or --target")
     with listening(settings) as sockets:
         host = Loader(rows, file, settings.memory_limit, dtype)

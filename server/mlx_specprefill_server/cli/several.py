@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from mlx_specprefill import Engine, PeerLostError, Ranks, SettingsError, join_ranks
+from mlx_specprefill import PeerLostError, RankedEngine, Ranks, SettingsError, join_ranks
 
 from ..settings import ENV_PREFIX, Settings
 
@@ -111,8 +111,8 @@ def without(arguments: Sequence[str], *options: str) -> list[str]:
 # --- the ranks -------------------------------------------------------------------------------------------------------
 
 
-def join(settings: Settings) -> Ranks:
-    """This process among those that mlx.launch has started; alone without that.
+def join(settings: Settings) -> Ranks | None:
+    """Join the processes that mlx.launch has started with this one; None where it was started alone.
 
     Raises:
         LoadError: a rank is missing, or has other versions or settings.
@@ -125,14 +125,12 @@ def join(settings: Settings) -> Ranks:
 
 def end_together(ranks: Ranks) -> None:
     """End with the other ranks; on rank 0, after those that wait for answers have been told."""
-    if not ranks.several:
-        return
     ranks.on_lost(lambda lost: _end(lost, _TELLING_S if ranks.leads else 0.0))
     if ranks.leads and LAUNCHED_VARIABLE in os.environ:
         threading.Thread(target=_obey, name="mlx-specprefill-launcher", daemon=True).start()
 
 
-def follow(engine: Engine, ranks: Ranks) -> None:
+def follow(engine: RankedEngine, ranks: Ranks) -> None:
     """On another rank: do what rank 0 does, until it ends."""
     for number in _ASKS:
         signal.signal(number, signal.SIG_IGN)  # rank 0 gets it too, lets its requests finish, and ends this one

@@ -130,7 +130,11 @@ def _memory(service: Service) -> dict[str, int]:
 def _ranks(service: Service) -> dict[str, Any]:
     """How many processes run the target together, how it is spread over them, and which of them have the draft."""
     pair = service.engine.pair
-    return {"count": pair.ranks.size, "sharding": pair.sharding, "draft": pair.draft_placement}
+    return {
+        "count": 1 if pair.ranks is None else pair.ranks.size,
+        "sharding": pair.sharding,
+        "draft": pair.draft_placement,
+    }
 
 
 def _scorer(service: Service) -> str | None:

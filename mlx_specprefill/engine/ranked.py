@@ -1,0 +1,392 @@
+"""An engine whose target runs on several processes (ranks), which take the same steps in the same order.
+
+Rank 0 takes requests and decides whatever depends on a clock, a client or chance. The others hear of it and do the
+same. A prefix, a session or memory counts where all ranks have it: each evicts, and reads its disk, by itself. Every
+class here is a part of `Engine` that asks `Ranks` where the part of one process decides alone.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..cache.entry import CacheHit
+from ..config import EngineConfig
+from ..distributed.ranks import Ranks
+from ..errors import EngineClosedError, EngineError, PeerLost, PeerLostError, RequestCancelled
+from ..loading import ModelPair
+from ..request import CacheLabel, GenerationRequest, Progress
+from ..sessions.store import Session
+from ..specprefill.plan import PrefillPlan
+from ..specprefill.scorer import Scores
+from ..specprefill.staged_prefill import HiddenStates
+from ..specprefill.text import PromptText
+from ..token_ids import TokenIds
+from .admission.memory import Memory
+from .caches import EngineCaches
+from .chunks import ChunkSizer
+from .densify import Densifier, DensifyQueue, SparseTurn
+from .engine import Engine, EngineHealth
+from .inbox import Call
+from .job import Job, Work
+from .loop import Loop
+from .mlx_thread import MLXThread
+from .prefill import Prefiller
+from .scoring import PromptScorer, Scoring
+from .sequence import Sequence as Request
+
+__all__ = ["RankedEngine"]
+
+_MOST = (1 << 30) - 1  # what `Ranks.range` compares
+_Lookup = Callable[[Sequence[int] | TokenIds, bool], CacheHit | None]
+
+
+def _ranks(pair: ModelPair) -> Ranks:
+    assert pair.ranks is not None
+    return pair.ranks
+
+
+class RankedCaches(EngineCaches):
+    """Each rank keeps its part of every prefix."""
+
+    def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
+        self._ranks = _ranks(pair)
+        self._draft_on_all = pair.draft_placement == "sharded"
+        super().__init__(pair, config)
+
+    def _identities(self, pair: ModelPair) -> tuple[str, str | None]:
+        return self._ranks.agree("identities", lambda: super(RankedCaches, self)._identities(pair))
+
+    def _folder(self, folder: Path) -> Path:
+        return folder / f"rank-{self._ranks.rank}-of-{self._ranks.size}"
+
+    def target_prefix(
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
+    ) -> CacheHit | None:
+        def find(prefix: Sequence[int] | TokenIds, again: bool) -> CacheHit | None:
+            return super(RankedCaches, self).target_prefix(prefix, label, again)
+
+        return self._common(find, tokens, again)
+
+    def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
+        def find(prefix: Sequence[int] | TokenIds, _: bool) -> CacheHit | None:
+            return super(RankedCaches, self).draft_prefix(prefix, label)
+
+        return self._common(find, tokens, False) if self._draft_on_all else find(tokens, False)
+
+    def _common(self, find: _Lookup, tokens: Sequence[int] | TokenIds, again: bool) -> CacheHit | None:
+        """Return the longest prefix that all ranks have."""
+        hit = find(tokens, again)
+        length = 0 if hit is None else hit.length
+        least, most = self._ranks.range(length)
+        while least < most:
+            if length > least:
+                hit = find(tokens[: least + 1], True) if least else None
+                length = 0 if hit is None else hit.length
+            least, most = self._ranks.range(length)
+        return hit
+
+    def covers(self, tokens: Sequence[int] | TokenIds, dense: int, label: CacheLabel) -> int:
+        return self._ranks.agree("covered", lambda: super(RankedCaches, self).covers(tokens, dense, label))
+
+    def session(
+        self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel, staged: bool = False
+    ) -> Session | None:
+        found = super().session(tokens, choice, label, staged)
+        kept = 0 if found is None else 1 + zlib.crc32(found.kept.tobytes()) % _MOST
+        lowest, highest = self._ranks.range(kept)  # the same one everywhere, or none
+        return found if lowest == highest else None
+
+    def session_length(self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel) -> int:
+        return self._ranks.agree(
+            "session length", lambda: super(RankedCaches, self).session_length(tokens, choice, label)
+        )
+
+
+class RankedMemory(Memory):
+    """The rank with the least memory decides what fits."""
+
+    def measure(self) -> None:
+        super().measure()
+        ranks = _ranks(self._pair)
+        window, _ = ranks.range(self.window())
+        limit = self.admission.limit
+        if ranks.every(limit is not None) and limit is not None and window < self.window():
+            room = self._target.of(window)
+            if self._pair.draft_placement == "first":  # what the others have room for, they need for the target alone
+                room += self._draft.of(round(window * self._pair.draft_ratio))
+            self.admission.limit = min(limit, self.admission.weights + room)
+            self._window = window
+
+    def _go_without(self, error: Exception) -> None:
+        _ranks(self._pair).fail(error)
+
+    def fits(self, need: int) -> bool:
+        return _ranks(self._pair).every(super().fits(need))
+
+    def may_come(self, need: int) -> bool:
+        return _ranks(self._pair).every(super().may_come(need))
+
+    def reserve(self, uid: int, need: int) -> bool:
+        return self._on_all(uid, super().reserve(uid, need))
+
+    def reserve_free(self, uid: int, need: int) -> bool:
+        return self._on_all(uid, super().reserve_free(uid, need))
+
+    def _on_all(self, uid: int, reserved: bool) -> bool:
+        if _ranks(self._pair).every(reserved):
+            return True
+        self.admission.release(uid)
+        return False
+
+
+class RankedChunkSizer(ChunkSizer):
+    """Rank 0 sizes chunks: what the ranks have learnt may differ."""
+
+    def size(self, stage: str) -> int:
+        def own() -> int:
+            return super(RankedChunkSizer, self).size(stage)
+
+        if stage == "draft" and self._pair.draft_placement == "first":
+            return own()  # rank 0 alone asks
+        return _ranks(self._pair).agree("chunk", own)
+
+
+class RankedScorer(PromptScorer):
+    """The importance is rank 0's: machines may round differently."""
+
+    def scores(
+        self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
+    ) -> Scoring:
+        scores = super().scores
+        if self.pair.draft_placement == "first" and request.specprefill.importance is None:
+            found = yield from self._by_rank_0(lambda: scores(request, plan, text, hidden))
+        else:
+            found = yield from scores(request, plan, text, hidden)
+        return replace(found, importance=_ranks(self.pair).floats(found.importance))
+
+    def _by_rank_0(self, begin: Callable[[], Scoring]) -> Scoring:
+        """Let rank 0 read the prompt with the draft. The others wait for each of its chunks and compute nothing.
+
+        They get all that it found but for the cache, and zeros for the importance.
+
+        Raises:
+            EngineError: the draft failed, on all ranks.
+        """
+        ranks, own = _ranks(self.pair), list[Scores]()
+        work = begin() if ranks.leads else None
+
+        def step() -> tuple[Progress | None, Scores | None, str]:
+            assert work is not None
+            try:
+                return next(work), None, ""
+            except StopIteration as finished:
+                own.append(finished.value)
+                return None, replace(own[0], importance=np.zeros_like(own[0].importance), cache=[]), ""
+            except Exception as error:  # noqa: BLE001 - it is raised on all ranks
+                return None, None, f"{type(error).__name__}: {error}"
+
+        while True:
+            progress, found, failure = ranks.agree("draft", step)
+            if failure:
+                raise EngineError(failure)
+            if progress is None:
+                assert found is not None
+                return own[0] if own else found
+            try:
+                yield progress
+            except RequestCancelled as cancelled:
+                if work is not None:
+                    work.throw(cancelled)  # it keeps what it has read, and raises it again
+                raise
+
+
+class RankedPrefiller(Prefiller):
+    """A sparse prefill that fails, fails on all ranks."""
+
+    def __init__(self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, *parts: Any) -> None:
+        super().__init__(pair, config, caches, *parts)
+        self.scorer = RankedScorer(pair, config, caches, self.slice_size)
+
+    def _fall_back(self, sequence: Request, error: Exception) -> None:
+        _ranks(self.pair).together(error)
+        super()._fall_back(sequence, error)
+
+
+class RankedDensifyQueue(DensifyQueue):
+    """Rank 0 knows which answers called a tool."""
+
+    ranks: Ranks
+
+    def is_expecting(self, turn: SparseTurn) -> bool:
+        return self.ranks.agree("expecting", lambda: super(RankedDensifyQueue, self).is_expecting(turn))
+
+
+class RankedDensifier(Densifier):
+    """Makes the same turns dense on all ranks."""
+
+    _queue_type = RankedDensifyQueue
+
+    def __init__(self, prefiller: Prefiller, memory: Memory) -> None:
+        super().__init__(prefiller, memory)
+        assert isinstance(self.turns, RankedDensifyQueue)
+        self.turns.ranks = _ranks(prefiller.pair)
+
+
+class RankedLoop(Loop):
+    """Takes the same steps on all ranks: the same jobs in the same order, and as many ticks between them.
+
+    Attributes:
+        ranks: of the target.
+        make: makes a job on another rank than the first of what rank 0 was asked.
+    """
+
+    ranks: Ranks
+    make: Callable[[Work], Job]
+    _has_ended = False  # rank 0 takes no more steps
+
+    @property
+    def _follows(self) -> bool:
+        return not (self.ranks.leads or self._has_ended)
+
+    @property
+    def over(self) -> bool:
+        return super().over if self.ranks.leads else self._has_ended
+
+    @property
+    def busy(self) -> bool:
+        return self._follows or super().busy
+
+    @property
+    def rest_s(self) -> float:
+        return 0.0 if self._follows else super().rest_s
+
+    def step(self, background: bool = True, elsewhere: bool = False) -> None:
+        self.beat = time.monotonic()
+        self._has_ended = not self.ranks.agree("step", lambda: True)
+        if not self._has_ended:
+            super().step(background, elsewhere)
+
+    def _cancel_all(self) -> None:
+        try:
+            if not self._has_ended:
+                self._inbox.close()
+                self.ranks.agree("step", lambda: False)
+                self._has_ended = True
+            super()._cancel_all()
+        except PeerLost as lost:
+            self.lose(lost.error)
+
+    def _take(self) -> Job | Call | None:
+        """Return what rank 0 took from its inbox, as this rank has to do it."""
+        if self.ranks.leads:
+            taken = super()._take()
+            self.ranks.agree("order", lambda: _order(taken))
+            return taken
+        order = self.ranks.agree("order", lambda: None)
+        if isinstance(order, Work):
+            job = self.make(order)
+            self._scheduler.add(job.uid)
+            return job
+        if isinstance(order, tuple):
+            method, arguments = order
+            return Call(lambda: getattr(self._caches, method)(*arguments))
+        return Call(lambda: None) if order else None
+
+    def _is_accepting(self) -> bool:
+        return self.ranks.agree("accepting", super()._is_accepting)
+
+    def _clock(self) -> float:
+        return self.ranks.agree("time", super()._clock)
+
+    def _is_quiet(self) -> bool:
+        return self.ranks.agree("quiet", super()._is_quiet)
+
+    def _next_uid(self) -> int:
+        return self.ranks.agree("uid", super()._next_uid)
+
+    def _cancelled(self) -> list[int]:
+        return self.ranks.agree("cancelled", super()._cancelled)
+
+    def _start_over(self, error: Exception) -> None:
+        self.ranks.together(error)
+        super()._start_over(error)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        self.ranks.together(error)
+        super()._fail(job, error)
+
+
+def _order(taken: Job | Call | None) -> Any:
+    """Return the other ranks' order: some work, a method and its arguments, True for nothing; False: there is none."""
+    if isinstance(taken, Job):
+        return taken.work or True
+    if isinstance(taken, Call):
+        return True if taken.method is None else (taken.method, taken.arguments)
+    return False
+
+
+class RankedEngine(Engine):
+    """The engine of one rank. Rank 0's takes requests; the others `follow` it."""
+
+    _caches_type = RankedCaches
+    _chunks_type = RankedChunkSizer
+    _prefiller_type = RankedPrefiller
+    _memory_type = RankedMemory
+    _densifier_type = RankedDensifier
+    _loop_type = RankedLoop
+
+    def __init__(self, pair: ModelPair, config: EngineConfig | None = None, *, thread: MLXThread | None = None) -> None:
+        super().__init__(pair, config, thread=thread)
+        self._ranks = _ranks(pair)
+        assert isinstance(self.loop, RankedLoop)
+        self.loop.ranks, self.loop.make = self._ranks, self._job
+        self._ranks.on_lost(self._lose)
+
+    def start(self) -> None:
+        try:
+            super().start()
+        except EngineClosedError:
+            if (lost := self._ranks.lost) is not None:
+                raise lost from None
+            raise
+        self._ranks.watch(lambda: self.loop.beat)
+
+    def follow(self) -> None:
+        """On another rank than the first: do what rank 0 does, until its engine ends.
+
+        Raises:
+            PeerLostError: a rank is gone, or they no longer do the same.
+        """
+        self.start()
+        self.loop.ended.wait()
+        self.close()
+        if (lost := self._ranks.lost) is not None:
+            raise lost
+
+    def close(self, timeout: float = 30.0) -> None:
+        super().close(timeout)
+        self._ranks.watch(None)
+
+    def health(self) -> EngineHealth:
+        lost = self._ranks.lost
+        return replace(super().health(), lost=None if lost is None else str(lost))
+
+    def _post(self, job: Job) -> None:
+        if (lost := self._ranks.lost) is not None:
+            raise lost
+        super()._post(job)
+
+    def _lose(self, error: PeerLostError) -> None:
+        """A process that the target needs is gone. The MLX thread may wait for it for ever."""
+        self._inbox.close(str(error))
+        self.loop.lose(error)
+        for job in self._inbox.drain():
+            job.lose(error)
+        self.loop.ended.set()  # nobody is to wait for a thread that may wait for ever

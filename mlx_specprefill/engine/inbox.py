@@ -151,10 +151,6 @@ class Inbox:
                 self._unread -= 1
         return posted
 
-    def note(self, job: Job) -> None:
-        """A job that came another way, on the MLX thread."""
-        self._scheduler.add(job.uid)
-
     def drain(self) -> list[Job]:
         """The jobs that nobody will take any more; of a closed inbox, from any thread."""
         jobs = []

@@ -162,8 +162,7 @@ def load_pair(
             and the maximum over their heads chooses badly on real text.
         draft_heads: a file of retrieval heads that were trained on the draft's first layers, as many as it says; they
             need no calibration.
-        heads: the draft's calibrated heads, or a file of them; None: `heads.json` in its folder, or the file beside
-            `draft_heads` of the same name but for its ending `.json`, if there is one.
+        heads: the draft's calibrated heads, or a file of them; None: `heads.json` in its folder, if there is one.
         exit_early: whether the draft ends at the last of its calibrated heads; one that proposes tokens must not.
         dtype: "auto" keeps the stored type on a GPU and casts to float32 on the CPU backend, where half precision
             matmuls are some fifty times slower. There it also unpacks the weights of GGUF files.
@@ -219,9 +218,7 @@ def load_pair(
     )
     if draft == "self" and pair.draft is None:
         return replace(pair, sparse_refusal=_PIPELINE)
-    known = agreed(
-        ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft_from, draft_layers, draft_heads)
-    )
+    known = agreed(ranks, "draft's heads", lambda: _calibrated_heads(pair, heads, draft_from, draft_layers))
     return pair if known is None else with_heads(pair, known, exit_early=exit_early)
 
 
@@ -264,14 +261,11 @@ def _calibrated_heads(
     heads: DraftHeads | Path | None,
     folder: str | Path,
     draft_layers: int | None,
-    draft_heads: str | Path | None,
 ) -> DraftHeads | None:
-    """The heads that were asked for, or those in the draft's folder or beside `draft_heads`."""
+    """The heads that were asked for, or those in the draft's folder. Trained ones are known already."""
     beside = (place_of(folder) or Path(folder)) / "heads.json"
-    if draft_heads is not None:
-        beside = Path(draft_heads).expanduser().with_suffix(".json")
-    unknown = heads is None and pair.drafted
-    if unknown and (draft_layers is None or draft_heads is not None) and beside.is_file():
+    known = heads is not None or pair.heads is not None
+    if not known and pair.drafted and draft_layers is None and beside.is_file():
         heads = beside
     return read_heads(heads) if isinstance(heads, Path) else heads
 

@@ -20,11 +20,8 @@ from mlx_specprefill_evals.tasks import GROUPS
 from mlx_specprefill_server.cli.common import OptionError, begin, choose, make_settings, one_line_errors
 from mlx_specprefill_server.cli.loading import load
 from mlx_specprefill_server.cli.options import (
-    ChunkSize,
     Draft,
-    DraftLayers,
     Dtype,
-    HeadsFile,
     Level,
     NoDraft,
     PairName,
@@ -58,7 +55,7 @@ def evaluate(
         list[str] | None,
         setting("specprefill_keep_pct", "Share of chunks; repeat.", "--keep"),
     ] = None,
-    chunk_size: ChunkSize = None,
+    chunk_size: Annotated[int | None, typer.Option(min=1, help="Tokens per chunk of the library's rule.")] = None,
     probes: Annotated[
         int,
         typer.Option(min=0, help="Items per cell whose distributions are measured too: KL, attention, perplexity."),
@@ -78,8 +75,6 @@ def evaluate(
     not_staged: Annotated[
         bool, typer.Option("--not-staged", help="All layers of the target read the kept tokens.")
     ] = False,
-    draft_layers: DraftLayers = None,
-    draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
     log_level: Level = "warning",
 ) -> None:
@@ -104,7 +99,7 @@ def evaluate(
                 raise OptionError("--chunk-size is for a pair that is loaded here; a server has its own")
             typer.echo(json.dumps(run(options, RemoteModel(server, model, api_key), _tell)))
             return
-        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
+        chosen = choose(pair, pairs_file, target, draft, no_draft)
         selection = None if chunk_size is None else SelectionConfig(chunk_size=chunk_size)
         settings = make_settings(chosen)
         loaded = load(chosen, dtype, settings, calibrate=True)

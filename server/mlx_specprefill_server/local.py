@@ -134,8 +134,6 @@ def open_pair(
     *,
     target: str | None = None,
     draft: str | None = None,
-    draft_layers: int | None = None,
-    draft_heads: str | None = None,
     pairs_file: Path | None = None,
     dtype: DtypeName = "auto",
     **settings: Any,
@@ -152,9 +150,6 @@ def open_pair(
     """
     if (name is None) == (target is None):
         raise PairsError("open_pair takes either the name of a pair or a target")
-    if target is None:
-        pair = find_pair(str(name), pairs_file)
-    else:
-        pair = Pair(target=target, draft=draft, draft_layers=draft_layers, draft_heads=draft_heads)
+    pair = find_pair(str(name), pairs_file) if target is None else Pair(target=target, draft=draft)
     known = make_settings(pair, **settings)
     return LocalPair(load_engine(pair, dtype, known, known.engine_config(), calibrate=True))

@@ -99,7 +99,6 @@ def load(
         made = load_pair(
             pair.target,
             "self" if own else pair.draft,
-            draft_layers=pair.draft_layers,
             draft_heads=pair.draft_heads,
             heads=heads,
             exit_early=early,
@@ -113,7 +112,7 @@ def load(
         made = replace(made, context_length=min(made.context_length, pair.context))
     if not made.drafted:  # the target's own layers can't, where each rank has some of them
         return made
-    if made.heads is None and settings is not None and pair.draft_layers is None:
+    if made.heads is None and settings is not None:
         found = _heads(made, settings, calibrate, tell)
         made = made if found is None else with_heads(made, found, exit_early=early)
     if pair.draft is None and made.stages is None:

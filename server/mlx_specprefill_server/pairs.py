@@ -40,8 +40,8 @@ class MissingPairError(PairsError):
 class Described(BaseModel):
     """What a pair says beside its models.
 
-    `alias` is the id that clients see, `draft_layers` how many of the draft's first layers read the prompt,
-    `draft_heads` a file of retrieval heads for them, `heads` a file of the draft's calibrated heads.
+    `alias` is the id that clients see, `draft_heads` a file of retrieval heads on the draft's first layers, which alone
+    are run then, `heads` a file of the draft's calibrated heads.
     `dtype` and `rule` are those of the options, `context` the tokens of prompt and answer at most.
 
     Among several models in one server: `aliases` are further ids, `memory_share` how much of the memory limit it may
@@ -50,7 +50,6 @@ class Described(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    draft_layers: int | None = Field(default=None, ge=1)
     draft_heads: str | None = None
     heads: str | None = None
     threshold: int | None = Field(default=None, ge=0)

@@ -20,7 +20,6 @@ _FLAGS = {
     "allowed_hosts": "--allowed-host",
     "api_keys": "--api-key",
     "cors_origins": "--cors-origin",
-    "forced_rule": "--forced",
     "peer_timeout_s": "--peer-timeout",
     "queue_timeout_s": "--queue-timeout",
     "request_timeout_s": "--request-timeout",

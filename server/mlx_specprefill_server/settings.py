@@ -14,10 +14,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from mlx_specprefill import (
     DraftPlacement,
     EngineConfig,
-    ForcedRule,
     RuleName,
     Scope,
-    SelectionConfig,
     SpecPrefillPolicy,
     SpeculationConfig,
     SpeculationName,
@@ -128,8 +126,6 @@ class Settings(BaseSettings):
     specprefill_keep_pct: KeepShare = ENGINE.policy.keep_pct
     specprefill_scope: Scope = ENGINE.policy.scope  # what competes when a request doesn't say
     rule: RuleName = ENGINE.rule  # how tokens are scored and chosen when a request doesn't say
-    forced_rule: ForcedRule = ENGINE.selection.forced
-    chunk_size: int = Field(default=ENGINE.selection.chunk_size, ge=1)  # tokens
     speculative: SpeculationName = ENGINE.speculation.strategy  # how answers are drafted when a request doesn't say
     prefill_step: int = Field(
         default_factory=lambda: ENGINE.prefill_step,
@@ -184,7 +180,6 @@ class Settings(BaseSettings):
     def engine_config(self) -> EngineConfig:
         """The part of the settings that the engine needs."""
         return EngineConfig(
-            selection=SelectionConfig(chunk_size=self.chunk_size, forced=self.forced_rule),
             rule=self.rule,
             policy=SpecPrefillPolicy(
                 enabled=self.specprefill,

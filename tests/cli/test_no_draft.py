@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,12 @@ def test_a_draft_and_none_exclude_each_other() -> None:
 
 @pytest.mark.parametrize(("options", "prefill"), [([], "staged"), (["--not-staged"], "whole")])
 def test_the_suite_measures_both_ways(tmp_path: Path, options: list[str], prefill: str) -> None:
-    own = ["--target", str(DEMO / "target"), "--draft", "self", "--draft-layers", "2"]
+    target = tmp_path / "target"
+    shutil.copytree(DEMO / "target", target)
+    layers = json.loads((target / "config.json").read_text())["num_hidden_layers"]
+    heads = DraftHeads((Head(1, 0, 1.0),), 2, layers, {"copy": 1.0})
+    (target / "heads.json").write_text(json.dumps(heads.to_dict()))
+    own = ["--target", str(target), "--draft", "self"]
     size = ["--task", "needle", "--length", "512", "-n", "1", "--arm", "sparse", "--out", str(tmp_path)]
     done = CliRunner().invoke(cli.app, ["eval", *own, *size, *options])
     assert done.exit_code == 0, done.output

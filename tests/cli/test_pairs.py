@@ -59,38 +59,23 @@ def test_gguf_files_are_named_like_folders(tmp_path: Path) -> None:
 
 
 def test_the_target_can_be_its_own_draft(tmp_path: Path) -> None:
-    path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "self"\ndraft_layers = 7\n')
-    pair = find_pair("a", path)
-    assert (pair.draft, pair.draft_layers) == ("self", 7)
+    path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "self"\n')
+    assert find_pair("a", path).draft == "self"
 
 
-def test_heads_lie_beside_the_file_and_go_with_their_depth(tmp_path: Path) -> None:
-    path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "self"\ndraft_layers = 7\ndraft_heads = "./h.safetensors"\n')
-    here = str(tmp_path.resolve() / "h.safetensors")
-
-    def chosen(draft: str | None, layers: int | None, heads: str | None) -> tuple[int | None, str | None]:
-        pair = choose("a", path, None, draft, layers, heads)
-        return pair.draft_layers, pair.draft_heads
-
-    assert chosen(None, None, None) == (7, here)
-    assert chosen(None, 4, None) == (4, None)
-    assert chosen(None, None, "other") == (None, "other")
-    assert chosen("self", None, None) == (None, None)
+def test_heads_lie_beside_the_file_and_go_with_their_draft(tmp_path: Path) -> None:
+    path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "org/d"\ndraft_heads = "./h.safetensors"\n')
+    assert choose("a", path, None, None).draft_heads == str(tmp_path.resolve() / "h.safetensors")
+    assert choose("a", path, None, "self").draft_heads is None
 
 
-def test_options_change_the_draft_of_a_named_pair(tmp_path: Path) -> None:
-    path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "org/d"\ndraft_layers = 7\nkeep_pct = 0.3\n')
-
-    def chosen(draft: str | None, layers: int | None) -> tuple[str | None, int | None, float | None]:
-        pair = choose("a", path, None, draft, layers)
-        return pair.draft, pair.draft_layers, pair.keep_pct
-
-    assert chosen(None, None) == ("org/d", 7, 0.3)
-    assert chosen(None, 3) == ("org/d", 3, 0.3)
-    assert chosen("self", None) == ("self", None, 0.3)
-    assert chosen("self", 4) == ("self", 4, 0.3)
+def test_a_named_pair_can_have_itself_as_its_draft(tmp_path: Path) -> None:
+    path = write(tmp_path, '[a]\ntarget = "./t"\ndraft = "org/d"\nkeep_pct = 0.3\n')
+    for draft, used in ((None, "org/d"), ("self", "self")):
+        pair = choose("a", path, None, draft)
+        assert (pair.draft, pair.keep_pct) == (used, 0.3)
     with pytest.raises(OptionError, match="--draft needs --target, unless it is self"):
-        chosen("org/other", None)
+        choose("a", path, None, "org/other")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +85,7 @@ def test_options_change_the_draft_of_a_named_pair(tmp_path: Path) -> None:
         ('[a]\ntarget = "t"\nkeep = 0.2\n', "a.keep"),
         ('[a]\ntarget = "t"\nkeep_pct = 2.0\n', "a.keep_pct"),
         ('[a]\ntarget = "t"\nthreshold = "many"\n', "a.threshold"),
-        ('[a]\ntarget = "t"\ndraft = "self"\ndraft_layers = 0\n', "a.draft_layers"),
+        ('[a]\ntarget = "t"\ndraft = "self"\ndraft_layers = 7\n', "a.draft_layers"),
         ('a = "t"\n', "a: "),
         ("[a]\ntarget = 3\n", "a.target"),
         ('[a.target]\npackage = "m"\nfile = "f"\nsha256 = "00"\n', "a.target.package.package"),
@@ -201,7 +186,7 @@ class TestPackagedFiles:
 
 def test_smollm2_needs_no_second_model() -> None:
     row = find_row("smollm2", pairs.NAMED_PAIRS)
-    assert (row.draft, row.draft_layers) == ("self", 7)
+    assert row.draft == "self"
 
 
 def test_smollm2_is_the_expected_file(smollm2: Path) -> None:

@@ -28,8 +28,6 @@ def test_the_environment_fills_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_SPECPREFILL_SPECPREFILL_THRESHOLD", "512")
     monkeypatch.setenv("MLX_SPECPREFILL_SPECPREFILL_KEEP_PCT", "0.07")
     monkeypatch.setenv("MLX_SPECPREFILL_SPECPREFILL", "false")
-    monkeypatch.setenv("MLX_SPECPREFILL_FORCED_RULE", "last-token")
-    monkeypatch.setenv("MLX_SPECPREFILL_CHUNK_SIZE", "32")
     monkeypatch.setenv("MLX_SPECPREFILL_KV_BITS", "4")
     monkeypatch.setenv("MLX_SPECPREFILL_PORT", "9000")
     settings = Settings(port=9001)
@@ -38,7 +36,7 @@ def test_the_environment_fills_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.port == 9001
     config = settings.engine_config()
     assert (config.policy.enabled, config.policy.threshold, config.policy.keep_pct) == (False, 512, Fraction(7, 100))
-    assert (config.selection.forced, config.selection.chunk_size, config.kv_bits) == ("last-token", 32, 4)
+    assert config.kv_bits == 4
 
 
 @pytest.mark.parametrize(
@@ -86,8 +84,6 @@ def test_keys_are_not_shown() -> None:
         {"specprefill_keep_pct": "auto"},
         {"specprefill_threshold": -1},
         {"prefill_step": 0},
-        {"forced_rule": "none"},
-        {"chunk_size": 0},
         {"keep_alive_s": 0},
         {"body_limit": 0},
         {"max_rows": 0},

@@ -17,7 +17,7 @@ from ..benchmark import BenchmarkError, Plan, file_name, load_before, measure, r
 from ..benchmark_picture import picture
 from .common import ONE_SHOT, begin, choose, make_settings, notes, one_line_errors
 from .loading import load
-from .options import Draft, DraftLayers, Dtype, HeadsFile, Keep, Level, NoDraft, PairName, PairsFile, Target
+from .options import Draft, Dtype, Keep, Level, NoDraft, PairName, PairsFile, Target
 
 __all__ = ["bench", "fitting"]
 
@@ -41,8 +41,6 @@ def bench(
     target: Target = None,
     draft: Draft = None,
     no_draft: NoDraft = False,
-    draft_layers: DraftLayers = None,
-    draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
     log_level: Level = "warning",
 ) -> None:
@@ -54,7 +52,7 @@ def bench(
     load_then = load_before()
     begin(log_level)
     with one_line_errors():
-        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
+        chosen = choose(pair, pairs_file, target, draft, no_draft)
         settings = make_settings(chosen, specprefill_keep_pct=keep, **ONE_SHOT)
         loaded = load(chosen, dtype, settings, calibrate=True)
         plan = Plan(fitting(lengths, loaded), settings.specprefill_keep_pct, repeats)

@@ -100,14 +100,11 @@ def choose(
     pairs_file: Path | None,
     target: str | None,
     draft: str | None,
-    draft_layers: int | None = None,
-    draft_heads: str | None = None,
     no_draft: bool = False,
 ) -> Pair:
     """The pair that the options mean; without options the real model where it is installed, else the bundled one.
 
-    A named pair can be given another depth of its draft or other heads on it, or itself as the draft, which is what
-    `no_draft` means. Draft "auto" leaves the choice between its draft and itself to what is predicted to be faster.
+    A named pair can be given itself as the draft, which is what `no_draft` means.
 
     Raises:
         PairsError: no such pair, or an unreadable file.
@@ -116,7 +113,7 @@ def choose(
     if no_draft and draft not in (None, "self"):
         raise OptionError(f"--no-draft and --draft {draft} exclude each other")
     if target is not None:
-        return Pair(target=target, draft=draft, draft_layers=draft_layers, draft_heads=draft_heads)
+        return Pair(target=target, draft=draft)
     if draft not in (None, "self"):
         raise OptionError("--draft needs --target, unless it is self")
     if name is None and pairs_file is not None:
@@ -124,11 +121,9 @@ def choose(
     found = _default_pair() if name is None else find_pair(name, pairs_file)
     if no_draft and found.draft != "self":
         draft = "self"
-    # Heads fit one depth: all three change together.
-    changed = {"draft_layers": draft_layers, "draft_heads": draft_heads, "heads": None}
-    if draft is not None:
-        return found.model_copy(update={"draft": draft, **changed})
-    return found if draft_layers is None and draft_heads is None else found.model_copy(update=changed)
+    if draft is not None:  # heads are those of one draft
+        return found.model_copy(update={"draft": draft, "draft_heads": None, "heads": None})
+    return found
 
 
 def _default_pair() -> Pair:

@@ -33,12 +33,8 @@ from .common import (
 from .console import StageBars, stage_bars, stage_summary, stage_table
 from .loading import load_engine
 from .options import (
-    ChunkSize,
     Draft,
-    DraftLayers,
     Dtype,
-    Forced,
-    HeadsFile,
     Keep,
     KvBits,
     Level,
@@ -65,7 +61,6 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     keep: Keep = None,
     rule: Rule = None,
-    chunk_size: ChunkSize = None,
     mode: Annotated[PrefillMode, typer.Option(help="auto: sparse above the pair's threshold.")] = "auto",
     raw: Raw = False,
     pair: PairName = None,
@@ -73,10 +68,7 @@ def generate(
     target: Target = None,
     draft: Draft = None,
     no_draft: NoDraft = False,
-    draft_layers: DraftLayers = None,
-    draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
-    forced: Forced = "template",
     prefill_step: PrefillStep = None,
     kv_bits: KvBits = None,
     log_level: Level = "warning",
@@ -86,12 +78,10 @@ def generate(
     with one_line_errors():
         text = read_text(prompt_file)
         options = options_of(_ENABLED[mode], keep)
-        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
+        chosen = choose(pair, pairs_file, target, draft, no_draft)
         settings = make_settings(
             chosen,
             rule=rule,
-            chunk_size=chunk_size,
-            forced_rule=forced,
             prefill_step=prefill_step,
             kv_bits=kv_bits,
             **ONE_SHOT,

@@ -28,12 +28,8 @@ from .common import (
 from .console import chunk_table, stage_bars, work_table
 from .loading import load_engine
 from .options import (
-    ChunkSize,
     Draft,
-    DraftLayers,
     Dtype,
-    Forced,
-    HeadsFile,
     Keep,
     Level,
     NoDraft,
@@ -53,7 +49,6 @@ def inspect(
     question: Question = None,
     keep: Keep = None,
     rule: Rule = None,
-    chunk_size: ChunkSize = None,
     raw: Raw = False,
     shape: Annotated[
         str | None, typer.Option(help="Instead of a prompt: what a prefill computes in this model shape.")
@@ -65,10 +60,7 @@ def inspect(
     target: Target = None,
     draft: Draft = None,
     no_draft: NoDraft = False,
-    draft_layers: DraftLayers = None,
-    draft_heads: HeadsFile = None,
     dtype: Dtype = "auto",
-    forced: Forced = "template",
     log_level: Level = "warning",
 ) -> None:
     """Show which chunks of a prompt the draft would keep, and why, without running the target on it."""
@@ -81,8 +73,8 @@ def inspect(
             raise OptionError("--prompt-file or --shape is needed")
         text = read_text(prompt_file)
         options = options_of(None, keep)
-        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
-        settings = make_settings(chosen, rule=rule, chunk_size=chunk_size, forced_rule=forced, **ONE_SHOT)
+        chosen = choose(pair, pairs_file, target, draft, no_draft)
+        settings = make_settings(chosen, rule=rule, **ONE_SHOT)
         with load_engine(chosen, dtype, settings, settings.engine_config()) as engine:
             prompt = make_prompt(engine.pair, text, question, raw)
             inspection = _inspect(engine, GenerationRequest(prompt.tokens, 1, specprefill=options, spans=prompt.spans))

@@ -7,18 +7,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mlx_specprefill import ForcedRule, RuleName
+from mlx_specprefill import RuleName
 
 from ..settings import LogLevel, default_text
 
 __all__ = [
-    "ChunkSize",
     "Draft",
-    "DraftLayers",
     "Dtype",
     "DtypeName",
-    "Forced",
-    "HeadsFile",
     "Keep",
     "KvBits",
     "Level",
@@ -57,26 +53,13 @@ Draft = Annotated[
 NoDraft = Annotated[
     bool, typer.Option("--no-draft", help="The target's own first layers score prompts, also in a pair with a draft.")
 ]
-DraftLayers = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="How many of the draft's first layers read the prompt. Default: as many as its calibrated heads need.",
-    ),
-]
-HeadsFile = Annotated[
-    str | None,
-    typer.Option(help="A file of retrieval heads that were trained on the draft's first layers, which alone are run."),
-]
 Dtype = Annotated[DtypeName, typer.Option(help="auto: as stored on a GPU, float32 on a CPU.")]
-ChunkSize = Annotated[int | None, setting("chunk_size", "Tokens per chunk.", min=1)]
 Rule = Annotated[
     RuleName | None,
     typer.Option(
         help="How tokens are scored and chosen: default, by calibrated heads; paper, as SpecPrefill was published."
     ),
 ]
-Forced = Annotated[ForcedRule, typer.Option("--forced", help="Which tokens are always kept.")]
 PrefillStep = Annotated[int | None, typer.Option(help="Tokens per target forward.")]
 KvBits = Annotated[int | None, typer.Option(help="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8.")]
 Question = Annotated[str | None, typer.Option(help="Put after the file's text, in the same user message.")]

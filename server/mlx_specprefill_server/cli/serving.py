@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_specprefill import DraftPlacement, ForcedRule, RankedEngine, Scope, SpeculationName
+from mlx_specprefill import DraftPlacement, RankedEngine, Scope, SpeculationName
 
 from ..app import serve as serve_forever
 from ..app import serve_models
@@ -30,12 +30,9 @@ from ..sockets import bound_sockets, is_exposed
 from .common import OptionError, choose, make_settings, note_environment, one_line_errors
 from .loading import load_engine
 from .options import (
-    ChunkSize,
     Draft,
-    DraftLayers,
     Dtype,
     DtypeName,
-    HeadsFile,
     KvBits,
     NoDraft,
     PairName,
@@ -47,7 +44,7 @@ from .options import (
 )
 from .several import end_together, follow, join, launch, without
 
-_OF_ONE_MODEL = ("pair", "pairs_file", "target", "draft", "no_draft", "draft_layers", "draft_heads", "model_alias")
+_OF_ONE_MODEL = ("pair", "pairs_file", "target", "draft", "no_draft", "model_alias")
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +56,6 @@ _OF_THE_PAIR = (
     "target",
     "draft",
     "no_draft",
-    "draft_layers",
-    "draft_heads",
     "dtype",
     "config",
     "hosts",
@@ -75,8 +70,6 @@ def serve(
     target: Target = None,
     draft: Draft = None,
     no_draft: NoDraft = False,
-    draft_layers: DraftLayers = None,
-    draft_heads: HeadsFile = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -118,8 +111,6 @@ def serve(
         ),
     ] = None,
     rule: Rule = None,
-    chunk_size: ChunkSize = None,
-    forced_rule: Annotated[ForcedRule | None, typer.Option("--forced", help="Which tokens are always kept.")] = None,
     speculative: Annotated[
         SpeculationName | None,
         setting("speculative", "How answers are drafted: auto where it is measured to pay, or one way by name."),
@@ -245,7 +236,7 @@ def serve(
         if table is not None:
             serve_several(table, dtype, given)
             return
-        chosen = choose(pair, pairs_file, target, draft, draft_layers, draft_heads, no_draft)
+        chosen = choose(pair, pairs_file, target, draft, no_draft)
         settings = make_settings(chosen, **given)
         configure_logging(settings.log_level, settings.log_format)
         outlive_the_terminal()

@@ -83,7 +83,7 @@ def clients_page() -> str:
 def _connected(mark: re.Match[str]) -> str:
     with patch.dict(os.environ, {"HOME": str(Path.home())}, clear=True):  # no variable moves an agent's folder
         setup = AGENTS[mark[2]](SERVER)
-    parts = [client_file(path, edited(b"", path, values, setup.beginning)) for path, values in setup.files.items()]
+    parts = [client_file(path, edited(b"", path, values, setup.defaults)) for path, values in setup.files.items()]
     if setup.environment:
         parts.append("```sh\n" + "".join(f"export {name}={v}\n" for name, v in setup.environment.items()) + "```\n")
     parts += [f"{note}\n" for note in setup.notes]

@@ -54,8 +54,8 @@ rules:
 """
 
 
-def with_values(text: str, format: str, values: Values, beginning: Values | None = None) -> str:
-    return edited(text.encode(), Path(f"settings.{format}"), values, beginning or {})
+def with_values(text: str, format: str, values: Values, defaults: Values | None = None) -> str:
+    return edited(text.encode(), Path(f"settings.{format}"), values, defaults or {})
 
 
 def read(text: str, format: str) -> Any:
@@ -104,12 +104,13 @@ def test_a_first_entry_in_yaml(text: str) -> None:
 
 
 @pytest.mark.parametrize(("format", "text"), [("json", ""), ("json", "{}"), ("yaml", "\n"), ("toml", "")])
-def test_an_empty_file_gets_what_it_needs_to_begin_with(format: str, text: str) -> None:
+def test_a_file_gets_what_it_needs_besides(format: str, text: str) -> None:
     assert read(with_values(text, format, {"b": 2}, {"version": 1}), format) == {"version": 1, "b": 2}
 
 
-def test_a_file_that_says_something_keeps_its_beginning() -> None:
-    assert json.loads(with_values('{"version": 2}', "json", {"b": 2}, {"version": 1, "a": 1})) == {"version": 2, "b": 2}
+def test_what_a_file_says_is_no_default() -> None:
+    new = with_values('{"version": 2}', "json", {"b": 2}, {"version": 1, "a": 1})
+    assert json.loads(new) == {"version": 2, "a": 1, "b": 2}
 
 
 @pytest.mark.parametrize(

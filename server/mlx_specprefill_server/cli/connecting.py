@@ -71,7 +71,7 @@ def _written(setup: Setup) -> str:
     try:
         if not setup.files:
             raise ConfigurationError("this agent has no file to write: use what is printed above")
-        changed = write(setup.files, setup.beginning)
+        changed = write(setup.files, setup.defaults)
     except ConfigurationError:
         typer.echo(_text(setup), nl=False)
         raise
@@ -83,7 +83,7 @@ def _written(setup: Setup) -> str:
 
 def _text(setup: Setup) -> str:
     """Return what a user has to put where."""
-    parts = [f"# {path}\n{edited(b'', path, values, setup.beginning)}" for path, values in setup.files.items()]
+    parts = [f"# {path}\n{edited(b'', path, values, setup.defaults)}" for path, values in setup.files.items()]
     return "\n".join(filter(None, [*parts, _exports(setup)]))
 
 

@@ -48,13 +48,13 @@ class Setup:
         files: what each has to say; none where the agent keeps its settings elsewhere.
         environment: variables that it has to be started with.
         notes: sentences for its user.
-        beginning: what an empty file needs as well.
+        defaults: what a file needs as well if it does not say it yet.
     """
 
     files: Mapping[Path, Values] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    beginning: Values = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
 
 
 def _home(variable: str, *default: str) -> Path:
@@ -91,7 +91,7 @@ def _opencode(server: RunningServer) -> Setup:
     folder = _home("XDG_CONFIG_HOME", ".config") / "opencode"
     commented = folder / "opencode.jsonc"
     path = commented if commented.exists() else folder / "opencode.json"
-    return Setup({path: values}, beginning={"$schema": "https://opencode.ai/config.json"})
+    return Setup({path: values}, defaults={"$schema": "https://opencode.ai/config.json"})
 
 
 def _claude(server: RunningServer) -> Setup:
@@ -141,7 +141,7 @@ def _cline(server: RunningServer) -> Setup:
     values = {"lastUsedProvider": "openai-compatible", "providers": {"openai-compatible": provider}}
     path = _home("CLINE_DATA_DIR", ".cline", "data") / "settings" / "providers.json"
     note = "This is the file of the Cline CLI. In the editor, choose the provider OpenAI Compatible and enter these."
-    return Setup({path: values}, notes=(note,), beginning={"version": 1, "modes": {}})
+    return Setup({path: values}, notes=(note,), defaults={"version": 1, "modes": {}})
 
 
 def _continue(server: RunningServer) -> Setup:
@@ -157,8 +157,8 @@ def _continue(server: RunningServer) -> Setup:
     }
     path = _home("CONTINUE_GLOBAL_DIR", ".continue") / "config.yaml"
     note = f"The CLI reads it with `cn --config {path}`."
-    beginning = {"name": "local", "version": "1.0.0", "schema": "v1"}
-    return Setup({path: {"models": [model]}}, notes=(note,), beginning=beginning)
+    defaults = {"name": "local", "version": "1.0.0", "schema": "v1"}
+    return Setup({path: {"models": [model]}}, notes=(note,), defaults=defaults)
 
 
 def _aider(server: RunningServer) -> Setup:

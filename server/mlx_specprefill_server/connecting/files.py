@@ -27,26 +27,26 @@ class ConfigurationError(SpecPrefillError):
     """A configuration file that is left as it is, and why."""
 
 
-def write(files: Mapping[Path, Values], beginning: Values) -> list[tuple[Path, Path | None]]:
+def write(files: Mapping[Path, Values], defaults: Values) -> list[tuple[Path, Path | None]]:
     """Write all files, or none if one can't be. Return each that changed, with the copy of what it said before.
 
     Raises:
         ConfigurationError: as `edited`.
     """
     old = {path: path.read_bytes() if path.exists() else b"" for path in files}
-    new = {path: edited(old[path], path, files[path], beginning).encode() for path in files}
+    new = {path: edited(old[path], path, files[path], defaults).encode() for path in files}
     changed = [path for path in files if new[path] != old[path]]
     copies = [_put(_unused_copy(path), old[path]) if old[path] else None for path in changed]
     return [(_put(path, new[path]), copy) for path, copy in zip(changed, copies, strict=True)]
 
 
-def edited(content: bytes, path: Path, values: Values, beginning: Values) -> str:
+def edited(content: bytes, path: Path, values: Values, defaults: Values) -> str:
     """Return the content of the file with the values in it.
 
     Args:
         values: tables are merged with those that are there. A list of one table changes the entry of the same `name`,
             or becomes the first entry. Everything else replaces what is there.
-        beginning: what an empty file gets as well.
+        defaults: what the file gets as well if it does not say it yet.
 
     Raises:
         ConfigurationError: the content can't be read, or something of it would be lost.
@@ -58,7 +58,7 @@ def edited(content: bytes, path: Path, values: Values, beginning: Values) -> str
             raise ValueError("it is no table of settings")
         if text.strip() and _letters(dump(data)) != _letters(text):
             raise ValueError("something of it can't be written again as it is")
-        _merge(data, values if data else {**beginning, **values})
+        _merge(data, {name: value for name, value in defaults.items() if name not in data} | dict(values))
         is_read_again = load(dump(data))[0] == data  # tomlkit's tables have no `!=` of their own
         if not is_read_again:
             raise ValueError("the new values would change the meaning of the rest")

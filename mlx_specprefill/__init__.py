@@ -35,7 +35,7 @@ from .config import (
 )
 from .distributed.joining import join_ranks
 from .distributed.ranks import Ranks
-from .engine.admission.blueprint import Blueprint, blueprint, loaded_bytes, predicted_gain
+from .engine.admission.blueprint import Blueprint, blueprint, loaded_bytes
 from .engine.engine import Engine, EngineHealth
 from .engine.handle import RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
@@ -90,10 +90,7 @@ from .stored import (
     describe_stored,
     find_model,
     is_repository_id,
-    lm_studio_folders,
-    model_in,
     place_of,
-    snapshot_of,
 )
 from .token_ids import TokenIds, as_token_ids
 
@@ -179,16 +176,12 @@ __all__ = [
     "is_repository_id",
     "join_ranks",
     "keep_pct",
-    "lm_studio_folders",
     "load_pair",
     "loaded_bytes",
     "machine",
     "make_pair",
-    "model_in",
     "place_of",
-    "predicted_gain",
     "read_heads",
     "shape_work",
-    "snapshot_of",
     "with_heads",
 ]

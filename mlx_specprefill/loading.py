@@ -154,7 +154,7 @@ def load_pair(
 ) -> ModelPair:
     """Load a target and optionally a draft: directories or hub names with mlx-lm, or GGUF files.
 
-    A hub name is looked for in Hugging Face's cache and LM Studio's folders; mlx-lm downloads what is in neither.
+    A hub name is looked for in Hugging Face's cache; mlx-lm downloads what is not there.
 
     Args:
         draft: "self" is the target itself, whose weights then serve both.

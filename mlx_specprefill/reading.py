@@ -139,7 +139,7 @@ def _lazy(where: str | Path) -> Read:
     """Parameters that are only known where to be read."""
     path = place_of(where)
     if path is None:
-        log.info("%s is neither in Hugging Face's cache nor in LM Studio's folders: it is downloaded", where)
+        log.info("%s is not in Hugging Face's cache: it is downloaded", where)
     elif not (path / "config.json").is_file():
         raise LoadError(f"{where}: no model here (config.json is missing)")
     model, tokenizer, config = mlx_load(str(path or where), return_config=True, lazy=True)

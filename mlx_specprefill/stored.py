@@ -1,7 +1,6 @@
-"""Models that are on this machine already: in Hugging Face's cache and in LM Studio's folders. Asks no network.
+"""Models in Hugging Face's cache, by their repository ids. Asks no network.
 
-Both keep a model under its repository id. LM Studio's folders hold `publisher/name/files`; the cache of huggingface_hub
-holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main` names the commit.
+The cache holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main` names the commit.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,7 @@ __all__ = [
     "describe_stored",
     "find_model",
     "is_repository_id",
-    "lm_studio_folders",
-    "model_in",
     "place_of",
-    "snapshot_of",
 ]
 
 LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
@@ -68,12 +63,11 @@ def find_model(name: str) -> Path | None:
     parts = _ID.fullmatch(name)
     if parts is None:
         return None
-    folders = [snapshot_of(parts["repository"]), *(folder / parts["repository"] for folder in lm_studio_folders())]
-    found = (model_in(folder, parts["file"]) for folder in folders if folder is not None)
-    return next((path for path in found if path is not None), None)
+    folder = _snapshot_of(parts["repository"])
+    return None if folder is None else _model_in(folder, parts["file"])
 
 
-def snapshot_of(repository: str) -> Path | None:
+def _snapshot_of(repository: str) -> Path | None:
     """The folder of the commit that `main` was when it was fetched last, whole or not."""
     stored = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
     try:
@@ -84,7 +78,7 @@ def snapshot_of(repository: str) -> Path | None:
     return folder if commit and folder.is_dir() else None
 
 
-def model_in(folder: Path, file: str | None = None) -> Path | None:
+def _model_in(folder: Path, file: str | None) -> Path | None:
     """What can be loaded from a folder: itself, where every file of its weights is there, or a GGUF file in it.
 
     Raises:
@@ -133,29 +127,3 @@ def describe_stored(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     for head in heads:
         counts.update(head.parameter_count)
     return config, dict(counts)
-
-
-def lm_studio_folders() -> list[Path]:
-    """Where LM Studio keeps models: the folder in its settings, and those of its versions so far; only what exists."""
-    found = [folder for home in _lm_studio_homes() for folder in (_chosen(home), home / "models") if folder is not None]
-    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
-
-
-def _lm_studio_homes() -> Iterator[Path]:
-    try:
-        pointed = (Path.home() / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip()
-    except OSError:
-        pointed = ""
-    if pointed:
-        yield Path(pointed)
-    yield Path.home() / ".lmstudio"
-    yield Path.home() / ".cache" / "lm-studio"
-
-
-def _chosen(home: Path) -> Path | None:
-    """The folder that its user has chosen for models."""
-    try:
-        settings = json.loads((home / "settings.json").read_text(encoding="utf-8"))
-        return Path(settings["downloadsFolder"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -38,7 +38,7 @@ class Hub:
         token: which every request about a gated repository has to carry; None: nothing is asked for.
         cut: bytes of a large file after which its connection is closed; `cuts`: how often.
         stalled: bytes after which a large file's answer waits for `released`.
-        ignores_ranges: every answer has the whole file.
+        commit: of every repository's main branch.
         sent: file name -> bytes of its content that were sent, ranges of any length together.
         asked: method, path and headers of each request to the hub; `asked_apart`: of those for large files.
     """
@@ -50,7 +50,7 @@ class Hub:
     cut: int | None = None
     cuts: int = 0
     stalled: int | None = None
-    ignores_ranges: bool = False
+    commit: str = COMMIT
     sent: dict[str, int] = field(default_factory=dict)
     asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     asked_apart: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
@@ -144,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def range(self, size: int) -> tuple[int | None, int]:
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if asked is None or self.hub.ignores_ranges:
+        if asked is None:
             return None, size
         return int(asked[1]), min(size, int(asked[2]) + 1 if asked[2] else size)
 
@@ -216,7 +216,7 @@ class _Front(_Handler):
     def about(self, found: re.Match[str]) -> None:
         files = self.hub.repositories[found["id"]].items()
         siblings = [{"rfilename": name, "size": len(body), "blobId": _sha1(body), **_lfs(body)} for name, body in files]
-        self.json({"id": found["id"], "sha": COMMIT, "siblings": siblings})
+        self.json({"id": found["id"], "sha": self.hub.commit, "siblings": siblings})
 
     def tree(self, found: re.Match[str]) -> None:
         files = self.hub.repositories[found["id"]].items()
@@ -235,7 +235,7 @@ class _Front(_Handler):
             self.answer(status, X_Error_Code=code, X_Error_Message="no")
             return
         body = self.hub.repositories[found["id"]].get(found["file"])
-        said = {"X_Repo_Commit": COMMIT}
+        said = {"X_Repo_Commit": self.hub.commit}
         if body is None:
             self.answer(404, X_Error_Code="EntryNotFound", **said)
         elif len(body) < LARGE:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from mlx_specprefill import DtypeName, RuleName
+from mlx_specprefill import DtypeName, LoadError, RuleName, place_of
 
-from .packages import MissingPackageError, PackagedFile, PackageError, locate
+from .packages import PackagedFile, PackageError, locate
 
 __all__ = [
     "NAMED_PAIRS",
@@ -22,6 +22,7 @@ __all__ = [
     "find_pair",
     "find_row",
     "located",
+    "pair_state",
     "read_pairs",
 ]
 
@@ -92,27 +93,25 @@ class Pair(Described):
 
 
 def find_pair(name: str, file: Path | None = None) -> Pair:
-    """The pair of that name, its packaged files found and checked.
+    """The pair of that name, its packaged files found.
 
     Raises:
         MissingPairError: its package is not installed, or it is part of a clone and this is none.
-        PairsError: no such file, no such pair, a row that can't be understood, or a damaged packaged file.
+        PairsError: no such file, no such pair, or a row that can't be understood.
     """
     return located(name, find_row(name, file), file)
 
 
 def located(name: str, row: Row, file: Path | None = None) -> Pair:
-    """The pair of a row, its packaged files found and checked.
+    """The pair of a row, its packaged files found.
 
     Raises:
-        MissingPairError, PairsError: as `find_pair`.
+        MissingPairError: as `find_pair`.
     """
     try:
         target, draft = _located(row.target), None if row.draft is None else _located(row.draft)
-    except MissingPackageError as error:
-        raise MissingPairError(f"pair {name!r}: {error}; `mlx-specprefill pull {name}` fetches it") from error
     except PackageError as error:
-        raise PairsError(f"pair {name!r}: {error}; `mlx-specprefill pull {name}` fetches it again") from error
+        raise MissingPairError(f"pair {name!r}: {error}; `mlx-specprefill pull {name}` fetches it") from error
     if file is None and Path(target).is_absolute() and not Path(target).exists():
         raise MissingPairError(
             f"pair {name!r} is part of a clone of the repository, not of this installation. "
@@ -121,6 +120,19 @@ def located(name: str, row: Row, file: Path | None = None) -> Pair:
     return Pair.model_validate(
         {"alias": name, **row.model_dump(exclude_defaults=True), "target": target, "draft": draft}
     )
+
+
+def pair_state(name: str, row: Row, file: Path | None = None) -> str:
+    """Return in a word whether a pair can be served from what is on this machine."""
+    try:
+        pair = located(name, row, file)
+        models = [model for model in (pair.target, pair.draft) if model not in (None, "self")]
+        here = [place_of(model) for model in models if model is not None]
+    except MissingPairError:
+        return "only in a clone" if isinstance(row.target, str) else "not installed"
+    except LoadError as error:
+        return str(error)
+    return "ready" if all(place is not None and place.exists() for place in here) else "from its repository"
 
 
 def find_row(name: str, file: Path | None = None) -> Row:

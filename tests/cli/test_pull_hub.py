@@ -20,10 +20,8 @@ from typer.testing import CliRunner
 
 from mlx_specprefill import find_model, load_pair
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli import pulling
 from mlx_specprefill_server.cli.common import OptionError
 from mlx_specprefill_server.cli.loading import load
-from mlx_specprefill_server.getting import downloading
 from mlx_specprefill_server.pairs import Pair
 from tests.gguf_files import tiny
 from tests.hub import COMMIT, LARGE, Hub, hub_of, used_by_this_process
@@ -35,7 +33,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr(downloading, "_PAUSE", 0.001)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the tries of huggingface_hub
     monkeypatch.setenv("HOME", str(tmp_path))
     with hub_of() as hub:
         used_by_this_process(hub, tmp_path / "huggingface", monkeypatch)
@@ -76,18 +74,13 @@ class TestAWholePull:
         assert not list(folder.parents[1].rglob("*.incomplete"))
         assert hub.asked == []
 
-    def test_it_says_first_what_it_takes(self, hub: Hub) -> None:
-        said = pull("org/target", "--context", "1000").stderr
+    def test_it_says_first_what_it_fetches_and_draws_nothing_where_nobody_watches(
+        self, hub: Hub, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        said = pull("org/target").stderr
         files = hub.repositories["org/target"]
-        missing = sum(map(len, files.values())) - len(files["config.json"])  # which was read for the memory
-        assert f"org/target: {len(files)} files, {missing / 2**20:.1f} MB to fetch" in said
-        # 3 layers of 2 heads of 12, keys and values, float32 on the CPU: 576 bytes per token, of 1000 tokens
-        assert "memory at 1,000 tokens, org/target: 0.2 MB of weights and 0.5 MB of KV cache" in said
-
-    def test_where_nobody_watches_each_tenth_is_a_line(self, hub: Hub) -> None:
-        lines = [line for line in pull("org/target").stderr.splitlines() if " MB of " in line and "memory" not in line]
-        assert 1 <= len(lines) <= 10
-        assert lines[-1] == "org/target: 0.2 MB of 0.2 MB"
+        assert said == f"org/target: {len(files)} files, {sum(map(len, files.values())) / 2**20:.1f} MB to fetch\n"
+        assert capfd.readouterr().err == ""
 
     def test_nothing_else_is_asked_of_the_hub(self, hub: Hub) -> None:
         pull("org/target")
@@ -105,13 +98,14 @@ class TestAWholePull:
         done = pull("org/target")
         assert done.exit_code == 0
         assert "0.0 MB to fetch" in done.stderr
-        assert hub.sent[WEIGHTS] - sent <= 100_001  # the head, for the memory
+        assert hub.sent[WEIGHTS] == sent
 
     def test_one_gguf_file(self, hub: Hub, tmp_path: Path) -> None:
         files = {f"{name}.gguf": tiny("llama").write(tmp_path / name).read_bytes() for name in ("a", "b")}
         hub.repositories["org/packed"] = files
-        assert "GGUF files, as in org/packed/a.gguf: a.gguf, b.gguf" in refused("org/packed")
-        assert "has no file c.gguf" in refused("org/packed/c.gguf")
+        packed = "its GGUF files: org/packed/a.gguf, org/packed/b.gguf"
+        assert f"org/packed has no model*.safetensors; {packed}" in refused("org/packed")
+        assert f"org/packed has no c.gguf; {packed}" in refused("org/packed/c.gguf")
         done = pull("org/packed/b.gguf")
         assert done.exit_code == 0, done.output
         assert "a.gguf" not in hub.sent
@@ -122,17 +116,19 @@ class TestAWholePull:
         pairs.write_text('[mine]\ntarget = "org/target"\ndraft = "org/draft"\n[folders]\ntarget = "./t"\n')
         assert pull("mine", "--pairs-file", str(pairs)).exit_code == 0
         assert None not in (find_model("org/target"), find_model("org/draft"))
-        assert "has nothing to pull: its models are folders" in refused("folders", "--pairs-file", str(pairs))
-        assert "--draft goes with a repository id" in refused(
+        assert "--draft is a repository id and goes with one" in refused(
             "mine", "--pairs-file", str(pairs), "--draft", "org/draft"
         )
+        assert "--draft is a repository id and goes with one" in refused("org/target", "--draft", "folder")
 
-    def test_a_model_of_lm_studio_is_here_already(self, hub: Hub, tmp_path: Path) -> None:
-        shutil.copytree(tmp_path / "target", tmp_path / ".lmstudio" / "models" / "org" / "target")
-        done = pull("org/target")
-        assert done.exit_code == 0
-        assert f"org/target is here already, in {tmp_path / '.lmstudio'}" in done.stderr
-        assert hub.sent == {}
+    def test_a_newer_commit_is_fetched(self, hub: Hub) -> None:
+        pull("org/target")
+        hub.repositories["org/target"]["generation_config.json"] = b'{"max_length": 5}'
+        hub.commit = "0" * 40
+        assert pull("org/target").exit_code == 0
+        found = find_model("org/target")
+        assert found is not None
+        assert (found / "generation_config.json").read_bytes() == b'{"max_length": 5}'
 
 
 class TestLoadingWhatIsNotHere:
@@ -142,7 +138,6 @@ class TestLoadingWhatIsNotHere:
         said = capsys.readouterr().err
         assert "org/target: " in said
         assert "MB to fetch" in said
-        assert "memory at 32,768 tokens, org/draft" in said
 
     def test_what_is_here_is_not_asked_for(self, hub: Hub) -> None:
         pull("org/target")
@@ -152,7 +147,7 @@ class TestLoadingWhatIsNotHere:
 
     def test_what_memory_has_no_room_for_is_refused(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "1MB")
-        with pytest.raises(OptionError, match=r"1\.0 MB may be used .* `mlx-specprefill pull` with --force fetches it"):
+        with pytest.raises(OptionError, match=r"1\.0 MB may be used .* pull --force fetches it"):
             load(Pair(target="org/target", draft="self"), "auto")
         assert find_model("org/target") is None
 
@@ -166,53 +161,30 @@ class TestLoadingWhatIsNotHere:
 
 
 class TestAnInterruptedPull:
-    @pytest.fixture(autouse=True)
-    def _without_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is read for the memory is no part of what is counted."""
-        monkeypatch.setattr(pulling.Repository, "parameters", lambda _: {"F32": 1})
-
-    def test_a_broken_connection_goes_on_where_it_was(self, hub: Hub) -> None:
+    def test_a_broken_connection_goes_on_where_it_was(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         size = len(hub.repositories["org/target"][WEIGHTS])
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", size // 4)  # 10 MB; less of a chunk is lost
         hub.cut, hub.cuts = size // 4, 3
         assert pull("org/target").exit_code == 0
         begun = [headers.get("Range") for _, _, headers in hub.asked_apart]
         assert begun == [None, *(f"bytes={count * (size // 4)}-" for count in (1, 2, 3))]
         assert hub.sent[WEIGHTS] == size  # nothing twice
 
-    def test_a_hub_that_goes_away_is_one_line_and_the_next_pull_goes_on(self, hub: Hub) -> None:
-        content = hub.repositories["org/target"][WEIGHTS]
-        wanted = pulling.look_up("org/target")
-        begun = wanted.partial(wanted.large[0])
-        begun.parent.mkdir(parents=True)
-        begun.write_bytes(content[:1000])
+    def test_a_hub_that_goes_away_is_one_line_and_whole_files_are_kept(self, hub: Hub) -> None:
         there, hub.url_apart = hub.url_apart, "http://127.0.0.1:9"
-        said = refused("org/target")
-        assert f"{hub.url} can't be reached" in said
-        assert "what was fetched so far is kept" in said
+        assert f"{hub.url} can't be reached" in refused("org/target")
+        assert find_model("org/target") is None
+        small = {name: count for name, count in hub.sent.items() if name != WEIGHTS}
+        assert small
         hub.url_apart = there
         assert pull("org/target").exit_code == 0
-        assert hub.sent[WEIGHTS] == len(content) - 1000
-
-    def test_a_hub_without_ranges_sends_all_again(self, hub: Hub) -> None:
-        size = len(hub.repositories["org/target"][WEIGHTS])
-        hub.cut, hub.cuts, hub.ignores_ranges = size // 2, 1, True
-        assert pull("org/target").exit_code == 0
-        assert hub.sent[WEIGHTS] == size // 2 + size
+        assert {name: hub.sent[name] for name in small} == small
         assert load_pair("org/target").target_id == "org/target"
 
-    def test_a_damaged_file_is_thrown_away(self, hub: Hub) -> None:
-        pull("org/draft")
-        wrong = pulling.look_up("org/target")
-        weights = wrong.large[0]
-        wrong.partial(weights).parent.mkdir(parents=True)
-        wrong.partial(weights).write_bytes(b"x" * (weights.size - 10))
-        assert "was damaged on its way" in refused("org/target")
-        assert pull("org/target").exit_code == 0
-
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-    def test_a_process_that_ends_loses_nothing(self, hub: Hub, tmp_path: Path, how: signal.Signals) -> None:
-        size = len(hub.repositories["org/target"][WEIGHTS])
-        hub.stalled = size // 2
+    def test_a_process_that_ends_keeps_whole_files(self, hub: Hub, tmp_path: Path, how: signal.Signals) -> None:
+        """It ends at once, though a file is on its way, and after Ctrl-C nothing of that file is left."""
+        hub.stalled = len(hub.repositories["org/target"][WEIGHTS]) // 2
         home = tmp_path / "huggingface"
         environment = {**os.environ, **hub.variables(home)}
         command = [sys.executable, "-m", "mlx_specprefill_server", "pull", "org/target"]
@@ -220,22 +192,20 @@ class TestAnInterruptedPull:
             command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c
         ) as process:
             until = time.monotonic() + 120
-            while not any(path.stat().st_size == hub.stalled for path in home.rglob("*.incomplete")):
+            while not any(home.rglob("*.incomplete")) or WEIGHTS not in hub.sent:
                 assert process.poll() is None, process.stderr and process.stderr.read()
                 assert time.monotonic() < until
                 time.sleep(0.05)
             process.send_signal(how)
-            if how == signal.SIGINT:  # it waits for the connection's end, and is not to get the rest before it notices
-                hub.withheld["org/target"] = (503, "")
-                hub.released.set()
-            assert process.wait(120) == (-signal.SIGKILL if how == signal.SIGKILL else 130)
-        hub.withheld.clear()
-        hub.released.set()
-        kept = sum(path.stat().st_size for path in home.rglob("*.incomplete"))
-        assert kept == size // 2 or how == signal.SIGINT
-        before = hub.sent[WEIGHTS]
+            assert process.wait(60) == (-signal.SIGKILL if how == signal.SIGKILL else 130)
+        assert not hub.released.is_set()
+        assert bool(list(home.rglob("*.incomplete"))) == (how == signal.SIGKILL)
+        assert find_model("org/target") is None
+        hub.stalled, before = None, dict(hub.sent)
         assert pull("org/target").exit_code == 0
-        assert hub.sent[WEIGHTS] - before == size - kept
+        again = {name for name, count in hub.sent.items() if count > before.get(name, 0)}
+        assert "config.json" not in again
+        assert WEIGHTS in again
         assert load_pair("org/target").target_id == "org/target"
 
 
@@ -248,16 +218,15 @@ class TestWhatIsRefused:
         said = refused("org/target")
         assert "MB are to be fetched and 1.0 GB should stay free" in said
         assert "has 1.0 MB free" in said
-        assert WEIGHTS not in hub.sent or hub.sent[WEIGHTS] <= 100_001
+        assert hub.sent == {}
         assert refused("org/target", "--force") == said
 
     def test_too_little_memory(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "1MB")
         said = refused("org/target", "--draft", "org/draft")
-        # 576 and 768 bytes a token, of the 4096 that these models were made for
-        assert "5.7 MB of memory are needed at 32,768 tokens, and 1.0 MB may be used on this machine" in said
-        assert find_model("org/target") is None
-        assert pull("org/target", "--context", "500").exit_code == 0
+        # keys and values of 288 and 384 bytes a token in 16 bits, of the 4096 that these models were made for
+        assert "3.1 MB of memory are needed at 32,768 tokens, and 1.0 MB may be used on this machine" in said
+        assert hub.sent.keys() == {"config.json"}
         assert pull("org/draft", "--force").exit_code == 0
 
     def test_what_could_not_be_loaded(self, hub: Hub) -> None:
@@ -268,7 +237,11 @@ class TestWhatIsRefused:
 
     def test_a_repository_without_a_model(self, hub: Hub) -> None:
         hub.repositories["org/text"] = {"README.md": b"text", "config.json": b"{}"}
-        assert "org/text holds no model that can be loaded" in refused("org/text")
+        assert "org/text has no model*.safetensors; its GGUF files: none" in refused("org/text")
+
+    def test_a_configuration_that_is_none(self, hub: Hub) -> None:
+        hub.repositories["org/target"]["config.json"] = b"[1]"
+        assert "org/target can't be fetched" in refused("org/target")
 
     def test_one_that_is_not_there(self, hub: Hub) -> None:
         assert f"{hub.url} has no model org/nothing, or it is private: check the name" in refused("org/nothing")
@@ -277,7 +250,7 @@ class TestWhatIsRefused:
     def test_one_that_is_gated(self, hub: Hub, status: int) -> None:
         hub.refused["org/target"] = (status, "GatedRepo")
         said = refused("org/target")
-        assert f"org/target is gated: accept its conditions on its page, {hub.url}/org/target" in said
+        assert f"org/target is gated: accept its conditions at {hub.url}/org/target" in said
         assert "HF_TOKEN" in said
 
     @pytest.mark.parametrize(
@@ -285,8 +258,8 @@ class TestWhatIsRefused:
         [
             (401, "GatedRepo", "org/target is gated"),
             (403, "GatedRepo", "org/target is gated"),
-            (401, "", "answers 401"),
-            (403, "", "answers 403"),
+            (401, "", "org/target can't be fetched: Client error '401 Unauthorized'"),
+            (403, "", "org/target can't be fetched: 403 Forbidden"),
         ],
     )
     def test_one_whose_page_is_open_and_whose_files_are_not(self, hub: Hub, status: int, code: str, words: str) -> None:
@@ -294,15 +267,9 @@ class TestWhatIsRefused:
         hub.withheld["org/target"] = (status, code)
         assert words in refused("org/target")
 
-    @pytest.mark.parametrize("status", [401, 403])
-    def test_a_token_that_is_refused(self, hub: Hub, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-        hub.refused["org/target"] = (status, "")
-        assert "HF_TOKEN" in refused("org/target")
-
     def test_a_broken_hub(self, hub: Hub) -> None:
         hub.refused["org/target"] = (500, "")
-        assert f"{hub.url} answers 500 for org/target" in refused("org/target")
+        assert "org/target can't be fetched: Server error '500" in refused("org/target")
 
     def test_a_hub_that_does_not_answer(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -311,10 +278,8 @@ class TestWhatIsRefused:
     def test_offline_mode(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         pull("org/target")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert "HF_HUB_OFFLINE is set" in refused("org/draft")
-        done = pull("org/target")
-        assert done.exit_code == 0
-        assert "note: org/target is here" in done.stderr
+        assert "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`" in refused("org/draft")
+        assert load(Pair(target="org/target"), "auto").target_id == "org/target"
 
     @pytest.mark.parametrize("name", ["nothing", "org/", "a/b/c"])
     def test_a_name_that_is_none(self, hub: Hub, name: str) -> None:

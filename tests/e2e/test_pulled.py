@@ -1,4 +1,4 @@
-"""Models under their ids, from an empty machine to an answer: pulled from a hub, or found in LM Studio's folder."""
+"""Models under their ids, from an empty machine to an answer: pulled from a hub."""
 
 from __future__ import annotations
 
@@ -45,10 +45,3 @@ def test_a_pulled_pair_answers_without_a_network(tmp_path: Path, models: Path) -
     body = answer(tmp_path, settings)
     assert body["usage"]["completion_tokens"] > 0  # type: ignore[index]
     assert body["specprefill"]["prompt_tokens"] == 90  # type: ignore[index]
-
-
-def test_the_folders_of_lm_studio_are_read_in_place(tmp_path: Path, models: Path) -> None:
-    (tmp_path / ".lmstudio").mkdir()
-    models.parent.rename(tmp_path / ".lmstudio" / "models")
-    body = answer(tmp_path, {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "huggingface")})
-    assert body["usage"]["completion_tokens"] > 0  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Models under their repository ids, in folders laid out as huggingface_hub and LM Studio do; no network is used."""
+"""Models under their repository ids, in folders laid out as huggingface_hub does; no network is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from mlx_specprefill import (
     LoadError,
     describe_stored,
     find_model,
-    lm_studio_folders,
     load_pair,
     loaded_bytes,
     place_of,
@@ -58,51 +57,13 @@ def test_the_cache_is_laid_out_as_huggingface_hub_reads_it(home: Path) -> None:
     assert find_model("org/name") == folder == Path(snapshot_download("org/name", local_files_only=True))
 
 
-def test_a_model_of_lm_studio_is_loaded_under_its_id(home: Path) -> None:
-    save_checkpoint(home / ".lmstudio" / "models" / "org" / "name", "llama")
-    assert load_pair("org/name", "self").target_id == "org/name"
-
-
-def test_the_cache_goes_before_lm_studio(home: Path) -> None:
-    ours, theirs = cached(home, "org/name"), home / ".lmstudio" / "models" / "org" / "name"
-    save_checkpoint(theirs, "llama")
-    assert find_model("org/name") == theirs
-    save_checkpoint(ours, "llama")
-    assert find_model("org/name") == ours
-
-
-def test_a_folder_of_that_path_goes_before_both(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_that_path_goes_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(cached(home, "org/name"), "llama")
     monkeypatch.chdir(home)
     assert place_of("org/name") != Path("org/name")
     save_checkpoint(home / "org" / "name", "llama")
     assert place_of("org/name") == Path("org/name")
     assert place_of("./nowhere") == Path("./nowhere")
-
-
-class TestWhereLmStudioKeepsModels:
-    def test_nowhere_without_it(self) -> None:
-        assert lm_studio_folders() == []
-
-    def test_in_the_folders_of_its_versions(self, home: Path) -> None:
-        folders = [home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"]
-        for folder in folders:
-            folder.mkdir(parents=True)
-        assert lm_studio_folders() == folders
-
-    def test_where_its_pointer_and_its_settings_say(self, home: Path) -> None:
-        elsewhere, chosen = home / "elsewhere", home / "external" / "models"
-        (elsewhere / "models").mkdir(parents=True)
-        chosen.mkdir(parents=True)
-        (home / ".lmstudio-home-pointer").write_text(f"{elsewhere}\n")
-        (elsewhere / "settings.json").write_text(json.dumps({"downloadsFolder": str(chosen)}))
-        assert lm_studio_folders() == [chosen, elsewhere / "models"]
-
-    @pytest.mark.parametrize("settings", ["", "[]", "{}", '{"downloadsFolder": 3}'])
-    def test_settings_that_say_nothing_are_passed_over(self, home: Path, settings: str) -> None:
-        (home / ".lmstudio" / "models").mkdir(parents=True)
-        (home / ".lmstudio" / "settings.json").write_text(settings)
-        assert lm_studio_folders() == [home / ".lmstudio" / "models"]
 
 
 class TestWhatIsNotWhole:
@@ -131,7 +92,7 @@ class TestWhatIsNotWhole:
 
 class TestGguf:
     def test_the_only_file_is_meant(self, home: Path) -> None:
-        folder = home / ".lmstudio" / "models" / "org" / "name"
+        folder = cached(home, "org/name")
         folder.mkdir(parents=True)
         (folder / "mmproj-name.gguf").touch()
         file = tiny("llama").write(folder / "name-Q8_0.gguf")

@@ -16,11 +16,10 @@ from .examining import doctor
 from .generating import generate
 from .grouped import SettingsCommand
 from .inspecting import inspect
+from .listing import list_models, recommend
 from .pulling import pull
-from .recommending import recommend
 from .service import app as service_app
 from .serving import serve
-from .stored import list_models, rm, show
 from .warming import warm
 
 __all__ = ["app", "main"]
@@ -49,7 +48,7 @@ app = typer.Typer(
 app.command(cls=SettingsCommand)(serve)
 app.command()(pull)
 app.command("list")(list_models)
-for command in (show, rm, recommend, connect, generate, inspect, bench, warm, doctor):
+for command in (recommend, connect, generate, inspect, bench, warm, doctor):
     app.command()(command)
 app.add_typer(service_app, name="service")
 

@@ -22,7 +22,6 @@ from mlx_specprefill import (
     machine,
 )
 
-from ..getting.hub import HubError
 from ..monitoring.logs import configure_logging
 from ..packages import PackageError
 from ..pair_loading import ONE_SHOT, make_settings
@@ -64,7 +63,7 @@ def one_line_errors() -> Iterator[None]:
     """What the user did wrong, in one line; everything else keeps its traceback."""
     try:
         yield
-    except (SpecPrefillError, PackageError, PairsError, HubError) as error:
+    except (SpecPrefillError, PackageError, PairsError) as error:
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)

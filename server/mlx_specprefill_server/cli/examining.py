@@ -19,11 +19,10 @@ from rich.table import Table
 from mlx_specprefill import BLAS, machine
 
 from .. import __version__
-from ..getting.inventory import pair_state
-from ..getting.needs import size
-from ..pairs import NAMED_PAIRS, read_pairs
+from ..pairs import NAMED_PAIRS, pair_state, read_pairs
 from ..setting_errors import unknown_variables, what_is_wrong
 from ..settings import ENV_PREFIX, Settings
+from ..sizes import size
 from .common import FAILED
 
 __all__ = ["Finding", "doctor", "examine"]
@@ -195,7 +194,5 @@ def _address() -> Finding:
 
 
 def _pairs() -> Finding:
-    states = {name: pair_state(name, row) for name, row in read_pairs(NAMED_PAIRS).items()}
-    finding = Finding("pairs", "; ".join(f"{name}: {state}" for name, (state, _) in states.items()))
-    finding.problems += [problem for _, problem in states.values() if problem]
-    return finding
+    states = (f"{name}: {pair_state(name, row)}" for name, row in read_pairs(NAMED_PAIRS).items())
+    return Finding("pairs", "; ".join(states))

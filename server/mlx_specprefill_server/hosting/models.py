@@ -17,8 +17,8 @@ from mlx_specprefill import EngineClosedError, RequestCancelled
 
 from ..errors import ApiError
 from ..generating.engine_protocol import EngineLike
-from ..getting.needs import size
 from ..service import ServerState, Service
+from ..sizes import size
 from .entry import Entry, Host, LoadProgress
 from .refusals import RETRY_AFTER_S, MissingModelError, NoRoomError, failed, named, reason_of, too_little, too_many
 

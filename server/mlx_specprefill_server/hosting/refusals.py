@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from ..errors import ApiError
-from ..getting.needs import size
+from ..sizes import size
 from .entry import Entry
 
 __all__ = [

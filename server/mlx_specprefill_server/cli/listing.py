@@ -1,0 +1,92 @@
+"""`mlx-specprefill list` and `recommend`: plain columns, whose ids are never cut."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from huggingface_hub import constants, scan_cache_dir
+
+from mlx_specprefill import LoadError, find_model
+
+from ..hosting.table import models_file
+from ..packages import PackagedFile
+from ..pairs import NAMED_PAIRS, pair_state, read_pairs
+from ..sizes import size
+from .common import OptionError, one_line_errors, usable_memory
+from .options import PairsFile
+
+__all__ = ["list_models", "recommend"]
+
+TABLE = Path(__file__).parents[1] / "recommended.toml"
+
+
+def list_models(pairs_file: PairsFile = None) -> None:
+    """Show the models in Hugging Face's cache, the named pairs and those of your models.toml."""
+    with one_line_errors():
+        models, pairs = list(_models()), list(_pairs(pairs_file))
+    _print([("MODEL", "SIZE", "STATE"), *models])
+    typer.echo()
+    _print([("PAIR", "TARGET", "DRAFT", "STATE"), *pairs])
+
+
+def _models() -> Iterator[tuple[str, ...]]:
+    cache = Path(constants.HF_HUB_CACHE)
+    cached = scan_cache_dir(cache).repos if cache.is_dir() else ()
+    for one in sorted(cached, key=lambda one: one.repo_id):
+        if one.repo_type == "model":
+            yield one.repo_id, size(one.size_on_disk), _state(one.repo_id)
+
+
+def _state(repository: str) -> str:
+    try:
+        return "not whole, or no model" if find_model(repository) is None else "ready"
+    except LoadError as error:
+        return str(error)
+
+
+def _pairs(pairs_file: Path | None) -> Iterator[tuple[str, ...]]:
+    own = models_file() if models_file().is_file() else None
+    for file in (pairs_file,) if pairs_file is not None or own is None else (None, own):
+        for name, row in read_pairs(file or NAMED_PAIRS).items():
+            models = (row.target, row.draft or "self")
+            shown = [model.package if isinstance(model, PackagedFile) else model for model in models]
+            yield name, *shown, pair_state(name, row, file)
+
+
+def recommend(
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(help="For weights and caches, as 48GB. Default: what this machine recommends."),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of prompt and answer for which there is room.")] = 32768,
+) -> None:
+    """Show the pairs that fit the memory of this machine, the largest first, each with the command that comes next.
+
+    Memory is that of weights and KV cache; a prefill's working memory comes on top. Gain says how many times sooner the
+    first token comes, counted in operations at 32K tokens with 20 % kept. This project ran none of these pairs.
+    """
+    with one_line_errors():
+        limit = usable_memory(memory_limit)
+        if limit is None:
+            raise OptionError("this machine doesn't say how much memory may be used: set --memory-limit")
+    rows: list[tuple[str, ...]] = [("MEMORY", "GAIN", "NEXT")]
+    for pair in tomllib.loads(TABLE.read_text(encoding="utf-8"))["pair"]:
+        memory = round(pair["fixed_gb"] * 2**30) + pair["bytes_per_token"] * context
+        if memory <= limit and context <= pair["context"]:
+            here = all(find_model(pair[role]) for role in ("target", "draft") if role in pair)
+            command = f"mlx-specprefill {'serve --target' if here else 'pull'} {pair['target']}"
+            draft = f" --draft {pair['draft']}" if "draft" in pair else ""
+            rows.append((size(memory), f"{pair['gain']:.1f}", command + draft))
+    if len(rows) == 1:
+        rows = [(f"No pair of the table fits {size(limit)} at {context:,} tokens; smollm2 fits every machine.",)]
+    _print(rows)
+
+
+def _print(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,208 @@
+"""`mlx-specprefill list` and `recommend`, on a cache that is made here."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from click.testing import Result
+from huggingface_hub import constants
+from mlx_lm.models.switch_layers import SwitchLinear
+from typer.testing import CliRunner
+
+from mlx_specprefill import SHAPES, blueprint
+from mlx_specprefill.shapes import prefill_macs, random_model
+from mlx_specprefill_server import cli
+from mlx_specprefill_server.cli.listing import TABLE
+from tests.tiny import save_checkpoint
+
+PAIRS = """
+[a.target]
+package = "no-such-package==1.2"
+file = "no_such_package/weights.gguf"
+sha256 = "%s"
+[b]
+target = "org/target"
+draft = "self"
+[c]
+target = "org/elsewhere"
+""" % ("0" * 64)
+SHAPE_OF = {
+    "mlx-community/Qwen3.5-122B-A10B-4bit": ("qwen3.5-122b-a10b", "target", 4.5, 4.5),
+    "mlx-community/Qwen3.5-2B-4bit": ("qwen3.5-122b-a10b", "draft", 4.5, 4.5),
+    "mlx-community/NVIDIA-Nemotron-3-Super-120B-A12B-4bit": ("nemotron-h-120b", "target", 4.5, 4.5),
+    "mlx-community/NVIDIA-Nemotron-3-Nano-4B-4bit": ("nemotron-h-120b", "draft", 4.5, 4.5),
+    "mlx-community/gpt-oss-120b-MXFP4-Q8": ("gpt-oss-120b", "target", 8.5, 4.25),
+    "mlx-community/gpt-oss-20b-MXFP4-Q8": ("gpt-oss-120b", "draft", 8.5, 4.25),
+    "mlx-community/Qwen3.5-35B-A3B-8bit": ("qwen3.5-35b-a3b", "target", 8.5, 8.5),
+    "mlx-community/Qwen3.5-35B-A3B-4bit": ("qwen3.5-35b-a3b", "target", 4.5, 4.5),
+    "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit": ("llama-3.1-8b", "target", 4.5, 4.5),
+    "mlx-community/Llama-3.2-1B-Instruct-4bit": ("llama-3.1-8b", "draft", 4.5, 4.5),
+}
+"""id -> shape, its model, bits of a weight, bits of an expert's weight; with the scales."""
+ROWS: list[dict[str, Any]] = tomllib.loads(TABLE.read_text())["pair"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def store(cache: Path, name: str) -> Path:
+    """Put a model into the cache; the folder of its commit."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "blobs").mkdir()
+    (folder / "refs" / "main").write_text("c" * 40)
+    return save_checkpoint(folder / "snapshots" / ("c" * 40), "llama", 1)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "40"}).invoke(cli.app, list(arguments))
+
+
+def table(*arguments: str) -> list[list[str]]:
+    """The rows that a command prints; columns are apart by two blanks or more."""
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in done.stdout.splitlines()]
+
+
+class TestList:
+    def test_models_have_their_size_and_whether_they_are_whole(self, cache: Path) -> None:
+        whole = store(cache, "org/whole")
+        (store(cache, "org/part") / "model.safetensors").unlink()
+        packed = store(cache, "org/packed")
+        (packed / "config.json").unlink()
+        for name in ("a", "b"):
+            (packed / f"{name}.gguf").touch()
+        rows = {row[0]: row[1:] for row in table("list") if row}
+        size = sum(path.stat().st_size for path in whole.iterdir())
+        assert rows["org/whole"] == [f"{size / 2**20:.1f} MB", "ready"]
+        assert rows["org/part"][1] == "not whole, or no model"
+        assert "name one of them behind the id, as in ID/FILE.gguf: a.gguf, b.gguf" in rows["org/packed"][1]
+
+    def test_pairs_have_their_models_and_whether_they_are_here(self, cache: Path, tmp_path: Path) -> None:
+        store(cache, "org/target")
+        (tmp_path / "pairs.toml").write_text(PAIRS)
+        assert table("list", "--pairs-file", str(tmp_path / "pairs.toml"))[-3:] == [
+            ["a", "no-such-package==1.2", "self", "not installed"],
+            ["b", "org/target", "self", "ready"],
+            ["c", "org/elsewhere", "self", "from its repository"],
+        ]
+
+    def test_pairs_of_the_users_table_come_after_the_named_ones(self, cache: Path, tmp_path: Path) -> None:
+        named = table("list")
+        own = tmp_path / ".config" / "mlx-specprefill" / "models.toml"
+        own.parent.mkdir(parents=True)
+        own.write_text(PAIRS)
+        both = table("list")
+        assert both[: len(named)] == named
+        assert [row[0] for row in both[len(named) :]] == ["a", "b", "c"]
+
+    def test_a_pair_whose_repository_has_several_files_says_so(self, cache: Path, tmp_path: Path) -> None:
+        packed = store(cache, "org/target")
+        (packed / "config.json").unlink()
+        for name in ("a", "b"):
+            (packed / f"{name}.gguf").touch()
+        (tmp_path / "pairs.toml").write_text(PAIRS)
+        [row] = [row for row in table("list", "--pairs-file", str(tmp_path / "pairs.toml")) if row[:1] == ["b"]]
+        assert "several GGUF files" in row[3]
+
+    def test_without_a_cache_there_are_pairs(self, cache: Path) -> None:
+        rows = table("list")
+        assert rows[:2] == [["MODEL", "SIZE", "STATE"], []]
+        assert "demo" in [row[0] for row in rows if row]
+
+
+class TestRecommend:
+    def test_what_fits_is_shown_with_the_command_that_comes_next(self, cache: Path) -> None:
+        """4.86 GB of weights and 163 840 bytes per token; lines are whole on any terminal."""
+        assert table("recommend", "--memory-limit", "11GB", "--context", "8192") == [
+            ["MEMORY", "GAIN", "NEXT"],
+            [
+                "6.1 GB",
+                "3.2",
+                "mlx-specprefill pull mlx-community/Meta-Llama-3.1-8B-Instruct-4bit "
+                "--draft mlx-community/Llama-3.2-1B-Instruct-4bit",
+            ],
+        ]
+        assert len(table("recommend", "--memory-limit", "400GB")) == 1 + len(ROWS)
+
+    def test_a_longer_context_takes_more(self, cache: Path) -> None:
+        short, long = (table("recommend", "--memory-limit", "11GB", "--context", str(n)) for n in (8192, 65536))
+        assert len(short) == 2
+        assert long == [["No pair of the table fits 11.0 GB at 65,536 tokens; smollm2 fits every machine."]]
+
+    def test_beyond_a_models_context_it_is_left_out(self, cache: Path) -> None:
+        shown = run("recommend", "--memory-limit", "400GB", "--context", "200000").stdout
+        assert "Qwen3.5-122B" in shown
+        assert "gpt-oss" not in shown
+
+    def test_what_is_here_is_served(self, cache: Path) -> None:
+        store(cache, "mlx-community/gpt-oss-20b-MXFP4-Q8")
+        store(cache, "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")  # without its draft
+        commands = [row[2] for row in table("recommend", "--memory-limit", "13GB")[1:]]
+        assert commands[0] == "mlx-specprefill serve --target mlx-community/gpt-oss-20b-MXFP4-Q8"
+        assert commands[1].startswith("mlx-specprefill pull mlx-community/Meta-Llama")
+
+    def test_this_machine_is_asked_without_a_limit(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "1GB")
+        assert "No pair of the table fits 1.0 GB" in run("recommend").stdout
+        refused = run("recommend", "--memory-limit", "much")
+        assert refused.exit_code == 2
+        assert "a size such as 512MB or 2GB is expected" in refused.stderr
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(int(array.size) for _, array in nn.utils.tree_flatten(model.parameters()))
+
+
+def stored_bytes(name: str) -> float:
+    """Weights of a model, and what its cache holds of any sequence."""
+    *_, bits, expert_bits = SHAPE_OF[name]
+    model = random_model(config_of(name))
+    experts = sum(parameters(module) for _, module in model.named_modules() if isinstance(module, SwitchLinear))
+    weights = ((parameters(model) - experts) * bits + experts * expert_bits) / 8
+    return weights + (blueprint(config_of(name)).constant or 0)
+
+
+def config_of(name: str) -> dict[str, Any]:
+    shape, role, *_ = SHAPE_OF[name]
+    config: dict[str, Any] = getattr(SHAPES[shape], role)
+    return config
+
+
+def work(name: str, tokens: int) -> int:
+    return prefill_macs(random_model(config_of(name)), config_of(name), tokens)
+
+
+def gain(target: str, draft: Sequence[str]) -> float:
+    """Of a prompt of 32768 tokens, a fifth of it kept; the target's own first layers are a quarter."""
+    full, kept = work(target, 32768), work(target, round(0.2 * 32768))
+    return full / (work(draft[0], 32768) + kept) if draft else full / (0.25 * full + 0.75 * kept)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['target']}+{row.get('draft', 'self')}".replace("/", "-"))
+def test_figures_are_those_of_the_layers(row: dict[str, Any]) -> None:
+    draft = [row["draft"]] if "draft" in row else []
+    models = [row["target"], *draft]
+    designs = [blueprint(config_of(name)) for name in models]
+    assert math.isclose(row["fixed_gb"], sum(map(stored_bytes, models)) / 2**30, abs_tol=0.005)
+    assert row["bytes_per_token"] == sum(design.per_token or 0 for design in designs)
+    assert row["context"] == min(design.context for design in designs)
+    assert math.isclose(row["gain"], gain(row["target"], draft), abs_tol=0.005)
+    assert row["source"]
+
+
+def test_the_largest_come_first() -> None:
+    sizes = [stored_bytes(row["target"]) for row in ROWS]
+    assert sizes == sorted(sizes, reverse=True)

@@ -18,7 +18,6 @@ from mlx_lm.utils import _get_classes as classes_of
 
 from ...adapters.checkpoint import context_length
 from ...adapters.patches import install_patches
-from ...adapters.registry import adapter_for
 from .footprint import cache_footprint
 
 __all__ = ["Blueprint", "blueprint", "loaded_bytes"]
@@ -36,16 +35,12 @@ class Blueprint:
     """A model that has not been loaded.
 
     Attributes:
-        architecture: the file of `mlx_lm/models`.
         refusal: why mlx-lm can't load it; None if it can.
-        sparse_refusal: as of `Adapter`.
         context: tokens that it was configured for.
         per_token, constant: bytes of KV cache per token and per sequence; None where they can't be known.
     """
 
-    architecture: str
     refusal: str | None
-    sparse_refusal: str | None
     context: int
     per_token: int | None = None
     constant: int | None = None
@@ -68,16 +63,15 @@ def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
     try:
         model_class, arguments = classes_of(text)
     except _UNBUILDABLE as error:
-        name = str(text.get("model_type") or "unknown")
-        reason = f"mlx-lm has no architecture {name!r}" if "model_type" in text else f"config.json has no {error}"
-        return Blueprint(name, reason, reason, context)
+        name = text.get("model_type")
+        reason = f"config.json has no {error}" if name is None else f"mlx-lm has no architecture {name!r}"
+        return Blueprint(reason, context)
     architecture = model_class.__module__.removeprefix("mlx_lm.models.")
-    adapter = adapter_for(architecture)
     known: tuple[int, int] | tuple[()] = ()
     if architecture not in _COMPUTES:
         with suppress(*_UNBUILDABLE):
             known = _cache_sizes(_built(model_class(arguments.from_dict(text)), dtype))
-    return Blueprint(architecture, None, adapter.sparse_refusal, context, *known)
+    return Blueprint(None, context, *known)
 
 
 class _Silent:

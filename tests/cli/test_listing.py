@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import tomllib
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import pytest
+from benchmarks.harness import shapes
 from click.testing import Result
 from huggingface_hub import constants
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 from typer.testing import CliRunner
 
-from mlx_specprefill import SHAPES, blueprint
-from mlx_specprefill.shapes import prefill_macs, random_model
+from mlx_specprefill import blueprint
+from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli.listing import TABLE
 from tests.tiny import save_checkpoint
@@ -169,7 +172,7 @@ def parameters(model: nn.Module) -> int:
 def stored_bytes(name: str) -> float:
     """Weights of a model, and what its cache holds of any sequence."""
     *_, bits, expert_bits = SHAPE_OF[name]
-    model = random_model(config_of(name))
+    model = shapes.random_model(config_of(name))
     experts = sum(parameters(module) for _, module in model.named_modules() if isinstance(module, SwitchLinear))
     weights = ((parameters(model) - experts) * bits + experts * expert_bits) / 8
     return weights + (blueprint(config_of(name)).constant or 0)
@@ -177,12 +180,29 @@ def stored_bytes(name: str) -> float:
 
 def config_of(name: str) -> dict[str, Any]:
     shape, role, *_ = SHAPE_OF[name]
-    config: dict[str, Any] = getattr(SHAPES[shape], role)
-    return config
+    whole = Namespace(shape=shape, layers=None, draft_layers=None, narrow=1, experts=None)
+    return shapes.config_of(whole, role)
 
 
 def work(name: str, tokens: int) -> int:
-    return prefill_macs(random_model(config_of(name)), config_of(name), tokens)
+    """Multiply-accumulates of a prefill, as SpecPrefill counts them (appendix E); the output projection counts once."""
+    config = config_of(name)
+    text = config.get("text_config", config)
+    model = shapes.random_model(config)
+    weights = sum(per_token(part, text.get("num_experts_per_tok", 0)) for _, part in model.named_modules())
+    output = sum(int(part.weight.size) for path, part in model.named_modules() if path.endswith("lm_head"))
+    caches = [part for part in leaves(make_prompt_cache(model)) if isinstance(part, KVCache | RotatingKVCache)]
+    seen = sum(min(tokens, getattr(part, "max_size", tokens)) for part in caches)
+    heads = text["num_attention_heads"]
+    attention = 2 * tokens * seen * heads * text.get("head_dim", text["hidden_size"] // heads)
+    return tokens * (weights - output) + text["hidden_size"] * text["vocab_size"] + attention
+
+
+def per_token(module: nn.Module, routed: int) -> int:
+    """Weights that one token meets: an expert's as often as it is routed to."""
+    if isinstance(module, SwitchLinear):
+        return int(module.weight.size) * routed // int(module.num_experts)
+    return int(module.weight.size) if isinstance(module, nn.Linear) else 0
 
 
 def gain(target: str, draft: Sequence[str]) -> float:

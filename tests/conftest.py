@@ -12,23 +12,85 @@ from hypothesis import HealthCheck, settings
 import mlx_specprefill  # noqa: F401
 from mlx_specprefill.adapters.patches import install_patches
 
+from .oracle import tiny_models
 from .real_model import smollm2_file
 from .scripted import Flavour, save_scripted
 from .serving import Server, share_costs, start
 
 # On a busy machine an example may take its time, and the same code tries the same ones again.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("steady")
+settings.register_profile("quick", settings.get_profile("steady"), max_examples=25)
 
 SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
 
 
 STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
+# Of the architectures in `tiny_model_configs.json` those that stand for the others: plain attention, a recurrent hybrid,
+# sliding windows with experts, and a latent cache.
+REPRESENTATIVE = frozenset({"llama", "qwen3_5", "gpt_oss", "deepseek_v3"})
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start servers take minutes: they come first, so that two workers end at about the same time."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the extended tests too")
+    parser.addoption("--passed", type=Path, help="leave out the tests that this file lists, and add those that pass")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("steady" if config.getoption("--all") else "quick")
+    file = config.getoption("--passed")
+    if file is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_Passed(file))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests of one further architecture as extended, leave extended tests out, and sort.
+
+    Files that start servers take minutes: they come first, so that two workers end at about the same time.
+    """
+    for item in items:
+        if _architectures_of(item) - REPRESENTATIVE:
+            item.add_marker("extended")
+    passed = _passed_before(config)
+    left_out = {item for item in items if item.nodeid in passed}
+    if not (config.getoption("--all") or _is_named(config, items)):
+        left_out |= {item for item in items if item.get_closest_marker("extended") is not None}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent.name not in STARTS_PROCESSES)
+
+
+def _passed_before(config: pytest.Config) -> set[str]:
+    file: Path | None = config.getoption("--passed")
+    return set(file.read_text().splitlines()) if file is not None and file.is_file() else set()
+
+
+class _Passed:
+    """Writes down which tests passed, in the process that reports."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._passed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self._passed.append(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("a") as file:
+            file.writelines(f"{name}\n" for name in self._passed)
+
+
+def _architectures_of(item: pytest.Item) -> set[str]:
+    """Return the architectures of the table that a test is parametrised by."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return {value for value in parameters.values() if isinstance(value, str)} & tiny_models().keys()
+
+
+def _is_named(config: pytest.Config, items: list[pytest.Item]) -> bool:
+    """Return whether the command line names tests or a file with nothing but extended ones: then these are meant."""
+    files = [argument for argument in config.invocation_params.args if ".py" in str(argument)]
+    return bool(files) and all(item.get_closest_marker("extended") is not None for item in items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -260,6 +260,7 @@ def test_rows_equal_attention_by_hand(name: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.extended
 def test_tiles_of_any_size_give_the_same_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(FAMILIES[name].model, **FAMILIES[name].changes)
     whole = capture_rows(model, 13)
@@ -271,6 +272,7 @@ def test_tiles_of_any_size_give_the_same_rows(name: str, monkeypatch: pytest.Mon
             np.testing.assert_allclose(np.array(row), np.array(expected), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.extended
 def test_tiles_take_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     span = 1 << 18
     queries, keys = mx.random.normal((1, 32, 1, 4)), mx.random.normal((1, 8, span, 4))
@@ -323,6 +325,7 @@ def test_window_layers_shorter_than_the_prompt_change_nothing() -> None:
     assert capture.layers == [4]
 
 
+@pytest.mark.extended
 def test_a_model_without_global_attention_yields_no_row() -> None:
     capture = capture_rows(tiny("recurrent_gemma"), 13)
     assert capture.rows == []

@@ -78,6 +78,7 @@ def said(tokenizer, tokens):
 
 
 @pytest.mark.parametrize("texts", [600, pytest.param(5000, marks=pytest.mark.nightly)])
+@pytest.mark.extended
 def test_six_pairs_of_tokenizers_and_many_texts(texts):
     rng, began = random.Random(0), time.perf_counter()
     mappings = {pair: TextMapping(found(pair[0]), found(pair[1])) for pair in PAIRS}

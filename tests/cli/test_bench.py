@@ -20,6 +20,8 @@ from mlx_specprefill_server import cli
 from mlx_specprefill_server.benchmark_picture import picture
 from mlx_specprefill_server.cli.benching import fitting
 
+pytestmark = pytest.mark.extended
+
 
 def bench(*options: str) -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["bench", "--pair", "demo", *options])

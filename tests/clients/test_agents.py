@@ -25,7 +25,7 @@ KEY = "geheim"
 CHATTY = {"MLX_SPECPREFILL_KEEP_ALIVE_S": "0.005", "MLX_SPECPREFILL_PROGRESS_S": "0.001"}
 EMPTY = {"claude": "{}\n", "cline": "{}\n"}
 ALL = pytest.mark.parametrize("agent", PACKAGES)
-pytestmark = pytest.mark.timeout(900)  # the download, and a busy machine
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]  # the download, and a busy machine
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from tests.waiting import eventually
 
 from .ranks import logs, started
 
+pytestmark = pytest.mark.extended
+
 WORKER = ("-m", "tests.distributed.worker")
 
 

@@ -22,6 +22,8 @@ from tests.waiting import eventually
 
 from .ranks import ROOT, free_ports
 
+pytestmark = pytest.mark.extended
+
 PROMPTS = ("The capital of France is", " ".join(f"Box {i} holds {i * 7 % 101} marbles." for i in range(120)))
 
 

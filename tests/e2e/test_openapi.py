@@ -16,6 +16,8 @@ from schemathesis.specs.openapi.checks import status_code_conformance
 from ..scripted import SCRIPTS, Flavour
 from ..serving import Server
 
+pytestmark = pytest.mark.extended
+
 BOUNDED = settings(
     max_examples=25,
     phases=[Phase.explicit, Phase.generate],

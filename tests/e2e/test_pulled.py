@@ -14,6 +14,8 @@ from tests.hub import hub_of
 from tests.serving import start
 from tests.tiny import save_checkpoint
 
+pytestmark = pytest.mark.extended
+
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 QUESTION = {"prompt": "w7 w8 w9 " * 30, "max_tokens": 4, "temperature": 0, "specprefill": True}
 

@@ -19,7 +19,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README.read_text(encoding="utf-8")
 ADDRESS = "http://127.0.0.1:8000"
 FIRST = re.compile(r"python3 -c '\n(.*?)' \| curl.*?python3 -c '\n(.*?)'$", re.DOTALL | re.MULTILINE)
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+
+import pytest
 import json
 import stat
 from pathlib import Path
@@ -14,6 +16,8 @@ from mlx_specprefill_server.cli import app
 
 from ..serving import Server, start
 from .conftest import PAIR, filler
+
+pytestmark = pytest.mark.extended
 
 SYSTEM = " ".join(filler(700, seed=5))
 

@@ -375,6 +375,7 @@ def test_curl_style_posts(server: Server, body: str, status: int) -> None:
 
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(body=CHAT | COMPLETION, limit=st.integers(1, 3))
+@pytest.mark.extended
 def test_garbage_never_hurts(server: Server, body: dict[str, Any], limit: int) -> None:
     body = body | {"max_tokens": limit, "max_completion_tokens": None}
     path = "completions" if "prompt" in body else "chat/completions"

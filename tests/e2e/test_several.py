@@ -35,6 +35,8 @@ from mlx_specprefill_server.settings import Settings
 from tests.tiny import save_checkpoint
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.extended
+
 FAMILIES = ("llama", "gpt_oss", "nemotron_h")
 GIVEN: dict[str, Any] = {"remember": False, "densify": False, "prefill_step": 256}
 TABLE = """

@@ -81,6 +81,7 @@ def few_files(hard: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+@pytest.mark.extended
 def test_few_open_files_are_enough_or_it_says_so(tmp_path: Path) -> None:
     said = refused(tmp_path / "log", limits=few_files(32))
     assert "the limit on open files is 32, and this server needs at least" in said
@@ -114,6 +115,7 @@ def test_ctrl_c_while_the_pair_is_measured(tmp_path: Path) -> None:
     assert not log.with_name("costs.json").exists()
 
 
+@pytest.mark.extended
 def test_two_thousand_silent_sockets_a_closed_terminal_and_an_open_address(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2500:

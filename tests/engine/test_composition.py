@@ -202,6 +202,7 @@ def test_a_question_about_what_was_dropped_starts_over(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.extended
 def test_densified_in_idle_time_the_next_turn_is_an_ordinary_hit(family):
     pair = tiny_pair(family)
     prompt, spans = chat(600)

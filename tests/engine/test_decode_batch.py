@@ -299,6 +299,7 @@ SAMPLINGS = (
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
+@pytest.mark.extended
 def test_every_row_has_its_own_sampler(family: str) -> None:
     """A seed means the same text in a batch, whoever else is in it; reported log-probabilities are the model's."""
     model = tiny_model(family)

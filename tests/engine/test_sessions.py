@@ -274,6 +274,7 @@ def test_own_scores_and_forced_requests_do_not_depend_on_a_session() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.extended
 def test_a_new_engine_on_the_same_folder_starts_from_what_the_old_one_stored(family: str, tmp_path: Path) -> None:
     """The second conversation begins with the first one's prompt; the process between them is gone."""
     pair, prompt = tiny_pair(family), random_prompt(600)
@@ -366,6 +367,7 @@ def index_of(pair: ModelPair, prompt_text: Sequence[int], code: str) -> set[int]
 
 @pytest.mark.timeout(900)  # eight turns of the bundled pair, and as often a prompt made dense
 @pytest.mark.parametrize("idle", [True, False], ids=["densified", "re-scored"])
+@pytest.mark.extended
 def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool) -> None:
     """Turn 1 asks for A and drops B. Turn 2 asks for B: answered from the dense copy, or by scoring again."""
     pair = load_pair(DEMO / "target", DEMO / "draft")

@@ -63,7 +63,7 @@ CONFIG = EngineConfig(
     prefix_cache_bytes=4 << 20,  # small: evictions are part of the exercise
 )
 SEVERAL = pytest.mark.parametrize("family", FAMILIES)
-pytestmark = pytest.mark.timeout(60 + 3 * REQUESTS)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(60 + 3 * REQUESTS)]
 
 
 class Injected(Exception):  # noqa: N818

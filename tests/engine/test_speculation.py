@@ -124,6 +124,7 @@ def test_rows_of_all_kinds_beside_each_other(engine: Engine) -> None:
         assert tokens == expected
 
 
+@pytest.mark.extended
 def test_others_wait_for_one_forward_at_most(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two tokens of a plain row, drafted rows together make one step."""
     steps: list[int] = []
@@ -180,6 +181,7 @@ def test_what_a_drafted_turn_leaves_serves_the_next_one(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("how", NAMES)
+@pytest.mark.extended
 def test_a_prompt_from_the_cache_is_drafted_for(engine: Engine, how: SpeculationName) -> None:
     """What drafts know of a prompt may then begin late; a repeated and a longer prompt get their plain answers."""
     first, _ = generated(engine.generate(asked(21, None)))
@@ -211,6 +213,7 @@ def test_a_cancelled_row_ends_within_a_forward(engine: Engine) -> None:
     assert len(engine.speculator) == 0
 
 
+@pytest.mark.extended
 def test_sampled_rows_with_a_seed_repeat(engine: Engine) -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
     for how in NAMES:
@@ -239,6 +242,7 @@ def test_what_is_reported_and_adjusted_is_that_of_a_plain_answer(engine: Engine,
 
 @pytest.mark.parametrize("how", NAMES)
 @pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.extended
 def test_no_token_more_than_was_asked_for(engine: Engine, how: SpeculationName, count: int) -> None:
     answer, _ = generated(engine.generate(asked(3, None, True)))
     tokens, last = generated(engine.generate(asked(3, how, True, count=count)))
@@ -305,6 +309,7 @@ def fail(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", NAMES)
+@pytest.mark.extended
 def test_a_prefill_that_falls_back_is_drafted_all_the_same(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, how: SpeculationName
 ) -> None:

@@ -260,6 +260,7 @@ def test_own_scores_leave_no_turn_that_a_staged_one_goes_on_from() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.extended
 def test_idle_time_makes_a_turn_dense(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every cache can be cut, all layers read the answer only, and the upper ones the prompt."""
     monkeypatch.setattr(loop, "_QUIET_S", 0.0)

@@ -20,6 +20,8 @@ from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
 
+pytestmark = pytest.mark.extended
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 

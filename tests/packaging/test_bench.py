@@ -17,6 +17,8 @@ from benchmarks.harness.command import FOLDER, benchmark, main, parsed
 
 from tests.tiny import save_checkpoint
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(file.stem for file in FOLDER.glob("[a-z]*.py"))
 DECODE_ROW = "task arm n ms_per_token vs_off low high acceptance tokens_per_step engaged different".split()

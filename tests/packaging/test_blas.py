@@ -12,6 +12,8 @@ import pytest
 
 from mlx_specprefill import _blas
 
+pytestmark = pytest.mark.extended
+
 LINUX = sys.platform.startswith("linux")
 REPORT = """
 import json

@@ -22,6 +22,8 @@ from benchmarks.harness.figures import median_interval
 from benchmarks.harness.servers import Reply
 from benchmarks.harness.text import Text
 
+pytestmark = pytest.mark.extended
+
 FIGURES = """import_ms sparse_1k_ms sparse_4k_ms rest_ms full_4k_ms second_turn_ms decode_1_ms decode_8_ms
 cpu_per_token_ms peak_mib""".split()
 

@@ -13,6 +13,7 @@ import pytest
 import try_install
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.skipif(not os.environ.get("MLX_SPECPREFILL_INSTALL"), reason="MLX_SPECPREFILL_INSTALL is not set"),
     pytest.mark.timeout(900),
 ]

@@ -19,6 +19,8 @@ from tests.distributed.ranks import free_ports
 from tests.serving import Server, start_named
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.extended
+
 CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
 PROGRAM = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
 SYSTEM = "You know where things are kept."

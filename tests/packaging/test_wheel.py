@@ -10,6 +10,8 @@ import pytest
 
 from .conftest import ROOT
 
+pytestmark = pytest.mark.extended
+
 PACKAGES = tuple(ROOT / p for p in ("mlx_specprefill", "server/mlx_specprefill_server", "server/mlx_specprefill_evals"))
 MAX_BYTES = 20 * 2**20
 

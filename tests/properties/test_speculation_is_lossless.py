@@ -153,6 +153,7 @@ def test_a_draft_whose_cache_is_cut_down_to_what_the_target_kept(name: str) -> N
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
 @pytest.mark.parametrize("gammas", [(1, 2), (2, 5), (4, 8)])
+@pytest.mark.extended
 def test_any_number_of_proposed_tokens(name: str, gammas: tuple[int, int]) -> None:
     gamma1, gamma2 = gammas
     config = replace(SMALL, gamma=gamma2, gamma1=gamma1, gamma2=gamma2)
@@ -175,6 +176,7 @@ def test_a_budget_for_everything_accepts_everything(name: str) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "shortlist"), [("draft", 4), ("retrieval", 1), ("retrieval", 2), ("triforce", 2)])
+@pytest.mark.extended
 def test_answers_longer_than_the_budget(strategy: StrategyName, shortlist: int) -> None:
     """Rings fill up many times, and chunks of the answer itself are chosen."""
     row, config = rows_of("llama")[2], replace(SMALL, budget=32, shortlist=shortlist)
@@ -201,6 +203,7 @@ def left_after(name: str, length: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "strategy"), cases("llama", "qwen3_5", "gpt_oss", "lfm2"))
+@pytest.mark.extended
 def test_tokens_looked_ahead_are_free(name: str, strategy: StrategyName) -> None:
     """They change nothing but the number of forwards, be they right, wrong, or right at first."""
     row, (answer, _) = rows_of(name, 4)[1], plain(name, 1, 4)

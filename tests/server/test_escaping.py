@@ -134,6 +134,7 @@ def test_every_special_token_in_content_is_text(name: str) -> None:
     check_contents(tokenizer, hostile(names, 1000))
 
 
+@pytest.mark.extended
 def test_every_special_token_in_content_is_text_to_smollm2(smollm2: Path) -> None:
     tokenizer, _ = build_tokenizer(read_header(smollm2).metadata, "llama", 49152, 8192)
     names = special_names(tokenizer)

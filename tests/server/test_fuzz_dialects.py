@@ -15,6 +15,8 @@ from .canned_answers import named_events
 from .conftest import client_of
 from .fakes import FakeEngine
 
+pytestmark = pytest.mark.extended
+
 ENDS = {"/v1/responses": ("response.completed", "response.incomplete"), "/v1/messages": ("message_stop",)}
 COUNTERS = ("/v1/responses/input_tokens", "/v1/messages/count_tokens")
 

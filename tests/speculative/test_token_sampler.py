@@ -16,6 +16,8 @@ from mlx_specprefill import InvalidRequestError, SamplingParams
 from mlx_specprefill.sampling import check_sampling, held_back, logits_processors, make_sampler
 from mlx_specprefill.speculative.token_sampler import TokenSampler
 
+pytestmark = pytest.mark.extended
+
 V = 40
 LEAST = [5e-324, 1e-46, 1e-38, 1e-30, 1e-9, 1e-3]  # as JSON may have them; float32 has less
 SHARES = st.sampled_from([0.0, *LEAST, 0.1, 0.5, 0.9, 1 - 1e-12, 1.0])  # mlx-lm's filters are compiled for each value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+
+import pytest
 import json
 import threading
 from typing import Any
@@ -10,6 +12,8 @@ from selenium.webdriver.common.keys import Keys
 
 from ..server.fakes import FakeEngine
 from .conftest import Page
+
+pytestmark = pytest.mark.extended
 
 
 def test_a_reload_loses_nothing(page: Page, live: Any, engine: FakeEngine) -> None:

@@ -11,6 +11,8 @@ import pytest
 from ..serving import Server, start_named
 from .conftest import Page
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

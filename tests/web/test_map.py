@@ -15,6 +15,8 @@ from ..e2e.conftest import haystack
 from ..serving import Server
 from .conftest import Page
 
+pytestmark = pytest.mark.extended
+
 
 def figures(text: str) -> tuple[str, ...]:
     found = re.search(r"read ([\d,]+) of ([\d,]+) tokens \((\d+) %\)", text)

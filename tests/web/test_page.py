@@ -57,6 +57,7 @@ def complaints(page: Page) -> list[str]:
     return [f"{v['id']}: {node['target']} {node['failureSummary']}" for v in found["violations"] for node in v["nodes"]]
 
 
+@pytest.mark.extended
 def test_two_arms_share_one_axis_and_the_text_shows_what_was_read(page: Page, server: Server) -> None:
     document, question = haystack("Anna", "471128", 2600, 0.4, seed=5).rsplit("\n\n", 1)
     page.open(server.base)
@@ -224,6 +225,7 @@ def rendered(page: Page) -> float:
     return took
 
 
+@pytest.mark.extended
 def test_a_hundred_thousand_tokens_render_and_scroll(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)
@@ -307,6 +309,7 @@ def test_the_theme_is_chosen_and_remembered(page: Page, live: Any) -> None:
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", "wide"), ("dark", "narrow")])
+@pytest.mark.extended
 def test_every_state_is_fit_for_screen_readers(
     page: Page, live: Any, engine: FakeEngine, theme: str, width: str
 ) -> None:
@@ -381,6 +384,7 @@ def test_what_is_on_its_way_is_fit_for_screen_readers(page: Page, live: Any, eng
 
 
 @pytest.mark.parametrize("width", ["wide", "narrow"])
+@pytest.mark.extended
 def test_everything_is_reached_with_the_tab_key(page: Page, live: Any, width: str) -> None:
     base, _ = live()
     page.open(base)
@@ -392,6 +396,7 @@ def test_everything_is_reached_with_the_tab_key(page: Page, live: Any, width: st
     assert {"theme", "browse", "question", "compare", "send", "new"} <= reached
 
 
+@pytest.mark.extended
 def test_all_of_it_works_without_a_mouse(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base, sample=True)
@@ -565,6 +570,7 @@ return own ? "" : `${focused.outerHTML.slice(0, 80)} lies under ${over?.outerHTM
 
 
 @pytest.mark.parametrize("width", ["wide", "wide at 200 %", "full HD at 200 %"])
+@pytest.mark.extended
 def test_nothing_that_has_the_focus_is_covered(page: Page, live: Any, width: str) -> None:
     base, _ = live()
     page.open(base)

@@ -180,6 +180,7 @@ def test_every_hit_equals_a_dense_recompute(family: str, steps: list[Any], budge
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.extended
 def test_the_property_meets_hits_evictions_and_restarts(family: str, tmp_path: Path) -> None:
     """A fixed run of the same machine, so that the property is known to see what it is about."""
     server = Server(family, 60_000, tmp_path)

@@ -78,6 +78,7 @@ def config(**changes: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.extended
 def test_200_turns_leave_what_is_kept_and_nothing_else(uncollected: None, enabled: bool) -> None:
     """The cache is far from full, so nothing of it is evicted."""
     with Engine(tiny_pair(), config()) as engine:
@@ -114,6 +115,7 @@ def unlogged() -> Iterator[None]:
 
 @pytest.mark.parametrize("speculative", ["off", "draft", "retrieval"])
 @pytest.mark.parametrize("how", ["length", "cancelled while reading", "cancelled while writing", "failed"])
+@pytest.mark.extended
 def test_an_idle_engine_holds_nothing_of_a_request_that_ended(
     uncollected: None, unlogged: None, monkeypatch: pytest.MonkeyPatch, speculative: SpeculationName, how: str
 ) -> None:

@@ -25,8 +25,8 @@ SCRIPTED = ("--model-alias", "scripted", "--specprefill-threshold", "8192")
 
 
 STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
-# Of the architectures in `tiny_model_configs.json` those that stand for the others: plain attention, a recurrent hybrid,
-# sliding windows with experts, and a latent cache.
+# These stand for the other architectures in `tiny_model_configs.json`: plain attention, a recurrent hybrid, sliding
+# windows with experts, and a latent cache.
 REPRESENTATIVE = frozenset({"llama", "qwen3_5", "gpt_oss", "deepseek_v3"})
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-
-import pytest
 import json
 import stat
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-
-import pytest
 import json
 import threading
 from typing import Any
 
+import pytest
 from selenium.webdriver.common.keys import Keys
 
 from ..server.fakes import FakeEngine

@@ -1,4 +1,4 @@
-"""Two commits against each other on ten figures, in three minutes: for contributors, before a change is proposed.
+"""Two commits against each other on eleven figures, in three minutes: for contributors, before a change is proposed.
 
 Each commit is checked out into a git worktree of its own and run by this environment's Python; both get the same copies
 of the models. In every round a server of each is started, and every figure is taken old, new, new, old (in every second
@@ -10,11 +10,12 @@ round the other way round), so that what drifts on the machine meets both alike.
     full_4k_ms        the same in full
     second_turn_ms    time to first token of a session's next turn after a sparse one of 2000 tokens
     decode_1_ms       milliseconds per token of one stream, decode_8_ms of eight at once, per token of all of them
-    cpu_per_token_ms  processor time of the server per token of those eight
+    cpu_per_token_ms  processor time of the server per token of those eight; `loop_per_token_us`: of its event loop
+                      alone, the requests' share included (Linux)
     peak_mib          the most memory that the server has held, at the end of the round
 
 Printed is the median of new / old over the pairs with its 95 % interval, which takes six pairs; "more" and "less" are
-said where that leaves out 1. In two of five runs one of ten figures is outside by chance: run it again. It says what
+said where that leaves out 1. In two of five runs one of the figures is outside by chance: run it again. It says what
 changed on this machine, for these models; a figure to be quoted takes an idle machine and more rounds (`--seconds`).
 Nobody judges by it automatically: CI does not run it.
 """
@@ -311,12 +312,12 @@ def alone(server: Server, text: Text, tokens: int) -> Figures:
 
 def streams(server: Server, text: Text, tokens: int) -> Figures:
     prompts = [user(text.of(40)) for _ in range(STREAMS)]
-    used, begun = server.cpu_s(), time.perf_counter()
+    used, loop, begun = server.cpu_s(), server.loop_s(), time.perf_counter()
     replies = together(lambda prompt: server.ask(prompt, tokens, **DENSE), prompts)
-    seconds, used = time.perf_counter() - begun, server.cpu_s() - used
+    seconds, used, loop = time.perf_counter() - begun, server.cpu_s() - used, server.loop_s() - loop
     written = sum(reply.completion_tokens for reply in replies)
-    figures = {"decode_8_ms": 1e3 * seconds / written}
-    return figures | ({"cpu_per_token_ms": 1e3 * used / written} if used > 0 else {})
+    spent = {"cpu_per_token_ms": 1e3 * used / written, "loop_per_token_us": 1e6 * loop / written}
+    return {"decode_8_ms": 1e3 * seconds / written} | {name: value for name, value in spent.items() if value > 0}
 
 
 def held(arm: Arm) -> Figures:

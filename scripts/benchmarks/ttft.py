@@ -8,7 +8,6 @@ draft and the kept tokens with the target. Both parts are measured here, as plai
     r               = T_draft(M) / T_target(M)
     speedup         = TTFT_full / TTFT_sparse
     rest_of_full    = (TTFT_sparse - T_draft(M) - T_target(kept)) / TTFT_full, what is neither of the two prefills
-    between_of_full = (look-ahead and scores, selection, first token) / TTFT_full, the same by the clock of each stage
 
 A draft with calibrated heads runs up to the last of them and does not look ahead; `--rule paper` runs all of it. Where
 the draft is the target's own first layers (`--no-draft`), the prefill is staged: the others go on from what those have
@@ -18,9 +17,6 @@ read, T_target(kept) is the time of these others alone, and
 
 `--not-staged` lets all layers read the kept tokens instead.
 
-Memory is what the arms hold beside the weights: the KV caches when the prefill is done, what the look-ahead needs
-beyond the draft's cache, and the allocator's peak up to the first token.
-
 Models are a named pair, checkpoints or random weights in a real shape (`--shape`). All prefills read as many tokens per
 forward (`--step`), by default those that the engine reads alone.
 """
@@ -29,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -37,17 +32,16 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 from rich.console import Console
 from rich.progress import track
 
 from mlx_specprefill import RULE_NAMES, EngineConfig, ModelPair, keep_pct
 from mlx_specprefill.adapters.depth import layers_of, whole_draft
-from mlx_specprefill.cache.positioned import leaves, make_positioned_cache
+from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine.caches import empty_draft_cache
 from mlx_specprefill.specprefill.forced import forced_mask, forced_ranges
 from mlx_specprefill.specprefill.mapped import MappedScorer
-from mlx_specprefill.specprefill.scorer import ToScore
+from mlx_specprefill.specprefill.scorer import Scores, ToScore
 from mlx_specprefill.specprefill.scorers import scorer_for
 from mlx_specprefill.specprefill.selector import select_tokens
 from mlx_specprefill.specprefill.sparse_prefill import prefill
@@ -60,7 +54,7 @@ from .harness.stages import decode_ms, finish, full_prefill, plain_prefill_ms
 
 QUICK = {"keep": ["0.2"], "repeats": 2}
 DECODED = 24  # tokens after each arm, for the decode rate
-Run = dict[str, float]  # what one repetition measured: milliseconds, tokens per second, MiB
+Run = dict[str, float]  # what one repetition measured: milliseconds, tokens per second
 
 
 @dataclass(frozen=True)
@@ -83,68 +77,31 @@ def first_token(logits: mx.array) -> int:
     return int(np.array(mx.argmax(logits, axis=-1))[0])
 
 
-def held_mib(cache: list[Any]) -> float:
-    """What a cache's arrays take, with the room that they have grown."""
-    arrays = [value for part in leaves(cache) for _, value in tree_flatten(part.state) if isinstance(value, mx.array)]
-    return sum(int(array.nbytes) for array in arrays) / 2**20
-
-
-class Peak:
-    """The allocator's highest mark above what was in use at the start, in MiB; in parts, each with its own mark."""
-
-    def __init__(self) -> None:
-        self._start = self._part = mx.get_active_memory()
-        self._highest = 0
-        mx.reset_peak_memory()
-
-    def part(self) -> float:
-        """What the part that ends now needed beyond what was in use when it began."""
-        self._highest = max(self._highest, mx.get_peak_memory())
-        needed = mx.get_peak_memory() - self._part
-        self._part = mx.get_active_memory()
-        mx.reset_peak_memory()
-        return needed / 2**20
-
-    def highest(self) -> float:
-        self.part()
-        return (self._highest - self._start) / 2**20
-
-
 def full_arm(setup: Setup, prompt: list[int]) -> Run:
     """A prefill of everything, then some decoding."""
     target = setup.pair.target
-    peak, cache = Peak(), make_positioned_cache(target)
+    cache = make_positioned_cache(target)
     prefill_ms, logits = timed(lambda: full_prefill(target, cache, prompt, setup.step))
     token_ms, _ = timed(lambda: first_token(logits))
-    run = {"full_ttft_ms": prefill_ms + token_ms, "full_peak_mib": peak.highest(), "full_kv_mib": held_mib(cache)}
-    return run | {"full_decode_tps": 1e3 / decode_ms(target, cache, logits, DECODED)}
+    tps = 1e3 / decode_ms(target, cache, logits, DECODED)
+    return {"full_ttft_ms": prefill_ms + token_ms, "full_decode_tps": tps}
 
 
-def score(
-    setup: Setup, prompt: list[int], peak: Peak, hidden: HiddenStates | None
-) -> tuple[Run, np.ndarray, list[Any]]:
-    """The stages of the draft, its importance, and its cache if it goes on as a part of the target's."""
-    begun = mark = time.perf_counter()
+def score(setup: Setup, prompt: list[int], hidden: HiddenStates | None) -> Scores:
+    """Score as the engine does; `hidden` gets what the first layers make of the prompt, where those are the draft."""
     pair, config = setup.pair, setup.config
-    stops, step = pair.eos_token_ids, lambda: setup.step
-    cache = empty_draft_cache(pair)
     seen = None if hidden is None else hidden.keep
-    task = ToScore.alone(pair.draft, prompt, config.scoring, stop_ids=stops, step=step, cache=cache, seen=seen)
-
-    def note(progress: Any) -> None:
-        # The paper's scorer reads the last token with the look-ahead, which counts as one stage.
-        nonlocal mark
-        if progress.done < len(prompt) or pair.heads is not None:
-            peak.part()
-            mark = time.perf_counter()
-
+    task = ToScore.alone(
+        pair.draft,
+        prompt,
+        config.scoring,
+        stop_ids=pair.eos_token_ids,
+        step=lambda: setup.step,
+        cache=empty_draft_cache(pair),
+        seen=seen,
+    )
     scorer = scorer_for(config.rule, pair.heads, config.scoring)
-    scorer = scorer if pair.mapping is None else MappedScorer(scorer, pair.mapping)
-    scores = finish(scorer.score(pair.draft, task), note)
-    end = time.perf_counter()
-    run = {"draft_ms": 1e3 * (end - begun), "lookahead_ms": 1e3 * (end - mark), "scoring_mib": peak.part()}
-    run |= {"draft_kv_mib": held_mib(scores.cache)}
-    return run, scores.importance, [] if hidden is None else scores.cache
+    return finish((scorer if pair.mapping is None else MappedScorer(scorer, pair.mapping)).score(pair.draft, task))
 
 
 def select(setup: Setup, prompt: list[int], importance: np.ndarray, keep: Fraction) -> np.ndarray:
@@ -155,28 +112,26 @@ def select(setup: Setup, prompt: list[int], importance: np.ndarray, keep: Fracti
 
 def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
     """The stages of a sparse request and their sum, then some decoding."""
-    target, stages, peak = setup.pair.target, setup.pair.stages, Peak()
+    target, stages = setup.pair.target, setup.pair.stages
     hidden = None if stages is None else HiddenStates()
-    run, importance, lower = score(setup, prompt, peak, hidden)
-    select_ms, kept = timed(lambda: select(setup, prompt, importance, keep))
+    draft_ms, scores = timed(lambda: score(setup, prompt, hidden))
+    select_ms, kept = timed(lambda: select(setup, prompt, scores.importance, keep))
     cache = make_positioned_cache(target)
     if stages is None or hidden is None:
         prefill_ms, logits = timed(lambda: finish(prefill(target, cache, prompt, kept, setup.step)))
     else:
         _, upper = stages.split(cache)
-        cache = stages.join(lower, upper)
+        cache = stages.join(scores.cache, upper)
         steps = prefill_upper(stages, upper, prompt, hidden.of(kept), kept, setup.step)
         prefill_ms, logits = timed(lambda: finish(steps))
     token_ms, _ = timed(lambda: first_token(logits))
-    return run | {
+    return {
+        "draft_ms": draft_ms,
         "select_ms": select_ms,
         "prefill_ms": prefill_ms,
         "first_token_ms": token_ms,
-        "sparse_ttft_ms": run["draft_ms"] + select_ms + prefill_ms + token_ms,
-        "between_ms": run["lookahead_ms"] + select_ms + token_ms,
+        "sparse_ttft_ms": draft_ms + select_ms + prefill_ms + token_ms,
         "kept_tokens": float(kept.size),
-        "sparse_peak_mib": peak.highest(),
-        "sparse_kv_mib": held_mib(cache),
         "sparse_decode_tps": 1e3 / decode_ms(target if stages is None else stages, cache, logits, DECODED),
     }
 
@@ -205,7 +160,6 @@ def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[
                 "r": draft_alone / run["full_ttft_ms"],
                 "share_of_limit": limit / run["sparse_ttft_ms"],
                 "rest_of_full": (run["sparse_ttft_ms"] - limit) / run["full_ttft_ms"],
-                "between_of_full": run["between_ms"] / run["full_ttft_ms"],
             }
         )
     return runs
@@ -241,17 +195,9 @@ def summary(rows: list[Run], setup: Setup) -> dict[str, Any]:
         "rule": setup.config.rule,
         "dtype": pair.dtype,
         "step": setup.step,
-        **{name: head[name] for name in ("tokens", "keep", "speedup", "r", "share_of_limit")},
-        "rest_of_full": head["rest_of_full"],
-        "between_of_full": head["between_of_full"],
-        "target_weights_mib": weights_mib(pair.target),
-        "draft_weights_mib": weights_mib(pair.draft),
+        **{name: head[name] for name in ("tokens", "keep", "speedup", "r", "share_of_limit", "rest_of_full")},
         "rows": rows,
     }
-
-
-def weights_mib(model: Any) -> float:
-    return sum(int(array.nbytes) for _, array in tree_flatten(model.parameters())) / 2**20
 
 
 def load(options: argparse.Namespace) -> ModelPair:

@@ -44,7 +44,6 @@ class Recorder:
         self._file = file
         self._secrets = [json.dumps(one)[1:-1] for one in secrets if one]
         self._lock = threading.Lock()
-        self.count = 0
 
     def add(self, entry: Mapping[str, Any]) -> None:
         line = json.dumps(entry, ensure_ascii=True)
@@ -52,7 +51,6 @@ class Recorder:
             line = line.replace(secret, LEFT_OUT)
         with self._lock, self._file.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-            self.count += 1
 
 
 def without_keys(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -70,8 +70,3 @@ def render(messages: list[tasks.Message]) -> list[tuple[str, bool]]:
         else:
             parts.append((f"{opening}{message['content']}{END}\n", False))
     return parts
-
-
-def prompt(messages: list[tasks.Message]) -> str:
-    """The text the model continues: the chat so far and the opening of an answer."""
-    return "".join(text for text, _ in render(messages)) + f"{START}assistant\n"

@@ -32,11 +32,9 @@ second_session_first_vs_warm sparse_share_of_new right rows turns""".split()
 AGENTS_ROW = """session arm sum_s worst_s wall_s prompt_tokens cached_tokens target_tokens draft_tokens cache_hits
 sparse_turns asked right second_s""".split()
 TTFT = """benchmark device blas mlx target draft rule dtype step tokens keep speedup r share_of_limit rest_of_full
-between_of_full target_weights_mib draft_weights_mib rows""".split()
-TTFT_ROW = """tokens keep kept_tokens full_ttft_ms sparse_ttft_ms draft_ms lookahead_ms select_ms prefill_ms
-first_token_ms draft_alone_ms target_kept_ms limit_ms speedup r share_of_limit rest_of_full between_ms between_of_full
-full_peak_mib sparse_peak_mib full_kv_mib sparse_kv_mib draft_kv_mib scoring_mib full_decode_tps
-sparse_decode_tps""".split()
+rows""".split()
+TTFT_ROW = """tokens keep kept_tokens full_ttft_ms sparse_ttft_ms draft_ms select_ms prefill_ms first_token_ms draft_alone_ms
+target_kept_ms limit_ms speedup r share_of_limit rest_of_full full_decode_tps sparse_decode_tps""".split()
 
 
 Report = Callable[[str], dict[str, Any]]

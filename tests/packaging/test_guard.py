@@ -25,7 +25,7 @@ from benchmarks.harness.text import Text
 pytestmark = pytest.mark.extended
 
 FIGURES = """import_ms sparse_1k_ms sparse_4k_ms rest_ms full_4k_ms second_turn_ms decode_1_ms decode_8_ms
-cpu_per_token_ms peak_mib""".split()
+cpu_per_token_ms loop_per_token_us peak_mib""".split()
 
 
 def rounds(step: Any, count: int) -> Pairs:
@@ -166,6 +166,9 @@ class Canned:
     def cpu_s(self) -> float:
         return self.used
 
+    def loop_s(self) -> float:
+        return self.used / 100
+
 
 TIMES = {"timings": {"draft_ms": 300.0, "prefill_ms": 200.0}}
 
@@ -174,7 +177,7 @@ def options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"old": "a", "new": "b", "seconds": 0.0, "tokens": 5, "long": 4000, **changes})
 
 
-def test_the_ten_figures_of_a_canned_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figures_of_a_canned_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "imported", lambda commit: {"import_ms": 7.0})
     monkeypatch.setattr(servers, "peak_bytes", lambda pid: 3 * 2**20)
     arm: Any = argparse.Namespace(commit=None, server=Canned(1.0, TIMES))
@@ -186,6 +189,7 @@ def test_the_ten_figures_of_a_canned_server(monkeypatch: pytest.MonkeyPatch) -> 
     assert (found["sparse_4k_ms"], found["rest_ms"], found["peak_mib"]) == (1000.0, 500.0, 3.0)
     assert found["decode_1_ms"] == 250.0  # a second for the four tokens behind the first
     assert found["cpu_per_token_ms"] == 1e3 * 8 / 40
+    assert found["loop_per_token_us"] == pytest.approx(1e6 * 0.08 / 40)
     lengths = [len(text.split()) for text, _ in arm.server.asked]
     assert lengths[:3] == [1000, 4000, 4000]
     assert [asked["specprefill"] for _, asked in arm.server.asked[:3]] == [True, True, False]

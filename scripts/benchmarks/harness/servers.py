@@ -63,6 +63,11 @@ class Server:
         """Processor seconds that the server has used so far, all of its threads together, to a hundredth."""
         return cpu_seconds(self.pid)
 
+    def loop_s(self) -> float:
+        """Processor seconds of its first thread, which runs the event loop; 0 where the system does not tell."""
+        stat = Path(f"/proc/{self.pid}/task/{self.pid}/schedstat")
+        return int(stat.read_text().split()[0]) / 1e9 if stat.exists() else 0.0
+
     def errors(self) -> list[str]:
         """The first few different lines of its log that say ERROR."""
         lines = (line.strip() for line in self.log.read_text(errors="replace").splitlines() if "ERROR" in line)
@@ -193,15 +198,11 @@ class Copies:
     folder: Path
     start_s: float
 
-    @property
-    def costs(self) -> Path:
-        """Where ours keeps what it has measured at its start; not among the user's."""
-        return self.folder / "costs.json"
-
     def ours(self, *options: str, **more: str) -> AbstractContextManager[Server]:
         models = ("--target", str(self.target), "--draft", str(self.draft), "--dtype", "float32")
         command = module("mlx_specprefill_server", "serve", *models, *options)
-        environment = {"MLX_SPECPREFILL_CALIBRATION_FILE": str(self.costs), "MLX_SPECPREFILL_REMEMBER": "false"}
+        costs = str(self.folder / "costs.json")  # not among the user's
+        environment = {"MLX_SPECPREFILL_CALIBRATION_FILE": costs, "MLX_SPECPREFILL_REMEMBER": "false"}
         return self.serve("ours", command, **(environment | more))
 
     def mlx_lm(self) -> AbstractContextManager[Server]:

@@ -60,21 +60,11 @@ def measurements() -> Sequence[dict[str, Any]]:
 
 
 def lines(measured: dict[str, Any]) -> Iterator[str]:
-    keep = measured["keep"]
-    share = keep if isinstance(keep, str) else f"{keep:.0%}".replace("%", " %")
+    share = f"{measured['keep']:.0%}".replace("%", " %")
+    head, tail = (name(measured), measured["pair"]["name"], share), (measured["software"]["mlx"], measured["date"])
     for row in measured["rows"]:
-        cells = (
-            name(measured),
-            measured["pair"]["name"],
-            share,
-            row["tokens"],
-            f"{row['full_s']:.3g}",
-            f"{row['sparse_s']:.3g}",
-            f"{row['speedup']:.1f}",
-            measured["software"]["mlx"],
-            measured["date"],
-        )
-        yield f"| {' | '.join(map(str, cells))} |\n"
+        times = f"{row['full_s']:.3g}", f"{row['sparse_s']:.3g}", f"{row['speedup']:.1f}"
+        yield f"| {' | '.join([*head, str(row['tokens']), *times, *tail])} |\n"
 
 
 def name(measured: dict[str, Any]) -> str:

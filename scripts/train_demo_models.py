@@ -120,9 +120,7 @@ def _report(name: str, difference: float) -> None:
 def _device(name: str) -> torch.device:
     if name != "auto":
         return torch.device(name)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _keep_freed_memory() -> None:

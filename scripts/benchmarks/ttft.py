@@ -67,12 +67,6 @@ class Setup:
     text: TextReader
 
 
-def set_up(pair: ModelPair, config: EngineConfig) -> Setup:
-    if config.rule == "paper":
-        pair = replace(pair, draft=whole_draft(pair.draft), heads=None, staged="the paper's rule")
-    return Setup(pair, config, config.prefill_step, TextReader(pair.tokenizer))
-
-
 def first_token(logits: mx.array) -> int:
     return int(np.array(mx.argmax(logits, axis=-1))[0])
 
@@ -211,11 +205,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if min(options.lengths) < 64 or options.repeats < 1:
         raise BenchError("--lengths must be at least 64 tokens and --repeats at least 1")
     shares = [keep_pct(share, "--keep") for share in options.keep]
-    pair, rng = load(options), np.random.default_rng(0)
+    pair, rng, config = load(options), np.random.default_rng(0), EngineConfig(rule=options.rule)
     if options.not_staged:
         pair = replace(pair, staged="turned off")
-    config = EngineConfig(rule=options.rule)
-    setup = set_up(pair, replace(config, prefill_step=options.step or config.prefill_step))
+    if options.rule == "paper":
+        pair = replace(pair, draft=whole_draft(pair.draft), heads=None, staged="the paper's rule")
+    setup = Setup(pair, config, options.step or config.prefill_step, TextReader(pair.tokenizer))
     repetition(setup, [int(token) for token in rng.integers(0, pair.vocab_size, 512)], shares[:1])  # not counted
     rows = []
     for length in track(options.lengths, description="measuring", console=Console(stderr=True)):

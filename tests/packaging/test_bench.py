@@ -33,8 +33,9 @@ AGENTS_ROW = """session arm sum_s worst_s wall_s prompt_tokens cached_tokens tar
 sparse_turns asked right second_s""".split()
 TTFT = """benchmark device blas mlx target draft rule dtype step tokens keep speedup r share_of_limit rest_of_full
 rows""".split()
-TTFT_ROW = """tokens keep kept_tokens full_ttft_ms sparse_ttft_ms draft_ms select_ms prefill_ms first_token_ms draft_alone_ms
-target_kept_ms limit_ms speedup r share_of_limit rest_of_full full_decode_tps sparse_decode_tps""".split()
+TTFT_ROW = """tokens keep kept_tokens full_ttft_ms sparse_ttft_ms draft_ms select_ms prefill_ms first_token_ms
+draft_alone_ms target_kept_ms limit_ms speedup r share_of_limit rest_of_full full_decode_tps
+sparse_decode_tps""".split()
 
 
 Report = Callable[[str], dict[str, Any]]

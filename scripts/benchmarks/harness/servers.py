@@ -172,11 +172,6 @@ def never_ending(source: Path, folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def module(name: str, *arguments: str) -> list[str]:
-    """A program of this environment as a command."""
-    return [sys.executable, "-m", name, *arguments]
-
-
 def preload() -> dict[str, str]:
     """The BLAS that this project's processes load for themselves, for one that doesn't."""
     if BLAS.state == "loaded" and BLAS.library and " " not in BLAS.library:
@@ -200,13 +195,14 @@ class Copies:
 
     def ours(self, *options: str, **more: str) -> AbstractContextManager[Server]:
         models = ("--target", str(self.target), "--draft", str(self.draft), "--dtype", "float32")
-        command = module("mlx_specprefill_server", "serve", *models, *options)
+        command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *models, *options]
         costs = str(self.folder / "costs.json")  # not among the user's
         environment = {"MLX_SPECPREFILL_CALIBRATION_FILE": costs, "MLX_SPECPREFILL_REMEMBER": "false"}
         return self.serve("ours", command, **(environment | more))
 
     def mlx_lm(self) -> AbstractContextManager[Server]:
-        return self.serve("mlx_lm.server", module("mlx_lm.server", "--model", str(self.target)), **preload())
+        command = [sys.executable, "-m", "mlx_lm.server", "--model", str(self.target)]
+        return self.serve("mlx_lm.server", command, **preload())
 
     def serve(
         self, name: str, command: list[str], model: str = "default_model", **environment: str

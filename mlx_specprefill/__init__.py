@@ -83,7 +83,6 @@ from .request import (
     Timings,
     TokenEvent,
 )
-from .shapes import SHAPES, ShapeWork, shape_work
 from .specprefill.head_calibration import calibrated_heads, find_heads
 from .stored import (
     LOADED_FILES,
@@ -100,7 +99,6 @@ __all__ = [
     "BLAS",
     "LOADED_FILES",
     "RULE_NAMES",
-    "SHAPES",
     "SPECULATION_NAMES",
     "BlasStatus",
     "Blueprint",
@@ -153,7 +151,6 @@ __all__ = [
     "ScoringConfig",
     "SelectionConfig",
     "SettingsError",
-    "ShapeWork",
     "SparseUnsupportedError",
     "SpecPrefillError",
     "SpecPrefillOptions",
@@ -182,6 +179,5 @@ __all__ = [
     "make_pair",
     "place_of",
     "read_heads",
-    "shape_work",
     "with_heads",
 ]

@@ -363,15 +363,3 @@ def test_main_is_the_console_command(monkeypatch: pytest.MonkeyPatch, capsys: py
         cli.main()
     assert exit_info.value.code == 0
     assert {"serve", "generate", "inspect"} <= set(capsys.readouterr().out.split())
-
-
-class TestInspectShape:
-    def test_it_prints_the_work_of_a_shape(self) -> None:
-        done = run("inspect", "--shape", "llama-3.1-8b", "--keep-pct", "0.1")
-        assert "llama-3.1-8b, keep 0.1: 10^12 multiply-accumulates" in done.stdout
-        assert done.exit_code == 0, done.output
-        assert "131,072" in done.stdout
-
-    def test_an_unknown_shape_and_nothing_at_all_are_refused(self) -> None:
-        assert "no shape 'x'" in run("inspect", "--shape", "x").stderr
-        assert "--prompt-file or --shape is needed" in run("inspect").stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 from itertools import groupby
 
 from rich.console import Console
@@ -13,14 +12,13 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from mlx_specprefill import PrefillReport, Progress, shape_work
+from mlx_specprefill import PrefillReport, Progress
 
 from ..explaining.explained import ExplainedChunk
 from ..explaining.heatmap import chunk_state
 
-__all__ = ["StageBars", "chunk_table", "stage_bars", "stage_summary", "stage_table", "work_table"]
+__all__ = ["StageBars", "chunk_table", "stage_bars", "stage_summary", "stage_table"]
 
-_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens
 _PREVIEW = 60  # characters of a run's text in the table
 _LABELS = {"draft": "draft reads the prompt", "prefill": "target reads its share"}
 
@@ -112,22 +110,4 @@ def chunk_table(chunks: Sequence[ExplainedChunk], *, dropped_too: bool) -> Table
     table.add_column("text", no_wrap=True, overflow="ellipsis")
     for *cells, (_, _, run) in zip(*columns.values(), shown, strict=True):
         table.add_row(*cells, Text(" ".join("".join(chunk.text for chunk in run).split())[:_PREVIEW]))
-    return table
-
-
-def work_table(shape: str, keep: Fraction) -> Table:
-    """Multiply-accumulates of both ways to prefill in a shape, in units of 10^12."""
-    table = _numbers("tokens", "target", "draft", "target, kept", "r", "speed-up at most")
-    table.title = f"{shape}, keep {float(keep):g}: 10^12 multiply-accumulates"
-    for tokens in (8192, 16384, 32768, 65536, 131072):
-        work = shape_work(shape, tokens, keep)
-        counts = (f"{count / 1e12:,.1f}" for count in (work.full, work.draft, work.kept))
-        table.add_row(f"{tokens:,}", *counts, f"{work.ratio:.3f}", f"{work.most_speedup:.2f}")
-    return table
-
-
-def _numbers(*columns: str) -> Table:
-    table = Table(show_edge=False)
-    for name in columns:
-        table.add_column(name, justify="right")
     return table

@@ -8,14 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mlx_specprefill import Engine, GenerationRequest, Inspection, keep_pct
+from mlx_specprefill import Engine, GenerationRequest, Inspection
 
 from ..explaining.explained import ExplainedChunk, explain_chunks
 from ..explaining.heatmap import render_heatmap
-from ..settings import default_text
 from .common import (
     ONE_SHOT,
-    OptionError,
     begin,
     choose,
     make_prompt,
@@ -25,7 +23,7 @@ from .common import (
     options_of,
     read_text,
 )
-from .console import chunk_table, stage_bars, work_table
+from .console import chunk_table, stage_bars
 from .loading import load_engine
 from .options import (
     Draft,
@@ -45,14 +43,11 @@ __all__ = ["inspect"]
 
 
 def inspect(
-    prompt_file: Annotated[Path | None, typer.Option(help="A text file; - reads standard input.")] = None,
+    prompt_file: Annotated[Path, typer.Option(help="A text file; - reads standard input.")],
     question: Question = None,
     keep: Keep = None,
     rule: Rule = None,
     raw: Raw = False,
-    shape: Annotated[
-        str | None, typer.Option(help="Instead of a prompt: what a prefill computes in this model shape.")
-    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a heat map of the prompt to this file.")] = None,
     show_dropped: Annotated[bool, typer.Option("--all", help="List the dropped chunks too.")] = False,
     pair: PairName = None,
@@ -66,11 +61,6 @@ def inspect(
     """Show which chunks of a prompt the draft would keep, and why, without running the target on it."""
     begin(log_level)
     with one_line_errors():
-        if shape is not None:
-            Console().print(work_table(shape, keep_pct(keep or default_text("specprefill_keep_pct"), "--keep-pct")))
-            return
-        if prompt_file is None:
-            raise OptionError("--prompt-file or --shape is needed")
         text = read_text(prompt_file)
         options = options_of(None, keep)
         chosen = choose(pair, pairs_file, target, draft, no_draft)

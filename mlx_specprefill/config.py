@@ -28,7 +28,7 @@ __all__ = [
 
 _LONG_PROMPT = 8192  # tokens
 
-SpeculationName = Literal["auto", "off", "draft", "retrieval", "triforce", "mtp", "ngram"]
+SpeculationName = Literal["off", "ngram", "draft", "triforce", "mtp"]
 SPECULATION_NAMES: tuple[SpeculationName, ...] = get_args(SpeculationName)
 ForcedRule = Literal["template", "last-token"]
 RuleName = Literal["default", "paper"]
@@ -129,10 +129,10 @@ class SpeculationConfig:
     model cost about 1.1 to 1.6 times one, eight 1.7 to 2.7 times.
     """
 
-    strategy: SpeculationName = "off"  # what requests get that don't say; "auto" engages what is measured to pay
+    strategy: SpeculationName = "off"  # what requests get that don't say
     gamma: int = 3  # tokens that the draft model or the MTP head proposes at a time
     gamma1: int = 2  # triforce: tokens of the small model per inner verification
-    gamma2: int = 4  # retrieval and triforce: tokens per verification on the whole cache
+    gamma2: int = 4  # triforce: tokens per verification on the whole cache
     budget: int = 4096  # tokens of the retrieved part of the cache
     chunk: int = 16  # tokens per retrieved chunk
     shortlist: int = 4  # times as many chunks, the best by mean keys, are compared by their own; 1 is TriForce's rule
@@ -143,7 +143,6 @@ class SpeculationConfig:
     ngram: int = 8  # tokens that are proposed at a time of what followed an earlier place like this one
     ngram_match: int = 3  # last tokens that have to be the same there
     gather_above: int = 16384  # prompt tokens above which a draft's cache is cut down to what the target kept
-    min_gain: float = 1.15  # predicted speed-up at which "auto" engages
 
     def __post_init__(self) -> None:
         if self.strategy not in SPECULATION_NAMES:

@@ -122,13 +122,13 @@ def test_the_engine_closes_reasoning(engine: Engine, tokens: int) -> None:
 def test_a_drafted_answer_is_held_to_it_too(engine: Engine) -> None:
     greedy = {"sampling": SamplingParams(), "max_tokens": 20}
     plain, _ = generated(engine.generate(asked(6, **greedy)))
-    drafted = asked(6, **greedy, specprefill=SpecPrefillOptions(enabled=False, speculative="retrieval"))
+    drafted = asked(6, **greedy, specprefill=SpecPrefillOptions(enabled=False, speculative="ngram"))
     tokens, last = generated(engine.generate(drafted))
     assert tokens == plain
     assert plain[6] == DONE[0]
     assert isinstance(last, Finished)
     assert last.account.speculation is not None
-    assert last.account.speculation.strategy == "retrieval"
+    assert last.account.speculation.strategy == "ngram"
 
 
 def test_a_grammar_begins_where_the_budget_ends(engine: Engine) -> None:

@@ -102,10 +102,10 @@ class Engine:
         self.costs = CostModel(pair, self.config)
         chunks = self._chunks_type(pair, self.config, self.scheduler, self.costs)
         planner = Planner(pair, self.config, self.costs, chunks.expected)
-        self.speculator = Speculator(pair, self.config, self.scheduler)
-        self.prefiller = self._prefiller_type(pair, self.config, self.caches, planner, chunks.size, self.speculator)
+        self._speculator = Speculator(pair, self.config, self.scheduler)
+        self.prefiller = self._prefiller_type(pair, self.config, self.caches, planner, chunks.size)
         self.memory = self._memory_type(pair, self.config, self.caches, self._thread.memory, lasting)
-        self.rows = Rows(pair, self.config, self.speculator)
+        self.rows = Rows(pair, self.config)
         self.densifier = self._densifier_type(self.prefiller, self.memory)
         self._inbox = Inbox(self.scheduler, self.config.max_queue, self._thread.wake)
         self.loop = self._loop_type(
@@ -305,7 +305,10 @@ class Engine:
             return Job(work.uid, ignore, handle, slices, work=work)
         assert plan is not None
         need = self.memory.need(request, plan.mode)
-        sequence = Sequence(work.uid, request, time.perf_counter(), self._guide(request), plan=plan, need=need)
+        drafting = self._speculator.drafter(request)
+        sequence = Sequence(
+            work.uid, request, time.perf_counter(), self._guide(request), drafting, plan=plan, need=need
+        )
         return Job(work.uid, ignore, handle, self.prefiller.run(sequence), sequence, work=work)
 
     def generate(self, request: GenerationRequest) -> Iterator[Event]:

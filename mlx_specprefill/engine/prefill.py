@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -45,33 +45,11 @@ _WORTH_KEEPING = 128  # tokens of a dense beginning, for which a forward has to 
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
 
 
-class PromptWatcher(Protocol):
-    """What wants to see a prompt while it is read, so that the answer can be drafted (`engine.speculation`)."""
-
-    def begin(self, sequence: Sequence, context: int, read: bool) -> bool:
-        """Before the target's first forward; whether the draft's cache of the prompt has to be kept or made.
-
-        Args:
-            context: tokens that the target's cache will hold.
-            read: the draft has read the prompt.
-        """
-
-    def forward(self, sequence: Sequence, fed: Kept) -> Callable[[], AbstractContextManager[None]]:
-        """A context for each of the target's forwards over the prompt's indices `fed`."""
-
-    def last_forward(self, sequence: Sequence) -> Callable[[mx.array, list[Any]], mx.array] | None:
-        """Stands in for the forward of the last token; see `prefill`."""
-
-    def end(self, sequence: Sequence) -> Generator[Progress, None, None]:
-        """After the last forward."""
-
-
 class Prefiller:
     """Runs prefills.
 
     Args:
         planner: decides how a prompt is prefilled.
-        watcher: sees the prompt while it is read.
         slice_size: tokens for the next forward of "draft" or "prefill".
 
     Attributes:
@@ -85,14 +63,12 @@ class Prefiller:
         caches: EngineCaches,
         planner: Planner,
         slice_size: Callable[[str], int],
-        watcher: PromptWatcher,
     ) -> None:
         self.pair = pair
         self.config = config
         self.caches = caches
         self.planner = planner
         self.slice_size = slice_size
-        self._watcher = watcher
         self.text = TextReader(pair.tokenizer)
         self.scorer = PromptScorer(pair, config, caches, slice_size)
         self._continuing = Continuing(config.policy, planner.selects)
@@ -110,7 +86,8 @@ class Prefiller:
             yield Progress("prefill", 0, len(request.prompt) - sequence.cached)
             logits = yield from self._full(sequence)
         sequence.stage = "draft"
-        yield from self._watcher.end(sequence)
+        if sequence.drafting is not None:
+            yield from sequence.drafting.end(sequence.cache, sequence.kept)
         return logits
 
     def _from_prefix(self, sequence: Sequence, again: bool = False) -> None:
@@ -176,8 +153,8 @@ class Prefiller:
         sequence.reused = int(beginning.held.size)
         yield Progress("select", beginning.read, len(request.prompt))
         sequence.stage = "prefill"
-        if self._watcher.begin(sequence, beginning.held.size + beginning.read, read=True):
-            sequence.draft_cache, sequence.lookahead = scores.cache, scores.lookahead
+        if (drafting := sequence.drafting) is not None and drafting.begin(sequence.hidden is not None):
+            drafting.cache, drafting.lookahead = scores.cache, scores.lookahead
         if sequence.hidden is not None:
             return (yield from read_upper(self.pair, self.caches, sequence, beginning, scores.cache, self.slice_size))
         del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
@@ -243,6 +220,7 @@ class Prefiller:
         run = int((np.arange(kept.size) == kept - start).sum()) if start == sequence.cached else 0
         run = run if run >= _WORTH_KEEPING else 0
         cuts = tuple(sorted({run, *(cut - start for cut in self._checkpoints(sequence) if start < cut < start + run)}))
+        drafting = sequence.drafting
         steps = Steps(
             prefill(
                 self.pair.target,
@@ -252,8 +230,8 @@ class Prefiller:
                 lambda: self.slice_size("prefill"),
                 offset=start,
                 cuts=cuts if run else (),
-                forward=self._watcher.forward(sequence, kept),
-                last_forward=self._watcher.last_forward(sequence),
+                forward=nullcontext if drafting is None else drafting.forward(kept),
+                last_forward=None if drafting is None else drafting.last_forward(sequence.grammar),
             )
         )
         for progress in steps:
@@ -266,11 +244,12 @@ class Prefiller:
 
     def _full(self, sequence: Sequence) -> Slices:
         request, S = sequence.request, sequence.cached
-        sequence.draft_cache, sequence.lookahead = None, ()
-        if sequence.uid >= 0 and self._watcher.begin(sequence, len(request.prompt), read=False):
-            yield from self._read_with_draft(sequence)
+        forward: Callable[[], AbstractContextManager[None]] = nullcontext
+        if (drafting := sequence.drafting) is not None:
+            if drafting.begin():
+                drafting.cache = yield from self._read_with_draft(sequence)
+            forward = drafting.forward(np.arange(S, len(request.prompt), dtype=np.int32))
         sequence.stage = "prefill"
-        forward = self._watcher.forward(sequence, np.arange(S, len(request.prompt), dtype=np.int32))
         if request.prompt_logprobs is not None:
             return (yield from self._with_prompt_logprobs(sequence, request.prompt_logprobs, forward))
         cuts = [cut - S for cut in self._checkpoints(sequence) if cut > S]
@@ -300,8 +279,8 @@ class Prefiller:
             self.caches.keep_target(request.prompt, sequence.cache, request)
         return steps.result
 
-    def _read_with_draft(self, sequence: Sequence) -> Generator[Progress, None, None]:
-        """The whole prompt, for a draft that proposes after a full prefill."""
+    def _read_with_draft(self, sequence: Sequence) -> Generator[Progress, None, list[Any]]:
+        """Read the whole prompt, for a draft that proposes after a full prefill; its cache."""
         assert self.pair.draft is not None
         sequence.stage = "draft"
         prompt, label = sequence.request.prompt, sequence.request.label
@@ -311,7 +290,7 @@ class Prefiller:
         for progress in prefill(self.pair.draft, cache, prompt[start:], None, lambda: self.slice_size("draft")):
             yield Progress("draft", start + progress.done, len(prompt))
         self.caches.keep_draft(prompt, cache, sequence.request)
-        sequence.draft_cache = cache
+        return cache
 
     def dense(self, request: GenerationRequest, choice: str = "") -> Generator[Progress | PromptLogprobs, None, None]:
         """Background: bring the exact cache up to its prompt, preemptible at every slice; cancelled, it keeps them.

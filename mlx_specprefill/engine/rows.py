@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -16,12 +16,13 @@ from ..errors import SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import GenerationRequest, TokenEvent
 from ..sampling import LogitsProcessor, held_back, logits_processors, make_sampler
+from ..speculative.row import SpeculativeRow
 from .admission.ledger import cache_bytes
 from .caches import empty_cache
 from .decode_batch import DecodeBatch, DecodeRow, RowFailed
 from .failures import log_failure
-from .sequence import Sequence, Speculation
-from .speculation import Speculator
+from .sequence import Sequence
+from .speculation import AnswerDrafter
 
 __all__ = ["Outcome", "Rows"]
 
@@ -29,23 +30,30 @@ log = logging.getLogger(__name__)
 Outcome = tuple[int, TokenEvent | Exception]  # of the row with this uid; one that failed is gone
 
 
+class _Drafted(NamedTuple):
+    """A sequence whose row decodes by proposals, beside the batch."""
+
+    sequence: Sequence
+    drafting: AnswerDrafter
+    row: SpeculativeRow
+
+
 class Rows:
     """Sequences between their prefill and their last token."""
 
-    def __init__(self, pair: ModelPair, config: EngineConfig, speculator: Speculator) -> None:
+    def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
         self._pair = pair
         self._config = config
-        self._speculator = speculator
         self._batch = DecodeBatch(pair.target, pair.stages, pair.ranks)
-        self._drafted: dict[int, Sequence] = {}  # the speculator's rows
+        self._drafted: dict[int, _Drafted] = {}
 
     def __len__(self) -> int:
-        return len(self._batch) + len(self._speculator)
+        return len(self._batch) + len(self._drafted)
 
     @property
     def nbytes(self) -> int:
         """Of the caches of all rows. In a batch every row takes as much as the longest."""
-        drafted = (self._speculator.row(uid).cache for uid in self._drafted)
+        drafted = (drafted.row.cache for drafted in self._drafted.values())
         return sum(cache_bytes(cache) for cache in (*self._batch.caches, *drafted))
 
     def add(self, sequence: Sequence, logits: mx.array) -> list[TokenEvent]:
@@ -55,13 +63,10 @@ class Rows:
             Tokens that are known already: the first one, and what else the prefill has found.
         """
         self._quantize(sequence)
-        row = self._speculator.add(sequence, logits, _processors(sequence.request))
-        if row is None:
-            self._add_plain(sequence, logits)
-            return [self._first_token(sequence.uid)]
-        sequence.cache = []  # the row owns it now
-        self._drafted[sequence.uid] = sequence
-        return row.early
+        if sequence.drafting is not None and (row := self._begin_drafted(sequence, sequence.drafting, logits)):
+            return row.early
+        self._add_plain(sequence, logits)
+        return [self._first_token(sequence.uid)]
 
     def step(self) -> Iterator[Outcome]:
         """One token of every plain row, then one forward of one drafted row. Rows may be removed in between."""
@@ -73,15 +78,28 @@ class Rows:
         if uid not in self._drafted:
             removed = self._batch.remove(uid)
             return removed.cache, removed.tokens
-        row = self._speculator.row(uid)
-        self._remove_drafted(uid)
+        row = self._drafted.pop(uid).row
         return row.cache, tuple(row.tokens)
 
     def clear(self) -> None:
         """Forget every row, whatever state it is in."""
         self._batch = DecodeBatch(self._pair.target, self._pair.stages, self._pair.ranks)
-        self._speculator.clear()
         self._drafted.clear()
+
+    def _begin_drafted(self, sequence: Sequence, drafting: AnswerDrafter, logits: mx.array) -> SpeculativeRow | None:
+        """None where it is not drafted after all."""
+        row = drafting.begin_row(
+            sequence.model(self._pair),
+            sequence.cache,
+            logits,
+            _processors(sequence.request),
+            sequence.grammar,
+            sequence.shift,
+        )
+        if row is not None:
+            sequence.cache = []  # the row owns it now
+            self._drafted[sequence.uid] = _Drafted(sequence, drafting, row)
+        return row
 
     def _add_plain(self, sequence: Sequence, logits: mx.array) -> None:
         request = sequence.request
@@ -146,7 +164,8 @@ class Rows:
             return [(uid, error) for uid in lost]
 
     def _step_drafted(self) -> Iterator[Outcome]:
-        uid = self._speculator.next_turn()
+        """The first of them; beside other rows it joins the batch, and the next one is the first."""
+        uid = next(iter(self._drafted), None)
         if uid is None:
             return
         outcomes, leaving = self._forward_drafted(uid)
@@ -156,23 +175,20 @@ class Rows:
 
     def _forward_drafted(self, uid: int) -> tuple[list[Outcome], str | None]:
         """What came of it, and why the row has to go on as a plain one, if it has to."""
+        drafted = self._drafted[uid]
         try:
-            events, leaving = self._speculator.step(uid, self._speculator.leaves(uid, len(self) - 1))
+            events, leaving = drafted.drafting.step(drafted.row, alone=len(self) == 1)
         except Exception as error:  # noqa: BLE001 - one row must not end the others
             log_failure(log, "a speculative row failed", error)
-            self._remove_drafted(uid)
+            del self._drafted[uid]
             return [(uid, error)], None
         return [(uid, event) for event in events], leaving
 
     def _join_batch(self, uid: int, why: str) -> None:
-        row, sequence = self._speculator.row(uid), self._drafted[uid]
-        self._remove_drafted(uid).reason += f"; then plain decoding: {why}"
+        sequence, drafting, row = self._drafted.pop(uid)
+        drafting.leave(why)
         sequence.cache = row.cache
         self._add_plain(sequence, row.logits)
-
-    def _remove_drafted(self, uid: int) -> Speculation:
-        del self._drafted[uid]
-        return self._speculator.remove(uid)
 
 
 def _processors(request: GenerationRequest) -> list[LogitsProcessor]:

@@ -13,56 +13,14 @@ import numpy.typing as npt
 
 from ..constraints import GrammarState
 from ..loading import ModelPair
-from ..request import GenerationRequest, PrefillReport, ScorerKind, SpeculationReport, Stage, Timings
+from ..request import GenerationRequest, PrefillReport, ScorerKind, Stage, Timings
 from ..sessions.continuing import Continuation
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
 from ..specprefill.staged_prefill import HiddenStates
-from ..speculative.mtp_proposer import PromptReader
-from ..speculative.proposers import Proposer
-from ..speculative.row import LastForward, SpeculativeRow
-from ..speculative.strategies import StrategyName
+from .speculation import AnswerDrafter
 
-__all__ = ["Sequence", "Speculation"]
-
-
-@dataclass
-class Speculation:
-    """One request's speculation, from the decision on.
-
-    Attributes:
-        strategy: None decodes autoregressively.
-        reason: why this strategy, or why none.
-        auto: engaged because it was predicted to pay.
-        context: tokens in the target's cache after the prefill.
-        last: the prefill's last forward.
-        reader: the target's MTP head, which reads the prompt along with it.
-    """
-
-    strategy: StrategyName | None
-    reason: str
-    auto: bool = False
-    context: int = 0
-    last: LastForward | None = None
-    reader: PromptReader | None = None
-    proposer: Proposer | None = None
-    row: SpeculativeRow | None = None
-    free_tokens: int = 0
-
-    def decline(self, reason: str) -> None:
-        self.strategy, self.reason, self.proposer = None, reason, None
-
-    def account(self) -> SpeculationReport:
-        row = self.row
-        inner = None if row is None else row.proposer.inner
-        return SpeculationReport(
-            strategy=self.strategy or "autoregressive",
-            reason=self.reason,
-            acceptance_rate=None if row is None else row.acceptance.rate,
-            inner_acceptance_rate=None if inner is None else inner.rate,
-            tokens_per_step=(len(row.tokens) - self.free_tokens) / row.steps if row is not None and row.steps else None,
-            free_tokens=self.free_tokens,
-        )
+__all__ = ["Sequence"]
 
 
 @dataclass
@@ -84,14 +42,14 @@ class Sequence:
         stage: what the current slice works on.
         tokens: generated so far.
         grammar: the request's grammar and budget on their way through the answer.
-        speculation: how the answer is drafted, None if that was not asked for.
-        draft_cache, lookahead: what scoring left: the draft's cache of the prompt, and its greedy continuation.
+        drafting: drafts the answer; None if that was not asked for.
     """
 
     uid: int
     request: GenerationRequest
     submitted: float
     grammar: GrammarState | None = None
+    drafting: AnswerDrafter | None = None
     started: float = 0.0
     plan: PrefillPlan | None = None
     need: int = 0
@@ -111,9 +69,6 @@ class Sequence:
     spent_ms: dict[str, float] = field(default_factory=dict)
     first_token_at: float = 0.0
     last_token_at: float = 0.0
-    speculation: Speculation | None = None
-    draft_cache: list[Any] | None = None
-    lookahead: tuple[int, ...] = ()
 
     def model(self, pair: ModelPair) -> Callable[..., mx.array]:
         """What reads on with the sequence's cache."""
@@ -151,7 +106,7 @@ class Sequence:
             timings=self._timings(),
             predicted=None if self.plan is None else self.plan.predicted,
             kept_spans=spans if self.request.specprefill.return_spans else None,
-            speculation=None if self.speculation is None else self.speculation.account(),
+            speculation=None if self.drafting is None else self.drafting.account(),
             scope=None if self.plan is None or self.kept is None else self.plan.scope,
         )
 

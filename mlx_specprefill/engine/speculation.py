@@ -1,46 +1,43 @@
-"""Which answers are decoded by proposals, and the rows that are. MLX thread only.
+"""Drafting of one answer: from the decision before its prompt is read, over the row that decodes, to the report.
 
-A speculative row decodes by itself, one forward per tick of the engine, beside the batch of plain rows. So whatever is
-drafted, another row waits for one forward at most. A row that was engaged by "auto" joins the plain batch when others
-come, because a shared forward is cheaper than speculation, and when its proposals are accepted too rarely to pay.
+A request that asks for no drafts has none of this. MLX thread only, but for `Speculator.drafter`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..config import EngineConfig, SpeculationName
+from ..config import EngineConfig
+from ..constraints import GrammarState
 from ..errors import RequestCancelled
 from ..loading import ModelPair
-from ..request import GenerationRequest, Progress, TokenEvent
-from ..sampling import LogitsProcessor, logits_processors
-from ..speculative.forward_cost import measure_forwards, measure_head
-from ..speculative.gain import Acceptance, DecodeCosts, GainInputs, predicted_gain
+from ..request import GenerationRequest, Progress, SpeculationReport, TokenEvent
+from ..sampling import LogitsProcessor
 from ..speculative.mtp_proposer import PromptReader
+from ..speculative.proposers import Proposer
 from ..speculative.row import LastForward, Limits, SpeculativeRow
 from ..speculative.strategies import STRATEGIES, ProposerInputs, StrategyName, refusals
 from ..speculative.token_sampler import TokenSampler
 from .scheduler import Scheduler
-from .sequence import Sequence, Speculation
 
-__all__ = ["Speculator"]
+__all__ = ["AnswerDrafter", "Speculator"]
 
 log = logging.getLogger(__name__)
-_PRIORS: dict[StrategyName, float] = {"draft": 0.75, "retrieval": 0.9, "triforce": 0.9, "mtp": 0.7, "ngram": 0.7}
-_INNER_PRIOR = 0.7
-_COVERAGE_PRIORS: dict[StrategyName, float] = {"ngram": 0.5}  # the others propose in every round
-_ENOUGH = 24  # judged tokens after which a row's own acceptance counts
+_PLAIN = "autoregressive"
+_SHARED = "other answers are running, and a shared forward is cheaper"
+_SEEDED = "a seeded text must not depend on what else is running"
 
 
 class Speculator:
-    """Decides, prepares and runs. What it has to measure, it measures when the first request asks for it.
+    """Makes the drafters of an engine's answers.
 
     Args:
         scheduler: knows whether other answers are running.
@@ -48,188 +45,156 @@ class Speculator:
 
     def __init__(self, pair: ModelPair, config: EngineConfig, scheduler: Scheduler) -> None:
         self.pair = pair
-        self._scheduler = scheduler
         self.config = config.speculation
-        self._quantized = config.kv_bits is not None
+        self.quantized = config.kv_bits is not None
+        self._scheduler = scheduler
         self._refusals: dict[StrategyName, str | None] | None = None
-        self._costs: DecodeCosts | None = None
-        self._outer = {name: Acceptance(prior) for name, prior in _PRIORS.items()}
-        self._inner = Acceptance(_INNER_PRIOR)
-        self._coverage = {name: Acceptance(_COVERAGE_PRIORS.get(name, 1.0)) for name in _PRIORS}
-        self._rows: dict[int, Speculation] = {}
-        self._turns: deque[int] = deque()
 
-    # --- the decision ------------------------------------------------------------------------------------------------
+    def drafter(self, request: GenerationRequest) -> AnswerDrafter | None:
+        """None where neither the request nor the server asks for drafts. From any thread."""
+        asked = request.specprefill.speculative or self.config.strategy
+        return None if asked == "off" else AnswerDrafter(self, request, asked)
 
-    def decide(self, sequence: Sequence, context: int, read: bool) -> Speculation | None:
-        """How a request's answer is drafted; None where neither the request nor the server asks for it.
+    def refusal(self, strategy: StrategyName, request: GenerationRequest) -> str | None:
+        """Why an answer can't be drafted so now; None if it can."""
+        if self._refusals is None:
+            self._refusals = self._found_refusals()
+        if (reason := self._refusals[strategy]) is not None:
+            return reason
+        if request.sampling.seed is not None and request.sampling.temperature > 0:
+            return _SEEDED
+        return _SHARED if self._scheduler.decoding else None
+
+    def _found_refusals(self) -> dict[StrategyName, str | None]:
+        """Why a strategy can't run with this pair, None where it can."""
+        if self.pair.ranks is not None:
+            return dict.fromkeys(STRATEGIES, "the target runs on several machines")
+        return refusals(self.pair.target, self.pair.proposer, self.pair.mtp, self.quantized)
+
+
+class AnswerDrafter:
+    """Drafts one answer, or knows why it is decoded plainly after all.
+
+    An answer is drafted while it is the only one: a row by proposals takes forwards of its own, and a batch already
+    shares the weights, which is most of what proposals save.
+
+    Attributes:
+        strategy: None decodes autoregressively.
+        reason: why this strategy, or why none.
+        cache, lookahead: what scoring left: the draft's cache of the prompt, and its greedy continuation.
+        reader: the target's MTP head, which reads the prompt along with it.
+        row: decodes, from the prefill on.
+    """
+
+    def __init__(self, speculator: Speculator, request: GenerationRequest, asked: StrategyName) -> None:
+        self._speculator = speculator
+        self._pair = speculator.pair
+        self._request = request
+        self._asked = asked
+        self.strategy: StrategyName | None = None
+        self.reason = "not started"
+        self.cache: list[Any] | None = None
+        self.lookahead: tuple[int, ...] = ()
+        self.reader: PromptReader | None = None
+        self.row: SpeculativeRow | None = None
+        self._last: LastForward | None = None
+        self._proposer: Proposer | None = None
+        self._left: SpeculationReport | None = None
+
+    def begin(self, staged: bool = False) -> bool:
+        """Decide, before the target's first forward, and again if its prefill begins anew.
 
         Args:
-            context: tokens that the target's cache will hold.
-            read: the draft has read the prompt anyway.
+            staged: the target's layers will hold different numbers of tokens.
+
+        Returns:
+            Whether the draft goes on after the prompt, so that it has to have read it.
         """
-        own = sequence.request.specprefill.speculative
-        asked: SpeculationName = own or self.config.strategy
-        if asked == "off":
-            return None if own is None else Speculation(None, "turned off by the request")
-        if asked == "auto":
-            return self._automatic(sequence.request, context, read)
-        refusal = self.refusals[asked]
-        return Speculation(None, refusal) if refusal is not None else Speculation(asked, "requested")
+        self.strategy, self.reason = self._asked, "requested"
+        self.cache, self.lookahead, self.reader, self._last = None, (), None, None
+        if (refusal := self._speculator.refusal(self._asked, self._request)) is not None:
+            self._decline(refusal)
+        elif staged and STRATEGIES[self._asked].needs_head:
+            self._decline("in a staged prefill the MTP head does not read the prompt")
+        return self.strategy is not None and STRATEGIES[self.strategy].needs_reading
 
-    @property
-    def refusals(self) -> dict[StrategyName, str | None]:
-        """Why a strategy can't run with this pair, None where it can."""
-        if self._refusals is None and self.pair.ranks is not None:
-            self._refusals = dict.fromkeys(STRATEGIES, "the target runs on several machines")
-        if self._refusals is None:
-            self._refusals = refusals(self.pair.target, self.pair.proposer, self.pair.mtp, self._quantized)
-        return self._refusals
-
-    def _automatic(self, request: GenerationRequest, context: int, read: bool) -> Speculation:
-        for known in (*self._outer.values(), *self._coverage.values(), self._inner):
-            known.forget()
-        if self._scheduler.decoding:
-            return Speculation(None, "other answers are running, and a shared forward is cheaper")
-        if request.sampling.seed is not None and request.sampling.temperature > 0:
-            return Speculation(None, "a seeded text must not depend on what was measured")
-        possible = [name for name, refusal in self.refusals.items() if refusal is None]
-        possible = [name for name in possible if read or not STRATEGIES[name].needs_reading]
-        if not possible:
-            reasons = {reason for reason in self.refusals.values() if reason is not None}
-            return Speculation(None, "; ".join(sorted(reasons)) or "the draft has not read the prompt")
-        gains = {
-            name: self._gain(name, context, self._outer[name].rate, self._inner.rate, self._coverage[name].rate)
-            for name in possible
-        }
-        best = max(gains, key=lambda name: gains[name])
-        said = f"{best} is predicted to be {gains[best]:.2f} times as fast, {self.config.min_gain:g} is needed"
-        if gains[best] >= self.config.min_gain:
-            return Speculation(best, said, auto=True, context=context)
-        if "ngram" in possible and _likeliest(request):
-            found = self._gain("ngram", context, self._outer["ngram"].rate, 0.0, coverage=1.0)
-            if found >= self.config.min_gain:
-                said = (
-                    f"ngram is predicted to be {found:.2f} times as fast where it proposes, and costs nothing elsewhere"
-                )
-                return Speculation("ngram", said, auto=True, context=context)
-        return Speculation(None, said)
-
-    def _gain(self, name: StrategyName, context: int, outer: float, inner: float, coverage: float) -> float:
-        draft_context = self.config.window if name == "triforce" else context
-        inputs = GainInputs(context, draft_context, outer, inner, coverage)
-        return predicted_gain(name, self.costs, self.config, inputs)
-
-    @property
-    def costs(self) -> DecodeCosts:
-        if self._costs is None:
-            config = self.config
-            rows = (1, *(count + 1 for count in (config.gamma, config.gamma1, config.gamma2, config.ngram)))
-            drafts = self.pair.draft is not None and self.refusals["draft"] is None
-            draft = measure_forwards(self.pair.draft, (1,))[1] if drafts else None
-            head = None if isinstance(self.pair.mtp, str) else measure_head(self.pair.mtp)
-            self._costs = DecodeCosts(measure_forwards(self.pair.target, rows), draft, head)
-        return self._costs
-
-    # --- from the prefill to a row -----------------------------------------------------------------------------------
-
-    def begin(self, sequence: Sequence, context: int, read: bool) -> bool:
-        """Decide, as `decide`; whether the draft goes on after the prompt, so that it has to have read it."""
-        chosen = sequence.speculation = self.decide(sequence, context, read)
-        return chosen is not None and chosen.strategy is not None and STRATEGIES[chosen.strategy].needs_reading
-
-    def forward(self, sequence: Sequence, fed: npt.NDArray[np.int32]) -> Callable[[], AbstractContextManager[None]]:
+    def forward(self, fed: npt.NDArray[np.int32]) -> Callable[[], AbstractContextManager[None]]:
         """A context for each of the target's forwards over the prompt's indices `fed`: the MTP head reads along."""
-        chosen, head = sequence.speculation, self.pair.mtp
-        if chosen is None or chosen.strategy is None or not STRATEGIES[chosen.strategy].needs_head:
+        if self.strategy is None or not STRATEGIES[self.strategy].needs_head:
             return nullcontext
-        assert not isinstance(head, str)
-        chosen.reader = PromptReader(head, sequence.request.prompt, fed)
-        return chosen.reader.forward
+        assert not isinstance(self._pair.mtp, str)
+        self.reader = PromptReader(self._pair.mtp, self._request.prompt, fed)
+        return self.reader.forward
 
-    def last_forward(self, sequence: Sequence) -> LastForward | None:
-        """With the draft's look-ahead, where it would be proposed first anyway; unread grammars may forbid it."""
-        if sequence.draft_cache is None or sequence.grammar is not None or self._quantized:
-            return None
-        assert sequence.speculation is not None
-        sequence.speculation.last = LastForward(self.pair.target, sequence.lookahead)
-        return sequence.speculation.last
+    def last_forward(self, grammar: GrammarState | None) -> LastForward | None:
+        """Stand in for the forward of the prompt's last token; see `prefill`.
 
-    def end(self, sequence: Sequence) -> Generator[Progress, None, None]:
-        """Make the proposer of a prefilled sequence; whatever fails here costs the saving, never the answer."""
-        chosen = sequence.speculation
-        if chosen is None or chosen.strategy is None:
+        With the draft's look-ahead, where it would be proposed first anyway; unread grammars may forbid it.
+        """
+        if self.cache is not None and grammar is None and not self._speculator.quantized:
+            self._last = LastForward(self._pair.target, self.lookahead)
+        return self._last
+
+    def end(self, cache: list[Any], kept: npt.NDArray[np.int32] | None) -> Generator[Progress, None, None]:
+        """Make the proposer for a prefilled cache; whatever fails here costs the saving, never the answer."""
+        if self.strategy is None:
             return
+        speculator = self._speculator
         given = ProposerInputs(
-            self.pair.target,
-            sequence.cache,
-            sequence.request.prompt,
-            self.config,
-            self.pair.draft,
-            sequence.draft_cache,
-            sequence.kept,
-            chosen.reader,
+            self._pair.target,
+            cache,
+            self._request.prompt,
+            speculator.config,
+            self._pair.draft,
+            self.cache,
+            kept,
+            self.reader,
         )
         try:
-            chosen.proposer = yield from STRATEGIES[chosen.strategy].start(given)
+            self._proposer = yield from STRATEGIES[self.strategy].start(given)
         except RequestCancelled:
             raise
         except Exception as error:
-            log.exception("%s could not start", chosen.strategy)
-            chosen.decline(f"{chosen.strategy} could not start: {type(error).__name__}: {error}")
+            log.exception("%s could not start", self.strategy)
+            self._decline(f"{self.strategy} could not start: {type(error).__name__}: {error}")
 
-    def add(self, sequence: Sequence, logits: mx.array, processors: list[LogitsProcessor]) -> SpeculativeRow | None:
-        """The sequence's row, if it is to have one. It owns the cache from here on."""
-        chosen, request = sequence.speculation, sequence.request
-        if chosen is None or chosen.strategy is None or chosen.proposer is None:
-            return None
-        sampler = TokenSampler(request.sampling, logits.shape[-1], processors, sequence.grammar, request.stop_token_ids)
-        row = SpeculativeRow(
-            self.pair.target,
-            sequence.cache,
-            logits,
-            chosen.proposer,
-            sampler,
-            Limits(request.max_tokens, request.stop_token_ids),
-            STRATEGIES[chosen.strategy].gamma(self.config),
-            first=chosen.last,
-            logprobs=request.logprobs,
-            shift=sequence.shift,
-        )
-        chosen.row, chosen.free_tokens = row, len(row.early)
-        self._rows[sequence.uid] = chosen
-        self._turns.append(sequence.uid)
-        return row
-
-    # --- the rows ----------------------------------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __contains__(self, uid: int) -> bool:
-        return uid in self._rows
-
-    def next_turn(self) -> int | None:
-        """The row whose forward is next, in turn."""
-        if not self._turns:
-            return None
-        self._turns.rotate(-1)
-        return self._turns[-1]
-
-    def row(self, uid: int) -> SpeculativeRow:
-        row = self._rows[uid].row
-        assert row is not None
-        return row
-
-    def step(self, uid: int, why: str | None) -> tuple[list[TokenEvent], str | None]:
-        """One forward of a row: its tokens, and why it has to go on in the plain batch, if it has to.
+    def begin_row(
+        self,
+        model: Callable[..., mx.array],
+        cache: list[Any],
+        logits: mx.array,
+        processors: list[LogitsProcessor],
+        grammar: GrammarState | None,
+        shift: int,
+    ) -> SpeculativeRow | None:
+        """The row that decodes the answer, if it is drafted. It owns the cache from here on.
 
         Args:
-            why: it has to in any case.
+            model: the target, as it reads on with the cache.
+            logits: of the prompt's last token, (1, V).
+            shift: positions minus slots for caches that can't carry it.
         """
-        row = self.row(uid)
-        if why is not None:
-            return row.leave(), why
+        if self.strategy is None or self._proposer is None:
+            return None
+        request = self._request
+        self.row = SpeculativeRow(
+            model,
+            cache,
+            logits,
+            self._proposer,
+            TokenSampler(request.sampling, logits.shape[-1], processors, grammar, request.stop_token_ids),
+            Limits(request.max_tokens, request.stop_token_ids),
+            STRATEGIES[self.strategy].gamma(self._speculator.config),
+            first=self._last,
+            logprobs=request.logprobs,
+            shift=shift,
+        )
+        return self.row
+
+    def step(self, row: SpeculativeRow, alone: bool) -> tuple[list[TokenEvent], str | None]:
+        """One forward of the row: its tokens, and why it has to go on in the plain batch, if it has to."""
+        if not alone:
+            return row.leave(), _SHARED
         try:
             return row.step(), None
         except Exception as error:
@@ -238,39 +203,25 @@ class Speculator:
             log.exception("a proposal failed")
             return row.leave(), f"a proposal failed: {type(error).__name__}: {error}"
 
-    def leaves(self, uid: int, others: int) -> str | None:
-        """Why a row should go on in the plain batch; None if it should not."""
-        chosen = self._rows[uid]
-        row = self.row(uid)
-        if not chosen.auto or chosen.strategy is None:
-            return None
-        if others:
-            return "other answers came, and a shared forward is cheaper"
-        if row.acceptance.judged < _ENOUGH:
-            return None
+    def leave(self, why: str) -> None:
+        """The answer goes on in the plain batch: nothing but the account stays."""
+        self._left = replace(self.account(), reason=f"{self.reason}; then plain decoding: {why}")
+        self.strategy = self.row = self.cache = self.reader = self._proposer = self._last = None
+
+    def account(self) -> SpeculationReport:
+        row = self.row
+        if row is None:
+            return self._left or SpeculationReport(self.strategy or _PLAIN, self.reason)
         inner = row.proposer.inner
-        rates = row.acceptance.rate or 0.0, (inner.rate if inner is not None else None) or 0.0
-        gain = self._gain(chosen.strategy, chosen.context + len(row.tokens), *rates, row.coverage.rate or 1.0)
-        return f"too few proposals were accepted ({rates[0]:.0%})" if gain < 1 else None
+        free = len(row.early)
+        return SpeculationReport(
+            strategy=self.strategy or _PLAIN,
+            reason=self.reason,
+            acceptance_rate=row.acceptance.rate,
+            inner_acceptance_rate=None if inner is None else inner.rate,
+            tokens_per_step=(len(row.tokens) - free) / row.steps if row.steps else None,
+            free_tokens=free,
+        )
 
-    def remove(self, uid: int) -> Speculation:
-        """Take a row out; what it showed is remembered."""
-        row = self.row(uid)
-        chosen = self._rows.pop(uid)
-        self._turns.remove(uid)
-        if chosen.strategy is not None:
-            self._outer[chosen.strategy].add(row.acceptance.accepted, row.acceptance.judged)
-            self._coverage[chosen.strategy].add(row.coverage.accepted, row.coverage.judged)
-        if row.proposer.inner is not None:
-            self._inner.add(row.proposer.inner.accepted, row.proposer.inner.judged)
-        return chosen
-
-    def clear(self) -> None:
-        self._rows.clear()
-        self._turns.clear()
-
-
-def _likeliest(request: GenerationRequest) -> bool:
-    """Whether each token is the likeliest one in any case: a row need not wait for it where nothing is proposed."""
-    free = request.constraint is None and not request.min_tokens
-    return free and request.sampling.temperature == 0 and not logits_processors(request.sampling)
+    def _decline(self, reason: str) -> None:
+        self.strategy, self.reason = None, reason

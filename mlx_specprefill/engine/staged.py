@@ -25,8 +25,6 @@ from .sequence import Sequence
 
 __all__ = ["hidden_states", "read_rest", "read_upper"]
 
-_NOT_DRAFTED = "after a staged prefill the target's layers hold different numbers of tokens"
-
 
 def hidden_states(pair: ModelPair, caches: EngineCaches, sequence: Sequence) -> HiddenStates | None:
     """Where the target's own first layers score the prompt: what will keep what they pass on; None elsewhere.
@@ -59,8 +57,6 @@ def read_upper(
     model, hidden = pair.stages, sequence.hidden
     assert model is not None
     assert hidden is not None
-    if sequence.speculation is not None and sequence.speculation.strategy is not None:
-        sequence.speculation.decline(_NOT_DRAFTED)
     dense, upper = model.split(sequence.cache)
     upper = upper if beginning.cache is None else beginning.cache
     if not (hidden.covers(beginning.missing) and hidden.covers(beginning.kept)):

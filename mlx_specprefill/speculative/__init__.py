@@ -1,5 +1,5 @@
 """Speculative decoding: several tokens per forward of the target, with the target's distribution.
 
-Here: proposers, verification, rollback, the caches of proposers, the prediction of the gain. Not here: which request
-is drafted (`engine.speculation`). Read first: row.py, verification.py, proposers.py.
+Here: proposers, verification, rollback, the caches of proposers. Not here: which request is drafted
+(`engine.speculation`). Read first: row.py, verification.py, proposers.py.
 """

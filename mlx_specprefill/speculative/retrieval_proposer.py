@@ -1,7 +1,7 @@
-"""The target drafts for itself on a small part of its cache, alone or on top of a smaller model (TriForce, section 4).
+"""TriForce (section 4): the target drafts for itself on a small part of its cache, on top of a smaller model.
 
-Neither needs a second set of weights for the upper level. A forward on the small part reads the same weights but
-few keys and values, which pays when reading the whole cache takes most of the time.
+The level between needs no weights of its own. A forward on the small part reads the same weights but few keys and
+values, which pays when reading the whole cache takes most of the time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rollback import Rollback
 from .token_sampler import TokenSampler
 from .verification import verify
 
-__all__ = ["RetrievalPromptCache", "RetrievalProposer", "TriForceProposer"]
+__all__ = ["RetrievalPromptCache", "TriForceProposer"]
 
 _SMOOTH = 0.5  # of the moving average of acceptance
 
@@ -95,41 +95,8 @@ class RetrievalPromptCache:
         return mirrored
 
 
-class _RetrievalBase:
-    """What both proposers share: the retrieval cache, rebuilt and updated after each verification."""
-
-    def __init__(self, model: nn.Module, source: Sequence[Any], config: SpeculationConfig) -> None:
-        self.model = model
-        self.retrieved = RetrievalPromptCache(source, config)
-
-    def idle(self, text: Sequence[int]) -> bool:
-        return False
-
-    def recording(self) -> AbstractContextManager[AttentionRecord]:
-        return recorded_attention()
-
-    def settle(self, verified: Verified) -> None:
-        retrieved = self.retrieved
-        retrieved.observe(verified.proposed, verified.accepted)
-        if retrieved.due(verified.length):
-            retrieved.rebuild(verified.recorded, verified.row, verified.length)
-        retrieved.follow()
-
-
-class RetrievalProposer(_RetrievalBase):
-    """The target on its retrieved cache, token by token."""
-
-    inner: AcceptanceCounts | None = None
-
-    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
-        if not self.retrieved.built:
-            return Proposal()  # the first forward is an ordinary one, whose queries choose the chunks
-        drafter = Drafter(self.model, self.retrieved.caches, len(text) - 1)
-        return (yield from drafter.propose(text, count, sampler))
-
-
-class TriForceProposer(_RetrievalBase):
-    """TriForce: a small model drafts, the target on its retrieved cache verifies and corrects, and proposes that.
+class TriForceProposer:
+    """A small model drafts, the target on its retrieved cache verifies and corrects, and proposes that.
 
     What passes the inner verification has the distribution of the middle level, and is proposed with that distribution
     (the paper's CORRECT; its published code records the same one but draws from another after a rejection).
@@ -138,15 +105,22 @@ class TriForceProposer(_RetrievalBase):
     def __init__(
         self, model: nn.Module, source: Sequence[Any], config: SpeculationConfig, drafter: Drafter, gamma1: int
     ) -> None:
-        super().__init__(model, source, config)
+        self.model = model
+        self.retrieved = RetrievalPromptCache(source, config)
         self.drafter = drafter
         self.gamma1 = gamma1
         self.inner: AcceptanceCounts | None = AcceptanceCounts()
 
+    def idle(self, text: Sequence[int]) -> bool:
+        return False
+
+    def recording(self) -> AbstractContextManager[AttentionRecord]:
+        return recorded_attention()
+
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
         proposal = Proposal()
         if not self.retrieved.built:
-            return proposal
+            return proposal  # the first forward is an ordinary one, whose queries choose the chunks
         while len(proposal.tokens) < count:
             so_far = [*text, *proposal.tokens]
             drafted = yield from self.drafter.propose(so_far, self.gamma1, sampler)
@@ -173,4 +147,8 @@ class TriForceProposer(_RetrievalBase):
 
     def settle(self, verified: Verified) -> None:
         self.drafter.keep(verified.length, final=True)
-        super().settle(verified)
+        retrieved = self.retrieved
+        retrieved.observe(verified.proposed, verified.accepted)
+        if retrieved.due(verified.length):
+            retrieved.rebuild(verified.recorded, verified.row, verified.length)
+        retrieved.follow()

@@ -8,7 +8,7 @@ row at a time, copies are kept. Recurrent states are restored and replayed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -46,13 +46,12 @@ class Rollback:
         self._states: dict[int, list[Any]] = {}
         self._calls: list[RecurrentCall] = []
 
-    def forward(self, model: nn.Module, tokens: mx.array) -> mx.array:
+    def forward(self, model: Callable[..., mx.array], tokens: mx.array) -> mx.array:
         """Feed tokens (1, R); logits (R, V)."""
         self._rows = tokens.shape[1]
         self._states = {id(part): list(part.cache) for part in self._parts if isinstance(part, ArraysCache)}
         with recorded_recurrence() as self._calls, adjusted_offsets([self._shift]):
-            logits: mx.array = model(tokens, cache=self._cache)[0]
-        return logits
+            return model(tokens, cache=self._cache)[0]
 
     def keep(self, count: int) -> None:
         """Go on as if only the first `count` tokens (at least 1) had been fed.

@@ -8,7 +8,7 @@ batch of plain rows: so a proposer that has nothing to say costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,14 +78,13 @@ class SpeculativeRow:
         tokens: returned so far.
         steps: target forwards since the prefill.
         acceptance: of the proposed tokens.
-        coverage: rounds in which something was proposed, of all that could have had a proposal.
         early: events of the tokens that the prefill's last forward has verified.
         proposing: the proposer is at work: if it raises, the row itself is as good as before.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Callable[..., mx.array],
         cache: list[Any],
         logits: mx.array,
         proposer: Proposer,
@@ -105,7 +104,6 @@ class SpeculativeRow:
         self.tokens: list[int] = []
         self.steps = 0
         self.acceptance = AcceptanceCounts()
-        self.coverage = AcceptanceCounts()
         self.logits = logits[:1]
         self._sampler = sampler
         self._logprobs = logprobs
@@ -166,8 +164,6 @@ class SpeculativeRow:
         proposal = Proposal()
         if room > 0 and first not in self.limits.stop_ids:
             proposal = yield from self._propose(text, min(self.gamma, room))
-            self.coverage.judged += 1
-            self.coverage.accepted += bool(proposal.tokens)
         tokens, distributions = proposal.tokens[:room], proposal.distributions[:room]
         if tokens:
             yield
@@ -196,7 +192,6 @@ class SpeculativeRow:
 
     def _feed_unread(self) -> list[TokenEvent]:
         """Queue the forward of the token that `logits` choose, then read which one it is."""
-        self.coverage.judged += 1
         token = mx.argmax(self.logits.astype(mx.float32), axis=-1)
         rows, recorded = self._forward(Rollback(self.cache, self._shift), token[None])
         mx.async_eval(token, rows)  # type: ignore[no-untyped-call]

@@ -25,13 +25,13 @@ from ..token_ids import TokenIds
 from .mtp_proposer import MTPProposer, PromptReader
 from .ngram_proposer import NgramProposer
 from .proposers import Drafter, DraftModelProposer, Proposer
-from .retrieval_proposer import RetrievalPromptCache, RetrievalProposer, TriForceProposer
+from .retrieval_proposer import RetrievalPromptCache, TriForceProposer
 from .rollback import rollback_refusal
 from .streaming_cache import StreamingKVCache
 
 __all__ = ["STRATEGIES", "ProposerInputs", "Strategy", "StrategyName", "gathered", "refusals", "streaming_drafter"]
 
-StrategyName = Literal["draft", "retrieval", "triforce", "mtp", "ngram"]
+StrategyName = Literal["ngram", "draft", "triforce", "mtp"]
 _STREAM_STEP = 256  # tokens per forward while the small model reads
 
 
@@ -91,11 +91,6 @@ def _draft(given: ProposerInputs) -> Start:
     yield
 
 
-def _retrieval(given: ProposerInputs) -> Start:
-    return RetrievalProposer(given.target, given.cache, given.config)
-    yield
-
-
 def _triforce(given: ProposerInputs) -> Start:
     assert given.draft is not None
     drafter = yield from streaming_drafter(given.draft, given.prompt, given.config.sinks, given.config.window)
@@ -114,11 +109,10 @@ def _ngram(given: ProposerInputs) -> Start:
 
 
 STRATEGIES: dict[StrategyName, Strategy] = {
+    "ngram": Strategy(_ngram, lambda config: config.ngram),
     "draft": Strategy(_draft, lambda config: config.gamma, needs_draft=True, needs_reading=True),
-    "retrieval": Strategy(_retrieval, lambda config: config.gamma2, needs_retrieval=True),
     "triforce": Strategy(_triforce, lambda config: config.gamma2, needs_draft=True, needs_retrieval=True),
     "mtp": Strategy(_mtp, lambda config: config.gamma, needs_head=True),
-    "ngram": Strategy(_ngram, lambda config: config.ngram),
 }
 
 

@@ -94,7 +94,7 @@ def load(
     heads = None if pair.heads is None else Path(pair.heads)
     own = pair.draft in (None, "self")
     # A draft that may have to propose tokens needs all of its layers; the target's own propose nothing.
-    early = own or settings is None or settings.speculative == "off"
+    early = own or settings is None or settings.speculative not in ("draft", "triforce")
     with tell(f"Loading {names}") as progress:
         made = load_pair(
             pair.target,

@@ -43,7 +43,7 @@ def test_a_target_alone_is_prefilled_in_stages(tmp_path: Path) -> None:
     assert (last.account.mode, last.account.scorer) == ("sparse", "self")
 
 
-@pytest.mark.parametrize("speculative", ["off", "auto"])
+@pytest.mark.parametrize("speculative", ["off", "draft"])
 def test_speculation_does_not_ask_for_the_layers_that_propose_nothing(tmp_path: Path, speculative: str) -> None:
     chosen = Pair(target=checkpoint(tmp_path, 2))
     settings = make_settings(chosen, specprefill_threshold=0, speculative=speculative)

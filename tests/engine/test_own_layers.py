@@ -137,10 +137,8 @@ def test_dense_answers_are_those_of_the_target_alone() -> None:
 def test_it_drafts_no_answers(how: SpeculationName) -> None:
     with Engine(own_pair(), CONFIG) as engine:
         _, last = generated(engine.generate(asked(how=how)))
-        _, automatic = generated(engine.generate(asked(how="auto")))
     assert isinstance(last, Finished)
-    assert isinstance(automatic, Finished)
-    assert last.account.mode == automatic.account.mode == "sparse"
+    assert last.account.mode == "sparse"
     assert last.account.speculation is not None
     assert last.account.speculation.strategy == "autoregressive"
     assert "first 2 layers only" in last.account.speculation.reason

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -33,12 +32,11 @@ from mlx_specprefill import (
     make_pair,
 )
 from mlx_specprefill.engine import speculation as module
-from mlx_specprefill.speculative.gain import Acceptance, DecodeCosts, ForwardCost
 from tests.server.fakes import byte_tokenizer
 from tests.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
 
 SMALL = SpeculationConfig(budget=64, chunk=4, stride=12, sinks=4, window=16, ngram_match=1)
-NAMES: tuple[SpeculationName, ...] = ("draft", "retrieval", "triforce", "mtp", "ngram")
+NAMES: tuple[SpeculationName, ...] = ("draft", "triforce", "mtp", "ngram")
 COUNT = 30
 
 
@@ -124,40 +122,6 @@ def test_rows_of_all_kinds_beside_each_other(engine: Engine) -> None:
         assert tokens == expected
 
 
-@pytest.mark.extended
-def test_others_wait_for_one_forward_at_most(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two tokens of a plain row, drafted rows together make one step."""
-    steps: list[int] = []
-    original = module.Speculator.next_turn
-
-    def counted(self: module.Speculator) -> int | None:
-        uid = original(self)
-        if uid is not None:
-            steps.append(uid)
-        return uid
-
-    monkeypatch.setattr(module.Speculator, "next_turn", counted)
-    marks: list[int] = []
-    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def plain(event: Any) -> None:
-        if isinstance(event, TokenEvent):
-            marks.append(len(steps))
-        done.put(event)
-
-    others: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(3)]
-    posted = threading.Event()
-    for seed, inbox in enumerate(others):
-        engine.submit(asked(seed, "draft", count=60), after(posted, inbox))
-    engine.submit(asked(7, None, count=40), plain)
-    posted.set()
-    collected(done)
-    for inbox in others:
-        assert isinstance(collected(inbox)[1], Finished)
-    assert max(after - before for before, after in pairwise(marks)) == 1
-    assert len(set(steps)) == 3
-
-
 def test_the_answer_ends_where_it_ends(engine: Engine) -> None:
     answer, _ = generated(engine.generate(asked(3, None)))
     for how in NAMES:
@@ -210,17 +174,7 @@ def test_a_cancelled_row_ends_within_a_forward(engine: Engine) -> None:
     assert isinstance(last, Finished)
     assert last.reason == "cancelled"
     assert [collected(other)[0] for other in others] == alone
-    assert len(engine.speculator) == 0
-
-
-@pytest.mark.extended
-def test_sampled_rows_with_a_seed_repeat(engine: Engine) -> None:
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
-    for how in NAMES:
-        first, _ = generated(engine.generate(asked(5, how, sampling=sampling)))
-        again, _ = generated(engine.generate(asked(5, how, sampling=sampling)))
-        assert first == again
-        assert len(first) == COUNT
+    assert len(engine.rows) == 0
 
 
 @pytest.mark.parametrize("how", NAMES)
@@ -280,7 +234,7 @@ COLUMNS = len(byte_tokenizer()) + 9
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("how", NAMES[:3])
+@pytest.mark.parametrize("how", ["draft", "triforce", "ngram"])
 def test_drafted_answers_follow_their_grammar(how: SpeculationName, temperature: float) -> None:
     """Both sides of a proposal are masked, so greedy answers are the plain ones and sampled ones are words of it."""
     tokenizer, config = byte_tokenizer(), {"max_position_embeddings": 4096, "vocab_size": COLUMNS}
@@ -289,7 +243,7 @@ def test_drafted_answers_follow_their_grammar(how: SpeculationName, temperature:
     request = GenerationRequest(
         tuple(tokenizer.encode("a list of words ")) * 5,
         60,
-        SamplingParams(temperature=temperature, seed=2),
+        SamplingParams(temperature=temperature),
         stop_token_ids=frozenset(tokenizer.eos_token_ids),
         constraint=Constraint("start: /(ab|cde?){6,9}x/"),
     )
@@ -348,7 +302,7 @@ def test_what_a_pair_cannot_do_is_told() -> None:
             assert tokens == plain
             _, speculation = told(last)
             assert (speculation.strategy, speculation.reason) == ("autoregressive", reason)
-        assert told(generated(engine.generate(asked(1, "retrieval")))[1])[1].strategy == "retrieval"
+        assert told(generated(engine.generate(asked(1, "ngram")))[1])[1].strategy == "ngram"
         assert "checkpoint" in told(generated(engine.generate(asked(1, "mtp")))[1])[1].reason
 
 
@@ -359,84 +313,63 @@ def test_a_quantised_cache_drafts_but_is_not_retrieved() -> None:
         tokens, last = generated(engine.generate(asked(1, "draft", sparse=True)))
         assert tokens == plain
         assert told(last)[1].strategy == "draft"
-        tokens, last = generated(engine.generate(asked(1, "retrieval", sparse=True)))
+        tokens, last = generated(engine.generate(asked(1, "triforce", sparse=True)))
         assert tokens == plain
         assert "quantised" in told(last)[1].reason
 
 
-# --- the gate --------------------------------------------------------------------------------------------------------
+# --- beside others ---------------------------------------------------------------------------------------------------
 
 
-def costs(rows: float, per_token: float, draft: float) -> DecodeCosts:
-    """Each further row costs `rows` of the first one."""
-    target = {r: ForwardCost(1.0 + rows * (r - 1), per_token * (1 + rows * (r - 1))) for r in range(1, 10)}
-    return DecodeCosts(target, ForwardCost(draft, 0.0))
-
-
-CHEAP, DEAR = costs(0.05, 0.0, 0.05), costs(1.0, 0.0, 0.9)
-
-
-def automatic(engine: Engine, known: DecodeCosts, seed: int = 1, **changes: Any) -> tuple[list[int], SpeculationReport]:
-    engine.speculator._costs = known
-    tokens, last = generated(engine.generate(asked(seed, "auto", True, **changes)))
-    return tokens, told(last)[1]
-
-
-def test_auto_engages_where_it_pays_and_says_why_not(engine: Engine) -> None:
-    plain, _ = generated(engine.generate(asked(1, None, True)))
-    tokens, speculation = automatic(engine, CHEAP)
-    assert tokens == plain
-    assert "times as fast" in speculation.reason
-    tokens, speculation = automatic(engine, DEAR)
-    assert tokens == plain
-    assert speculation.strategy == "autoregressive"
-    assert "1.15 is needed" in speculation.reason
-    _, speculation = automatic(engine, CHEAP, sampling=SamplingParams(temperature=1.0, seed=3))
-    assert speculation.strategy == "autoregressive"
-    assert "seed" in speculation.reason
-
-
-def test_auto_looks_for_ngrams_where_that_costs_nothing(engine: Engine) -> None:
-    """However seldom something was found: a greedy row waits for nothing. A sampled one does."""
-    engine.speculator._coverage["ngram"] = Acceptance(0.5, accepted=0, judged=1e6)
-    engine.speculator._outer["ngram"] = Acceptance(0.5)  # whatever earlier tests proposed
-    cheap = replace(costs(0.05, 0.0, 5.0), head=ForwardCost(5.0, 0.0))
-    plain, _ = generated(engine.generate(asked(4, None, True)))
-    tokens, speculation = automatic(engine, cheap, 4)
-    assert tokens == plain
-    assert "ngram is predicted to be" in speculation.reason
-    assert "where it proposes" in speculation.reason
-    _, speculation = automatic(engine, cheap, 4, sampling=SamplingParams(temperature=1.0))
-    assert speculation.strategy == "autoregressive"
-    _, speculation = automatic(engine, replace(DEAR, head=ForwardCost(5.0, 0.0)), 4)
-    assert speculation.strategy == "autoregressive"
-
-
-def test_auto_gives_up_when_proposals_are_rejected(engine: Engine) -> None:
-    """The tiny draft knows nothing of the target, so a row whose forwards cost something leaves after a while."""
-    count = 60
-    plain, _ = generated(engine.generate(asked(2, None, True, count)))
-    engine.speculator._outer["draft"].accepted = engine.speculator._outer["draft"].judged = 1e6
-    tokens, speculation = automatic(engine, costs(0.2, 0.0, 0.3), 2, count=count)
-    assert tokens == plain
-    assert "then plain decoding: too few proposals were accepted" in speculation.reason
-    assert engine.speculator._outer["draft"].judged > 1e5
-
-
-def test_auto_makes_way_for_others(engine: Engine) -> None:
-    engine.speculator._costs = CHEAP
-    engine.speculator._outer["draft"].accepted = engine.speculator._outer["draft"].judged = 1e6
-    plain, _ = generated(engine.generate(asked(2, None, True, 80)))
-    first: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    second: queue.SimpleQueue[Any] = queue.SimpleQueue()
+def test_beside_others_a_drafted_answer_joins_the_batch(engine: Engine) -> None:
+    """Its report says so, and what it proposed before still counts; the one that comes is not drafted at all."""
+    requests = [asked(2, "draft", True, 80), asked(3, "draft", True, 80)]
+    plain = [generated(engine.generate(asked(seed, None, True, 80)))[0] for seed in (2, 3)]
+    inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in requests]
     posted = threading.Event()
-    engine.submit(asked(2, "auto", True, 80), after(posted, first))
-    engine.submit(asked(3, "auto", True, 80), second.put)
+    for request, inbox in zip(requests, inboxes, strict=True):
+        engine.submit(request, after(posted, inbox))
     posted.set()
-    tokens, last = collected(first)
-    assert tokens == plain
-    reasons = told(last)[1].reason + told(collected(second)[1])[1].reason
-    assert "a shared forward is cheaper" in reasons
+    ended = [collected(inbox) for inbox in inboxes]
+    assert [tokens for tokens, _ in ended] == plain
+    first, second = (told(last)[1] for _, last in ended)
+    assert (first.strategy, second.strategy) == ("draft", "autoregressive")
+    assert "requested; then plain decoding: other answers are running" in first.reason
+    assert first.tokens_per_step is not None
+    assert "other answers are running" in second.reason
+
+
+def test_two_that_begin_at_once_both_go_on_plainly(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are decided on before either decodes."""
+    plain = [generated(engine.generate(asked(seed, None)))[0] for seed in (2, 3)]
+    monkeypatch.setattr(module.Speculator, "refusal", lambda *_: None)
+    inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in plain]
+    posted = threading.Event()
+    for seed, inbox in zip((2, 3), inboxes, strict=True):
+        engine.submit(asked(seed, "ngram"), after(posted, inbox))
+    posted.set()
+    ended = [collected(inbox) for inbox in inboxes]
+    assert [tokens for tokens, _ in ended] == plain
+    assert any("then plain decoding" in told(last)[1].reason for _, last in ended)
+
+
+def test_a_seeded_text_is_not_drafted(engine: Engine) -> None:
+    """It would depend on whether other answers run."""
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
+    plain, _ = generated(engine.generate(asked(5, None, sampling=sampling)))
+    for how in NAMES:
+        tokens, last = generated(engine.generate(asked(5, how, sampling=sampling)))
+        assert tokens == plain
+        _, speculation = told(last)
+        assert speculation.strategy == "autoregressive"
+
+
+def test_a_request_that_asks_for_no_drafts_has_no_drafter(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AnswerDrafter", fail)
+    for how in (None, "off"):
+        _, last = generated(engine.generate(asked(1, how, True)))  # type: ignore[arg-type]
+        assert isinstance(last, Finished)
+        assert last.account.speculation is None
 
 
 def test_admission_counts_the_entries_of_the_head() -> None:

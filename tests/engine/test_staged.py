@@ -21,6 +21,8 @@ from mlx_specprefill import (
     SelectionConfig,
     SpecPrefillOptions,
     SpecPrefillPolicy,
+    SpeculationConfig,
+    SpeculationName,
     make_pair,
 )
 from mlx_specprefill.adapters.depth import FirstLayers
@@ -36,7 +38,7 @@ from tests.rows import alone, logprob_error, make_rows, prefilled
 from tests.rows import tokens as tokens_of
 from tests.slices import finish
 from tests.staged_oracle import deep_enough, masked_from, splits
-from tests.tiny import FAMILIES, VOCAB, generated, random_prompt, tiny_model, tokenizer
+from tests.tiny import FAMILIES, VOCAB, generated, random_prompt, tiny_head, tiny_model, tokenizer
 from tests.tiny import greedy as greedy_tokens
 from tests.waiting import eventually
 
@@ -138,14 +140,31 @@ def test_the_papers_rule_reads_with_all_layers() -> None:
     assert last.account.mode == "sparse"
 
 
-def test_answers_are_not_drafted_and_the_report_says_why() -> None:
-    with Engine(own_pair(), CONFIG) as engine:
-        _, last = generated(engine.generate(asked(speculative="retrieval")))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_drafted_by_ngrams_is_the_masked_run_too(family: str) -> None:
+    """Tokens are taken back from layers that hold different numbers of them."""
+    pair, request = own_pair(family), replace(asked(speculative="ngram"), max_tokens=40)
+    with Engine(pair, replace(CONFIG, speculation=SpeculationConfig(ngram_match=1))) as engine:
+        tokens, last = generated(engine.generate(request))
+    assert isinstance(last, Finished)
+    assert last.account.mode == "sparse"
+    assert_is_the_masked_run(pair, request, tokens, last)
+    assert last.account.speculation is not None
+    assert last.account.speculation.strategy == "ngram"
+    assert last.account.speculation.acceptance_rate is not None
+
+
+def test_an_mtp_head_has_not_read_a_staged_prompt() -> None:
+    pair = own_pair("qwen3_5")
+    with Engine(replace(pair, mtp=tiny_head(pair.target)), CONFIG) as engine:
+        plain, _ = generated(engine.generate(asked()))
+        tokens, last = generated(engine.generate(asked(speculative="mtp")))
+    assert tokens == plain
     assert isinstance(last, Finished)
     assert last.account.mode == "sparse"
     assert last.account.speculation is not None
     assert last.account.speculation.strategy == "autoregressive"
-    assert "different numbers of tokens" in last.account.speculation.reason
+    assert "does not read the prompt" in last.account.speculation.reason
 
 
 def test_a_dense_prefix_is_not_read_again_by_the_upper_layers() -> None:
@@ -173,11 +192,15 @@ def test_a_dense_prefix_is_not_read_again_by_the_upper_layers() -> None:
         *((family, 1.0, 0.0, "restart") for family in FAMILIES),
     ],
 )
-def test_a_conversation_goes_on_right(family: str, stands_out: float, repair_share: float, way: str) -> None:
+@pytest.mark.parametrize("how", ["off", "ngram"])
+def test_a_conversation_goes_on_right(
+    family: str, stands_out: float, repair_share: float, way: str, how: SpeculationName
+) -> None:
     """Whatever the earlier turn holds: each token sees, in the upper layers, what was kept by the time it was fed."""
     policy = replace(CONFIG.policy, repair_share=Fraction(repair_share))
     selection = SelectionConfig(stands_out=stands_out)
     config = replace(CONFIG, policy=policy, selection=selection, prefix_cache_bytes=1 << 26)
+    config = replace(config, speculation=SpeculationConfig(how, ngram_match=1))
     pair, turn = own_pair(family), asked(300, 3, enabled=None)
     with Engine(pair, config) as engine:
         tokens, first = generated(engine.generate(turn))

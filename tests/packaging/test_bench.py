@@ -21,7 +21,8 @@ pytestmark = pytest.mark.extended
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(file.stem for file in FOLDER.glob("[a-z]*.py"))
-DECODE_ROW = "task arm n ms_per_token vs_off low high acceptance tokens_per_step engaged different".split()
+DECODE_ROW = """prefill task arm n ms_per_token vs_off low high mean cpu_vs_off cost_vs_off cost_mean acceptance
+engaged different""".split()
 BEHIND = "long_tokens idle_ms behind_ms long_ms ratio".split()
 LONG = """benchmark device blas mlx shape layers draft_layers narrow repeats rest_share_max peak_ratio_max exponents
 rows""".split()
@@ -114,12 +115,14 @@ def test_ttft(report: Report, tmp_path: Path) -> None:
 
 def test_decode(report: Report) -> None:
     found = report("decode --quick")
-    arms = ["draft", "retrieval", "triforce", "ngram"]
+    arms = ["ngram", "draft", "triforce"]
     assert found.keys() == {"benchmark", "different", "rows", *(f"{arm}_vs_off" for arm in arms)}
     assert found["different"] == 0
     assert all(row.keys() == set(DECODE_ROW) for row in found["rows"])
-    told = {(row["task"], row["arm"]) for row in found["rows"]}
-    assert told == set(product(("quote", "edit", "free"), ("off", *arms)))
+    told = {(row["prefill"], row["task"], row["arm"]) for row in found["rows"]}
+    tasks = ("quote", "edit", "code", "chat", "free", "all")
+    assert told == set(product(("full", "sparse"), tasks, ("off", *arms)))
+    assert all(row["cost_vs_off"] == 1 for row in found["rows"] if row["arm"] == "off")
 
 
 def test_serving(report: Report) -> None:

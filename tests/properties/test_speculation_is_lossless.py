@@ -165,17 +165,17 @@ def test_any_number_of_proposed_tokens(name: str, gammas: tuple[int, int]) -> No
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "nemotron_h", "gemma3_text"])
 def test_a_budget_for_everything_accepts_everything(name: str) -> None:
-    """The retrieved part is then the whole cache, so whatever it proposes is right."""
+    """The retrieved part is then the whole cache, so whatever TriForce proposes on it is right."""
     row = rows_of(name)[1]
     config = replace(SMALL, budget=2048)
-    _, running = speculate(name, "retrieval", row, config)
+    _, running = speculate(name, "triforce", row, config, model_of(name, 9))
     assert running.acceptance.rate == 1.0
     assert running.steps <= 2 + COUNT // (config.gamma2 + 1)
     _, running = speculate(name, "draft", replace(row, kept=None), config, model_of(name))
     assert running.acceptance.rate == 1.0
 
 
-@pytest.mark.parametrize(("strategy", "shortlist"), [("draft", 4), ("retrieval", 1), ("retrieval", 2), ("triforce", 2)])
+@pytest.mark.parametrize(("strategy", "shortlist"), [("draft", 4), ("triforce", 1), ("triforce", 2)])
 @pytest.mark.extended
 def test_answers_longer_than_the_budget(strategy: StrategyName, shortlist: int) -> None:
     """Rings fill up many times, and chunks of the answer itself are chosen."""

@@ -151,6 +151,14 @@ def test_the_way_to_draft_reaches_the_engine(client: TestClient, engine: FakeEng
     assert engine.requests[0].specprefill.speculative == sent
 
 
+def test_an_unknown_way_to_draft_is_refused_with_those_there_are(client: TestClient) -> None:
+    for gone in ("auto", "retrieval"):
+        answer = client.post(URL, json={"messages": HI, "speculative": gone})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "speculative"
+        assert all(f"'{name}'" in answer.json()["error"]["message"] for name in SPECULATION_NAMES)
+
+
 def test_absent_fields_and_nulls_are_the_defaults(client: TestClient, engine: FakeEngine) -> None:
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens", "n",
              "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs",

@@ -16,7 +16,6 @@ from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.specprefill.sparse_prefill import prefill
-from mlx_specprefill.speculative.forward_cost import measure_head
 from mlx_specprefill.speculative.mtp_proposer import MTPProposer, PromptReader
 from mlx_specprefill.speculative.row import Limits, SpeculativeRow
 from mlx_specprefill.speculative.token_sampler import TokenSampler
@@ -135,12 +134,6 @@ def test_a_right_head_saves_forwards() -> None:
     row, answer = rows()[1], answer_of(1)
     running, _ = drafted(Knowing(tiny_head(model()), row.prompt, answer, frozenset()), row, COUNT, 3)
     assert running.steps == COUNT // 4
-
-
-def test_what_a_guess_costs_is_measured() -> None:
-    cost = measure_head(tiny_head(model()))
-    assert cost.base > 0
-    assert cost.per_token >= 0
 
 
 def test_a_prompt_of_one_token() -> None:

@@ -66,7 +66,7 @@ def test_a_match_ends_it_and_its_end_begins_it_again() -> None:
     while not running.ended:
         running.step()
     assert running.tokens == tokens(expected)
-    assert running.coverage.accepted > 0
+    assert running.acceptance.judged > 0
     assert 1 < sampler.waited <= running.steps + 1
 
 

@@ -15,6 +15,8 @@ from ...request import GenerationRequest, Mode
 from ...speculative.strategies import STRATEGIES
 from ..caches import EngineCaches
 from ..job import Job
+from ..sequence import Sequence
+from ..speculation import AnswerDrafter
 from ..stats import MemoryUse
 from .admission import Admission, Footprint
 from .common import CommonMemory
@@ -187,7 +189,7 @@ class Memory:
         return max(0, min(most, free // per_token if per_token else most))
 
     def _has_head(self, strategy: str | None) -> bool:
-        return (strategy or self._config.speculation.strategy) in ("mtp", "auto")
+        return (strategy or self._config.speculation.strategy) == "mtp"
 
     def need_dense(self, tokens: int) -> int:
         """The same, of making a text of that many tokens dense."""
@@ -235,15 +237,21 @@ class Memory:
         if sequence is None:
             read = self._draft.of_held(job.done.get("draft", 0)) + self._target.of_held(job.done.get("prefill", 0))
             return max(read, self.admission.of(job.uid))
-        total = cache_bytes(sequence.cache) + cache_bytes(sequence.draft_cache or ())
+        drafting = sequence.drafting
+        drafts = drafting is not None and drafting.cache is not None
+        total = cache_bytes(sequence.cache)
         if sequence.hidden is not None:
             total += sequence.hidden.nbytes
-        if sequence.stage == "draft" and sequence.draft_cache is None:
+        if sequence.stage == "draft" and not drafts:
             total += self._draft.of_held(job.done.get("draft", 0))
-        drafted = sequence.speculation
-        if drafted is not None and drafted.reader is not None:
+        return total if drafting is None else total + self._drafting(sequence, drafting)
+
+    def _drafting(self, sequence: Sequence, drafting: AnswerDrafter) -> int:
+        """Bytes of what proposes an answer's tokens."""
+        total = cache_bytes(drafting.cache or ())
+        if drafting.reader is not None:
             total += self._head.per_token * (len(sequence.request.prompt) + len(sequence.tokens))
-        if drafted is not None and drafted.strategy is not None and STRATEGIES[drafted.strategy].needs_retrieval:
+        if drafting.strategy is not None and STRATEGIES[drafting.strategy].needs_retrieval:
             total += self._target.per_token * self._config.speculation.budget
         return total
 

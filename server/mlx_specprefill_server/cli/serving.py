@@ -113,7 +113,7 @@ def serve(
     rule: Rule = None,
     speculative: Annotated[
         SpeculationName | None,
-        setting("speculative", "How answers are drafted: auto where it is measured to pay, or one way by name."),
+        setting("speculative", "How answers are drafted."),
     ] = None,
     prefill_step: PrefillStep = None,
     max_rows: Annotated[int | None, setting("max_rows", "Requests that run at the same time.")] = None,

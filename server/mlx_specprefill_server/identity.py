@@ -73,7 +73,7 @@ def _name(key: bytes) -> str:
     return hashlib.scrypt(key, dklen=16, **SCRYPT).hex()  # type: ignore[arg-type]
 
 
-def _identity(request: Request) -> Identity:
+async def _identity(request: Request) -> Identity:  # a plain function would be called on a worker thread
     identity: Identity = request.scope["identity"]
     return identity
 

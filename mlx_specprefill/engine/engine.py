@@ -79,6 +79,7 @@ class Engine:
     # The parts that `ranked.RankedEngine` has others of.
     _caches_type: type[EngineCaches] = EngineCaches
     _chunks_type: type[ChunkSizer] = ChunkSizer
+    _planner_type: type[Planner] = Planner
     _prefiller_type: type[Prefiller] = Prefiller
     _memory_type: type[Memory] = Memory
     _densifier_type: type[Densifier] = Densifier
@@ -101,7 +102,7 @@ class Engine:
         self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.slice_target_ms) or 1)
         self.costs = CostModel(pair, self.config)
         chunks = self._chunks_type(pair, self.config, self.scheduler, self.costs)
-        planner = Planner(pair, self.config, self.costs, chunks.expected)
+        planner = self._planner_type(pair, self.config, self.costs, chunks.expected)
         self._speculator = Speculator(pair, self.config, self.scheduler)
         self.prefiller = self._prefiller_type(pair, self.config, self.caches, planner, chunks.size)
         self.memory = self._memory_type(pair, self.config, self.caches, self._thread.memory, lasting)

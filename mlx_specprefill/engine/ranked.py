@@ -29,6 +29,7 @@ from ..specprefill.staged_prefill import HiddenStates
 from ..specprefill.text import PromptText
 from ..token_ids import TokenIds
 from .admission.memory import Memory
+from .admission.planner import Planner
 from .caches import EngineCaches
 from .chunks import ChunkSizer
 from .densify import Densifier, DensifyQueue, SparseTurn
@@ -156,6 +157,19 @@ class RankedChunkSizer(ChunkSizer):
         if stage == "draft" and self._pair.draft_placement == "first":
             return own()  # rank 0 alone asks
         return _ranks(self._pair).agree("chunk", own)
+
+
+class RankedPlanner(Planner):
+    """Rank 0 plans: what the ranks have learnt of times may differ."""
+
+    def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
+        def own() -> PrefillPlan:
+            return super(RankedPlanner, self).plan(request, cached)
+
+        return own() if cached is None else _ranks(self._pair).agree("plan", own)  # None: a client of rank 0 asks
+
+    def selects(self, new: int, wanted: int, held: int) -> bool:
+        return _ranks(self._pair).agree("selects", lambda: super(RankedPlanner, self).selects(new, wanted, held))
 
 
 class RankedScorer(PromptScorer):
@@ -337,6 +351,7 @@ class RankedEngine(Engine):
 
     _caches_type = RankedCaches
     _chunks_type = RankedChunkSizer
+    _planner_type = RankedPlanner
     _prefiller_type = RankedPrefiller
     _memory_type = RankedMemory
     _densifier_type = RankedDensifier

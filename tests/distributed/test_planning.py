@@ -1,0 +1,59 @@
+"""The ranks of one model plan alike, whatever each has learnt of times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from mlx_specprefill import EngineConfig, GenerationRequest, SpecPrefillPolicy
+from mlx_specprefill.engine.costs import CostModel
+from mlx_specprefill.engine.ranked import RankedPlanner
+
+from ..tiny import random_prompt, tiny_pair
+
+CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=None, min_saving_ms=1.0))
+
+
+class Together:
+    """Rank 0 and another one, which hears what rank 0 has said."""
+
+    def __init__(self, said: list[tuple[str, Any]], leads: bool) -> None:
+        self.said, self.leads = said, leads
+
+    def agree(self, what: str, read: Callable[[], Any]) -> Any:
+        if self.leads:
+            self.said.append((what, read()))
+            return self.said[-1][1]
+        told, heard = self.said.pop(0)
+        assert told == what
+        return heard
+
+
+def planner(ranks: Any, draft_ms: float, target_ms: float = 1.0) -> RankedPlanner:
+    """A rank's that has seen target and draft take so much per token."""
+    pair = replace(tiny_pair(), ranks=ranks)
+    costs = CostModel(pair, CONFIG)
+    for _ in range(20):
+        for tokens in (64, 256):
+            costs.observe("target", tokens, 0, target_ms * tokens)
+            costs.observe("draft", tokens, 0, draft_ms * tokens)
+    return RankedPlanner(pair, CONFIG, costs, lambda kind: 512)
+
+
+def test_the_plan_behind_a_cached_prefix_is_rank_0s() -> None:
+    said: list[tuple[str, Any]] = []
+    first, other = planner(Together(said, True), 0.01), planner(Together(said, False), 10.0)
+    request = GenerationRequest(random_prompt(2000), 2)
+    assert (first.plan(request).mode, other.plan(request).mode) == ("sparse", "full")  # each by itself
+    for cached in (0, 100):
+        plan = first.plan(request, cached)
+        assert plan.mode == "sparse"
+        assert other.plan(request, cached) is plan
+
+
+def test_whether_it_pays_to_select_is_rank_0s_to_say() -> None:
+    said: list[tuple[str, Any]] = []
+    first, other = planner(Together(said, True), 0.01), planner(Together(said, False), 0.01, target_ms=1e-6)
+    assert first.selects(1000, 100, 10)
+    assert other.selects(1000, 100, 10)

@@ -36,6 +36,7 @@ from .pair_loading import load_engine, make_settings
 from .pairs import Pair, PairsError, find_pair
 from .prompting.conversation import conversation
 from .prompting.prompt import Prompt, PromptBuilder
+from .settings import Settings
 
 __all__ = ["Answer", "LocalPair", "open_pair"]
 
@@ -147,7 +148,10 @@ def open_pair(
     Raises:
         PairsError: neither a name nor a target, no such pair, or its models are not on this machine.
         SpecPrefillError: the models can't be loaded.
+        TypeError: there is no such setting.
     """
+    if unknown := settings.keys() - Settings.model_fields.keys():
+        raise TypeError(f"open_pair has no setting {', '.join(sorted(unknown))}")
     if (name is None) == (target is None):
         raise PairsError("open_pair takes either the name of a pair or a target")
     pair = find_pair(str(name), pairs_file) if target is None else Pair(target=target, draft=draft)

@@ -57,3 +57,5 @@ def test_what_is_wrong_is_said(pair: LocalPair) -> None:
     for wrong in ({}, {"name": "demo", "target": "somewhere"}):
         with pytest.raises(PairsError, match="either the name of a pair or a target"):
             open_pair(**wrong)
+    with pytest.raises(TypeError, match="open_pair has no setting draft_layers"):
+        open_pair("demo", draft_layers=2)

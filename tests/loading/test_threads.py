@@ -199,6 +199,7 @@ def test_a_pair_in_a_program_is_loaded_on_its_engines_thread(monkeypatch: pytest
 
     monkeypatch.setattr(pair_loading, "load_pair", loading)
     folder = save_checkpoint(tmp_path / "target", "llama")
-    with open_pair(target=str(folder), draft=str(folder), draft_layers=2, specprefill_threshold=1000):
+    (folder / "heads.json").write_text(json.dumps(DraftHeads((Head(1, 0, 1.0),), 2, 3, {"copy": 1.0}).to_dict()))
+    with open_pair(target=str(folder), draft=str(folder), specprefill_threshold=1000):
         assert threads == [thread.name for thread in mlx_threads()]
     assert not mlx_threads()

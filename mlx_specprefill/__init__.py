@@ -83,6 +83,7 @@ from .request import (
     Timings,
     TokenEvent,
 )
+from .selftest import Check, ForwardTimes, check_device, forward_times, sync_ms
 from .specprefill.head_calibration import calibrated_heads, find_heads
 from .stored import (
     LOADED_FILES,
@@ -104,6 +105,7 @@ __all__ = [
     "Blueprint",
     "CacheEntry",
     "CacheLabel",
+    "Check",
     "ChunkInfo",
     "Constraint",
     "ContextLengthError",
@@ -120,6 +122,7 @@ __all__ = [
     "Failed",
     "FinishReason",
     "Finished",
+    "ForwardTimes",
     "GenerationRequest",
     "Inspection",
     "InvalidRequestError",
@@ -166,10 +169,12 @@ __all__ = [
     "as_token_ids",
     "blueprint",
     "calibrated_heads",
+    "check_device",
     "check_same_tokenizer",
     "describe_stored",
     "find_heads",
     "find_model",
+    "forward_times",
     "is_repository_id",
     "join_ranks",
     "keep_pct",
@@ -179,5 +184,6 @@ __all__ = [
     "make_pair",
     "place_of",
     "read_heads",
+    "sync_ms",
     "with_heads",
 ]

@@ -34,6 +34,15 @@ find_python() {
     die "Python 3.11 or newer is needed; tried ${PYTHON:-python3.13, 3.12, 3.11, python3, python}. PYTHON=/path/to/python names another."
 }
 
+# check_mac PYTHON: says what MLX needs on a Mac. pip would say "No matching distribution found for mlx" and no more.
+check_mac() {
+    [ "$(uname -s)" = Darwin ] || return 0
+    release=$(sw_vers -productVersion)
+    [ "${release%%.*}" -ge 14 ] || die "MLX needs macOS 14 or newer; this is macOS $release."
+    made_for=$("$1" -c 'import platform; print(platform.machine())')
+    [ "$made_for" = arm64 ] || die "MLX needs Apple silicon and a Python for arm64; $1 runs as $made_for here. PYTHON=/path/to/python names another."
+}
+
 # What an up-to-date .venv looks like: these dependencies, for this place, with this interpreter.
 fingerprint() {
     echo "$(cksum <"$ROOT/pyproject.toml") $ROOT $("$PY" -V 2>&1)"
@@ -50,6 +59,7 @@ ensure_env() {
     fi
     if ! is_new_enough "$PY"; then
         base=$(find_python)
+        check_mac "$base"
         echo "Making .venv with $base" >&2
         "$base" -m venv --clear "$VENV" || die "could not make $VENV"
     fi

@@ -2,6 +2,7 @@
 """What the release workflow needs of this repository; tests run it.
 
     scripts/release.py check v0.1.0          is the tag the version, and does the changelog have a section for it?
+    scripts/release.py wheels                has every dependency a wheel for macOS 14 on arm64? uv asks the index
     scripts/release.py notes 0.1.0           that section, as the release's text
     scripts/release.py formula 0.1.0 dist/mlx_specprefill-0.1.0.tar.gz owner/name     a Homebrew formula for the sdist
 
@@ -12,12 +13,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMULA = ROOT / "deploy" / "homebrew.rb.in"
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+OLDEST_MACOS = "14.0"
 
 
 class ReleaseError(Exception):
@@ -28,6 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check").add_argument("tag")
+    commands.add_parser("wheels")
     commands.add_parser("notes").add_argument("version")
     brew = commands.add_parser("formula")
     brew.add_argument("version")
@@ -38,6 +45,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if options.command == "check":
             check(options.tag, version_of((ROOT / "mlx_specprefill" / "__init__.py").read_text("utf-8")), changelog)
+        elif options.command == "wheels":
+            for python in PYTHONS:
+                print(f"Python {python}: {wheels(python)} wheels for macOS {OLDEST_MACOS} on arm64")
         elif options.command == "notes":
             print(notes(options.version, changelog))
         else:
@@ -73,6 +83,24 @@ def notes(version: str, changelog: str) -> str:
         if re.fullmatch(rf"\[?{re.escape(version)}\]?( - \d{{4}}-\d\d-\d\d)?", heading.strip()) and text.strip():
             return text.strip()
     raise ReleaseError(f"CHANGELOG.md has no section `## {version} - YYYY-MM-DD` with text in it")
+
+
+def wheels(python: str) -> int:
+    """How many packages an installation takes on a Mac with that Python: nothing has to be compiled there.
+
+    Raises:
+        ReleaseError: one of them has no wheel, or uv is missing.
+    """
+    uv = shutil.which("uv")
+    if uv is None:
+        raise ReleaseError("uv is needed: pip install uv")
+    asked = ("--python-platform", "aarch64-apple-darwin", "--python-version", python, "--only-binary", ":all:")
+    command = [uv, "pip", "compile", "pyproject.toml", *asked, "--no-header", "--no-annotate"]
+    environment = {**os.environ, "MACOSX_DEPLOYMENT_TARGET": OLDEST_MACOS}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ReleaseError(f"Python {python} on macOS {OLDEST_MACOS}: {done.stderr.strip()}")
+    return len(done.stdout.split())
 
 
 def formula(version: str, sdist: Path, repository: str) -> str:

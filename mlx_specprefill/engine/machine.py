@@ -20,12 +20,14 @@ class Machine:
 
     Attributes:
         device: of MLX, "gpu" or "cpu"; `name` is the GPU's or the processor's.
+        has_metal: whether MLX found a Metal device, used or not.
         cores: of the processor.
         memory: bytes of RAM; `memory_limit`: of those, what weights, requests and caches may use unless set
             otherwise. None where the system doesn't say.
     """
 
     device: str
+    has_metal: bool
     name: str
     cores: int
     memory: int | None
@@ -36,4 +38,4 @@ def machine() -> Machine:
     """Ask MLX and the system; loads nothing."""
     device = "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
     name = mx.device_info().get("device_name") or platform.processor() or platform.machine()
-    return Machine(device, str(name), os.cpu_count() or 1, physical_memory(), default_limit())
+    return Machine(device, mx.metal.is_available(), str(name), os.cpu_count() or 1, physical_memory(), default_limit())

@@ -172,7 +172,8 @@ def _retrieval_refusal(target: nn.Module) -> str | None:
         return refused.reason
     except (ValueError, TypeError, AttributeError, IndexError) as error_of_model:
         return f"retrieval: {type(error_of_model).__name__}: {error_of_model}"
-    return None if float(np.array(error)) < _TOLERANCE else "attention to a part of its cache is not what it should be"
+    off = float(np.array(error.astype(mx.float32)))
+    return None if off < _TOLERANCE else "attention to a part of its cache is not what it should be"
 
 
 _TOLERANCE = 0.02  # relative to the largest logit, in half precision

@@ -32,7 +32,18 @@ from mlx_specprefill import (
     machine,
 )
 
-__all__ = ["FORMAT", "BenchmarkError", "Plan", "Run", "file_name", "load_before", "measure", "record"]
+__all__ = [
+    "FORMAT",
+    "BenchmarkError",
+    "Plan",
+    "Run",
+    "file_name",
+    "load_before",
+    "measure",
+    "measured_here",
+    "record",
+    "short_name",
+]
 
 FORMAT = 1  # of the record; another number when its fields change their meaning
 WARM_UP = 512  # tokens of a prompt that is not counted
@@ -122,6 +133,26 @@ def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: flo
     Args:
         load: `load_before`.
     """
+    return {
+        **measured_here(load),
+        "pair": {
+            "name": short_name(pair),
+            "target": short_name(engine.pair.target_id),
+            "draft": short_name(engine.pair.draft_id),
+            "dtype": engine.pair.dtype,
+        },
+        "keep": plan.keep if plan.keep == "auto" else float(plan.keep),
+        "repeats": plan.repeats,
+        "rows": [_row([run for run in runs if run.tokens == tokens]) for tokens in sorted(plan.lengths)],
+    }
+
+
+def measured_here(load: float | None) -> dict[str, Any]:
+    """Return what every record begins with: format, date, machine and software.
+
+    Args:
+        load: `load_before`.
+    """
     found = machine()
     return {
         "format": FORMAT,
@@ -140,15 +171,6 @@ def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: flo
             "python": platform.python_version(),
             "blas": None if BLAS.library is None else PurePath(BLAS.library).name,
         },
-        "pair": {
-            "name": _short(pair),
-            "target": _short(engine.pair.target_id),
-            "draft": _short(engine.pair.draft_id),
-            "dtype": engine.pair.dtype,
-        },
-        "keep": plan.keep if plan.keep == "auto" else float(plan.keep),
-        "repeats": plan.repeats,
-        "rows": [_row([run for run in runs if run.tokens == tokens]) for tokens in sorted(plan.lengths)],
     }
 
 
@@ -185,7 +207,7 @@ def load_before() -> float | None:
         return None
 
 
-def _short(model: str | None) -> str | None:
+def short_name(model: str | None) -> str | None:
     """A repository id as it is, of a path its end."""
     if model is None:
         return None

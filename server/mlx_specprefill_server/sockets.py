@@ -12,6 +12,8 @@ from ipaddress import ip_address
 
 __all__ = ["address", "bound_sockets", "is_exposed"]
 
+_PROBE_S = 0.5  # for a program on this machine to answer
+
 
 @contextlib.contextmanager
 def bound_sockets(host: str, port: int) -> Iterator[list[socket.socket]]:
@@ -56,6 +58,8 @@ def _addresses(host: str, port: int) -> list[tuple[int, str]]:
 def _bind(family: int, address: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        if port and _is_answered(family, address, port):
+            raise OSError(errno.EADDRINUSE, "")
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -64,3 +68,14 @@ def _bind(family: int, address: str, port: int) -> socket.socket:
         listener.close()
         raise OSError(error.errno, os.strerror(error.errno or 0), f"--host {address} --port {port}") from error
     return listener
+
+
+def _is_answered(family: int, address: str, port: int) -> bool:
+    """Whether another program listens there.
+
+    On macOS SO_REUSEADDR, which a restart needs, lets 127.0.0.1 be bound while another program listens at all
+    addresses, or the other way round. One of the two then gets the other's clients.
+    """
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
+        return probe.connect_ex((address, port)) == 0

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
 import mlx_specprefill
-from mlx_specprefill import BlasStatus
+from mlx_specprefill import BlasStatus, Check, ForwardTimes
 from mlx_specprefill_server import cli
-from mlx_specprefill_server.cli import examining
+from mlx_specprefill_server.cli import computing, examining
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +37,7 @@ def test_it_names_all_parts(tmp_path: Path) -> None:
         assert part in done.stdout
     assert f"{tmp_path / 'made'} (not made yet)" in done.stdout
     assert "demo: ready" in done.stdout
+    assert "demo 10.9 MB (" in done.stdout
     assert "gpt-oss-120b: from its repository" in done.stdout
     assert done.stdout.endswith("Nothing is wrong.\n")
     assert done.exit_code == 0
@@ -76,3 +82,110 @@ def test_the_machine_is_one() -> None:
     assert found.device in ("cpu", "gpu")
     assert found.cores >= 1
     assert found.memory is None or found.memory_limit is None or found.memory_limit <= found.memory
+
+
+# --- on a Mac ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """What the doctor says on a Mac like this, with stand-ins for what the system tells."""
+
+    def doctor(release: str = "15.1", made_for: str = "arm64", metal: bool = True, wired: str = "0") -> Result:
+        said = {"mac_ver": (release, ("", "", ""), made_for), "machine": made_for}
+        for name, value in said.items():
+            monkeypatch.setattr(examining.platform, name, lambda value=value: value)
+        here = replace(mlx_specprefill.machine(), device="gpu" if metal else "cpu", has_metal=metal)
+        monkeypatch.setattr(examining, "machine", lambda: here)
+        monkeypatch.setattr(examining.sys, "platform", "darwin")
+        done = subprocess.CompletedProcess((), 0, f"{wired}\n")
+        monkeypatch.setattr(examining.subprocess, "run", lambda asked, **_: done if "wired" in asked[-1] else None)
+        return run()
+
+    return doctor
+
+
+def test_a_mac_that_is_as_it_should_be(mac: Callable[..., Result]) -> None:
+    done = mac(wired="98304")
+    assert "gpu: " in done.stdout
+    assert "; macOS 15.1, arm64" in done.stdout
+    assert "; iogpu.wired_limit_mb 98304\n" in "\n".join(line.rstrip() for line in done.stdout.splitlines())
+    assert done.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"release": "13.7"}, "- MLX needs macOS 14 or newer, this is 13.7"),
+        ({"made_for": "x86_64"}, "- this Python is made for Intel processors"),
+        ({"metal": False}, "- MLX found no Metal device"),
+    ],
+)
+def test_what_a_mac_lacks(mac: Callable[..., Result], given: dict[str, Any], problem: str) -> None:
+    done = mac(**given)
+    assert problem in done.stdout
+    assert done.exit_code == 1
+
+
+def test_the_default_wired_limit_is_called_that(mac: Callable[..., Result]) -> None:
+    assert "iogpu.wired_limit_mb 0 (the default of macOS)" in mac().stdout
+
+
+# --- what this device computes ----------------------------------------------------------------------------------------
+
+GOOD = Check("llama", "bfloat16", "sparse prefill", "ok", 0.0041, 0.025)
+FAR = Check("llama", "float32", "sparse prefill", "failed", 0.3, 1e-5)
+RAISED = Check("qwen3", "float16", "drafted by ngram", "failed", words="RuntimeError: [METAL] no")
+MISSING = Check("gpt_oss", "float16", "all", "not supported", words="float32 only")
+
+
+def computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *found: Check) -> tuple[Result, dict[str, Any]]:
+    monkeypatch.setattr(computing, "check_device", lambda: iter(found))
+    file = tmp_path / "doctor.json"
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["doctor", "--compute", "--json", str(file)])
+    return done, json.loads(file.read_text())
+
+
+def test_a_device_that_computes_what_it_should(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    done, record = computed(monkeypatch, tmp_path, GOOD, replace(GOOD, model="qwen3", error=0.002), MISSING)
+    assert "ok     llama                bfloat16  sparse prefill                4.1e-03\n" in done.stdout
+    assert "not supported here: float32 only\n" in done.stdout
+    assert "\nAll 2 checks pass. Not supported here: gpt_oss in float16.\nA synchronisation takes 0." in done.stdout
+    assert done.exit_code == 0
+    assert record["checks"] == {
+        "passed": 2,
+        "failed": [],
+        "not supported": [{"model": "gpt_oss", "dtype": "float16", "operation": "all", "words": "float32 only"}],
+        "largest errors": {"sparse prefill": {"bfloat16": 0.0041}},
+    }
+    assert record["machine"]["cores"] >= 1
+    assert record["sync_ms"] > 0
+
+
+def test_a_device_that_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    done, record = computed(monkeypatch, tmp_path, GOOD, FAR, RAISED)
+    assert "FAILED llama                float32   sparse prefill                3.0e-01, limit 1e-05\n" in done.stdout
+    assert "RuntimeError: [METAL] no\n" in done.stdout
+    assert "\nFAILED: 2 of 3 checks.\n" in done.stdout
+    assert done.exit_code == 1
+    assert [check["model"] for check in record["checks"]["failed"]] == ["llama", "qwen3"]
+
+
+def test_a_target_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = ForwardTimes({1: 2.0, 128: 20.04}, 4.5, 0.125, 1e-6, 300.0, 3 << 28)
+    monkeypatch.setattr(computing, "check_device", lambda: iter([GOOD]))
+    monkeypatch.setattr(computing, "forward_times", lambda pair: found)
+    target, file = examining.find_pair("demo").target, tmp_path / "doctor.json"
+    done = CliRunner().invoke(cli.app, ["doctor", "--compute", "--target", target, "--json", str(file)])
+    assert "   128 tokens       20.0 ms\n" in done.stdout
+    assert "From 128 tokens on: 4.5 ms and 0.125 ms per token" in done.stdout
+    assert "512 tokens behind 16,384: 300 ms, and 768.0 MB" in done.stdout
+    timed = json.loads(file.read_text())["target"]
+    assert (timed["name"], timed["fixed_ms"], timed["ms"]) == ("target", 4.5, {"1": 2.0, "128": 20.04})
+
+
+@pytest.mark.parametrize("options", [["--target", "x"], ["--json", "x.json"]])
+def test_options_of_compute_need_it(options: list[str]) -> None:
+    done = CliRunner().invoke(cli.app, ["doctor", *options])
+    assert done.exit_code == 2
+    assert "--target and --json belong to --compute" in done.stderr

@@ -57,6 +57,40 @@ def test_a_python_without_venv_says_what_to_install(clone: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+class TestOnAMac:
+    """With stand-ins for the system: MLX has wheels for macOS 14 and later, and for arm64 alone."""
+
+    @staticmethod
+    def ensure(clone: Path, release: str, machine: str, system: str = "Darwin") -> subprocess.CompletedProcess[str]:
+        write_program(clone / "bin/uname", f"#!/bin/sh\necho {system}\n")
+        write_program(clone / "bin/sw_vers", f"#!/bin/sh\necho {release}\n")
+        python = write_program(clone / "bin/python", f'#!/bin/sh\ncase "$*" in *platform*) echo {machine} ;; esac\n')
+        command = f'. "{clone}/scripts/env.sh"; ensure_env run'
+        environment = {**os.environ, "PYTHON": str(python), "PATH": f"{clone / 'bin'}:{os.environ['PATH']}"}
+        serve = ["sh", "-euc", command, f"{clone}/scripts/serve"]
+        return subprocess.run(serve, env=environment, capture_output=True, text=True, check=False)
+
+    @pytest.mark.parametrize(
+        ("release", "machine", "said"),
+        [
+            ("13.7.1", "arm64", "serve: MLX needs macOS 14 or newer; this is macOS 13.7.1.\n"),
+            ("15.1", "x86_64", "serve: MLX needs Apple silicon and a Python for arm64; "),
+        ],
+    )
+    def test_what_mlx_needs_is_said_before_anything_is_made(
+        self, clone: Path, release: str, machine: str, said: str
+    ) -> None:
+        done = self.ensure(clone, release, machine)
+        assert done.returncode == 1
+        assert done.stderr.startswith(said)
+        assert done.stderr.count("\n") == 1
+        assert not (clone / ".venv").exists()
+
+    @pytest.mark.parametrize(("release", "machine", "system"), [("14.0", "arm64", "Darwin"), ("", "x86_64", "Linux")])
+    def test_where_mlx_runs_the_installation_begins(self, clone: Path, release: str, machine: str, system: str) -> None:
+        assert "Making .venv with" in self.ensure(clone, release, machine, system).stderr
+
+
 class TestInstalledOnce:
     @pytest.fixture
     def calls(self, clone: Path) -> Path:

@@ -29,6 +29,17 @@ def test_a_taken_port_is_named() -> None:
     assert (caught.value.errno, caught.value.filename) == (errno.EADDRINUSE, f"--host 127.0.0.1 --port {port}")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_that_macos_would_share_is_taken(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There two programs can have a port, one at all addresses and one at a single one."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(socket.socket, "bind", lambda self, address: None)
+        with pytest.raises(OSError, match="in use") as caught, bound_sockets(host, port):
+            pass
+    assert caught.value.errno == errno.EADDRINUSE
+
+
 def test_a_host_that_is_not_this_machine_is_named() -> None:
     with pytest.raises(OSError, match="no-such-host") as caught, bound_sockets("no-such-host.invalid", 0):
         pass

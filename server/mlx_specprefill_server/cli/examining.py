@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from packaging.requirements import Requirement
@@ -16,20 +19,22 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from mlx_specprefill import BLAS, machine
+from mlx_specprefill import BLAS, machine, place_of
 
 from .. import __version__
-from ..pairs import NAMED_PAIRS, pair_state, read_pairs
+from ..pairs import NAMED_PAIRS, PairsError, find_pair, pair_state, read_pairs
 from ..setting_errors import unknown_variables, what_is_wrong
 from ..settings import ENV_PREFIX, Settings
 from ..sizes import size
-from .common import FAILED
+from .common import FAILED, OptionError, one_line_errors
+from .computing import compute as compute_checks
 
 __all__ = ["Finding", "doctor", "examine"]
 
 _SECRETS = ("API_KEYS", "ADMIN_KEYS")
 _SHOWN = ("mlx", "mlx-lm", "transformers", "numpy", "llguidance", "fastapi")
 _LOW_MEMORY = 4 << 30  # bytes: below that only the bundled pair fits comfortably
+_OLDEST_MACOS = 14  # that MLX has wheels for
 
 
 @dataclass(slots=True)
@@ -41,11 +46,30 @@ class Finding:
     problems: list[str] = field(default_factory=list)
 
 
-def doctor() -> None:
+def doctor(
+    compute: Annotated[
+        bool,
+        typer.Option("--compute", help="Let tiny models compute what is relied on, and compare it with the truth."),
+    ] = False,
+    target: Annotated[str | None, typer.Option(help="With --compute: time this model's forwards.")] = None,
+    file: Annotated[Path | None, typer.Option("--json", help="With --compute: write the record to this file.")] = None,
+) -> None:
     """Print the machine, the installation, the models and the settings, what is wrong and what to do.
 
-    Ends with status 1 where something is wrong. Loads no model and needs no network.
+    Ends with status 1 where something is wrong. Loads no model but --target's and needs no network.
     """
+    with one_line_errors():
+        if not compute and (target or file):
+            raise OptionError("--target and --json belong to --compute")
+        wrong = _print_findings()
+        if compute:
+            wrong = not compute_checks(target, file) or wrong
+    if wrong:
+        raise typer.Exit(FAILED)
+
+
+def _print_findings() -> bool:
+    """Return whether something is wrong."""
     findings = list(examine())
     table = Table(show_edge=False, show_header=False, pad_edge=False, box=None)
     table.add_column(no_wrap=True)
@@ -58,8 +82,7 @@ def doctor() -> None:
     typer.echo("\nNothing is wrong." if not problems else "\nWhat is wrong:")
     for problem in problems:
         typer.echo(f"- {problem}")
-    if problems:
-        raise typer.Exit(FAILED)
+    return bool(problems)
 
 
 def examine() -> Iterator[Finding]:
@@ -68,6 +91,7 @@ def examine() -> Iterator[Finding]:
         _program,
         _machine,
         _memory,
+        _weights,
         _blas,
         _versions,
         _settings,
@@ -86,13 +110,20 @@ def _program() -> Finding:
 
 def _machine() -> Finding:
     found = machine()
-    said = f"{found.device}: {found.name}, {found.cores} cores; {platform.platform()}"
-    finding = Finding("machine", said)
-    if sys.platform == "darwin" and platform.machine() == "x86_64":
-        finding.problems.append(
-            "this Python runs under Rosetta or on an Intel Mac, where MLX has no GPU: install a Python for arm64"
-        )
-    return finding
+    on_mac = sys.platform == "darwin"
+    system = f"macOS {platform.mac_ver()[0]}, {platform.machine()}" if on_mac else platform.platform()
+    said = f"{found.device}: {found.name}, {found.cores} cores; {system}"
+    return Finding("machine", said, list(_mac_problems(found.has_metal)) if on_mac else [])
+
+
+def _mac_problems(has_metal: bool) -> Iterator[str]:
+    release = platform.mac_ver()[0]
+    if int(release.partition(".")[0] or 0) < _OLDEST_MACOS:
+        yield f"MLX needs macOS {_OLDEST_MACOS} or newer, this is {release}"
+    if platform.machine() != "arm64":
+        yield "this Python is made for Intel processors, where MLX has no GPU: install one for arm64"
+    if not has_metal:
+        yield "MLX found no Metal device: everything runs on the processor, many times slower"
 
 
 def _memory() -> Finding:
@@ -100,10 +131,42 @@ def _memory() -> Finding:
     if found.memory is None:
         return Finding("memory", "unknown; set --memory-limit")
     limit = f", {size(found.memory_limit)} for weights, requests and caches" if found.memory_limit else ""
-    finding = Finding("memory", f"{size(found.memory)}{limit}")
+    finding = Finding("memory", f"{size(found.memory)}{limit}{_wired_limit()}")
     if found.memory < _LOW_MEMORY:
         finding.problems.append(f"{size(found.memory)} of memory are enough for the pairs demo and smollm2 only")
     return finding
+
+
+def _wired_limit() -> str:
+    """What macOS lets the GPU wire, where it says so."""
+    if sys.platform != "darwin":
+        return ""
+    asked = ("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb")
+    try:
+        found = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "; iogpu.wired_limit_mb is not known"
+    return f"; iogpu.wired_limit_mb {found}{' (the default of macOS)' if found == '0' else ''}"
+
+
+def _weights() -> Finding:
+    """Of the pairs that are on this machine, in their files."""
+    memory, found = machine().memory, []
+    for name in read_pairs(NAMED_PAIRS):
+        try:
+            pair = find_pair(name)
+        except PairsError:
+            continue
+        places = [place_of(model) for model in (pair.target, pair.draft) if model not in (None, "self")]
+        weights = sum(_weight_bytes(place) for place in places if place is not None)
+        share = f" ({weights / memory:.1%} of memory)".replace("%", " %") if memory else ""
+        found += [f"{name} {size(weights)}{share}"] if None not in places else []
+    return Finding("weights", ", ".join(found) or "no pair is on this machine")
+
+
+def _weight_bytes(place: Path) -> int:
+    files = [place] if place.is_file() else place.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
 
 
 def _blas() -> Finding:

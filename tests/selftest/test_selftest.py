@@ -1,0 +1,236 @@
+"""The self-test passes here, and each of its checks fails when what it looks at is broken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_specprefill import Check, check_device, forward_times, load_pair, loading, sampling, sync_ms
+from mlx_specprefill.adapters.capture import HeadCapture
+from mlx_specprefill.engine import prefill as engine_prefill
+from mlx_specprefill.engine import rows
+from mlx_specprefill.selftest import checks, times
+from mlx_specprefill.selftest.cases import FAMILIES, VOCAB, Case, Dtype, save_checkpoint
+from mlx_specprefill.selftest.samplers import sampler_errors
+from mlx_specprefill.specprefill import sparse_prefill
+from mlx_specprefill.speculative import row as speculative_row
+from mlx_specprefill.speculative import strategies, token_sampler
+from mlx_specprefill.speculative.strategies import STRATEGIES
+from mlx_specprefill.speculative.verification import Verdict
+from tests.tiny import save_checkpoint as save_tiny
+
+FEW = ("llama", "qwen3_5", "gpt_oss")
+Patch = pytest.MonkeyPatch
+
+
+def failed(found: list[Check]) -> set[str]:
+    assert found
+    return {check.operation for check in found if check.state == "failed"}
+
+
+# --- all is well ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(FAMILIES), marks=pytest.mark.extended)])
+def test_it_passes_here(names: tuple[str, ...], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(checks, "FAMILIES", {name: FAMILIES[name] for name in names})
+    found = list(check_device())
+    assert [check for check in found if check.state == "failed"] == []
+    tried = {check.model for check in found if check.state == "ok"}
+    assert tried == {"sampler", *names}
+    assert {f"drafted by {name}" for name in STRATEGIES} <= {check.operation for check in found}
+    assert all(check.error is not None and check.error <= (check.limit or 0) for check in found if check.state == "ok")
+
+
+def test_what_the_cpu_backend_can_not_do_is_listed() -> None:
+    """Experts that are not packed, in half precision."""
+    with mx.stream(mx.cpu):
+        missing = {name: checks._missing(config, "bfloat16") for name, config in FAMILIES.items()}
+        assert checks._missing(FAMILIES["gpt_oss"], "float32") is None
+    assert [name for name, words in missing.items() if words] == ["gpt_oss"]
+    assert "float32" in str(missing["gpt_oss"])
+
+
+# --- what is broken is found ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of_family(name: str) -> Path:
+        if name not in made:
+            made[name] = save_checkpoint(tmp_path_factory.mktemp("family") / "model", FAMILIES[name])
+        return made[name]
+
+    return of_family
+
+
+def operations(folder: Callable[[str], Path], name: str = "llama", dtype: Dtype = "float32") -> list[Check]:
+    return list(checks._operations(Case(name, folder(name), dtype)))
+
+
+def read_backwards(monkeypatch: Patch) -> None:
+    def backwards(model: Any, cache: Any, prompt: Any, *others: Any, **more: Any) -> Any:
+        return sparse_prefill.prefill(model, cache, prompt[::-1], *others, **more)
+
+    monkeypatch.setattr(engine_prefill, "prefill", backwards)
+
+
+def place_nothing(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sparse_prefill, "place", lambda cache, positions: None)
+
+
+def accept_what_is_wrong(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(speculative_row, "verify", lambda p, q, proposed, rng: Verdict(0, (int(p[0]) + 1) % VOCAB))
+
+
+def keep_two_bits(monkeypatch: Patch) -> None:
+    kept = rows.quantize_kv
+    monkeypatch.setattr(rows, "quantize_kv", lambda cache, group, bits: kept(cache, group, 2))
+
+
+def see_too_sharply(monkeypatch: Patch) -> None:
+    observe = HeadCapture.observe
+    monkeypatch.setattr(
+        HeadCapture, "observe", lambda self, q, k, scale, *rest: observe(self, q, k, 1.1 * scale, *rest)
+    )
+
+
+DRAFTED = {f"drafted by {name}" for name in STRATEGIES if name != "mtp"}
+SPARSE = {"sparse prefill", "answers beside each other", *DRAFTED}
+FULL = {"full prefill", "answers beside each other", "full prefill without a draft", "quantised KV cache"}
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (read_backwards, FULL | SPARSE),
+        (place_nothing, SPARSE | {"staged prefill"}),
+        (accept_what_is_wrong, DRAFTED),
+        (keep_two_bits, {"quantised KV cache"}),
+        (see_too_sharply, {"attention rows"}),
+    ],
+)
+def test_a_broken_operation_fails(
+    broken: Callable[[Patch], None], found: set[str], folder: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    broken(monkeypatch)
+    assert failed(operations(folder)) == found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_hides_no_wrong_positions(
+    dtype: Dtype, folder: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    place_nothing(monkeypatch)
+    assert failed(operations(folder, dtype=dtype)) >= {"sparse prefill", "staged prefill"}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt_oss"])
+def test_lazy_frequencies_fail_on_the_second_thread(
+    name: str, folder: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    """All of them have RoPE frequencies that are no parameters."""
+    monkeypatch.setattr(loading, "mx", SimpleNamespace(eval=lambda *modules: None))
+    found = operations(folder, name)
+    assert {"sparse prefill", "full prefill without a draft"} <= failed(found)
+    assert "There is no Stream" in "".join(check.words for check in found)
+
+
+def test_a_refused_strategy_fails(folder: Callable[[str], Path], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(strategies, "_target_refusal", lambda target: "not today")
+    found = operations(folder)
+    assert failed(found) == DRAFTED
+    assert {check.words for check in found if check.state == "failed"} == {"RuntimeError: not today"}
+
+
+def test_a_model_that_can_not_be_loaded_fails(monkeypatch: Patch) -> None:
+    def refuse(*given: Any, **more: Any) -> None:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(checks, "FAMILIES", {"llama": FAMILIES["llama"]})
+    monkeypatch.setattr(checks, "Case", refuse)
+    found = [check for check in check_device() if check.model == "llama"]
+    assert [(check.operation, check.words) for check in found] == [
+        ("loading and starting", "OSError: no such thing")
+    ] * 3
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf, 0.2])
+def test_no_number_and_too_large_a_number_fail(error: float) -> None:
+    assert checks._checked("model", "float32", "operation", 0.1, lambda: error).state == "failed"
+
+
+# --- samplers ---------------------------------------------------------------------------------------------------------
+
+
+def unfiltered(logprobs: mx.array, *rest: Any) -> mx.array:
+    return logprobs
+
+
+def processes_nothing(*given: Any) -> Callable[..., mx.array]:
+    return lambda history, logits: logits
+
+
+def ignoring_temperature(params: Any, vocab_size: int) -> Any:
+    return sampling.filtered_logits(replace(params, temperature=1.0), vocab_size)
+
+
+BROKEN_SAMPLERS: dict[str, tuple[Any, str, Any]] = {
+    "temperature": (token_sampler, "filtered_logits", ignoring_temperature),
+    "drawn tokens": (mx.random, "categorical", lambda logits, axis, key: mx.argmax(logits, axis=axis)),
+    "top-p": (sampling, "apply_top_p", unfiltered),
+    "top-k": (sampling, "apply_top_k", unfiltered),
+    "min-p": (sampling, "apply_min_p", unfiltered),
+    "typical-p": (sampling, "apply_typical_p", unfiltered),
+    "XTC": (sampling, "apply_xtc", unfiltered),
+    "repetition penalty": (sampling, "make_logits_processors", lambda **given: []),
+    "presence penalty": (sampling, "make_logits_processors", lambda **given: []),
+    "frequency penalty": (sampling, "make_logits_processors", lambda **given: []),
+    "logit bias": (sampling, "make_logits_processors", lambda **given: []),
+    "bad words": (sampling, "without", processes_nothing),
+    "allowed tokens": (sampling, "only", processes_nothing),
+}
+
+
+def sampler_checks(dtype: Dtype = "float32") -> Iterator[Check]:
+    for operation, limit, measure in sampler_errors(dtype):
+        yield checks._checked("sampler", dtype, operation, limit, measure)
+
+
+def test_every_sampler_is_broken_below() -> None:
+    assert [check.operation for check in sampler_checks()] == list(BROKEN_SAMPLERS)
+
+
+@pytest.mark.parametrize("operation", BROKEN_SAMPLERS)
+def test_a_broken_sampler_fails(operation: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(*BROKEN_SAMPLERS[operation])
+    assert operation in failed(list(sampler_checks()))
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+def test_forwards_are_timed_up_to_2048_tokens(tmp_path: Path) -> None:
+    pair = load_pair(save_tiny(tmp_path / "model", "llama"))
+    found = forward_times(pair)
+    assert list(found.ms) == [2**power for power in range(12)]
+    assert all(ms > 0 for ms in (*found.ms.values(), found.behind_ms))
+    assert found.behind_bytes > 0
+    assert min(found.fixed_ms, found.token_ms, found.pair_ms) >= 0
+    assert sync_ms() > 0
+
+
+def test_long_forwards_are_left_out(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(times, "_times", lambda run, repeats: [partial(run)() or 9000.0] * repeats)
+    found = forward_times(load_pair(save_tiny(tmp_path / "model", "llama")))
+    assert list(found.ms) == [1, 2, 4, 8]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/machines.md from docs/machines/*.json, which `mlx-specprefill bench --submit` writes.
+"""Write docs/machines.md from docs/machines/*.json: what `bench --submit` and `doctor --compute --json` write.
 
 scripts/make_machines.py
 """
@@ -31,10 +31,21 @@ mlx-specprefill bench --pair smollm2 --submit .      # says first how long it ta
 
 That writes one file, with the machine, the versions and the times, and nothing that names a person, a host or a
 folder. Put it into `docs/machines`, run `scripts/make_machines.py` and open a pull request, or attach it to an issue
-*A measurement*. Leave the machine alone while it measures.
+*A measurement*. Leave the machine alone while it measures. Nothing on this page is predicted; what is stands in
+[sizing](guides/sizing.md) and in [several machines](performance.md#several-machines-predicted).
 
 | machine | pair | keep | tokens | full, s | sparse, s | times sooner | mlx | date |
 |---|---|---|---|---|---|---|---|---|
+"""
+
+DEVICES = """
+## What devices compute
+
+`mlx-specprefill doctor --compute --json FILE` [holds a device to the truth](guides/mac.md), with `--target` it times a model's forwards:
+from 128 tokens on a forward takes a fixed time and one for each of its tokens.
+
+| machine | checks passed | failed | not supported there | a synchronisation, ms | target | fixed, ms | per token, ms | 512 tokens behind 16K | mlx | date |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -44,10 +55,12 @@ def main() -> None:
 
 
 def page() -> str:
-    rows = [row for measured in measurements() for row in lines(measured)]
-    notes = sorted({f"- {name(m)}, {m['pair']['name']}: `{m['command']}`." for m in measurements() if "command" in m})
+    timed = [measured for measured in measurements() if "rows" in measured]
+    rows = [row for measured in timed for row in lines(measured)]
+    notes = sorted({f"- {name(m)}, {m['pair']['name']}: `{m['command']}`." for m in timed if "command" in m})
     end = "\nMeasured otherwise than by `mlx-specprefill bench`:\n\n" + "\n".join(notes) + "\n" if notes else ""
-    return HEAD + "".join(rows) + end
+    checked = [device_line(measured) for measured in measurements() if "checks" in measured]
+    return HEAD + "".join(rows) + end + DEVICES + "".join(checked)
 
 
 def measurements() -> Sequence[dict[str, Any]]:
@@ -55,8 +68,21 @@ def measurements() -> Sequence[dict[str, Any]]:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
     for measured in found:
         if measured["format"] != FORMAT:
-            raise ValueError(f"format {measured['format']}, {FORMAT} is expected: {measured['pair']}")
+            raise ValueError(f"format {measured['format']}, {FORMAT} is expected: {measured['machine']}")
     return found
+
+
+def device_line(measured: dict[str, Any]) -> str:
+    """One record of the self-test."""
+    checks, target = measured["checks"], measured.get("target")
+    missing = sorted({f"{check['model']} in {check['dtype']}" for check in checks["not supported"]})
+    times = ("", "", "", "")
+    if target is not None:
+        behind = f"{target['behind_ms']} ms, {target['behind_gb']} GB"
+        times = (f"{target['name']}, {target['dtype']}", target["fixed_ms"], target["token_ms"], behind)
+    failed = [f"{check['operation']} ({check['model']}, {check['dtype']})" for check in checks["failed"]]
+    cells = (name(measured), checks["passed"], "; ".join(failed), ", ".join(missing), measured["sync_ms"])
+    return f"| {' | '.join(map(str, (*cells, *times, measured['software']['mlx'], measured['date'])))} |\n"
 
 
 def lines(measured: dict[str, Any]) -> Iterator[str]:

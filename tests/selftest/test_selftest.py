@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +230,6 @@ def test_forwards_are_timed_up_to_2048_tokens(tmp_path: Path) -> None:
 
 
 def test_long_forwards_are_left_out(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(times, "_times", lambda run, repeats: [partial(run)() or 9000.0] * repeats)
+    monkeypatch.setattr(times, "_times", lambda run, repeats: [16_000.0] * repeats)
     found = forward_times(load_pair(save_tiny(tmp_path / "model", "llama")))
-    assert list(found.ms) == [1, 2, 4, 8]
+    assert list(found.ms) == [1]

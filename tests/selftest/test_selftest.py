@@ -26,7 +26,7 @@ from mlx_specprefill.speculative.strategies import STRATEGIES
 from mlx_specprefill.speculative.verification import Verdict
 from tests.tiny import save_checkpoint as save_tiny
 
-FEW = ("llama", "qwen3_5", "gpt_oss")
+FEW = ("llama", "gpt_oss")
 Patch = pytest.MonkeyPatch
 
 
@@ -45,7 +45,8 @@ def test_it_passes_here(names: tuple[str, ...], monkeypatch: Patch) -> None:
     assert [check for check in found if check.state == "failed"] == []
     tried = {check.model for check in found if check.state == "ok"}
     assert tried == {"sampler", *names}
-    assert {f"drafted by {name}" for name in STRATEGIES} <= {check.operation for check in found}
+    drafted = {f"drafted by {name}" for name in STRATEGIES if name != "mtp" or "qwen3_5" in names}
+    assert drafted <= {check.operation for check in found}
     assert all(check.error is not None and check.error <= (check.limit or 0) for check in found if check.state == "ok")
 
 

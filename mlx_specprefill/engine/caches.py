@@ -63,8 +63,8 @@ class EngineCaches:
             self._disk = DiskTier(self._folder(config.prefix_cache_dir), config.prefix_disk_bytes)
             if not self._disk.enabled and not config.prefix_cache_optional:
                 raise SettingsError(
-                    f"the prefix cache folder can't be used: {self._disk.trouble} (--prefix-cache-optional goes on "
-                    "without it)"
+                    f"the prefix cache folder can't be used: {self._disk.trouble} "
+                    "(MLX_SPECPREFILL_PREFIX_CACHE_OPTIONAL=1 goes on without it)"
                 )
         identity, draft_identity = self._identities(pair)
         self._target = PrefixCache(

@@ -109,7 +109,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._connections.opened(self):
             self._await(self._settings.header_timeout_s)
         else:
-            message = f"All {self._connections.most} connections are busy (--max-connections). Try again later."
+            message = f"All {self._connections.most} connections are busy. Try again later."
             self._refuse(ApiError(503, message, code="engine_unavailable"))
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -94,7 +94,7 @@ class DeadlineError(ApiError):
 
     def __init__(self, seconds: float) -> None:
         message = (
-            f"The request was not finished within {seconds:g} s, the lower one of --request-timeout and its own header "
+            f"The request was not finished within {seconds:g} s, the lower one of the server's limit and the header "
             "x-request-timeout. Allow more time, or ask for fewer tokens."
         )
         super().__init__(504, message, code="request_timeout")
@@ -104,7 +104,7 @@ class QueueTimeoutError(ApiError):
     """The engine has not begun the request in time."""
 
     def __init__(self, seconds: float) -> None:
-        message = f"The request was not started within {seconds:g} s (--queue-timeout). Try again later."
+        message = f"The request was not started within {seconds:g} s. Try again later."
         super().__init__(503, message, code="queue_timeout", headers={"Retry-After": RETRY_AFTER_S})
 
 

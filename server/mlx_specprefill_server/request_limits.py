@@ -54,7 +54,7 @@ class RequestLimitMiddleware:
             raise ApiError(503, "The server is shutting down.", code="engine_unavailable", headers=RETRY)
         if self._running[scope["identity"]] >= self._limit:
             message = (
-                f"{self._limit} requests with this API key are running, the limit of --max-requests-per-key. "
+                f"{self._limit} requests with this API key are running, which is the limit. "
                 "Try again when one of them has ended."
             )
             raise ApiError(429, message, code="too_many_requests", headers=RETRY)

@@ -19,11 +19,6 @@ _FLAGS = {
     "admin_keys": "--admin-key",
     "allowed_hosts": "--allowed-host",
     "api_keys": "--api-key",
-    "cors_origins": "--cors-origin",
-    "peer_timeout_s": "--peer-timeout",
-    "queue_timeout_s": "--queue-timeout",
-    "request_timeout_s": "--request-timeout",
-    "shutdown_grace_s": "--shutdown-grace",
 }
 _SECRET = {"admin_keys", "api_keys"}
 _WORDS = {

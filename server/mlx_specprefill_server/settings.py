@@ -74,11 +74,16 @@ class Settings(BaseSettings):
     )
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()
     admin_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()  # keys that see all callers'
-    share_cache: bool = False  # True: what one key's prompts left in the cache serves the others
+    share_cache: bool = Field(
+        default=False,
+        description="All API keys share one prompt cache. A key can then learn from timing what others asked.",
+    )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
-    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()  # pages that may call, *: any
+    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = Field(
+        default=(), description="Let pages of these origins call the server, *: any."
+    )
     max_models: int | None = Field(default=None, ge=1)  # of several, in memory at the same time
-    strict_model: bool = False  # True: 404 for requests that name another model
+    strict_model: bool = Field(default=False, description="404 for requests that name another model.")
     body_limit: int = Field(default=32 * 2**20, gt=0, description="Bytes of one request body.")
     header_limit: Annotated[int, BeforeValidator(_size), Field(ge=1024)] = Field(
         default=64 * 2**10, description="Bytes of a request's line and headers."
@@ -88,7 +93,7 @@ class Settings(BaseSettings):
     write_timeout_s: float = Field(
         default=300.0, gt=0, description="Seconds during which a client may read nothing of its answer."
     )
-    max_connections: int = Field(default=1024, ge=1)
+    max_connections: int = Field(default=1024, ge=1, description="Connections that may be open.")
     keep_alive_s: float = Field(
         default=5.0, gt=0, description="Seconds of silence in a stream before a keep-alive is sent."
     )
@@ -98,20 +103,36 @@ class Settings(BaseSettings):
     stale_after_s: float = Field(
         default=600.0, gt=0, description="Seconds without a step of the engine after which /health answers 503."
     )
-    peer_timeout_s: float = Field(default=60.0, gt=0)  # of silence after which another rank counts as lost
+    peer_timeout_s: float = Field(
+        default=60.0, gt=0, description="Seconds of silence after which another of several machines counts as lost."
+    )
     draft_placement: DraftPlacement = "first"  # on several ranks: the draft on rank 0, or a part of it on each
-    shutdown_grace_s: float = Field(default=30.0, ge=0)  # that requests in work get to finish after SIGTERM
-    request_timeout_s: float | None = Field(default=None, gt=0)  # of a request from its arrival to its end
-    queue_timeout_s: float | None = Field(default=None, gt=0)  # of a request's wait for one of the rows
-    max_requests_per_key: int | None = Field(default=None, ge=1)  # in work at the same time
+    shutdown_grace_s: float = Field(
+        default=30.0, ge=0, description="Seconds that requests get to finish after SIGTERM."
+    )
+    request_timeout_s: float | None = Field(
+        default=None, gt=0, description="Seconds after which a request is given up."
+    )
+    queue_timeout_s: float | None = Field(
+        default=None, gt=0, description="Seconds that a request may wait for its turn."
+    )
+    max_requests_per_key: int | None = Field(
+        default=None, ge=1, description="Requests with one API key that may be in work."
+    )
     stream_buffer: int = Field(
         default=4096, ge=1, description="Events that may wait for a client that reads too slowly."
     )
     log_level: LogLevel = "info"
-    log_format: LogFormat = "text"
-    otel: bool = False  # OpenTelemetry traces and metrics, to where the OTEL_* variables say
-    tool_parser: ToolParser | None = None  # None: as the chat template says
-    reasoning_parser: ReasoningParser | None = None  # None: as the vocabulary and the chat template say
+    log_format: LogFormat = Field(default="text", description="Lines of text, or json: an object per line.")
+    otel: bool = Field(
+        default=False, description="OpenTelemetry traces and metrics, to where the OTEL_* variables say."
+    )
+    tool_parser: ToolParser | None = Field(
+        default=None, description="How the model writes tool calls. Default: as its chat template says."
+    )
+    reasoning_parser: ReasoningParser | None = Field(
+        default=None, description="How it marks reasoning. Default: as its vocabulary and its chat template say."
+    )
     allow_special_tokens: bool = False  # True: names of control tokens in messages are those tokens, not text
     reasoning_alias: bool = Field(
         default=False, description="Reasoning of chat answers also under vLLM's name, `reasoning`."
@@ -141,10 +162,12 @@ class Settings(BaseSettings):
     wired_limit: bool = ENGINE.wired_limit  # True: macOS keeps models and caches resident; kernel panics were reported
     prefix_cache_size: Size = ENGINE.prefix_cache_bytes
     prefix_cache_dir: Path | None = None
-    prefix_cache_optional: bool = False  # True: start without that folder where it can't be used
+    prefix_cache_optional: bool = Field(
+        default=False, description="Start without the folder of prefixes where it can't be used."
+    )
     prefix_disk_size: Size = ENGINE.prefix_disk_bytes
     remember: bool = True  # system prompts and tools of agents outlive the server
-    remember_size: Size = Field(default=8 << 30, description="Disk space for that.")
+    remember_size: Size = Field(default=8 << 30, description="Disk space for remembered prompts.")
     densify: bool = ENGINE.policy.densify
     kv_bits: int | None = None
 

@@ -41,7 +41,7 @@ def test_a_variable_is_named_with_its_value(name: str, value: str, message: str)
     ("options", "message"),
     [
         (["--memory-limit", "much"], "--memory-limit: a size such as 512MB or 2GB is expected, got 'much'"),
-        (["--request-timeout", "0"], "--request-timeout: 0.0 has to be above 0"),
+        (["--target-itl-ms", "0"], "--target-itl-ms: 0.0 has to be above 0"),
         (["--max-rows", "0"], "--max-rows: 0 has to be 1 or more"),
     ],
 )

@@ -34,11 +34,12 @@ def served(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes
     hosts.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
     ports = free_ports(4)
     command = [sys.executable, "-m", "mlx_specprefill_server", "serve", "--pair", "demo", "--port", str(ports)]
-    command += ["--hosts", str(hosts), "--starting-port", str(ports + 2), "--peer-timeout", "30", *options]
+    command += ["--hosts", str(hosts), "--starting-port", str(ports + 2), *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_")}
     environment |= {
         "MLX_SPECPREFILL_CALIBRATION_FILE": str(folder / "costs.json"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")]),
+        "MLX_SPECPREFILL_PEER_TIMEOUT_S": "30",
         "OPENBLAS_NUM_THREADS": "1",
     }
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:

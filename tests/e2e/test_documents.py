@@ -32,7 +32,6 @@ PAGES += sorted(path for folder in ("guides", "clients", "machines") for path in
 ADDRESS = "http://127.0.0.1:8000"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 READ_AS = {"json": json.loads, "toml": tomllib.loads, "yaml": YAML(typ="safe").load}
-ON_THE_MACHINE = ("mlx-specprefill list", "mlx-specprefill show demo", "mlx-specprefill recommend")
 RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help", *ON_THE_MACHINE)
 NOT_RUN = {
     "tests/e2e/test_readme.py runs it": ("python3 -c", "curl "),
@@ -46,11 +45,9 @@ NOT_RUN = {
     "needs the network": (
         "pip ",
         "mlx-specprefill pull",
-        "mlx-specprefill show mlx-community/",
         "scripts/serve --target mlx-community/",
     ),
-    "tests/cli/test_stored.py runs it on models that are made there": ("mlx-specprefill rm",),
-    "needs another program": ("docker ", "codex", "scripts/record_agent"),
+    "needs another program": ("docker ", "codex", "hf cache ", "scripts/record_agent"),
     "is for another program": ("export ",),
     "takes minutes to days": (
         "mlx-specprefill eval",

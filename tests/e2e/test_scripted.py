@@ -57,9 +57,8 @@ def test_logs_and_metrics_of_the_process(tmp_path: Path) -> None:
     """uvicorn's own records go the same way as ours, at the same level."""
     model = save_scripted(tmp_path / "model")
     log = tmp_path / "log"
-    with start(
-        log, model, model, "--log-format", "json", "--strict-model", "--model-alias", "me", *UNMEASURED
-    ) as server:
+    settings = {"MLX_SPECPREFILL_LOG_FORMAT": "json", "MLX_SPECPREFILL_STRICT_MODEL": "1"}
+    with start(log, model, model, "--model-alias", "me", *UNMEASURED, settings=settings) as server:
         complete(server, "<|words:0|>", model="me")
         refused = httpx.post(f"{server.base}/v1/completions", json={"prompt": "x", "model": "you"})
         scraped = httpx.get(f"{server.base}/metrics").text

@@ -388,7 +388,7 @@ def test_garbage_never_hurts(server: Server, body: dict[str, Any], limit: int) -
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_streams_properly(tmp_path: Path, kind: signal.Signals) -> None:
-    with start(tmp_path / "log", *PAIR, "--shutdown-grace", "0") as server:
+    with start(tmp_path / "log", *PAIR, settings={"MLX_SPECPREFILL_SHUTDOWN_GRACE_S": "0"}) as server:
         body = {"messages": HI, "stream": True, **LONG}
         with httpx.stream("POST", f"{server.base}/v1/chat/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()

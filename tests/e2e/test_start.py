@@ -72,8 +72,9 @@ def test_a_prefix_folder_that_cannot_be_used(tmp_path: Path) -> None:
     options = ("--prefix-cache-dir", str(tmp_path / "taken"))
     said = refused(tmp_path / "log", *options)
     assert "the prefix cache folder can't be used: " in said
-    assert "--prefix-cache-optional goes on without it" in said
-    with start(tmp_path / "log", *PAIR, *KNOWN, *options, "--prefix-cache-optional") as server:
+    assert "MLX_SPECPREFILL_PREFIX_CACHE_OPTIONAL=1 goes on without it" in said
+    optional = {"MLX_SPECPREFILL_PREFIX_CACHE_OPTIONAL": "1"}
+    with start(tmp_path / "log", *PAIR, *KNOWN, *options, settings=optional) as server:
         assert server.health()["status"] == "ok"
 
 

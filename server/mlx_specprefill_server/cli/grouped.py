@@ -25,8 +25,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "dtype",
         "kv_bits",
         "model_alias",
-        "tool_parser",
-        "reasoning_parser",
     ),
     "Sparse prefill": (
         "specprefill",
@@ -42,31 +40,19 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "wired_limit",
         "prefix_cache_size",
         "prefix_cache_dir",
-        "prefix_cache_optional",
         "prefix_disk_size",
         "remember",
-        "remember_size",
     ),
     "Address and access": (
         "host",
         "port",
         "api_keys",
         "admin_keys",
-        "share_cache",
         "allowed_hosts",
-        "cors_origins",
-        "strict_model",
         "allow_special_tokens",
     ),
-    "Several machines": ("hosts", "starting_port", "peer_timeout_s", "draft_placement"),
-    "Limits": (
-        "max_connections",
-        "max_requests_per_key",
-        "request_timeout_s",
-        "queue_timeout_s",
-        "shutdown_grace_s",
-    ),
-    "Logs": ("log_level", "log_format", "otel"),
+    "Several machines": ("hosts", "starting_port", "draft_placement"),
+    "Logs": ("log_level",),
 }
 
 

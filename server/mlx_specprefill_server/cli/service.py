@@ -25,7 +25,7 @@ __all__ = ["ServiceError", "app", "plist", "unit"]
 
 NAME = "mlx-specprefill"
 RESTART_S = 30  # after a failure
-STOP_S = 40  # requests get 30 s of these to finish, unless --shutdown-grace says otherwise
+STOP_S = 40  # requests get 30 s of these to finish, unless MLX_SPECPREFILL_SHUTDOWN_GRACE_S says otherwise
 _STOPPED_WITHIN_S = STOP_S + 5  # launchd answers bootout before the server has ended
 _STARTED_WITHIN_S = 15
 _STILL_STOPPING = (5, 37)  # how bootstrap ends while launchd stops the service that was there

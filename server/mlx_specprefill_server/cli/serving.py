@@ -23,9 +23,8 @@ from ..hosting.models import Models
 from ..hosting.table import entries_of, models_file, read_table
 from ..monitoring.logs import configure_logging
 from ..pair_loading import only_given
-from ..parsers.formats import ReasoningParser, ToolParser
 from ..service import ServerState
-from ..settings import LogFormat, LogLevel, Settings
+from ..settings import LogLevel, Settings
 from ..sockets import bound_sockets, is_exposed
 from .common import OptionError, choose, make_settings, note_environment, one_line_errors
 from .loading import load_engine
@@ -136,10 +135,6 @@ def serve(
     prefix_cache_dir: Annotated[
         Path | None, typer.Option(help="Folder in which prefixes outlive the server. Default: none.")
     ] = None,
-    prefix_cache_optional: Annotated[
-        bool | None,
-        typer.Option("--prefix-cache-optional", help="Start without that folder where it can't be used."),
-    ] = None,
     prefix_disk_size: Annotated[str | None, setting("prefix_disk_size", "Disk space for that folder.")] = None,
     remember: Annotated[
         bool | None,
@@ -149,7 +144,6 @@ def serve(
             "--remember/--no-remember",
         ),
     ] = None,
-    remember_size: Annotated[str | None, setting("remember_size", "Disk space for that.")] = None,
     densify: Annotated[
         bool | None,
         setting("densify", "Prefill in full, in idle time, what was prefilled sparsely.", "--densify/--no-densify"),
@@ -160,10 +154,6 @@ def serve(
         list[str] | None,
         typer.Option("--admin-key", help="A key that also sees what is cached for the others; repeat."),
     ] = None,
-    share_cache: Annotated[
-        bool | None,
-        typer.Option("--share-cache", help="Keys share cached prompts, and can tell by it what others asked."),
-    ] = None,
     allow_special_tokens: Annotated[
         bool | None,
         typer.Option("--allow-special-tokens", help="Control tokens named in messages are tokens. Default: text."),
@@ -172,25 +162,6 @@ def serve(
     allowed_hosts: Annotated[
         list[str] | None, typer.Option("--allowed-host", help="Answer to this Host name too; repeat for more, *: any.")
     ] = None,
-    cors_origins: Annotated[
-        list[str] | None,
-        typer.Option("--cors-origin", help="Let pages of this origin call the server; repeat for more, *: any."),
-    ] = None,
-    strict_model: Annotated[
-        bool | None, typer.Option("--strict-model", help="404 for requests that name another model. Default: any name.")
-    ] = None,
-    max_connections: Annotated[int | None, setting("max_connections", "Connections that may be open.")] = None,
-    request_timeout_s: Annotated[
-        float | None,
-        typer.Option("--request-timeout", help="Seconds after which a request is given up. Default: none."),
-    ] = None,
-    queue_timeout_s: Annotated[
-        float | None,
-        typer.Option("--queue-timeout", help="Seconds that a request may wait for its turn. Default: any."),
-    ] = None,
-    max_requests_per_key: Annotated[
-        int | None, typer.Option(help="Requests with one API key that may be in work. Default: any number.")
-    ] = None,
     hosts: Annotated[
         Path | None,
         typer.Option(help="Run one model on several machines: those in this file, in the format of mlx.launch."),
@@ -198,29 +169,11 @@ def serve(
     starting_port: Annotated[
         int | None, typer.Option(help="The first port between these machines, as of mlx.launch: 32323 if not given.")
     ] = None,
-    peer_timeout_s: Annotated[
-        float | None,
-        setting("peer_timeout_s", "Seconds of silence after which one of them counts as lost.", "--peer-timeout"),
-    ] = None,
     draft_placement: Annotated[
         DraftPlacement | None,
         setting("draft_placement", "Where the draft is: on the first, or a part of it on each."),
     ] = None,
-    shutdown_grace_s: Annotated[
-        float | None,
-        setting("shutdown_grace_s", "Seconds that requests get to finish after SIGTERM.", "--shutdown-grace"),
-    ] = None,
     log_level: Annotated[LogLevel | None, setting("log_level", "The least that is logged.")] = None,
-    log_format: Annotated[LogFormat | None, setting("log_format", "Lines of text, or a JSON object per line.")] = None,
-    otel: Annotated[
-        bool | None, typer.Option("--otel", help="OpenTelemetry traces and metrics, to where the OTEL_* variables say.")
-    ] = None,
-    tool_parser: Annotated[
-        ToolParser | None, typer.Option(help="How the model writes tool calls. Default: as its chat template says.")
-    ] = None,
-    reasoning_parser: Annotated[
-        ReasoningParser | None, typer.Option(help="How it marks reasoning. Default: as its vocabulary says.")
-    ] = None,
 ) -> None:
     """Start the OpenAI-compatible server. Every setting also has an environment variable: MLX_SPECPREFILL_PORT, ..."""
     note_environment()

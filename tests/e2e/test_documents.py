@@ -32,6 +32,7 @@ PAGES += sorted(path for folder in ("guides", "clients", "machines") for path in
 ADDRESS = "http://127.0.0.1:8000"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 READ_AS = {"json": json.loads, "toml": tomllib.loads, "yaml": YAML(typ="safe").load}
+ON_THE_MACHINE = ("mlx-specprefill list", "mlx-specprefill recommend")
 RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help", *ON_THE_MACHINE)
 NOT_RUN = {
     "tests/e2e/test_readme.py runs it": ("python3 -c", "curl "),

@@ -25,6 +25,8 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.utils import MODEL_REMAPPING
 
+import mlx_specprefill
+from mlx_specprefill.adapters.registry import BATCH_REFUSALS, DRAFT_REFUSALS, SPARSE_REFUSALS
 from tests.oracle import UNBUILDABLE, build, tiny_models
 
 MODELS = Path(mlx_lm.__file__).parent / "models"
@@ -265,6 +267,59 @@ def test_nobody_holds_the_primitives_by_another_name() -> None:
                 assert not names & {alias.name for alias in node.names}, path.name
             if isinstance(node, ast.Assign):
                 assert ast.unparse(node.value) not in {f"mx.fast.{name}" for name in names} | {"mx.softmax"}, path.name
+
+
+def imported(source: str) -> set[str]:
+    """Every part of the names that a module imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {part for alias in node.names for part in alias.name.split(".")}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.rpartition(".")[2])
+    return names
+
+
+def rotating_kernels() -> set[str]:
+    """Files of mlx-lm whose own Metal kernels rotate, and the functions in them."""
+    names: set[str] = set()
+    for path in MODELS.parent.rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        if "metal_kernel(" in source and "cos(" in source:
+            functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+            names |= {path.stem} | functions
+    return names
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from ..kernels import norm_add_norm, qk_norm_rope",
+        "from mlx_lm.kernels.qk_norm_rope import qk_norm_rope as rotate",
+        "from ..kernels.qk_norm_rope import *",
+        "import mlx_lm.kernels.qk_norm_rope",
+    ],
+)
+def test_an_import_of_a_kernel_that_rotates_is_found(source: str) -> None:
+    assert imported(source) & rotating_kernels()
+
+
+def test_models_with_kernels_that_rotate_are_refused() -> None:
+    """On Metal alone the wrapped `mx.fast.rope` would see nothing of these rotations."""
+    rotating = rotating_kernels()
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in MODELS.glob("*.py")}
+    found = {name for name, source in sources.items() if name in rotating or imported(source) & rotating}
+    assert "muse_spark" in found
+    for refusals in (SPARSE_REFUSALS, DRAFT_REFUSALS, BATCH_REFUSALS):
+        assert found <= refusals.keys()
+
+
+def test_take_along_axis_is_told_its_axis() -> None:
+    """Without one it flattens both arrays."""
+    for path in Path(mlx_specprefill.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "mx.take_along_axis":
+                assert "axis" in {word.arg for word in node.keywords}, f"{path.name}: {ast.unparse(node)}"
 
 
 def test_the_kernel_behind_rope_gets_its_offset_by_keyword() -> None:

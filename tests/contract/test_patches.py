@@ -15,7 +15,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_specprefill.adapters.capture import QueryCapture, recorded_attention
+from mlx_specprefill.adapters.capture import QueryCapture, recorded_attention, wrap_attention
 from mlx_specprefill.adapters.hidden import recorded_hidden
 from mlx_specprefill.adapters.patches import PATCHES, install_patches
 from mlx_specprefill.adapters.recurrence import recorded_recurrence
@@ -85,6 +85,12 @@ def test_an_ordinary_call_passes_through(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(*holder(name), counted)
     assert mx.array_equal(wrapped, logits(model))
     assert calls
+
+
+def test_attention_is_passed_every_keyword() -> None:
+    given = {"scale": 0.5, "mask": "causal", "sinks": None, "force_fused": True, "stream": mx.cpu}
+    x = mx.zeros((1, 1, 2, 8))
+    assert wrap_attention(lambda q, k, v, **keywords: keywords)(x, x, x, **given) == given
 
 
 def test_nothing_is_wrapped_before_its_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

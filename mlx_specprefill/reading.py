@@ -17,7 +17,9 @@ from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
 
+from .adapters.checkpoint import dtype_name
 from .adapters.gguf import is_gguf, load_gguf
+from .adapters.overflow import FLOAT16_MAX, largest_hidden
 from .adapters.sharding import DraftPlacement, Sharding, files_digest, shard
 from .distributed.ranks import Ranks
 from .errors import LoadError
@@ -77,16 +79,38 @@ def read_model(where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> 
         dtype: as in `load_pair`.
 
     Raises:
-        LoadError: the checkpoint is missing or broken.
+        LoadError: the checkpoint is missing or broken, or its hidden values overflow in float16.
     """
     path = place_of(where)
     if is_gguf(path or Path(where)):
-        return _read_gguf(path or Path(where), dtype, on_progress)
-    with _errors(where):
-        model, tokenizer, config = _lazy(where)
-        cast_model(model, dtype)
-        _fill(model, on_progress)
+        model, tokenizer, config = _read_gguf(path or Path(where), dtype, on_progress)
+    else:
+        with _errors(where):
+            model, tokenizer, config = _lazy(where)
+            cast_model(model, dtype)
+            _fill(model, on_progress)
+    _check_range(model, where)
     return model, tokenizer, config
+
+
+def _check_range(model: nn.Module, where: str | Path) -> None:
+    """Look at the hidden values of a dozen tokens, if the model runs in float16.
+
+    So few are enough: a text's first tokens have the largest ones (SmolLM2-135M: 25 400, over long texts 25 600).
+
+    Raises:
+        LoadError: a hidden value overflows.
+    """
+    if dtype_name(model) != "float16":
+        return
+    with _errors(where):
+        largest = largest_hidden(model)
+    if largest > FLOAT16_MAX:
+        raise LoadError(f"{where}: its hidden values overflow in float16: load it with --dtype bfloat16")
+    if largest > FLOAT16_MAX / 2:
+        log.warning(
+            "%s: hidden values of %.0f, and float16 ends at %.0f: --dtype bfloat16 is safe", where, largest, FLOAT16_MAX
+        )
 
 
 def read_part(

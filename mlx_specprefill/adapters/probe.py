@@ -26,7 +26,7 @@ __all__ = ["probe_quantized", "probe_sparse", "probe_staged", "staged_model"]
 Positions = npt.NDArray[np.int32]
 
 _COUNT = 12
-_TOKENS = [(7 * i + 3) % 29 for i in range(_COUNT)]  # small ids exist in every vocabulary
+TOKENS = [(7 * i + 3) % 29 for i in range(_COUNT)]  # small ids exist in every vocabulary
 _GAPPED = np.array([0, 1, 2, 9, 10, 23, 24, 40, 41, 58, 77, 90], dtype=np.int32)
 _SPLIT = 5  # the gapped prompt goes in two chunks, so that the second one meets a cache with gaps
 _SHIFT = 7
@@ -104,7 +104,7 @@ def _in_parts(model: StagedModel, positions: Positions, sizes: Sequence[int]) ->
     """The first layers over a longer text, the others over the probe's tokens in chunks, which lie in it at these
     positions, then both over one more; logits (13, V)."""
     text = np.arange(positions[-1] + 1, dtype=np.int32) % 29
-    text[positions] = _TOKENS
+    text[positions] = TOKENS
     cache = make_positioned_cache(model.whole)
     lower, upper = model.split(cache)
     hidden = model.lower(mx.array(text)[None], cache=lower)[:, mx.array(positions)]
@@ -115,10 +115,10 @@ def _in_parts(model: StagedModel, positions: Positions, sizes: Sequence[int]) ->
     logits, start = [], 0
     for size in sizes:
         place(upper, positions[start : start + size])
-        logits.append(read(mx.array(_TOKENS[start : start + size])[None], start)[0])
+        logits.append(read(mx.array(TOKENS[start : start + size])[None], start)[0])
         mx.eval(logits[-1], [part.state for part in cache])
         start += size
-    logits.append(model(mx.array([_TOKENS[:1]]), cache=cache)[0])
+    logits.append(model(mx.array([TOKENS[:1]]), cache=cache)[0])
     return mx.concatenate(logits)
 
 
@@ -150,7 +150,7 @@ def _forward(
         part = slice(start, start + size)
         if before is not None:
             before(cache, part)
-        logits.append(model(mx.array(_TOKENS[part])[None], cache=cache)[0])
+        logits.append(model(mx.array(TOKENS[part])[None], cache=cache)[0])
         mx.eval(logits[-1])
         start += size
     return mx.concatenate(logits)

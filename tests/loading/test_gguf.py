@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from mlx_specprefill import load_pair
+from mlx_specprefill import LoadError, load_pair, reading
 from mlx_specprefill.adapters.gguf import load_gguf
+from mlx_specprefill.adapters.overflow import largest_hidden
 from mlx_specprefill.cache.fingerprint import model_identity
 from tests.gguf_files import CONFIGS, F32, contents, from_safetensors, random_weights, rounded, tiny
 
@@ -201,3 +202,38 @@ def test_auto_unpacks_on_the_cpu_only(tmp_path):
     asked = load_pair(file, dtype="float32")
     assert isinstance(asked.target.lm_head, nn.QuantizedLinear)
     assert asked.dtype == "float32"
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(reading, "_on_cpu", lambda: False)
+
+
+def reaching(folder, largest):
+    """A file whose hidden values reach about that much."""
+    config = CONFIGS["llama"]
+    weights = random_weights(config)
+    scale = 1.0
+    while True:
+        scaled = {name: array * np.float32(scale if "down_proj" in name else 1) for name, array in weights.items()}
+        file = contents("llama", config, scaled, lambda _: Kind.Q8_0).write(folder / "tiny.gguf")
+        reached = largest_hidden(load_gguf(file, dtype=mx.float32)[0])
+        if 0.9 < reached / largest < 1.1:
+            return file
+        scale *= largest / reached
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_model_that_overflows_in_float16_is_refused(tmp_path):
+    file = reaching(tmp_path, 200_000)
+    with pytest.raises(LoadError, match=r"tiny\.gguf: .* overflow in float16: .* --dtype bfloat16"):
+        load_pair(file)
+    assert np.isfinite(logits(load_pair(file, dtype="bfloat16").target)).all()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(("largest", "warnings"), [(20_000, 0), (50_000, 1)])
+def test_a_model_that_comes_near_is_warned_of(tmp_path, caplog, largest, warnings):
+    load_pair(reaching(tmp_path, largest))
+    found = [record.getMessage() for record in caplog.records if "--dtype bfloat16" in record.getMessage()]
+    assert len(found) == warnings

@@ -116,7 +116,8 @@ class SpecPrefillOptions:
         return_spans: report which prompt indices the target saw.
         rule: how tokens are scored and chosen; None: as the server does.
         importance: the caller's own scores, float32 (M,), finite, used instead of asking the draft.
-        speculative: how the answer is drafted; None: as the server does. It never changes the answer's distribution.
+        speculative: how the answer is drafted; None: as the server does. The answer's distribution stays the same, but
+            for rounding in half precision.
         scope: what competes, as in `SpecPrefillPolicy.scope`; None: server policy.
     """
 

@@ -245,7 +245,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         self._first = 0
 
     def extract(self, idx: int) -> Any:
-        """The row as a cache of its own, equal to the one it would have if it had been decoded alone."""
+        """The row as a cache of its own, in float32 equal to the one it would have if it had been decoded alone."""
         row = self._rows[idx]
         generated = self._steps - row.joined_at
         cache = PositionedKVCache() if self.max_size is None else PositionedRotatingKVCache(self.max_size)

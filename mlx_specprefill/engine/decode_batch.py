@@ -1,9 +1,12 @@
 """Continuous batching: one forward per step for all rows, which join and leave at any step.
 
-A row's answer is the one that it gets alone. The next forward is queued before the tokens of this step are read, so
-after every step a row's cache holds its prompt and exactly the tokens that steps have returned, the last one included:
-nothing is ever rolled back, which recurrent states could not be. A row with a grammar needs its token on the host
-before the next can be chosen: it is read, and the mask made, while the forward runs.
+In float32 a row's answer is the one that it gets alone. In half precision rounding depends on the number of rows in a
+forward, and two tokens that are almost equally likely can change places.
+
+The next forward is queued before the tokens of this step are read, so after every step a row's cache holds its prompt
+and exactly the tokens that steps have returned, the last one included: nothing is ever rolled back, which recurrent
+states could not be. A row with a grammar needs its token on the host before the next can be chosen: it is read, and the
+mask made, while the forward runs.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ __all__ = [
     "Runs",
     "can_cut",
     "cut",
+    "fill",
     "leaves",
     "make_positioned_cache",
     "next_position",
@@ -340,6 +341,20 @@ def place(cache: Sequence[Any], positions: Positions) -> None:
     for part in leaves(cache):
         if isinstance(part, Positioned):
             part.place(positions, on_device)
+
+
+def fill(cache: list[Any], length: int) -> None:
+    """Make a cache that holds some tokens one of `length`, with room for some more: zeros, in full attention alone."""
+    for part in leaves(cache):
+        if type(part) is KVCache and not part.empty():
+            part.keys, part.values = (_zeros(array, length + KVCache.step) for array in (part.keys, part.values))
+            part.offset = length
+    mx.eval([part.state for part in cache])
+
+
+def _zeros(like: mx.array, length: int) -> mx.array:
+    B, H, _, D = like.shape
+    return mx.zeros((B, H, length, D), like.dtype)
 
 
 def can_cut(cache: Sequence[Any]) -> bool:

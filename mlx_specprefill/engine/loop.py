@@ -27,7 +27,7 @@ from .job import Job, bare
 from .rows import Rows
 from .scheduler import Scheduler
 from .sequence import Sequence
-from .stats import Meter
+from .stats import Meter, Need
 
 __all__ = ["IDLE_BEAT_S", "Loop"]
 
@@ -232,7 +232,7 @@ class Loop:
 
     def _may_come(self, job: Job) -> bool:
         """Whether memory that other engines hold may become free for it."""
-        return self._memory.may_come(_need(job))
+        return self._memory.may_come(_need(job).total)
 
     def _has_memory(self, job: Job) -> bool:
         """Reserve what a job will need, if there is as much."""
@@ -394,9 +394,9 @@ class Loop:
         job.emit(event)
 
 
-def _need(job: Job) -> int:
-    """Bytes, as predicted."""
-    return 0 if job.sequence is None else job.sequence.need
+def _need(job: Job) -> Need:
+    """As predicted."""
+    return Need() if job.sequence is None else job.sequence.need
 
 
 def _answering(job: Job) -> Sequence:

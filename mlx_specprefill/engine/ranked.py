@@ -41,6 +41,7 @@ from .mlx_thread import MLXThread
 from .prefill import Prefiller
 from .scoring import PromptScorer, Scoring
 from .sequence import Sequence as Request
+from .stats import Need
 
 __all__ = ["RankedEngine"]
 
@@ -119,25 +120,25 @@ class RankedMemory(Memory):
         window, _ = ranks.range(self.window())
         limit = self.admission.limit
         if ranks.every(limit is not None) and limit is not None and window < self.window():
-            room = self._target.of(window)
+            parts = [(self._target, window)]
             if self._pair.draft_placement == "first":  # what the others have room for, they need for the target alone
-                room += self._draft.of(round(window * self._pair.draft_ratio))
-            self.admission.limit = min(limit, self.admission.weights + room)
+                parts.append((self._draft, round(window * self._pair.draft_ratio)))
+            self.admission.limit = min(limit, self.admission.weights + self._need(*parts).total)
             self._window = window
 
     def _go_without(self, error: Exception) -> None:
         _ranks(self._pair).fail(error)
 
-    def fits(self, need: int) -> bool:
+    def fits(self, need: Need) -> bool:
         return _ranks(self._pair).every(super().fits(need))
 
     def may_come(self, need: int) -> bool:
         return _ranks(self._pair).every(super().may_come(need))
 
-    def reserve(self, uid: int, need: int) -> bool:
+    def reserve(self, uid: int, need: Need) -> bool:
         return self._on_all(uid, super().reserve(uid, need))
 
-    def reserve_free(self, uid: int, need: int) -> bool:
+    def reserve_free(self, uid: int, need: Need) -> bool:
         return self._on_all(uid, super().reserve_free(uid, need))
 
     def _on_all(self, uid: int, reserved: bool) -> bool:

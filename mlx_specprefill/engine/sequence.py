@@ -19,6 +19,7 @@ from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
 from ..specprefill.staged_prefill import HiddenStates
 from .speculation import AnswerDrafter
+from .stats import Need
 
 __all__ = ["Sequence"]
 
@@ -29,7 +30,7 @@ class Sequence:
 
     Attributes:
         plan: how the prompt is prefilled; made when the request is submitted, revised when it is known what is cached.
-        need: predicted bytes, as admission reserves them.
+        need: predicted, as admission reserves it.
         cached: prompt tokens that came from the exact prefix cache (S).
         reused: prompt tokens that came from any cache: those, or what an earlier sparse turn kept.
         kept: prompt indices the target has seen, int32, or None for all of them.
@@ -52,7 +53,7 @@ class Sequence:
     drafting: AnswerDrafter | None = None
     started: float = 0.0
     plan: PrefillPlan | None = None
-    need: int = 0
+    need: Need = field(default_factory=Need)
     cached: int = 0
     reused: int = 0
     kept: npt.NDArray[np.int32] | None = None

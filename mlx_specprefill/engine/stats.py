@@ -6,8 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["EngineStats", "MemoryUse", "Meter"]
+__all__ = ["EngineStats", "MemoryUse", "Meter", "Need"]
 
 _WINDOW_S = 5
 
@@ -30,6 +31,22 @@ class Meter:
         """Over the last whole seconds; 0 when nothing happened in them."""
         now = int(self._clock())
         return sum(count for second, count in tuple(self._seconds) if now - _WINDOW_S <= second < now) / _WINDOW_S
+
+
+class Need(NamedTuple):
+    """Bytes that a request will need.
+
+    Attributes:
+        held: for as long as it is in work.
+        working: beside that, of its largest forward. Forwards take turns: several requests share the largest.
+    """
+
+    held: int = 0
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.held + self.working
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,8 +151,8 @@ def test_they_are_a_layer_with_a_cache_of_their_own() -> None:
     assert {int(part.offset) for part in leaves(cache)} == {PROMPT.size}
     assert cache[-1].keys.shape[::2] == (1, cache[0].keys.shape[2])
     assert cache[-1].keys.shape[1::2] == (HEADS, WIDTH)
-    of_layers = measure_footprint(first_layers(model, LAYERS), 32).per_token
-    assert measure_footprint(draft, 32).per_token == of_layers + 4 * HEADS * (WIDTH + 1)
+    of_layers = measure_footprint(first_layers(model, LAYERS)).per_token
+    assert measure_footprint(draft).per_token == of_layers + 4 * HEADS * (WIDTH + 1)
 
 
 def test_no_weight_of_the_target_is_copied_and_their_own_are_counted() -> None:

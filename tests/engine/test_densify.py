@@ -25,7 +25,7 @@ from mlx_specprefill import (
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.densify import DensifyQueue, SparseTurn
 from mlx_specprefill.token_ids import as_token_ids
-from tests.tiny import generated, random_prompt, tiny_pair
+from tests.tiny import VOCAB, generated, random_prompt, tiny_pair
 from tests.waiting import eventually
 
 CONFIG = EngineConfig(
@@ -196,16 +196,19 @@ def limited(engine: Engine, nbytes: int) -> None:
 def test_what_is_made_dense_is_counted_and_gives_its_memory_to_a_request(
     monkeypatch: pytest.MonkeyPatch, release: Callable[[], None]
 ) -> None:
-    """Both would not fit. The request runs, evicts nothing, and the turn keeps its place."""
-    request = GenerationRequest(random_prompt(100, 9), 3)
+    """Both would not fit. The request runs, evicts nothing, and the turn keeps its place.
+
+    Its answer is shorter than it may be, so what is kept of it leaves the turn its room.
+    """
+    request = GenerationRequest(random_prompt(100, 9), 40, stop_token_ids=frozenset(range(VOCAB)))
     with Engine(tiny_pair(), CONFIG) as engine:
         seen = endless(engine, monkeypatch)
         ask(engine, random_prompt(LENGTH))
         need = engine.memory.need_dense(LENGTH + 3)
-        limited(engine, need + engine.memory.need(request, "full") - 1)
+        limited(engine, need.total + engine.memory.need(request, "full").held - 1)
         release()
         assert eventually(lambda: seen == ["began"])
-        assert engine.stats().memory.reserved == need
+        assert engine.stats().memory.reserved == need.total
         evictions = engine.stats().evictions
         _, last = generated(engine.generate(request))
         assert seen[:2] == ["began", "stopped"]
@@ -222,7 +225,7 @@ def test_what_does_not_fit_is_left_sparse_and_nothing_is_evicted(
     with Engine(tiny_pair(), CONFIG) as engine:
         seen = endless(engine, monkeypatch)
         ask(engine, random_prompt(LENGTH))
-        limited(engine, engine.memory.need_dense(LENGTH + 3) - 1)
+        limited(engine, engine.memory.need_dense(LENGTH + 3).total - 1)
         evictions = engine.stats().evictions
         release()
         assert eventually(lambda: not engine.densifier.turns)

@@ -340,7 +340,7 @@ def test_another_engines_prefixes_give_way_to_a_request() -> None:
         held = idle.stats().memory.prefix_cache
         assert held > 0
         request = GenerationRequest(random_prompt(600, 3), 8)
-        need = busy.memory.need(request, "full")
+        need = busy.memory.need(request, "full").total
         thread.memory.limit = limit_of(idle, busy, requests=need + held // 2)
         _, last = generated(busy.generate(request))
         assert isinstance(last, Finished)
@@ -354,7 +354,7 @@ def test_a_request_waits_for_memory_that_another_engines_request_holds() -> None
         first.start(), second.start()
         request = GenerationRequest(random_prompt(600, 3), 2)
         long = GenerationRequest(random_prompt(8), 1200)
-        needs = first.memory.need(long, "full"), second.memory.need(request, "full")
+        needs = first.memory.need(long, "full").total, second.memory.need(request, "full").total
         thread.memory.limit = limit_of(first, second, requests=max(needs))
         holds = first.generate(long)
         next(holds)
@@ -375,7 +375,7 @@ def test_a_request_for_which_nothing_gives_way_is_told_so() -> None:
         own, other = models
         own.start(), other.start()
         request = GenerationRequest(random_prompt(600, 3), 2)
-        thread.memory.limit = limit_of(own, other, requests=own.memory.need(request, "full") - 1)
+        thread.memory.limit = limit_of(own, other, requests=own.memory.need(request, "full").total - 1)
         _, last = generated(own.generate(request))
         assert isinstance(last, Failed)
         assert "not enough memory" in str(last.error)

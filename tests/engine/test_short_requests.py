@@ -17,6 +17,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.engine.admission.admission import Admission
+from mlx_specprefill.engine.stats import Need
 from tests.tiny import random_prompt, tiny_pair
 
 ROWS, LONG = 4, 12
@@ -104,7 +105,7 @@ def test_a_short_request_does_not_wait_for_the_memory_of_a_long_one(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The long one in line needs more than is free; the short one does not."""
-    monkeypatch.setattr(engine.memory, "need", lambda request, mode: len(request.prompt))
+    monkeypatch.setattr(engine.memory, "need", lambda request, mode: Need(len(request.prompt)))
     monkeypatch.setattr(engine.memory, "admission", Admission(6000, 0))
     ends = busy(engine)
     assert engine.stats().waiting >= LONG - 1

@@ -381,4 +381,4 @@ def test_admission_counts_the_entries_of_the_head() -> None:
         generated(engine.generate(asked(1, None, count=1)))  # what requests need is measured by then
         plain, drafted, headed = (engine.memory.need(asked(1, how), "full") for how in (None, "draft", "mtp"))
     assert plain == drafted
-    assert headed - plain == entry * (90 + COUNT)
+    assert headed.held - plain.held == entry * (90 + COUNT)

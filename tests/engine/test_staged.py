@@ -333,7 +333,7 @@ def test_memory_is_predicted_for_what_the_first_layers_pass_on() -> None:
     pair = own_pair()
     with Engine(pair, CONFIG) as engine:
         sparse, full = (engine.memory.need(asked(400), mode) for mode in ("sparse", "full"))
-    assert sparse - full == 400 * 48 * 4  # hidden size, float32
+    assert sparse.held - full.held == 400 * 48 * 4  # hidden size, float32
 
 
 # --- the batch -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Admission", "Footprint", "physical_memory"]
+from ..stats import Need
+
+__all__ = ["MOST_PAIRS", "Admission", "Footprint", "physical_memory"]
+
+MOST_PAIRS = 2048 * 32768  # query rows times keys of a prefill forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,20 +20,23 @@ class Footprint:
     Attributes:
         per_token: bytes of KV cache per stored token.
         constant: bytes per sequence whatever its length (recurrent state, full windows).
-        activation: peak bytes of one prefill forward of full size.
+        per_row: bytes that a forward needs for each of its tokens.
+        per_pair: bytes that it needs for each of its tokens and key: the attention scores, where no kernel spares them.
     """
 
     per_token: int
     constant: int
-    activation: int
-
-    def of(self, tokens: int) -> int:
-        """Bytes at the peak of a sequence of that many stored tokens."""
-        return self.of_held(tokens) + self.activation
+    per_row: float = 0.0
+    per_pair: float = 0.0
 
     def of_held(self, tokens: int) -> int:
         """Bytes of a sequence of that many stored tokens, between two forwards."""
         return self.per_token * tokens + self.constant
+
+    def working(self, tokens: int, step: int) -> int:
+        """Bytes of the largest forward of a prefill of that many tokens, in forwards of at most `step`."""
+        rows = min(step, tokens)
+        return round(self.per_row * rows + self.per_pair * min(rows * tokens, MOST_PAIRS))
 
 
 class Admission:
@@ -59,43 +66,52 @@ class Admission:
         self._reclaim = reclaim
         self._elsewhere = elsewhere
         self._reclaim_elsewhere = reclaim_elsewhere
-        self._reserved: dict[int, int] = {}
+        self._reserved: dict[int, Need] = {}
 
     @property
     def reserved(self) -> int:
-        return sum(self._reserved.values())
+        return sum(need.held for need in tuple(self._reserved.values())) + self.working
 
-    def of(self, uid: int) -> int:
-        """What is reserved for one."""
-        return self._reserved.get(uid, 0)
+    @property
+    def working(self) -> int:
+        """Of the largest forward that anything in work may need."""
+        return max((need.working for need in tuple(self._reserved.values())), default=0)
 
-    def can_ever(self, need: int) -> bool:
+    def held(self, uid: int) -> int:
+        """What is reserved for one, between two forwards."""
+        return self._reserved.get(uid, Need()).held
+
+    def can_ever(self, need: Need) -> bool:
         """Whether it fits with nothing else running and an empty prefix cache."""
-        return self.limit is None or self.weights + need <= self.limit
+        return self.limit is None or self.weights + need.total <= self.limit
 
-    def fits(self, need: int) -> bool:
+    def fits(self, need: Need) -> bool:
         """Whether the bytes are free as things stand."""
-        return self._missing(need) <= 0 and self._elsewhere(need) <= 0
+        return self._missing(need) <= 0 and self._elsewhere(self._more(need)) <= 0
 
-    def reserve(self, uid: int, need: int) -> bool:
+    def reserve(self, uid: int, need: Need) -> bool:
         """Take the bytes if they are free, evicting from the prefix cache first."""
         if (missing := self._missing(need)) > 0:
             self._reclaim(missing)
-        if self._elsewhere(need) > 0:
-            self._reclaim_elsewhere(need)
+        if self._elsewhere(more := self._more(need)) > 0:
+            self._reclaim_elsewhere(more)
         return self.reserve_free(uid, need)
 
-    def reserve_free(self, uid: int, need: int) -> bool:
+    def reserve_free(self, uid: int, need: Need) -> bool:
         """Take the bytes if they are free as things stand; nothing is evicted for them."""
         if not self.fits(need):
             return False
         self._reserved[uid] = need
         return True
 
-    def _missing(self, need: int) -> int:
+    def _more(self, need: Need) -> int:
+        """What it adds to what is reserved."""
+        return need.held + max(0, need.working - self.working)
+
+    def _missing(self, need: Need) -> int:
         if self.limit is None:
             return 0
-        return self.weights + self.reserved + need + self._cached() - self.limit
+        return self.weights + self.reserved + self._more(need) + self._cached() - self.limit
 
     def release(self, uid: int) -> None:
         self._reserved.pop(uid, None)

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from ...adapters.depth import FirstLayers
 from ...adapters.mtp import MTPHead
 from ...adapters.staged import StagedModel
-from ...cache.positioned import leaves
+from ...cache.positioned import fill, leaves
 from .admission import Footprint, physical_memory
 
 __all__ = [
@@ -25,7 +25,9 @@ __all__ = [
     "weights_by_array",
 ]
 
-_PROBE = 128  # tokens of the measuring forward
+_SHORT = 128  # tokens of the first measuring forward
+_FAR, _DEPTH = 32, 2048  # tokens of the second one, and cached tokens before them
+_SHARE_OF_WORKING_SET = 0.9  # of what the device recommends: MLX frees what it keeps above .95 of it
 _SHARE_OF_RAM = 0.8  # of physical memory, where the device recommends no working set
 
 
@@ -33,7 +35,7 @@ def default_limit() -> int | None:
     """Bytes that weights, sequences and caches may use together."""
     recommended = mx.device_info().get("max_recommended_working_set_size")
     if recommended:
-        return int(recommended)
+        return int(_SHARE_OF_WORKING_SET * int(recommended))
     ram = physical_memory()
     return int(_SHARE_OF_RAM * ram) if ram else None
 
@@ -56,21 +58,30 @@ def _arrays(model: nn.Module) -> dict[int, mx.array]:
     return {id(array): array for part in held for _, array in tree_flatten(part.parameters())}
 
 
-def measure_footprint(model: nn.Module | None, step: int) -> Footprint:
-    """Run one short prefill and read the cache's arrays and the allocator's peak.
+def measure_footprint(model: nn.Module | None) -> Footprint:
+    """Read the cache's arrays, and the allocator's peaks of two short forwards: at the start, and behind many tokens.
 
-    Activations grow linearly with the tokens of a forward; attention scores are not counted, because the fused kernels
-    of GPUs never hold them (the CPU backend does, and needs more than predicted there).
+    What the second one needs more per token are attention scores. Whether a kernel holds them depends on the device,
+    the heads' size and MLX. Windows stay empty: full attention holds more than they do.
     """
     if model is None:
-        return Footprint(0, 0, 0)
-    cache = make_prompt_cache(model)
+        return Footprint(0, 0)
+    cache = list(make_prompt_cache(model))
+    _peak(model, cache, 2)  # makes the cache's arrays, with room for the next forward
+    per_row = _peak(model, cache, _SHORT) / _SHORT
+    fill(cache, _DEPTH)
+    more = max(0.0, _peak(model, cache, _FAR) / _FAR - per_row)
+    per_pair = more / (_DEPTH + _FAR - _SHORT)
+    return Footprint(*cache_footprint(cache), max(0.0, per_row - per_pair * _SHORT), per_pair)
+
+
+def _peak(model: nn.Module, cache: list[Any], tokens: int) -> int:
+    """Bytes above what there was, of a forward of that many tokens."""
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    model(mx.zeros((1, _PROBE), dtype=mx.int32), cache=cache)
+    model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
     mx.eval([part.state for part in cache])
-    peak = mx.get_peak_memory() - before
-    return Footprint(*cache_footprint(cache), max(0, peak) * step // _PROBE)
+    return int(mx.get_peak_memory()) - before
 
 
 def cache_footprint(cache: list[Any]) -> tuple[int, int]:
@@ -94,10 +105,10 @@ def hidden_bytes(model: StagedModel) -> int:
 def measure_head_footprint(head: MTPHead | str) -> Footprint:
     """What the entries of an MTP head cost; a few at a time are computed, beside forwards that cost more."""
     if isinstance(head, str):
-        return Footprint(0, 0, 0)
+        return Footprint(0, 0)
     cache = KVCache()
     mx.eval(head(mx.zeros((1, 1, head.hidden_size), head.dtype), mx.zeros((1, 1), dtype=mx.int32), cache))
-    return Footprint(_bytes_per_token(cache), 0, 0)
+    return Footprint(_bytes_per_token(cache), 0)
 
 
 def _bytes_per_token(part: KVCache | RotatingKVCache) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from ..caches import EngineCaches
 from ..job import Job
 from ..sequence import Sequence
 from ..speculation import AnswerDrafter
-from ..stats import MemoryUse
+from ..stats import MemoryUse, Need
 from .admission import Admission, Footprint
 from .common import CommonMemory
 from .footprint import hidden_bytes, measure_footprint, measure_head_footprint, weight_bytes, weights_by_array
@@ -48,7 +49,7 @@ class Memory:
         self._pair = pair
         self._config = config
         self._caches = caches
-        self._target = self._draft = self._head = Footprint(0, 0, 0)
+        self._target = self._draft = self._head = Footprint(0, 0)
         self._weights = (0, 0)  # bytes of target and draft
         self._window: int | None = None  # of the rank with the least room, where that is another one
         self._hidden_bytes = 0  # per token, of what the target's first layers pass on
@@ -78,8 +79,8 @@ class Memory:
         self._weights, self.parameters = _weights(pair), weights_by_array(pair.target, pair.draft)
         self.common.join(self)
         try:
-            self._target = measure_footprint(pair.target, self._config.prefill_step)
-            self._draft = measure_footprint(pair.draft, self._config.prefill_step)
+            self._target = measure_footprint(pair.target)
+            self._draft = measure_footprint(pair.draft)
             self._head = measure_head_footprint(pair.mtp)
             self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
         except Exception as error:  # noqa: BLE001 - a model that can't even do this tells its first request
@@ -129,7 +130,7 @@ class Memory:
         """Let go of at least that many cached bytes, if there are as many."""
         self._caches.reclaim(nbytes)
 
-    def reserve(self, uid: int, need: int) -> bool:
+    def reserve(self, uid: int, need: Need) -> bool:
         """Take the bytes for a request if they are there, or if caches can give way."""
         if not self.admission.reserve(uid, need):
             return False
@@ -137,11 +138,11 @@ class Memory:
         self.common.came(self)
         return True
 
-    def fits(self, need: int) -> bool:
+    def fits(self, need: Need) -> bool:
         """Return whether the bytes are free as things stand."""
         return self.admission.fits(need)
 
-    def reserve_free(self, uid: int, need: int) -> bool:
+    def reserve_free(self, uid: int, need: Need) -> bool:
         """Take the bytes if they are free as things stand; nothing is evicted for them."""
         return self.admission.reserve_free(uid, need)
 
@@ -149,27 +150,38 @@ class Memory:
         """Return whether memory that other engines hold may become free for it."""
         return self.common.may_come(need, self)
 
-    def can_ever(self, need: int) -> bool:
+    def can_ever(self, need: Need) -> bool:
         """Whether it fits with nothing else running, empty caches, and no models beside it that could go."""
         room = self.common.room(self)
-        return self.admission.can_ever(need) and (room is None or self.admission.limit is None or need <= room)
+        return self.admission.can_ever(need) and (room is None or self.admission.limit is None or need.total <= room)
 
     def has_room(self, request: GenerationRequest) -> bool:
         """Whether the rank with the least memory can ever read its prompt in full, and answer."""
         tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
         return self._window is None or tokens <= self._window
 
-    def need(self, request: GenerationRequest, mode: Mode) -> int:
-        """Predicted bytes: the prompt and the answer in the target and its MTP head, the prompt in the draft."""
-        if self.admission.limit is None:
-            return 0
+    def need(self, request: GenerationRequest, mode: Mode) -> Need:
+        """Predicted: the prompt and the answer in the target and its MTP head, the prompt in the draft."""
         tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
-        need = self._target.of(tokens)
-        if self._has_head(request.specprefill.speculative):
-            need += self._head.of(tokens)
+        parts = self._answering(tokens, request.specprefill.speculative)
         if mode == "sparse" and self._hidden_bytes:  # the caches of the first layers are the target's
-            return need + self._hidden_bytes * len(request.prompt)
-        return need + (self._draft.of(round(len(request.prompt) * self._pair.draft_ratio)) if mode == "sparse" else 0)
+            held, working = self._need(*parts)
+            return Need(held + self._hidden_bytes * len(request.prompt), working)
+        if mode == "sparse":
+            parts.append((self._draft, round(len(request.prompt) * self._pair.draft_ratio)))
+        return self._need(*parts)
+
+    def _answering(self, tokens: int, strategy: str | None) -> list[tuple[Footprint, int]]:
+        """What prompt and answer of so many tokens are held by, and how many each of them holds."""
+        return [(self._target, tokens), *([(self._head, tokens)] if self._has_head(strategy) else [])]
+
+    def _need(self, *parts: tuple[Footprint, int]) -> Need:
+        """Of sequences of that many tokens each, of which one reads at a time."""
+        step = self._config.prefill_step
+        return Need(
+            sum(part.of_held(tokens) for part, tokens in parts),
+            max(part.working(tokens, step) for part, tokens in parts),
+        )
 
     def window(self, strategy: str | None = None) -> int:
         """Tokens of prompt and answer that one request may have: the model's, or what memory leaves for a full prefill.
@@ -179,21 +191,19 @@ class Memory:
         """
         if self.admission.limit is None:
             return self._pair.context_length
-        parts = [self._target, *([self._head] if self._has_head(strategy) else [])]
         free = self.admission.limit - self.admission.weights
         if (room := self.common.room(self)) is not None:
             free = min(free, room)
-        free -= sum(part.of(0) for part in parts)
-        per_token = sum(part.per_token for part in parts)
         most = self._pair.context_length if self._window is None else self._window
-        return max(0, min(most, free // per_token if per_token else most))
+        lengths = range(1, most + 1)
+        return bisect_right(lengths, free, key=lambda tokens: self._need(*self._answering(tokens, strategy)).total)
 
     def _has_head(self, strategy: str | None) -> bool:
         return (strategy or self._config.speculation.strategy) == "mtp"
 
-    def need_dense(self, tokens: int) -> int:
-        """The same, of making a text of that many tokens dense."""
-        return self._target.of(tokens) if self.admission.limit is not None else 0
+    def need_dense(self, tokens: int) -> Need:
+        """Predicted, of making a text of that many tokens dense."""
+        return self._need((self._target, tokens))
 
     def use(self, jobs: Iterable[Job]) -> MemoryUse:
         """Who holds what now; from any thread."""
@@ -224,8 +234,7 @@ class Memory:
             "requests": rows + sum(self._arrays(job) for job in jobs),
             "other models": self.common.others(self),
         }
-        working_set = max(self._target.activation, self._draft.activation) if jobs else 0
-        self._ledger.balance(mx.get_active_memory(), held, working_set)
+        self._ledger.balance(mx.get_active_memory(), held, self.admission.working)
 
     def return_spare(self) -> None:
         """Give the system what MLX keeps of freed memory for new arrays. MLX thread only."""
@@ -236,7 +245,7 @@ class Memory:
         sequence = job.sequence
         if sequence is None:
             read = self._draft.of_held(job.done.get("draft", 0)) + self._target.of_held(job.done.get("prefill", 0))
-            return max(read, self.admission.of(job.uid))
+            return max(read, self.admission.held(job.uid))
         drafting = sequence.drafting
         drafts = drafting is not None and drafting.cache is not None
         total = cache_bytes(sequence.cache)

@@ -27,7 +27,7 @@ def test_the_cache_is_what_the_model_itself_takes(name: str) -> None:
     if tiny.architecture in UNKNOWN:
         assert found.cache_bytes(100) is None
         return
-    measured = measure_footprint(build(name), 128)
+    measured = measure_footprint(build(name))
     assert (found.per_token, found.constant) == (measured.per_token, measured.constant)
     assert found.cache_bytes(1000) == measured.of_held(1000)
     assert computed < 65536  # a row of weights, for most

@@ -94,7 +94,7 @@ def test_a_limit_below_the_weights_is_refused_with_what_is_needed():
 def leave_room(engine: Engine, tokens: int) -> None:
     """As much memory as one full prefill of that many tokens needs."""
     memory = engine.memory
-    need = memory.need(GenerationRequest(tuple(range(1, tokens)), 1), "full")
+    need = memory.need(GenerationRequest(tuple(range(1, tokens)), 1), "full").total
     memory.admission.limit = memory.admission.weights + need
 
 

@@ -1,0 +1,69 @@
+"""Memory of prefills, predicted from two short forwards and compared with what MLX's allocator counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_specprefill import Engine, EngineConfig, GenerationRequest
+from mlx_specprefill.engine.admission.footprint import default_limit, measure_footprint
+from mlx_specprefill.engine.caches import empty_cache
+from mlx_specprefill.specprefill.sparse_prefill import prefill
+from tests.slices import finish
+from tests.tiny import CONFIGS, random_prompt, tiny_model, tiny_pair
+
+HEADS = 8
+FACTOR = 0.8, 1.5  # of predicted to measured
+_SHAPE = {"hidden_size": 128, "head_dim": 256, "num_attention_heads": HEADS, "intermediate_size": 256}
+_HYBRID = {**CONFIGS["qwen3_5"]["text_config"], **_SHAPE}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", _SHAPE),
+    "window": ("gpt_oss", {**_SHAPE, "sliding_window": 128}),
+    "gated delta": ("qwen3_5", {"text_config": _HYBRID}),
+    "state space": ("nemotron_h", _SHAPE),
+}
+
+
+def model_of(name: str) -> nn.Module:
+    family, changes = MODELS[name]
+    return tiny_model(family, **changes)
+
+
+def peak_of(model: nn.Module, tokens: int, step: int) -> int:
+    cache = empty_cache(model)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    finish(prefill(model, cache, random_prompt(tokens), None, step))
+    return int(mx.get_peak_memory()) - before
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_of_a_prefill_is_predicted_whatever_its_length_and_step(name: str) -> None:
+    """Heads of 256 have no fused kernel on most GPUs; the CPU backend has none for any size."""
+    model = model_of(name)
+    footprint = measure_footprint(model)
+    for tokens, step in ((300, 2048), (1024, 128), (1500, 512)):
+        predicted = footprint.of_held(tokens) + footprint.working(tokens, step)
+        assert FACTOR[0] < predicted / peak_of(model, tokens, step) < FACTOR[1], (tokens, step)
+
+
+def test_scores_are_counted_where_a_kernel_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("plain")
+    scores = HEADS * 4  # bytes per query row and key, float32
+    assert measure_footprint(model).per_pair == pytest.approx(scores, rel=0.1)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", lambda queries, *_, **__: queries)
+    assert measure_footprint(model).per_pair < scores / 100
+
+
+def test_a_request_needs_more_for_the_scores_of_a_longer_prompt() -> None:
+    with Engine(tiny_pair(), EngineConfig(prefill_step=128, memory_limit=1 << 34)) as engine:
+        short, long = (engine.memory.need(GenerationRequest(random_prompt(n), 1), "full") for n in (1000, 3000))
+    assert long.working - short.working == pytest.approx(128 * 2000 * 4 * 4, rel=0.25)  # four heads
+
+
+def test_a_tenth_of_the_devices_working_set_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1 << 30})
+    assert default_limit() == int(0.9 * (1 << 30))

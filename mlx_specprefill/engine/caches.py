@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..cache.entry import CacheEntry, CacheHit
 from ..cache.fingerprint import model_identity
 from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
+from ..cache.prefix.records import Arrays
 from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
 from ..errors import SettingsError, SparseUnsupportedError
@@ -142,6 +144,14 @@ class EngineCaches:
         """Store a cache that holds exactly these tokens of a request, and of its answer, densely."""
         _store(self._target, tokens, cache, request)
 
+    def keep_target_later(
+        self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest
+    ) -> Callable[[], None] | None:
+        """The same, when the result is called: the cache holds exactly these tokens now, and may hold more by then."""
+        if self._target is None:
+            return None
+        return partial(_store, self._target, tokens, cache, request, self._target.state(cache))
+
     def keep_draft(self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest) -> None:
         _store(self._draft, tokens, cache, request)
 
@@ -230,12 +240,16 @@ def _lookup(
 
 
 def _store(
-    cache: PrefixCache | None, tokens: Sequence[int] | TokenIds, arrays: list[Any], request: GenerationRequest
+    cache: PrefixCache | None,
+    tokens: Sequence[int] | TokenIds,
+    arrays: list[Any],
+    request: GenerationRequest,
+    state: Arrays | None = None,
 ) -> None:
     if cache is None:
         return
     try:
         opening = min(request.opening, len(tokens))
-        cache.store(tokens, arrays, label=request.label, opening=opening, remember=request.remember)
+        cache.store(tokens, arrays, label=request.label, opening=opening, remember=request.remember, state=state)
     except Exception:
         log.exception("a prefix could not be stored")

@@ -12,6 +12,8 @@ import threading
 import time
 from typing import Any
 
+import mlx.core as mx
+
 from ..config import EngineConfig
 from ..errors import EngineClosedError, RequestCancelled
 from ..request import Event, Failed, Finished, FinishReason, TokenEvent
@@ -309,12 +311,19 @@ class Loop:
             self._forget(job)
             job.on_end(result)
             return
+        try:
+            self._answer(job, sequence, result)
+        finally:
+            sequence.store()
+
+    def _answer(self, job: Job, sequence: Sequence, logits: mx.array) -> None:
+        """Begin to decode; what is known of the answer already goes out."""
         if sequence.request.max_tokens == 0:
             self._end(job, Finished("length", 0, sequence.account()))
             return
         sequence.stage = "decode"
         self._scheduler.to_decode(job.uid)
-        for event in self._rows.add(sequence, result):
+        for event in self._rows.add(sequence, logits):
             self._decoded(job, event)
 
     def _decode(self) -> None:
@@ -339,6 +348,7 @@ class Loop:
     def _finish(self, job: Job, reason: FinishReason) -> None:
         """End a decoding row; what its cache holds may serve the next turn."""
         sequence = _answering(job)
+        sequence.store()
         cache, tokens = self._rows.remove(job.uid)
         if sequence.shift == 0 and self._config.kv_bits is None:
             self._keep(job, joined(sequence.request.prompt, tokens), cache)
@@ -365,6 +375,7 @@ class Loop:
             return
         job.stop()
         if sequence is not None:
+            sequence.store()
             self._end(job, Finished("cancelled", 0, sequence.account()))
         else:
             self._forget(job)

@@ -268,15 +268,20 @@ class Prefiller:
         try:
             for progress in steps:
                 done = progress.done
-                if done in cuts:
+                if done in cuts[:-1]:
                     self.caches.keep_target(request.prompt[: S + done], sequence.cache, request)
+                elif done in cuts:
+                    sequence.unstored = self.caches.keep_target_later(
+                        request.prompt[: S + done], sequence.cache, request
+                    )
                 yield progress
         except RequestCancelled:
+            sequence.unstored = None
             if done:  # an identical retry goes on from here
                 self.caches.keep_target(request.prompt[: S + done], sequence.cache, request)
             raise
-        if not cuts:  # with cuts, the state at M - 1 was kept: an identical prompt can't use the one at M
-            self.caches.keep_target(request.prompt, sequence.cache, request)
+        if not cuts:  # with cuts, the last one is M - 1: an identical prompt can't use the state at M
+            sequence.unstored = self.caches.keep_target_later(request.prompt, sequence.cache, request)
         return steps.result
 
     def _read_with_draft(self, sequence: Sequence) -> Generator[Progress, None, list[Any]]:
@@ -303,6 +308,7 @@ class Prefiller:
         yield from read_rest(self.pair, self.caches, sequence, choice, self.slice_size)
         if sequence.cached < len(request.prompt) - 1:
             yield from self._full(sequence)
+            sequence.store()
 
     def _checkpoints(self, sequence: Sequence) -> list[int]:
         """Prompt lengths at which another request may branch off: only for state that can't be trimmed."""

@@ -52,6 +52,7 @@ def replay_continuation(
         assert isinstance(event, Progress)
         yield event
     logits = steps.result
+    sequence.store()
     M, T = len(request.prompt), len(continuation) - 1
     capture = HeadCapture(M, None) if attention and sequence.kept is None and T > 0 else None
     if T > 0:

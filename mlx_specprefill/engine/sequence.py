@@ -44,6 +44,7 @@ class Sequence:
         tokens: generated so far.
         grammar: the request's grammar and budget on their way through the answer.
         drafting: drafts the answer; None if that was not asked for.
+        unstored: keeps the prompt for later requests, which waits until the first token is out.
     """
 
     uid: int
@@ -70,6 +71,13 @@ class Sequence:
     spent_ms: dict[str, float] = field(default_factory=dict)
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    unstored: Callable[[], None] | None = None
+
+    def store(self) -> None:
+        """Keep what waits for it. The cache may hold more by now, but must be this sequence's own."""
+        if self.unstored is not None:
+            store, self.unstored = self.unstored, None
+            store()
 
     def model(self, pair: ModelPair) -> Callable[..., mx.array]:
         """What reads on with the sequence's cache."""

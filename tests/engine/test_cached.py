@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,10 +21,13 @@ from mlx_specprefill import (
     GenerationRequest,
     Inspection,
     InvalidRequestError,
+    Progress,
     RequestCancelled,
+    RequestHandle,
     SpecPrefillOptions,
     SpecPrefillPolicy,
 )
+from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.engine.stats import Meter
 
 from ..tiny import generated, random_prompt, tiny_pair
@@ -167,3 +171,67 @@ def test_generated_tokens_are_metered(engine: Engine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine.loop.meter, "add", counted.append)
     ask(engine, sparse=False)
     assert sum(counted) == 3
+
+
+# --- the first token does not wait for the store ---------------------------------------------------------------------
+
+
+def stores(monkeypatch: pytest.MonkeyPatch, seen: list[str]) -> None:
+    """Write down every store of a prompt's prefix."""
+    store = PrefixCache.store
+
+    def watched(self: PrefixCache, tokens: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        seen.append(f"store {len(tokens)}")
+        store(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(PrefixCache, "store", watched)
+
+
+@pytest.mark.parametrize(("family", "stored"), [("llama", 600), ("qwen3_5", 599), ("gpt_oss", 599)])
+def test_a_prompt_is_kept_once_its_first_token_is_out(
+    family: str, stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    ended = threading.Event()
+    stores(monkeypatch, seen)
+
+    def look(event: Event) -> None:  # on the thread that stores
+        seen.append(type(event).__name__)
+        if isinstance(event, Finished):
+            ended.set()
+
+    with Engine(tiny_pair(family), EngineConfig(policy=POLICY, prefill_step=64)) as engine:
+        engine.submit(GenerationRequest(PROMPT, 3, specprefill=SpecPrefillOptions(False)), look)
+        assert ended.wait(60)
+        assert seen.index("TokenEvent") < seen.index(f"store {stored}") < seen.index("Finished")
+        assert ask(engine, sparse=False) == 599
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_prompt_is_kept_if_its_first_token_is_the_last(family: str) -> None:
+    with Engine(tiny_pair(family), EngineConfig(policy=POLICY)) as engine:
+        list(engine.generate(GenerationRequest(PROMPT, 1, specprefill=SpecPrefillOptions(False))))
+        assert ask(engine, sparse=False) == 599
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_prompt_is_kept_if_its_client_leaves_before_the_first_token(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last forward and the answer, where a proposer is made."""
+    with Engine(tiny_pair(family), EngineConfig(policy=POLICY)) as engine:
+        handles: list[RequestHandle] = []
+        ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+        def end(_: object) -> Iterator[Progress]:
+            handles[0].cancel()
+            yield Progress("draft", 0, 1)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.speculator, "end", end)
+            request = GenerationRequest(PROMPT, 3, specprefill=SpecPrefillOptions(False))
+            handles.append(engine.submit(request, ended.put))
+            while not isinstance(last := ended.get(timeout=60), Finished):
+                pass
+        assert last.reason == "cancelled"
+        assert ask(engine, sparse=False) == 599

@@ -75,8 +75,10 @@ def encode(arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> list[
     header: dict[str, Any] = {"__metadata__": {"format": _FORMAT, "version": str(VERSION), **metadata}}
     parts: list[Part] = []
     offset = 0
+    flat = {name: array.reshape(-1).view(_BITS[array.dtype.size]) for name, array in arrays.items() if array.size}
+    mx.eval(flat)  # together: each time is a wait for the device
     for name, array in arrays.items():
-        raw = np.array(array.reshape(-1).view(_BITS[array.dtype.size])) if array.size else np.zeros(0, np.uint8)
+        raw = np.array(flat[name]) if array.size else np.zeros(0, np.uint8)
         offsets = [offset, offset + raw.nbytes]
         header[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
         offset += raw.nbytes

@@ -49,8 +49,11 @@ class Layout:
         self.refusal = f"cache type {', '.join(unknown)} can't be stored" if unknown else None
         self.stateful = any(kind != "tokens" for kind in self._kinds)
 
-    def check(self, cache: Sequence[Any], length: int) -> None:
+    def check(self, cache: Sequence[Any], length: int, more: bool = False) -> None:
         """Make sure that a cache holds `length` tokens densely. Recurrent layers don't count and can't be checked.
+
+        Args:
+            more: or more than that.
 
         Raises:
             ValueError: another number of tokens, gaps between positions, several rows, or another model's cache.
@@ -63,7 +66,7 @@ class Layout:
             if part.empty():  # some models make caches that no layer writes to
                 continue
             if kind != "recurrent":
-                _check_counts(part, length)
+                _check_counts(part, length, more)
             counted = counted or kind != "recurrent" or set(self._kinds) == {"recurrent"}
         if length and not counted:
             raise ValueError(f"the cache is empty and can't hold {length} tokens")
@@ -121,13 +124,13 @@ class Layout:
         return [(i, part) for i, part in wanted if kind == "recurrent" or not part.empty()]
 
 
-def _check_counts(part: Any, length: int) -> None:
+def _check_counts(part: Any, length: int, more: bool) -> None:
     if isinstance(part, Positioned):
         placed = not isinstance(part.offset, int)
         if placed or part.shift != 0 or not part.runs.contiguous:
             raise ValueError(f"a sparse cache (next position {part.next}, {part.slots} tokens) is no dense prefix")
         part = part.inner
-    if part.offset != length:
+    if part.offset < length or (part.offset > length and not more):
         raise ValueError(f"the cache holds {part.offset} tokens, not {length}")
     if part.keys.shape[0] != 1:
         raise ValueError(f"the cache holds {part.keys.shape[0]} rows, not one")

@@ -155,6 +155,7 @@ class PrefixCache:
         label: CacheLabel = SHARED,
         opening: int = 0,
         remember: bool = False,
+        state: Arrays | None = None,
     ) -> None:
         """Remember what a dense prefill of `tokens` left in `cache`. Known blocks are not copied again.
 
@@ -169,6 +170,7 @@ class PrefixCache:
             opening: of the tokens in front that many begin many conversations. The blocks that hold nothing else last:
                 once they are used a second time, they go after everything else, in memory and on disk.
             remember: that counts as their second use.
+            state: what `state` returned after these tokens, if the cache holds more by now.
 
         Raises:
             ValueError: the cache is sparse or does not hold that many tokens.
@@ -176,7 +178,7 @@ class PrefixCache:
         if self.refusal is not None:
             return
         ids = np.asarray(tokens, dtype=np.int32)
-        self._layout.check(cache, ids.size)
+        self._layout.check(cache, ids.size, more=state is not None)
         if ids.size == 0 or (self._layout.stateful and not checkpoint):
             return
         self._budget.begin_store()
@@ -184,25 +186,45 @@ class PrefixCache:
         self._sweep()
         root = self._roots.get(label) or self._stored.root(label)
         try:
-            self._grow(root, ids, cache)
+            self._grow(root, ids, cache, self._layout.state(cache) if state is None else state)
         finally:
             if root.children:
                 self._roots[label] = root
         self._outlasts(root, ids[:opening], remember)
 
-    def _grow(self, root: Node, ids: Tokens, cache: Sequence[Any]) -> None:
-        """Add the missing blocks of these tokens below a label's root."""
+    def state(self, cache: Sequence[Any]) -> Arrays:
+        """What the layers that can't be trimmed hold now, for a `store` after the next forwards; not evaluated."""
+        return {} if self.refusal is not None else self._layout.state(cache)
+
+    def _grow(self, root: Node, ids: Tokens, cache: Sequence[Any], state: Arrays) -> None:
+        """Add the missing blocks of these tokens below a label's root, evaluated together: each time is a wait."""
+        added: list[Record] = []
+        try:
+            added.extend(self._missing(root, ids, cache, state))
+            mx.eval([record.arrays for record in added])
+        except Exception:
+            for record in added:
+                self._forget(record)
+            raise
+        for record in added:
+            self._stored.write(record)
+
+    def _missing(self, root: Node, ids: Tokens, cache: Sequence[Any], state: Arrays) -> Iterator[Record]:
+        """Their records, as far as there is room, in memory but not evaluated."""
         node = self._known(root, ids)
         self._touch_path(node)
-        if self._layout.stateful and not self._room_for_all(node, ids.size, cache):
+        if self._layout.stateful and not self._room_for_all(node, ids.size, cache, state):
             return
         while node.end < ids.size:
             following = self._extend(node, ids, cache)
-            if following is None:
+            if following is None or following.record is None:
                 return
+            yield following.record
             node = following
         if self._layout.stateful and node.state is None:
-            node.state = self._admit(node, "state", self._layout.state(cache))
+            node.state = self._admit(node, "state", state)
+            if node.state is not None:
+                yield node.state
 
     def _outlasts(self, root: Node, opening: Tokens, remember: bool) -> None:
         """What is stored of it, and nothing else, lasts."""
@@ -247,25 +269,23 @@ class PrefixCache:
                     self._remove(child)
         return node
 
-    def _room_for_all(self, node: Node, length: int, cache: Sequence[Any]) -> bool:
+    def _room_for_all(self, node: Node, length: int, cache: Sequence[Any], state: Arrays) -> bool:
         """Room for the missing blocks and the state: without the state the blocks are of no use."""
         missing = nbytes_of(self._layout.delta(cache, node.end, length))
-        return self._budget.reserve(missing + (nbytes_of(self._layout.state(cache)) if node.state is None else 0))
+        return self._budget.reserve(missing + (nbytes_of(state) if node.state is None else 0))
 
     def _record(self, node: Node, kind: RecordKind, nbytes: int) -> Record:
         return Record(node, kind, nbytes, self._evict)
 
     def _admit(self, node: Node, kind: RecordKind, arrays: Arrays) -> Record | None:
-        """A record in memory, queued for disk; None when there is no room. Arrays are evaluated here only."""
+        """A record in memory; None when there is no room."""
         nbytes = nbytes_of(arrays)
         if not self._budget.reserve(nbytes):
             return None
         record = self._record(node, kind, nbytes)
-        mx.eval(list(arrays.values()))
         record.arrays = arrays
         self._budget.touch(record)
         self._budget.add(record)
-        self._stored.write(record)
         return record
 
     def _keep(self, record: Record, arrays: Arrays) -> None:

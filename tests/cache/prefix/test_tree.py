@@ -21,11 +21,12 @@ from mlx_specprefill.cache.budget import GRACE, ByteBudget, Evictable
 from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, next_position, place
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.nodes import Node, Record, longest_match
+from mlx_specprefill.cache.prefix.record_file import encode
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
 from mlx_specprefill.sessions.store import SessionStore
 from tests.cache.prefix.stores import BLOCK, contents, decode, fake_caches, feed, filled, held_bytes, overwrite, same
-from tests.tiny import random_prompt, tiny_model
+from tests.tiny import WINDOW, random_prompt, tiny_model
 
 FAMILIES = ("llama", "qwen3_5", "nemotron_h", "gpt_oss")
 STATEFUL = {"llama": False, "qwen3_5": True, "nemotron_h": True, "gpt_oss": True}
@@ -742,3 +743,69 @@ def test_counts_entries_and_drop(stateful: bool) -> None:
 def test_block_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match="block_size"):
         PrefixCache("m", fake_caches(), ByteBudget(1), block_size=0)
+
+
+# --- when arrays are evaluated ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_all_that_is_stored_is_evaluated_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each evaluation waits for the device: a prompt of 64K tokens has 256 blocks."""
+    tokens, evaluated = random_prompt(5 * BLOCK + 3), list[Any]()
+    cache, _ = dense(family, tokens)
+    prefixes, evaluate = prefix_cache(family), mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *trees: evaluated.append(trees) or evaluate(*trees))
+    prefixes.store(tokens, cache)
+    assert len(evaluated) == 1
+    prefixes.store(tokens, cache)  # known already
+    assert not any(evaluated[1:][0][0])
+
+
+def test_the_arrays_of_a_record_are_evaluated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated = list[Any]()
+    arrays = {f"{layer}.keys": mx.full((2, 3), layer).astype(mx.bfloat16) for layer in range(9)}
+    mx.eval(arrays)
+    evaluate = mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *trees: evaluated.append(trees) or evaluate(*trees))
+    encode(arrays, {})
+    assert len(evaluated) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_what_can_not_be_evaluated_is_not_there(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, tokens = random_prompt(2 * BLOCK), random_prompt(5 * BLOCK + 3)
+    tokens = known + tokens[len(known) :]
+    prefixes = prefix_cache(family)
+    prefixes.store(known, dense(family, known)[0])
+    held, cache = prefixes.nbytes, dense(family, tokens)[0]
+
+    def full(*_: object) -> None:
+        raise RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", full)
+        with pytest.raises(RuntimeError, match="Insufficient"):
+            prefixes.store(tokens, cache)
+    assert prefixes.nbytes == held == held_bytes(prefixes) == prefixes._budget.used
+    assert prefixes.covers(tokens) == len(known)
+    prefixes.store(tokens, cache)
+    assert prefixes.covers(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_store_may_wait_while_the_cache_goes_on(family: str) -> None:
+    tokens = random_prompt(WINDOW + 4 * BLOCK + 3)
+    cache, _ = dense(family, tokens)
+    prefixes = prefix_cache(family)
+    state = prefixes.state(cache)
+    feed(model_of(family), cache, (7, 8, 9))
+    with pytest.raises(ValueError, match="tokens, not"):
+        prefixes.store(tokens, cache)
+    prefixes.store(tokens, cache, state=state)
+    at_once = prefix_cache(family)
+    at_once.store(tokens, dense(family, tokens)[0])
+    late, early = prefixes.lookup((*tokens, 7)), at_once.lookup((*tokens, 7))
+    assert late is not None
+    assert early is not None
+    assert late.length == early.length == len(tokens)
+    assert same(late.cache, early.cache)

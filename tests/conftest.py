@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 import mlx_specprefill  # noqa: F401
 from mlx_specprefill.adapters.patches import install_patches
 
+from . import precision
 from .device import choose_device, skip_other_processes
 from .oracle import tiny_models
 from .real_model import smollm2_file
@@ -33,12 +34,14 @@ REPRESENTATIVE = frozenset({"llama", "qwen3_5", "gpt_oss", "deepseek_v3"})
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the extended tests too")
+    parser.addoption("--dtype", choices=precision.DTYPES, default="float32", help="of tiny models")
     parser.addoption("--device", choices=["cpu"], help="what MLX computes on, instead of its own choice")
     parser.addoption("--passed", type=Path, help="leave out the tests that this file lists, and add those that pass")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     choose_device(config)
+    precision.choose(config.getoption("--dtype"))
     settings.load_profile("steady" if config.getoption("--all") else "quick")
     file = config.getoption("--passed")
     if file is not None and "PYTEST_XDIST_WORKER" not in os.environ:

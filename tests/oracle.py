@@ -32,7 +32,6 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.adapters.depth import FirstLayers
@@ -40,6 +39,7 @@ from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
 from mlx_specprefill.sessions.splice import can_splice
+from tests import precision
 
 PROMPT_LEN = 96
 DECODED = 16
@@ -111,7 +111,7 @@ def runnable() -> list[str]:
     return [name for name, tiny in tiny_models().items() if tiny.architecture not in UNBUILDABLE | METAL_ONLY]
 
 
-def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, times: int = 1) -> nn.Module:
+def build(name: str, dtype: mx.Dtype | None = None, seed: int = 0, times: int = 1) -> nn.Module:
     """The tiny model with random weights, ready for sparse prefill; parameters that start constant are perturbed.
 
     Args:
@@ -120,7 +120,7 @@ def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, times: int = 1
     mx.random.seed(seed)
     model = _construct(name, times)
     model.update(tree_map(_perturbed, model.parameters()))
-    model.set_dtype(dtype)
+    precision.cast(model, dtype)
     model.eval()
     mx.eval(model.parameters())
     install_patches()
@@ -146,7 +146,7 @@ def can_repair(name: str) -> bool:
 
 def has_experts(name: str) -> bool:
     """Whether it gathers experts, which mlx's CPU back-end can multiply in float32 only."""
-    return any(isinstance(module, SwitchLinear) for module in _construct(name).modules())
+    return precision.gathers(_construct(name))
 
 
 def _perturbed(parameter: mx.array) -> mx.array:

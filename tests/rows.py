@@ -18,6 +18,7 @@ from mlx_specprefill.request import SamplingParams, TokenEvent
 from mlx_specprefill.sampling import logits_processors, make_sampler
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.autoregressive import decode
+from tests.precision import assert_close
 from tests.slices import finish
 
 # Log-probabilities over quantised caches: float noise makes a value now and then round the other way, which moved them
@@ -144,6 +145,6 @@ def contents(cache: Sequence[Any]) -> list[Any]:
 def assert_same_contents(ours: Sequence[Any], theirs: Sequence[Any], atol: float = 1e-5) -> None:
     for mine, other in zip(contents(ours), contents(theirs), strict=True):
         if isinstance(other, np.ndarray):
-            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=atol)
+            assert_close(mine, other, atol=atol, rtol=1e-4)
         else:
             assert mine == other

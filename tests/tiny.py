@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_specprefill import Event, ModelPair, TokenEvent, make_pair
 from mlx_specprefill.adapters.mtp import MTPHead, MTPLayers
 from mlx_specprefill.adapters.patches import install_patches
+from tests import precision
 
 VOCAB, EOS = 96, 1
 WINDOW = 24
@@ -103,6 +104,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> nn.Module:
     model = module.Model(module.ModelArgs.from_dict(config))
     model.eval()
     model.update(nn.utils.tree_map(_sharpen, model.parameters()))
+    precision.cast(model)
     mx.eval(model.parameters())
     return model
 
@@ -175,6 +177,7 @@ def tiny_head(model: nn.Module, seed: int = 5) -> MTPHead:
     layers.eval()
     layers.update(nn.utils.tree_map(_sharpen, layers.parameters()))
     layers.update(nn.utils.tree_map(lambda array: _uneven(array, seed), layers.parameters()))
+    precision.cast(layers)
     mx.eval(layers.parameters())
     return MTPHead(model, layers)
 

@@ -136,7 +136,7 @@ def _probe(model: nn.Module) -> str | None:
         return "a chunk with gaps differs from the same tokens fed one by one"
     if adapter_for(architecture_of(model)).absolute:
         return None
-    if not _distance(_at_positions(model, _GAPPED + _SHIFT), gapped) < tolerance:
+    if not _distance(_at_positions(model, _GAPPED + _SHIFT), gapped) < 2 * tolerance:  # other angles, other rounding
         return "moving all positions by the same amount changes its logits"
     return None
 

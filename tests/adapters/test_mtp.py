@@ -14,6 +14,7 @@ from mlx_specprefill.adapters.hidden import recorded_hidden
 from mlx_specprefill.adapters.mtp import MTPHead
 from mlx_specprefill.cache.positioned import PositionedKVCache, place
 from tests.oracle import build
+from tests.precision import assert_close
 from tests.tiny import VOCAB, random_prompt, tiny_head, tiny_model
 
 Floats = npt.NDArray[np.float64]
@@ -108,12 +109,12 @@ def test_logits_are_those_of_the_formulas(positions: list[int], tied: bool) -> N
         place([cache], np.array(positions[start:end], dtype=np.int32))
         out = head(hidden[:, start:end], mx.array([tokens[start + 1 : end + 1]]), cache)
         expected = plain.out(to_numpy(hidden[0, :end]), tokens[1 : end + 1], positions[:end])
-        np.testing.assert_allclose(to_numpy(out[0, -1]), expected, rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(to_numpy(head.logits(out)[0, -1]), plain.logits(expected), rtol=1e-3, atol=1e-4)
+        assert_close(to_numpy(out[0, -1]), expected, rtol=1e-3, atol=1e-4)
+        assert_close(to_numpy(head.logits(out)[0, -1]), plain.logits(expected), rtol=1e-3, atol=1e-4)
     further = head(out[:, -1:], mx.array([[7]]), cache)
     rows = np.concatenate([to_numpy(hidden[0]), to_numpy(out[0, -1:])])
     expected = plain.out(rows, [*tokens[1:], 7], [*positions, positions[-1] + 1])
-    np.testing.assert_allclose(to_numpy(further[0, -1]), expected, rtol=1e-3, atol=1e-4)
+    assert_close(to_numpy(further[0, -1]), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_the_hidden_state_is_what_the_output_projection_reads() -> None:
@@ -121,7 +122,7 @@ def test_the_hidden_state_is_what_the_output_projection_reads() -> None:
     head = tiny_head(model)
     with recorded_hidden() as seen:
         logits = model(mx.array([[3, 4, 5]]))
-    np.testing.assert_allclose(np.array(head.logits(seen[0])), np.array(logits), rtol=1e-5, atol=1e-5)
+    assert_close(head.logits(seen[0]), logits, atol=1e-5, rtol=1e-5)
     model(mx.array([[3, 4, 5]]))
     assert len(seen) == 1  # nothing is recorded outside
 

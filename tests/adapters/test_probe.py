@@ -15,8 +15,10 @@ from mlx_specprefill.adapters import rope
 from mlx_specprefill.adapters.probe import probe_sparse
 from mlx_specprefill.adapters.registry import adapter_for
 from tests.oracle import build, has_experts, on_the_cpu_unfused, tiny_models
+from tests.precision import float32_only, numbers
 
 VERIFIED = [name for name, tiny in tiny_models().items() if adapter_for(tiny.architecture).sparse_refusal is None]
+FLAT = float32_only("its attention is so flat that gaps change its logits by less than half precision does")
 HALF = ["llama", "llama+window", "qwen3", "qwen3_5", "nemotron_h", "gemma3_text", "gemma2", "lfm2"]
 
 
@@ -68,7 +70,7 @@ def shifted(self: Any, x: mx.array, dims: int, *args: Any, offset: Any = 0, **kw
 original: Callable[..., mx.array] = rope.PositionMappedRoPE.__call__
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5", marks=FLAT), "deepseek_v3", "gpt_oss"])
 def test_flags_a_mapping_that_closes_the_gaps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(name)
     monkeypatch.setattr(rope.PositionMappedRoPE, "__call__", shifted)
@@ -93,7 +95,7 @@ def test_leaves_nothing_behind(name: str) -> None:
     model = build(name)
     tokens = mx.array([[1, 2, 3, 4]])
     before = model(tokens)
-    weights = {key: np.array(value) for key, value in tree_flatten(model.parameters())}
+    weights = {key: numbers(value) for key, value in tree_flatten(model.parameters())}
     installed, random_state = mx.fast.rope, np.array(mx.random.state[0])
     attributes = set(vars(model)) | set(model)
     probe_sparse(model)
@@ -101,5 +103,5 @@ def test_leaves_nothing_behind(name: str) -> None:
     assert np.array_equal(np.array(mx.random.state[0]), random_state)
     assert set(vars(model)) | set(model) == attributes
     after = dict(tree_flatten(model.parameters()))
-    assert all(np.array_equal(weights[key], np.array(after[key])) for key in weights)
+    assert all(np.array_equal(weights[key], numbers(after[key])) for key in weights)
     assert mx.array_equal(model(tokens), before)

@@ -31,6 +31,7 @@ from mlx_specprefill.adapters.retrieval_heads import RetrievalDraft, RetrievalHe
 from mlx_specprefill.cache.fingerprint import model_identity
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.engine.admission.footprint import measure_footprint, weight_bytes
+from tests.precision import assert_close, numbers
 from tests.tiny import VOCAB, generated, random_prompt, save_checkpoint, tiny_model, tokenizer
 
 HIDDEN, HEADS, WIDTH, LAYERS = 48, 3, 8, 2
@@ -73,11 +74,11 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 def formula(model: nn.Module, layer: RetrievalHeads) -> np.ndarray:
     """Attention (heads, M, M): softmax of (Wq n(h_i) + b) . Wk n(h_j) / sqrt(width), n the RMS norm, in float64."""
-    hidden = np.array(first_layers(model, LAYERS)(PROMPT))[0].astype(np.float64)
+    hidden = numbers(first_layers(model, LAYERS)(PROMPT))[0].astype(np.float64)
     inner = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-5)
     asking, found = (
-        inner @ np.array(layer.q_proj.weight).T + np.array(layer.q_proj.bias),
-        inner @ np.array(layer.k_proj.weight).T,
+        inner @ numbers(layer.q_proj.weight).T + numbers(layer.q_proj.bias),
+        inner @ numbers(layer.k_proj.weight).T,
     )
     q, k = (x.reshape(-1, HEADS, WIDTH).transpose(1, 0, 2) for x in (asking, found))
     logits = q @ k.transpose(0, 2, 1) / np.sqrt(WIDTH)
@@ -105,7 +106,7 @@ def test_a_capture_sees_the_attention_of_the_formula(step: int) -> None:
     model = tiny_model("llama", 1)
     draft = RetrievalDraft(model, LAYERS, heads())
     expected = formula(model, heads())[:, 36:40].mean(1)
-    assert np.allclose(captured(draft, slice(36, 40), step), expected, atol=1e-6)
+    assert_close(captured(draft, slice(36, 40), step), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_their_attention_call_is_the_one_after_those_of_the_layers() -> None:

@@ -29,6 +29,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.engine.stats import Meter
+from mlx_specprefill.engine.speculation import AnswerDrafter
 
 from ..tiny import generated, random_prompt, tiny_pair
 from ..waiting import eventually
@@ -223,13 +224,14 @@ def test_a_prompt_is_kept_if_its_client_leaves_before_the_first_token(
         handles: list[RequestHandle] = []
         ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
-        def end(_: object) -> Iterator[Progress]:
+        def end(*_: object) -> Iterator[Progress]:
             handles[0].cancel()
             yield Progress("draft", 0, 1)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.speculator, "end", end)
-            request = GenerationRequest(PROMPT, 3, specprefill=SpecPrefillOptions(False))
+            patch.setattr(AnswerDrafter, "end", end)
+            options = SpecPrefillOptions(False, speculative="ngram")
+            request = GenerationRequest(PROMPT, 3, specprefill=options)
             handles.append(engine.submit(request, ended.put))
             while not isinstance(last := ended.get(timeout=60), Finished):
                 pass

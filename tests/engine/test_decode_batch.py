@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -229,7 +228,7 @@ def test_a_row_that_leaves_before_its_first_step_is_untouched(llama: Any) -> Non
     removed = batch.remove(1)
     assert removed.tokens == ()
     assert_same_contents(removed.cache, before, atol=0)
-    assert np.array_equal(np.array(removed.logits), np.array(second.logits))
+    assert mx.array_equal(removed.logits, second.logits)
 
 
 # --- what is left of a row -------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from mlx_specprefill.specprefill.head_scorer import HeadScorer
 from mlx_specprefill.specprefill.mapped import MappedScorer
 from mlx_specprefill.specprefill.paper_scorer import PaperScorer
 from mlx_specprefill.specprefill.scorer import ToScore
+from tests.precision import assert_close, numbers
 from tests.slices import finish
 from tests.tiny import generated, tiny_model
 from tests.tiny import tokenizer as words
@@ -75,10 +76,10 @@ def behind(ids):
     """The target's weights behind another numbering of the vocabulary."""
     draft = model()
     for layer in (draft.model.embed_tokens, draft.lm_head):
-        weight = np.array(layer.weight)
+        weight = numbers(layer.weight)
         moved = np.empty_like(weight)
         moved[ids] = weight
-        layer.weight = mx.array(moved)
+        layer.weight = mx.array(moved).astype(layer.weight.dtype)
     return draft
 
 
@@ -199,7 +200,7 @@ def test_a_cached_prefix_of_the_drafts_own_tokens_changes_no_score(mapped):
             read = []
             request = GenerationRequest(max_tokens=1, specprefill=FORCED, **given)
             found = engine.inspect(request, lambda event, read=read: read.append(event))
-            np.testing.assert_allclose(found.importance, expected, rtol=1e-3, atol=1e-6)
+            assert_close(found.importance, expected, rtol=1e-3, atol=1e-6)
         kept = [entry for entry in engine.cached() if entry.kind == "draft"]
     assert kept
     assert max(entry.tokens for entry in kept) != len(prompts[0]["prompt"])  # the draft's tokens, not the target's

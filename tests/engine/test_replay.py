@@ -21,6 +21,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.engine.sequence import Sequence
+from tests.precision import assert_close
 from tests.tiny import FAMILIES, generated, random_prompt, tiny_pair
 
 M, T = 300, 12
@@ -42,7 +43,7 @@ def test_replaying_an_answer_gives_its_own_log_probabilities(family, options):
     assert replay.logprobs.shape == (len(answer), engine.pair.vocab_size)
     assert replay.logprobs.argmax(axis=1).tolist() == answer
     told = [event.logprob for event in events]
-    np.testing.assert_allclose(replay.logprobs[np.arange(len(answer)), answer], told, atol=1e-4)
+    assert_close(replay.logprobs[np.arange(len(answer)), answer], told, atol=1e-4)
     assert replay.account.mode == ("sparse" if options is SPARSE else "full")
 
 
@@ -70,7 +71,7 @@ def test_one_forward_over_a_continuation_equals_one_forward_per_token(family, op
             rows.append(engine.pair.target(mx.array([[token]]), cache=cache)[:, -1])
     raw = mx.concatenate(rows).astype(mx.float32)
     expected = np.array(raw - mx.logsumexp(raw, axis=-1, keepdims=True))
-    np.testing.assert_allclose(replay.logprobs, expected, atol=1e-4)
+    assert_close(replay.logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [SPARSE, FULL], ids=["sparse", "full"])
@@ -108,7 +109,7 @@ def test_attention_equals_brute_force():
     with Engine(tiny_pair("llama"), CONFIG) as engine:
         attention = engine.replay(request(FULL), continuation, attention=True).attention
         rows = attention_rows(engine.pair.target, (*random_prompt(M), *continuation[:-1]), M, rows=7)
-    np.testing.assert_allclose(attention, rows.mean(axis=(0, 1)), atol=1e-5)
+    assert_close(attention, rows.mean(axis=(0, 1)), atol=1e-5)
 
 
 def test_the_callers_own_importance_decides_what_is_kept():
@@ -139,7 +140,7 @@ def test_scoring_by_the_papers_rule_equals_brute_force():
     with Engine(pair, config) as engine:
         importance = engine.inspect(request(SPARSE)).importance
     rows = attention_rows(pair.draft, random_prompt(M), M)[:, 0]
-    np.testing.assert_allclose(importance, rows.max(axis=0), atol=1e-5)
+    assert_close(importance, rows.max(axis=0), atol=1e-5)
 
 
 def with_two_heads(pair):

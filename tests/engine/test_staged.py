@@ -33,7 +33,9 @@ from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.errors import SparseUnsupportedError
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.specprefill.staged_prefill import HiddenStates, prefill_upper
-from tests.oracle import Case, build, make_case, relative_error, vocabulary
+from tests import precision
+from tests.oracle import Case, build, make_case, vocabulary
+from tests.precision import assert_close
 from tests.rows import alone, logprob_error, make_rows, prefilled
 from tests.rows import tokens as tokens_of
 from tests.slices import finish
@@ -333,7 +335,7 @@ def test_memory_is_predicted_for_what_the_first_layers_pass_on() -> None:
     pair = own_pair()
     with Engine(pair, CONFIG) as engine:
         sparse, full = (engine.memory.need(asked(400), mode) for mode in ("sparse", "full"))
-    assert sparse.held - full.held == 400 * 48 * 4  # hidden size, float32
+    assert sparse.held - full.held == 400 * 48 * precision.dtype().size  # hidden size
 
 
 # --- the batch -------------------------------------------------------------------------------------------------------
@@ -394,7 +396,7 @@ def test_a_staged_row_that_leaves_is_as_it_was_alone() -> None:
     for token in left.tokens:
         assert int(logits.argmax(axis=-1).item()) == token
         logits = split(mx.array([[token]]), cache=cache)[:, -1]
-    assert relative_error(np.array(left.logits), np.array(logits)) < 1e-5
+    assert_close(left.logits, logits, atol=1e-5, rtol=1e-5)
     assert [leaf.runs.pairs() for leaf in leaves(left.cache)] == [leaf.runs.pairs() for leaf in leaves(cache)]
 
 

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_specprefill import Engine, EngineConfig, EngineStats, Event, GenerationRequest, ModelPair, TokenEvent
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.request import SpecPrefillOptions
+from tests import precision
 from tests.waiting import eventually
 
 from ..tiny import random_prompt, tiny_pair
@@ -57,7 +58,7 @@ def test_a_running_request_is_counted_with_its_cache() -> None:
         handle = engine.submit(GenerationRequest(prompt, 8, specprefill=SpecPrefillOptions(enabled=False)), look)
         assert looked.wait(60)
         handle.cancel()
-        per_token = 2 * 3 * 2 * 12 * 4  # keys and values, layers, heads, their size, float32
+        per_token = 2 * 3 * 2 * 12 * precision.dtype().size  # keys and values, layers, heads, their size
         assert (seen[0].decoding, seen[0].prefilling) == (1, 0)
         assert seen[0].memory.requests == per_token * (64 + 1)
         assert seen[0].memory.reserved > seen[0].memory.requests

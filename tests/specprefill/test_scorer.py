@@ -20,6 +20,7 @@ from mlx_specprefill.specprefill.head_scorer import HeadScorer, importance_of
 from mlx_specprefill.specprefill.paper_scorer import PaperScorer
 from mlx_specprefill.specprefill.scorer import ToScore, asked_before, question_span
 from mlx_specprefill.specprefill.scorers import scorer_for
+from tests.precision import assert_close, numbers
 from tests.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
 
 M = 90
@@ -61,7 +62,7 @@ def attention_inputs(model, tokens):
     calls, original = [], mx.fast.scaled_dot_product_attention
 
     def recording(q, k, v, *, scale, mask=None, sinks=None, **rest):
-        calls.append([np.array(a, dtype=np.float64) if a is not None else None for a in (q, k, sinks)] + [scale])
+        calls.append([numbers(a).astype(np.float64) if a is not None else None for a in (q, k, sinks)] + [scale])
         return original(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)
 
     mx.fast.scaled_dot_product_attention = recording
@@ -70,7 +71,7 @@ def attention_inputs(model, tokens):
         mx.eval(logits)
     finally:
         mx.fast.scaled_dot_product_attention = original
-    return calls, np.array(logits[0])
+    return calls, numbers(logits[0])
 
 
 def whole_prompt_calls(family, calls):
@@ -122,7 +123,7 @@ def test_importance_equals_brute_force(family, include_last):
     config = ScoringConfig(rows=4, include_last_prompt_query=include_last, prefill_step=37)
     scores, _ = run(model, prompt, config)
     expected, lookahead = brute_force(model, family, prompt, config)
-    np.testing.assert_allclose(scores.importance, expected, rtol=1e-5, atol=1e-8)
+    assert_close(scores.importance, expected, rtol=1e-5, atol=1e-8)
     assert scores.rows == 4
     assert scores.lookahead == lookahead[:4]
     assert scores.importance.dtype == np.float32
@@ -150,7 +151,7 @@ def test_calibrated_heads_equal_brute_force(family):
         config = ScoringConfig(prefill_step=step)
         scores, _ = run_heads(model, prompt, heads, config, tuple(question))
         expected = brute_force_of_heads(model, heads, prompt, config, question)
-        np.testing.assert_allclose(scores.importance, expected, rtol=2e-5, atol=1e-8)
+        assert_close(scores.importance, expected, rtol=2e-5, atol=1e-8)
         assert (scores.rows, scores.lookahead) == (question[1] - question[0], ())
         assert scores.importance.dtype == np.float32
 
@@ -164,7 +165,7 @@ def test_a_template_gets_no_importance_and_lends_none(family):
     config = ScoringConfig(prefill_step=37)
     scores, _ = run_heads(model, prompt, heads, config, template=template)
     expected = brute_force_of_heads(model, heads, prompt, config, QUESTION, template)
-    np.testing.assert_allclose(scores.importance, expected, rtol=2e-5, atol=1e-8)
+    assert_close(scores.importance, expected, rtol=2e-5, atol=1e-8)
     assert scores.importance[M - 16 :].max() == 0  # the taps of a mean over 13 reach no counted token from here
     assert np.isclose(scores.importance.sum(), 0.875, atol=0.1)  # but for the edges, the heads' weights
 
@@ -257,12 +258,12 @@ def test_query_groups(heads):
     )
     config, prompt = ScoringConfig(rows=2), random_prompt(M, 1)
     expected, _ = brute_force(model, "llama", prompt, config)
-    np.testing.assert_allclose(run(model, prompt, config)[0].importance, expected, rtol=1e-5, atol=1e-8)
+    assert_close(run(model, prompt, config)[0].importance, expected, rtol=1e-5, atol=1e-8)
     for head in range(H):
         of_one = DraftHeads((Head(0, head, 1.0),), 1, 1, {})
         found = run_heads(model, prompt, of_one, config)[0].importance
         expected = brute_force_of_heads(model, of_one, prompt, config, QUESTION)
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-8)
+        assert_close(found, expected, rtol=1e-5, atol=1e-8)
 
 
 def test_two_runs_are_identical():
@@ -337,7 +338,7 @@ def test_the_draft_is_at_the_end_of_the_prompt_after_its_heads_were_read(family)
         model(mx.array(prompt[start:end])[None], cache=fresh)
     for token in random_prompt(5, 9):
         ours, theirs = (model(mx.array([[token]]), cache=cache) for cache in (used, fresh))
-        assert (np.array(ours) == np.array(theirs)).all()
+        assert mx.array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -353,7 +354,7 @@ def test_the_draft_is_back_at_the_end_of_the_prompt(family):
     for token in random_prompt(5, 9):
         ours = model(mx.array([[token]]), cache=used)
         theirs = model(mx.array([[token]]), cache=fresh)
-        assert (np.array(ours) == np.array(theirs)).all()
+        assert mx.array_equal(ours, theirs)
 
 
 def test_permuting_heads_does_not_change_importance():
@@ -368,9 +369,7 @@ def test_permuting_heads_does_not_change_importance():
             getattr(attention, name).weight = getattr(attention, name).weight[mx.array(rows)]
         attention.o_proj.weight = attention.o_proj.weight[:, mx.array(rows)]
     prompt = random_prompt(M, 4)
-    np.testing.assert_allclose(
-        run(permuted, prompt)[0].importance, run(model, prompt)[0].importance, rtol=1e-5, atol=1e-8
-    )
+    assert_close(run(permuted, prompt)[0].importance, run(model, prompt)[0].importance, rtol=1e-5, atol=1e-8)
 
 
 def test_window_layers_do_not_count():
@@ -404,7 +403,7 @@ def test_a_cached_prefix_does_not_change_the_scores(family):
     mx.eval([part.state for part in cache])
     warm, _ = run(model, prompt, cache=cache)
     cold, _ = run(model, prompt)
-    np.testing.assert_allclose(warm.importance, cold.importance, rtol=1e-4, atol=1e-7)
+    assert_close(warm.importance, cold.importance, rtol=1e-4, atol=1e-7)
     assert warm.lookahead == cold.lookahead
 
 
@@ -418,7 +417,7 @@ def test_a_cached_prefix_does_not_change_what_calibrated_heads_find(family, leng
     mx.eval([part.state for part in cache])
     warm, _ = run_heads(model, prompt, heads, cache=cache)
     cold, _ = run_heads(model, prompt, heads)
-    np.testing.assert_allclose(warm.importance, cold.importance, rtol=1e-4, atol=1e-7)
+    assert_close(warm.importance, cold.importance, rtol=1e-4, atol=1e-7)
     assert {part.offset for part in leaves(warm.cache) if hasattr(part, "offset")} == {M}
     assert warm.cache is cache
 
@@ -480,14 +479,14 @@ def test_what_asks_again_counts_as_if_it_stood_behind_the_prompt(family):
     longer = np.concatenate([prompt, again])
     template = np.arange(longer.size) >= M
     expected, _ = run_heads(draft, longer, heads, question=(M, longer.size), template=template)
-    np.testing.assert_allclose(found.importance, expected.importance[:M], rtol=2e-4, atol=1e-7)
+    assert_close(found.importance, expected.importance[:M], rtol=2e-4, atol=1e-7)
     assert found.importance.shape == (M,)
     plain = list(make_prompt_cache(draft))
     for start in range(0, M, M):
         draft(mx.array(prompt[start:])[None], cache=plain)
     following = mx.array([[5, 6, 7]])
     ours, theirs = draft(following, cache=found.cache), draft(following, cache=plain)
-    np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=1e-3, atol=1e-4)
+    assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def spans_of(*kinds_and_lengths):

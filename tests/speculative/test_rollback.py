@@ -18,6 +18,7 @@ from mlx_specprefill.adapters.registry import SPECULATION_REFUSALS
 from mlx_specprefill.cache.positioned import leaves, quantize_kv
 from mlx_specprefill.speculative.rollback import CacheSnapshots, Rollback, rollback_refusal
 from tests.oracle import build, runnable, tiny_models, vocabulary
+from tests.precision import assert_close, numbers
 from tests.rows import Row, assert_same_contents, make_rows, prefilled
 from tests.tiny import FAMILIES, VOCAB, WINDOW, tiny_model
 
@@ -139,9 +140,9 @@ def test_mlx_lms_own_way_is_wrong_once_a_window_has_wrapped() -> None:
     rollback = Rollback(ours)
     rollback.forward(model, mx.array([tokens[-6:]]))
     rollback.keep(2)
-    truth = np.array(model(mx.array([[5]]), cache=fed_plainly(model, fresh, tokens[-6:-4]))[0, -1])
-    np.testing.assert_allclose(np.array(model(mx.array([[5]]), cache=ours)[0, -1]), truth, rtol=1e-4, atol=1e-4)
-    assert np.abs(np.array(model(mx.array([[5]]), cache=theirs)[0, -1]) - truth).max() > 0.05
+    truth = numbers(model(mx.array([[5]]), cache=fed_plainly(model, fresh, tokens[-6:-4]))[0, -1])
+    assert_close(model(mx.array([[5]]), cache=ours)[0, -1], truth, atol=1e-4, rtol=1e-4)
+    assert np.abs(numbers(model(mx.array([[5]]), cache=theirs)[0, -1]) - truth).max() > 0.05
 
 
 def test_quantised_caches_go_back_at_their_shift() -> None:
@@ -157,4 +158,4 @@ def test_quantised_caches_go_back_at_their_shift() -> None:
     for mine, other in zip(leaves(ours), leaves(fresh), strict=True):
         assert mine.offset == other.offset
     ours_next, fresh_next = (Rollback(part, shift).forward(model, mx.array([[9]])) for part in (ours, fresh))
-    np.testing.assert_allclose(np.array(ours_next), np.array(fresh_next), rtol=1e-4, atol=1e-5)
+    assert_close(ours_next, fresh_next, atol=1e-5, rtol=1e-4)

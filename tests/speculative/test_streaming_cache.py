@@ -13,6 +13,7 @@ from mlx_specprefill.adapters.rope import observed_rotations
 from mlx_specprefill.speculative.strategies import streaming_drafter
 from mlx_specprefill.speculative.streaming_cache import StreamingKVCache
 from tests.oracle import build
+from tests.precision import assert_close
 from tests.slices import finish
 from tests.tiny import VOCAB, tiny_model
 
@@ -42,7 +43,7 @@ def test_one_layer_equals_a_run_over_what_is_left(name: str) -> None:
         if i % 7 == 0 or i > 50:
             left = [*tokens[:SINKS], *tokens[SINKS : i + 1][-WINDOW - 1 :]]
             truth = model(mx.array([left]))[0, -1]
-            np.testing.assert_allclose(np.array(ours), np.array(truth), rtol=1e-4, atol=1e-4)
+            assert_close(ours, truth, atol=1e-4, rtol=1e-4)
     assert all(part.size() == SINKS + WINDOW and part.offset == len(tokens) for part in caches)
 
 
@@ -56,7 +57,7 @@ def test_taking_back_and_masks() -> None:
         model(mx.array([[token]]), cache=again)
     for ours, theirs in zip(caches, again, strict=True):
         assert ours.offset == theirs.offset == 3
-        np.testing.assert_allclose(np.array(ours.keys), np.array(theirs.keys), rtol=1e-5, atol=1e-5)
+        assert_close(ours.keys, theirs.keys, atol=1e-5, rtol=1e-5)
 
 
 def test_the_small_model_reads_first_and_recent_tokens_only() -> None:
@@ -66,4 +67,4 @@ def test_the_small_model_reads_first_and_recent_tokens_only() -> None:
     left = [*prompt[:SINKS], *prompt[-WINDOW:]]
     ours = model(mx.array([[9]]), cache=drafter.cache)[0, -1]
     truth = model(mx.array([[*left, 9]]))[0, -1]
-    np.testing.assert_allclose(np.array(ours), np.array(truth), rtol=1e-4, atol=1e-4)
+    assert_close(ours, truth, atol=1e-4, rtol=1e-4)

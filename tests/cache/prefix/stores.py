@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.cache.prefix.records import nbytes_of
 from mlx_specprefill.cache.prefix.tree import PrefixCache
+from tests.precision import numbers
 
 BLOCK = 8
 
@@ -44,16 +45,12 @@ def contents(cache: Sequence[Any], in_order: bool = False) -> list[Any]:
     for part in leaves(cache):
         part = getattr(part, "inner", part)
         if isinstance(part, ArraysCache):
-            held.append([None if array is None else _bits(array) for array in part.cache])
+            held.append([None if array is None else numbers(array) for array in part.cache])
         elif in_order and isinstance(part, RotatingKVCache):
-            held.append([_bits(part._temporal_order(array)) for array in (part.keys, part.values)] + [part.offset])
+            held.append([numbers(part._temporal_order(array)) for array in (part.keys, part.values)] + [part.offset])
         elif not part.empty():
-            held.append([_bits(array) for array in part.keys_and_values()] + [part.offset])
+            held.append([numbers(array) for array in part.keys_and_values()] + [part.offset])
     return held
-
-
-def _bits(array: mx.array) -> np.ndarray[Any, Any]:
-    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
 def same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:

@@ -8,9 +8,11 @@ import pytest
 
 from mlx_specprefill import blueprint, loaded_bytes
 from mlx_specprefill.engine.admission.footprint import measure_footprint
+from tests import precision
 from tests.oracle import METAL_ONLY, build, tiny_models
 from tests.tiny import CONFIGS, tiny_model
 
+STORED = {"float32": "F32", "bfloat16": "BF16"}
 UNKNOWN = {"dbrx"}  # it looks at values
 REMAPPED = {"bailing_moe_v3", "solar_open"}  # mlx-lm takes another file for these configurations
 ASKED = sorted(tiny_models().keys() - METAL_ONLY - REMAPPED)
@@ -21,7 +23,7 @@ def test_the_cache_is_what_the_model_itself_takes(name: str) -> None:
     tiny = tiny_models()[name]
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    found = blueprint(tiny.config, "float32")
+    found = blueprint(tiny.config, precision.name())
     computed = mx.get_peak_memory() - before
     assert found.refusal is None
     if tiny.architecture in UNKNOWN:
@@ -53,9 +55,9 @@ def test_what_can_not_be_loaded_says_why(config: dict[str, str], reason: str) ->
 
 def test_weights_are_those_of_the_loaded_model() -> None:
     model = tiny_model("llama")
-    parameters = {"F32": sum(array.size for _, array in nn.utils.tree_flatten(model.parameters()))}
+    parameters = {STORED[precision.name()]: sum(array.size for _, array in nn.utils.tree_flatten(model.parameters()))}
     held = sum(array.nbytes for _, array in nn.utils.tree_flatten(model.parameters()))
-    assert loaded_bytes(parameters) == (held, "float32")
+    assert loaded_bytes(parameters, "stored") == (held, precision.name())
 
 
 def test_half_precision_is_cast_on_the_cpu_only() -> None:

@@ -1,0 +1,75 @@
+"""The dtype of tiny models, float32 or what `--dtype` says, and everything in the tests that depends on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mlx_lm.models.switch_layers import SwitchLinear
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+HALF = 0.05  # of the largest value: what rounding in half precision may change
+
+_chosen = mx.float32
+
+
+def choose(name: str) -> None:
+    global _chosen
+    _chosen = DTYPES[name]
+
+
+def dtype() -> mx.Dtype:
+    return _chosen
+
+
+def name() -> str:
+    return next(name for name, kind in DTYPES.items() if kind == _chosen)
+
+
+def in_float32() -> bool:
+    return bool(_chosen == mx.float32)
+
+
+def float32_only(reason: str) -> pytest.MarkDecorator:
+    """Skips a test in half precision."""
+    return pytest.mark.skipif(not in_float32(), reason=reason)
+
+
+def near_ties() -> pytest.MarkDecorator:
+    """Skips, in half precision, a test of answers that are equal in float32 only."""
+    return float32_only("it meets two tokens that are almost equally likely, and rounding decides")
+
+
+def gathers(model: nn.Module) -> bool:
+    """Whether a model has experts, which GatherMM multiplies with. MLX's CPU backend has that in float32 only."""
+    return any(isinstance(part, SwitchLinear) for part in model.modules())
+
+
+def cast(model: nn.Module, to: mx.Dtype | None = None) -> None:
+    """Give a model a dtype. Skips the test where this backend can't run the model in it."""
+    model.set_dtype(to or _chosen)
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    if (to or _chosen) != mx.float32 and on_cpu and gathers(model):
+        pytest.skip("GatherMM takes float32 only on the CPU backend")
+
+
+def numbers(array: mx.array) -> npt.NDArray[Any]:
+    """On the host. NumPy has no bfloat16."""
+    return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
+
+
+def bound(exact: float, largest: float) -> float:
+    """How far two results may be apart: `exact` in float32, in half precision a part of the largest value."""
+    return exact if in_float32() else HALF * largest
+
+
+def assert_close(ours: Any, theirs: Any, atol: float, rtol: float = 1e-7) -> None:
+    """In float32 within these tolerances, in half precision within `bound`; `atol` 0: equal in both."""
+    ours, theirs = (numbers(one) if isinstance(one, mx.array) else np.asarray(one) for one in (ours, theirs))
+    if not in_float32():
+        rtol, atol = 0.0, bound(atol, float(np.abs(theirs).max(initial=0.0))) if atol else 0.0
+    np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)

@@ -46,6 +46,7 @@ from .engine.replay import Replay
 from .engine.stats import EngineStats, MemoryUse
 from .errors import (
     ContextLengthError,
+    DeviceError,
     EngineClosedError,
     EngineError,
     InvalidRequestError,
@@ -109,6 +110,7 @@ __all__ = [
     "ChunkInfo",
     "Constraint",
     "ContextLengthError",
+    "DeviceError",
     "DraftHeads",
     "DraftPlacement",
     "DtypeName",

@@ -9,6 +9,7 @@ SpecPrefillError
 ├── SparseUnsupportedError     this model or cache can't be prefilled sparsely; `.reason` is shown to the user
 ├── EngineError                the engine failed on one request (HTTP 500)
 │   └── EngineClosedError      the engine is not running or its queue is full (HTTP 503)
+│       ├── DeviceError        the device failed on the request, or takes no more work
 │       └── PeerLostError      one of the processes that run the model together is gone; `.rank`
 └── RequestCancelled           the caller gave up; not an error, never counted as a fallback
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 __all__ = [
     "ContextLengthError",
+    "DeviceError",
     "EngineClosedError",
     "EngineError",
     "InvalidRequestError",
@@ -83,6 +85,10 @@ class EngineError(SpecPrefillError):
 
 class EngineClosedError(EngineError):
     """The engine takes no request now: not started, shutting down, or its queue is full."""
+
+
+class DeviceError(EngineClosedError):
+    """The device is out of memory, has given up a computation, or takes no more work; the message says what to do."""
 
 
 class PeerLostError(EngineClosedError):

@@ -49,9 +49,13 @@ class EngineCaches:
     """Looks up and stores; a failure costs the saving, never the request. MLX thread only.
 
     What is stored under a label is found under that label only. With a byte limit of 0 nothing is kept.
+
+    Attributes:
+        on_error: told of failures that cost no request.
     """
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
+        self.on_error: Callable[[Exception], None] = lambda _: None
         self.budget = ByteBudget(config.prefix_cache_bytes)
         self.enabled = config.prefix_cache_bytes > 0
         self.sessions = SessionStore(self.budget)
@@ -121,11 +125,11 @@ class EngineCaches:
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
     ) -> CacheHit | None:
         """The longest dense prefix that leaves at least one token to feed. `again`: not a request of its own."""
-        return _lookup(self._target, tokens, label, again)
+        return self._lookup(self._target, tokens, label, again)
 
     def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
         """Return the longest prefix that the draft has read."""
-        return _lookup(self._draft, tokens, label)
+        return self._lookup(self._draft, tokens, label)
 
     def covers(self, tokens: Sequence[int] | TokenIds, dense: int, label: CacheLabel) -> int:
         """Return how many of these tokens need not be read again, as things stand.
@@ -142,7 +146,7 @@ class EngineCaches:
 
     def keep_target(self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest) -> None:
         """Store a cache that holds exactly these tokens of a request, and of its answer, densely."""
-        _store(self._target, tokens, cache, request)
+        self._store(self._target, tokens, cache, request)
 
     def keep_target_later(
         self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest
@@ -150,10 +154,10 @@ class EngineCaches:
         """The same, when the result is called: the cache holds exactly these tokens now, and may hold more by then."""
         if self._target is None:
             return None
-        return partial(_store, self._target, tokens, cache, request, self._target.state(cache))
+        return partial(self._store, self._target, tokens, cache, request, self._target.state(cache))
 
     def keep_draft(self, tokens: Sequence[int] | TokenIds, cache: list[Any], request: GenerationRequest) -> None:
-        _store(self._draft, tokens, cache, request)
+        self._store(self._draft, tokens, cache, request)
 
     def session(
         self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel, staged: bool = False
@@ -199,8 +203,9 @@ class EngineCaches:
             cache = [*self._stages.split(cache)[1], hidden]
         try:
             self.sessions.store(f"{self._pair_name}:{choice}", tokens, cache, label)
-        except Exception:
+        except Exception as error:
             log.exception("a session could not be stored")
+            self.on_error(error)
 
     def entries(self, owner: str | None = None) -> tuple[CacheEntry, ...]:
         """All that is kept, or what is kept of one owner's, last used first."""
@@ -226,30 +231,31 @@ class EngineCaches:
         if self._disk is not None:
             self._disk.close()
 
+    def _lookup(
+        self, cache: PrefixCache | None, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
+    ) -> CacheHit | None:
+        if cache is None:
+            return None
+        try:
+            return cache.lookup(tokens, len(tokens) - 1, again, label)
+        except Exception as error:
+            log.exception("prefix look-up failed; the prompt is read from its start")
+            self.on_error(error)
+            return None
 
-def _lookup(
-    cache: PrefixCache | None, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
-) -> CacheHit | None:
-    if cache is None:
-        return None
-    try:
-        return cache.lookup(tokens, len(tokens) - 1, again, label)
-    except Exception:
-        log.exception("prefix look-up failed; the prompt is read from its start")
-        return None
-
-
-def _store(
-    cache: PrefixCache | None,
-    tokens: Sequence[int] | TokenIds,
-    arrays: list[Any],
-    request: GenerationRequest,
-    state: Arrays | None = None,
-) -> None:
-    if cache is None:
-        return
-    try:
-        opening = min(request.opening, len(tokens))
-        cache.store(tokens, arrays, label=request.label, opening=opening, remember=request.remember, state=state)
-    except Exception:
-        log.exception("a prefix could not be stored")
+    def _store(
+        self,
+        cache: PrefixCache | None,
+        tokens: Sequence[int] | TokenIds,
+        arrays: list[Any],
+        request: GenerationRequest,
+        state: Arrays | None = None,
+    ) -> None:
+        if cache is None:
+            return
+        try:
+            opening = min(request.opening, len(tokens))
+            cache.store(tokens, arrays, label=request.label, opening=opening, remember=request.remember, state=state)
+        except Exception as error:
+            log.exception("a prefix could not be stored")
+            self.on_error(error)

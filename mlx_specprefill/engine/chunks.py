@@ -51,6 +51,11 @@ class ChunkSizer:
         if self._job is job:
             self._job = None
 
+    def halve(self) -> int:
+        """Make the longest chunk half as long, and return its tokens."""
+        self.largest = max(_SMALLEST, self.largest // 2)
+        return self.largest
+
     def size(self, stage: str) -> int:
         """Return the tokens of the next forward of "draft" or "prefill"."""
         job = self._job

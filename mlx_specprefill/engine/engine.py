@@ -20,7 +20,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..cache.entry import CacheEntry
 from ..config import EngineConfig
 from ..constraints import Grammars, GrammarState, ReasoningBudgetState
-from ..errors import ContextLengthError, EngineClosedError
+from ..errors import ContextLengthError, DeviceError, EngineClosedError
 from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Prediction, Progress
 from ..specprefill.plan import PrefillPlan
@@ -31,6 +31,7 @@ from .checks import check_request
 from .chunks import ChunkSizer
 from .costs import CostModel
 from .densify import Densifier
+from .device_errors import DeviceErrors
 from .handle import RequestHandle
 from .inbox import Inbox, Results
 from .inspection import Inspection, inspect_prompt
@@ -54,7 +55,8 @@ _PATIENCE = 4  # times `slice_target_ms`: how long a prefill may wait while othe
 class EngineHealth:
     """`heartbeat_age_s` is the time since the loop last finished a slice of work or woke up idle.
 
-    `lost`: which of the processes that run the target together is gone, if one is.
+    `lost`: why nothing can be computed any more, if it is so: a process that runs the target with this one is gone, or
+    the device takes no more work.
     """
 
     alive: bool
@@ -109,6 +111,8 @@ class Engine:
         self.rows = Rows(pair, self.config)
         self.densifier = self._densifier_type(self.prefiller, self.memory)
         self._inbox = Inbox(self.scheduler, self.config.max_queue, self._thread.wake)
+        device_errors = DeviceErrors(self.caches, self.memory, chunks.halve)
+        self.caches.on_error = device_errors.note
         self.loop = self._loop_type(
             self.config,
             self._inbox,
@@ -119,6 +123,7 @@ class Engine:
             self.costs,
             self.rows,
             self.densifier,
+            device_errors,
         )
         self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
         self._started = False
@@ -190,7 +195,7 @@ class Engine:
         """From any thread. A request on its way from the queue to its prefill may count in both, never in neither."""
         age, queued = time.monotonic() - self.loop.beat, self._inbox.waiting
         alive = self._thread.is_alive and not self.loop.ended.is_set()
-        return EngineHealth(alive, age, self.scheduler.running, queued)
+        return EngineHealth(alive, age, self.scheduler.running, queued, self.loop.fatal)
 
     @property
     def window(self) -> int:
@@ -292,6 +297,8 @@ class Engine:
         return job.handle
 
     def _post(self, job: Job) -> None:
+        if self.loop.fatal is not None:
+            raise DeviceError(self.loop.fatal)
         self._inbox.post(job)
 
     def _job(self, work: Work) -> Job:

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..config import EngineConfig
-from ..errors import EngineClosedError, RequestCancelled
+from ..errors import DeviceError, EngineClosedError, RequestCancelled
 from ..request import Event, Failed, Finished, FinishReason, TokenEvent
 from ..token_ids import TokenIds, joined
 from .admission.memory import Memory
@@ -23,6 +23,7 @@ from .caches import EngineCaches
 from .chunks import ChunkSizer
 from .costs import CostModel
 from .densify import Densifier, SparseTurn
+from .device_errors import DeviceErrors
 from .failures import log_failure
 from .inbox import Call, Inbox
 from .job import Job, bare
@@ -63,6 +64,7 @@ class Loop:
         costs: CostModel,
         rows: Rows,
         densifier: Densifier,
+        device_errors: DeviceErrors,
     ) -> None:
         self._config = config
         self._inbox = inbox
@@ -73,6 +75,7 @@ class Loop:
         self._costs = costs
         self._rows = rows
         self._densifier = densifier
+        self._device_errors = device_errors
         self._last_end = 0.0  # of a request, by the monotonic clock
         self._next_look = 0.0  # at the memory, by the same
         self._returned = False  # what MLX keeps of the memory that was freed, since the last work
@@ -122,6 +125,11 @@ class Loop:
             job.lose(error)
 
     @property
+    def fatal(self) -> str | None:
+        """Why the device computes nothing any more, once it is so."""
+        return self._device_errors.fatal
+
+    @property
     def over(self) -> bool:
         """Nothing more will come."""
         return not (self._inbox.is_open or self._inbox)
@@ -169,6 +177,8 @@ class Loop:
         except Exception as error:
             log.exception("the engine starts over")
             self._start_over(error)
+        if self.fatal is not None:
+            self._start_over(DeviceError(self.fatal))
 
     def _start_over(self, error: Exception) -> None:
         for job in list(self.jobs.values()):
@@ -336,6 +346,7 @@ class Loop:
     def _decoded(self, job: Job, event: TokenEvent) -> None:
         sequence = _answering(job)
         self.meter.add(1)
+        self._device_errors.passed()
         sequence.record(event.token)
         self._emit(job, event)
         if event.token in sequence.request.stop_token_ids:
@@ -382,7 +393,7 @@ class Loop:
             job.on_end(RequestCancelled() if job.handle.cancelled else EngineClosedError("the engine was closed"))
 
     def _fail(self, job: Job, error: Exception) -> None:
-        error = bare(error)
+        error = self._device_errors.explained(bare(error))
         if job.sequence is not None:
             self._end(job, Failed(error, job.sequence.account()))
         else:

@@ -31,6 +31,7 @@ from ..specprefill.sparse_prefill import prefill
 from ..specprefill.text import PromptText, TextReader
 from .admission.planner import Planner
 from .caches import EngineCaches, empty_cache
+from .device_errors import device_error
 from .scoring import DraftContextError, PromptScorer
 from .sequence import Sequence
 from .staged import hidden_states, read_rest, read_upper
@@ -112,7 +113,9 @@ class Prefiller:
                 yield Progress("prefill", 0, len(sequence.request.prompt) - sequence.cached)
         except RequestCancelled:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever breaks in the optional stages, the request must not
+        except Exception as error:
+            if device_error(error) is not None:  # a full prefill would ask several times as much of it
+                raise
             self._fall_back(sequence, error)
         return (yield from self._full(sequence))
 

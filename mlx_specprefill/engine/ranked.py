@@ -391,8 +391,8 @@ class RankedEngine(Engine):
         self._ranks.watch(None)
 
     def health(self) -> EngineHealth:
-        lost = self._ranks.lost
-        return replace(super().health(), lost=None if lost is None else str(lost))
+        health, lost = super().health(), self._ranks.lost
+        return health if lost is None else replace(health, lost=str(lost))
 
     def _post(self, job: Job) -> None:
         if (lost := self._ranks.lost) is not None:

@@ -26,6 +26,7 @@ from ..speculative.proposers import Proposer
 from ..speculative.row import LastForward, Limits, SpeculativeRow
 from ..speculative.strategies import STRATEGIES, ProposerInputs, StrategyName, refusals
 from ..speculative.token_sampler import TokenSampler
+from .device_errors import device_error
 from .scheduler import Scheduler
 
 __all__ = ["AnswerDrafter", "Speculator"]
@@ -155,6 +156,8 @@ class AnswerDrafter:
         except RequestCancelled:
             raise
         except Exception as error:
+            if device_error(error) is not None:
+                raise
             log.exception("%s could not start", self.strategy)
             self._decline(f"{self.strategy} could not start: {type(error).__name__}: {error}")
 
@@ -198,7 +201,7 @@ class AnswerDrafter:
         try:
             return row.step(), None
         except Exception as error:
-            if not row.proposing:
+            if not row.proposing or device_error(error) is not None:
                 raise
             log.exception("a proposal failed")
             return row.leave(), f"a proposal failed: {type(error).__name__}: {error}"

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 ON: TelemetryConfig = {"auto_configure": True, "logs": False}  # records of exceptions might quote prompts
 OFF: TelemetryConfig = {"auto_configure": False, "tracing": False, "metrics": False, "logs": False}
 
+LOST_STATUS = 1
+TELLING_S = 5.0  # for the last answers, and for /health to say what is lost
 ENDING_S = 10  # that connections get to end after their answers were ended
 
 __all__ = ["Server", "app_of", "create_app", "make_server", "serve", "serve_models"]
@@ -102,12 +104,16 @@ class Server(uvicorn.Server):
 
     SIGTERM lets running requests finish for a while. After that, at a second SIGTERM, or at SIGINT, every stream gets
     its finish chunk and [DONE], and the engine stops.
+
+    Attributes:
+        lost: why it ended by itself: nothing could be computed any more.
     """
 
     def __init__(self, config: uvicorn.Config, models: Models) -> None:
         super().__init__(config)
         self._models, self._state = models, models.state
         self._end_at = math.inf
+        self.lost: str | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal handler: it may interrupt the main thread anywhere."""
@@ -115,7 +121,7 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         self._captured_signals.append(sig)
-        self._end_at = time.monotonic() + self._state.settings.shutdown_grace_s
+        self._end_at = min(self._end_at, time.monotonic() + self._state.settings.shutdown_grace_s)
         self._state.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -129,9 +135,12 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; true: shut down."""
-        ended = not self._state.requests or time.monotonic() >= self._end_at
-        # A process that has lost a rank ends by itself, once /health has said so; mlx.launch sends SIGTERM before.
-        if self._state.draining and ended and self._models.lost is None:
+        now = time.monotonic()
+        if self.lost is None and (lost := self._models.lost) is not None:
+            self.lost, self._end_at = lost, now + TELLING_S
+        over = now >= self._end_at
+        # Where something is lost /health says so first; of several ranks, mlx.launch sends SIGTERM before that.
+        if over or (self._state.draining and not self._state.requests and self.lost is None):
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -167,7 +176,12 @@ def serve_models(models: Models, sockets: list[socket.socket]) -> None:
 
     Raises:
         DescriptorsError: the process may not open enough connections.
+        SystemExit: nothing could be computed any more. A service manager then starts another process.
     """
     settings = models.state.settings
     settings = settings.model_copy(update={"max_connections": raise_open_files_limit(settings.max_connections)})
-    make_server(app_of(models), settings).run(sockets)
+    server = make_server(app_of(models), settings)
+    server.run(sockets)
+    if server.lost is not None:
+        logger.error("%s: this process ends with exit status %d", server.lost, LOST_STATUS)
+        raise SystemExit(LOST_STATUS)

@@ -46,11 +46,6 @@ def nan_rows(self, logits, sinks):
     self._best = mx.full((self.prompt_len,), float("nan"))
 
 
-class OutOfMemory:
-    def __init__(self, *_args):
-        raise RuntimeError("[malloc] Unable to allocate 68719476736 bytes.")
-
-
 FAULTS = {
     "draft forward": ("draft", lambda patch, pair: patch.setattr(type(pair.draft), "__call__", _draft_fails(pair))),
     "capture": ("draft", lambda patch, pair: patch.setattr(QueryCapture, "observe", boom)),
@@ -58,7 +53,7 @@ FAULTS = {
     "selection": ("select", lambda patch, pair: patch.setattr(runner_module, "select_tokens", boom)),
     "mapped rotation": ("prefill", lambda patch, pair: patch.setattr(PositionMappedRoPE, "__call__", _map_fails())),
     "placed cache": ("prefill", lambda patch, pair: patch.setattr(PositionedKVCache, "update_and_fetch", boom)),
-    "allocation": ("prefill", lambda patch, pair: patch.setattr(caches_module, "make_positioned_cache", OutOfMemory)),
+    "empty cache": ("prefill", lambda patch, pair: patch.setattr(caches_module, "make_positioned_cache", boom)),
 }
 
 
@@ -113,7 +108,7 @@ def test_every_family_falls_back(family, monkeypatch):
     pair = tiny_pair(family, "llama")
     with Engine(pair, CONFIG) as engine:
         full, _ = generated(engine.generate(request(enabled=False)))
-        monkeypatch.setattr(caches_module, "make_positioned_cache", OutOfMemory)
+        monkeypatch.setattr(caches_module, "make_positioned_cache", boom)
         answer, last = generated(engine.generate(request()))
     assert (answer, last.account.mode) == (full, "full")
 

@@ -6,12 +6,16 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from mlx_specprefill_server import app
 from mlx_specprefill_server.app import Server
+from mlx_specprefill_server.settings import Settings
+from mlx_specprefill_server.sockets import bound_sockets
 
 from ..waiting import eventually
 from .conftest import client_of, events
@@ -104,6 +108,25 @@ def test_a_server_that_has_lost_a_rank_says_so_until_it_ends(live: Any, engine: 
     assert (health.status_code, health.json()["error"]["message"]) == (503, engine.lost)
     server.handle_exit(signal.SIGTERM, None)
     assert eventually(lambda: not engine.alive)
+
+
+def test_a_server_that_can_compute_nothing_ends_by_itself_with_an_exit_status(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that launchd or systemd starts another. Until then `/health` says why."""
+    monkeypatch.setattr(app, "TELLING_S", 2.0)
+    settings = Settings(port=0)
+    with bound_sockets(settings.host, 0) as sockets, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(app.serve, engine, settings, sockets)  # type: ignore[arg-type] # as much of one as it needs
+        base = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
+        assert eventually(lambda: httpx.get(f"{base}/health", timeout=60).status_code == 200)
+        engine.lost = "the device takes no more work"
+        health = httpx.get(f"{base}/health", timeout=60)
+        assert (health.status_code, health.json()["error"]["message"]) == (503, engine.lost)
+        with pytest.raises(SystemExit) as ended:
+            served.result(60)
+    assert ended.value.code == 1
+    assert not engine.alive
 
 
 # --- time -----------------------------------------------------------------------------------------------------------

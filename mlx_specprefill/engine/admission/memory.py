@@ -155,6 +155,17 @@ class Memory:
         room = self.common.room(self)
         return self.admission.can_ever(need) and (room is None or self.admission.limit is None or need.total <= room)
 
+    def lower_limit(self) -> None:
+        """The device refused what was to fit: plan with four fifths of the memory that is not the weights'."""
+        limit = self.admission.limit
+        if limit is None:
+            return
+        less = (limit - self.admission.weights) // 5
+        self.admission.limit = limit - less
+        if self.common.limit is not None:
+            self.common.limit -= less
+        log.warning("the memory limit is %d MiB from now on", self.admission.limit >> 20)
+
     def has_room(self, request: GenerationRequest) -> bool:
         """Whether the rank with the least memory can ever read its prompt in full, and answer."""
         tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)

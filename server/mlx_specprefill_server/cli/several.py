@@ -18,6 +18,7 @@ from types import FrameType
 
 from mlx_specprefill import PeerLostError, RankedEngine, Ranks, SettingsError, join_ranks
 
+from ..app import LOST_STATUS, TELLING_S
 from ..settings import ENV_PREFIX, Settings
 
 __all__ = ["LAUNCHED_VARIABLE", "end_together", "follow", "join", "launch", "without"]
@@ -27,8 +28,6 @@ logger = logging.getLogger(__name__)
 LAUNCHED_VARIABLE = f"{ENV_PREFIX}LAUNCHED"
 KEY_VARIABLE = f"{ENV_PREFIX}RANK_KEY"
 _SECRET = (f"{ENV_PREFIX}API_KEYS", f"{ENV_PREFIX}ADMIN_KEYS")  # no command line may show them
-_LOST = 1  # exit status where another process is gone
-_TELLING_S = 5.0  # for the last answers, and for /health to say what is wrong
 _ASKS = {signal.SIGTERM: b"end\n", signal.SIGINT: b"stop\n"}  # what the launcher passes on to the ranks
 
 
@@ -58,7 +57,7 @@ def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> 
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
         asked = _pass_on_signals(process)
         status = process.wait()
-    return 0 if asked() else status or _LOST  # a server ends by itself only where something went wrong
+    return 0 if asked() else status or LOST_STATUS  # a server ends by itself only where something went wrong
 
 
 def _named(hosts: Path) -> list[str]:
@@ -125,7 +124,7 @@ def join(settings: Settings) -> Ranks | None:
 
 def end_together(ranks: Ranks) -> None:
     """End with the other ranks; on rank 0, after those that wait for answers have been told."""
-    ranks.on_lost(lambda lost: _end(lost, _TELLING_S if ranks.leads else 0.0))
+    ranks.on_lost(lambda lost: _end(lost, TELLING_S if ranks.leads else 0.0))
     if ranks.leads and LAUNCHED_VARIABLE in os.environ:
         threading.Thread(target=_obey, name="mlx-specprefill-launcher", daemon=True).start()
 
@@ -151,6 +150,6 @@ def _obey() -> None:
 def _end(lost: PeerLostError, after_s: float) -> None:
     """The MLX thread may wait for the lost process for ever: no other way ends this one."""
     time.sleep(after_s)
-    logger.error("%s: this process ends with exit status %d", lost, _LOST)
+    logger.error("%s: this process ends with exit status %d", lost, LOST_STATUS)
     logging.shutdown()
-    os._exit(_LOST)
+    os._exit(LOST_STATUS)

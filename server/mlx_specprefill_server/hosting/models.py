@@ -77,7 +77,7 @@ class Models:
 
     @property
     def lost(self) -> str | None:
-        """Which rank of several machines is gone, if one is."""
+        """Why nothing can be computed any more, if so: a rank of several machines is gone, or a device has given up."""
         states = (entry.service.engine.health() for entry in self if entry.service is not None)
         return next((state.lost for state in states if state.lost is not None), None)
 

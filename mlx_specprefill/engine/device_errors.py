@@ -1,0 +1,103 @@
+"""Errors of the device, of which MLX only hands on the words, in RuntimeErrors. MLX thread only, but for `fatal`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+import mlx.core as mx
+
+from ..errors import DeviceError
+from .admission.memory import Memory
+from .caches import EngineCaches
+from .job import bare
+
+__all__ = ["DeviceErrors", "device_error"]
+
+log = logging.getLogger(__name__)
+
+_Kind = Literal["memory", "timeout", "refused", "other"]
+_WORDS: dict[_Kind, tuple[str, ...]] = {
+    "memory": (
+        "Insufficient Memory",
+        "kIOGPUCommandBufferCallbackErrorOutOfMemory",
+        "[metal::malloc]",
+        "[malloc] Unable to allocate",
+    ),
+    "timeout": ("Caused GPU Timeout", "Impacting Interactivity"),
+    "refused": ("Ignored (for causing prior/excessive GPU errors)",),
+    "other": ("[METAL]",),
+}
+_MOST = 3  # errors without a token between them, after which the device is given up
+
+
+def device_error(error: BaseException) -> _Kind | None:
+    """What the device complains of; None: it is another kind of error."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return next((kind for kind, words in _WORDS.items() if any(word in text for word in words)), None)
+
+
+class DeviceErrors:
+    """Acts on them, so that the next request fares better.
+
+    Args:
+        halve: makes the longest prefill chunk half as long; returns its tokens.
+
+    Attributes:
+        fatal: why nothing can be computed any more, once it is so; only a new process helps.
+    """
+
+    def __init__(self, caches: EngineCaches, memory: Memory, halve: Callable[[], int]) -> None:
+        self._caches = caches
+        self._memory = memory
+        self._halve = halve
+        self._latest: Exception | None = None
+        self._advice = ""
+        self._in_a_row = 0
+        self.fatal: str | None = None
+
+    def explained(self, error: Exception) -> Exception:
+        """What the client of a failed request is told."""
+        if device_error(error) is None:
+            return error
+        self.note(error)
+        return DeviceError(self.fatal or f"the device failed on this request: {error}. {self._advice}")
+
+    def note(self, error: Exception) -> None:
+        """Act on an error. Several rows may fail with the same one; others than the device's are left alone."""
+        kind = device_error(error)
+        if kind is None or error is self._latest:
+            return
+        self._latest = bare(error)
+        self._in_a_row += 1
+        if kind == "refused" or self._in_a_row >= _MOST:
+            self.fatal = f"the device takes no more work, this server has to be started again: {error}"
+            log.critical(self.fatal)
+            return
+        self._advice = self._act(kind)
+        log.error("the device failed: %s. %s", error, self._advice)
+
+    def passed(self) -> None:
+        """A token was computed."""
+        self._in_a_row = 0
+
+    def _act(self, kind: _Kind) -> str:
+        """What helps against it, and what the user can do."""
+        if kind == "memory":
+            self._make_room()
+            return (
+                "Cached prompts were dropped and less memory is planned with. Send it again or shorten it; if it fails "
+                "again, close other programs, or start the server with a lower --memory-limit or --prefill-step."
+            )
+        if kind == "timeout":
+            return f"Prompts are read {self._halve()} tokens at a time at most from now on. Send it again."
+        return "Send it again."
+
+    def _make_room(self) -> None:
+        try:
+            self._caches.reclaim(self._caches.nbytes)
+        except RuntimeError:
+            log.exception("cached prompts could not be dropped")  # what goes to disk is copied first
+        mx.clear_cache()
+        self._memory.lower_limit()

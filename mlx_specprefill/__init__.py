@@ -16,7 +16,7 @@ from ._blas import BlasStatus, preload
 BLAS = preload()
 _files.preload()
 
-from .adapters.heads import DraftHeads, read_heads
+from .adapters.capture import DraftHeads, read_heads
 from .adapters.sharding import DraftPlacement
 from .adapters.tokenizers import check_same_tokenizer
 from .cache.entry import CacheEntry
@@ -37,8 +37,8 @@ from .distributed.joining import join_ranks
 from .distributed.ranks import Ranks
 from .engine.admission.blueprint import Blueprint, blueprint, loaded_bytes
 from .engine.engine import Engine, EngineHealth
-from .engine.handle import RequestHandle
 from .engine.inspection import ChunkInfo, Inspection
+from .engine.job import RequestHandle
 from .engine.machine import Machine, machine
 from .engine.mlx_thread import MLXThread
 from .engine.ranked import RankedEngine
@@ -83,6 +83,8 @@ from .request import (
     Stage,
     Timings,
     TokenEvent,
+    TokenIds,
+    as_token_ids,
 )
 from .selftest import Check, ForwardTimes, check_device, forward_times, sync_ms
 from .specprefill.head_calibration import calibrated_heads, find_heads
@@ -93,7 +95,6 @@ from .stored import (
     is_repository_id,
     place_of,
 )
-from .token_ids import TokenIds, as_token_ids
 
 __version__ = "0.1.0"
 

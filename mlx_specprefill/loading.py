@@ -12,11 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .adapters.capture import DraftHeads, read_heads
 from .adapters.checkpoint import context_length, dtype_name, vocab_size
 from .adapters.depth import first_layers, layers_of, whole_draft
 from .adapters.draft_layers import shallow, with_retrieval_heads
 from .adapters.gguf import is_gguf
-from .adapters.heads import DraftHeads, read_heads
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
 from .adapters.probe import staged_model

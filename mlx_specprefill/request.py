@@ -7,17 +7,17 @@ engine can keep the template's structure without knowing any template.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import takewhile
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .config import RuleName, Scope, SpecPrefillPolicy, SpeculationName
-from .spans import PromptSpan, opening_of
-from .token_ids import TokenIds, as_token_ids
+from .errors import InvalidRequestError
 
 __all__ = [
     "SHARED",
@@ -43,6 +43,10 @@ __all__ = [
     "Stage",
     "Timings",
     "TokenEvent",
+    "TokenIds",
+    "as_token_ids",
+    "joined",
+    "opening_of",
 ]
 
 Mode = Literal["sparse", "full"]
@@ -380,3 +384,54 @@ class Failed:
 
 
 Event = Progress | PromptLogprobs | TokenEvent | Finished | Failed
+
+
+TokenIds = npt.NDArray[np.int32]
+
+
+def as_token_ids(ids: Sequence[int] | TokenIds) -> TokenIds:
+    """Token ids as one int32 array (M,) that can't be written to; an int32 array is not copied.
+
+    Raises:
+        InvalidRequestError: an id that no vocabulary has.
+    """
+    try:
+        tokens = np.asarray(ids, dtype=np.int32)
+    except OverflowError:
+        raise InvalidRequestError("the prompt has token ids outside the vocabulary", field="prompt") from None
+    if tokens.flags.writeable:
+        tokens = tokens.view()
+        tokens.flags.writeable = False
+    return tokens
+
+
+def joined(prompt: TokenIds, answer: Sequence[int]) -> TokenIds:
+    """The prompt's token ids and those of its answer."""
+    return np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
+
+
+SpanKind = Literal["system", "tools", "user", "assistant", "tool", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """One rendered message: prompt indices of the whole message and of its content, both [start, end).
+
+    `start..content_start` is the role header, `content_end..end` the end-of-turn marker. Tool definitions that the
+    template puts into the system message belong to it, or form a span of kind "tools".
+    """
+
+    kind: SpanKind
+    start: int
+    content_start: int
+    content_end: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.content_start <= self.content_end <= self.end:
+            raise ValueError(f"span bounds must be ordered: {self}")
+
+
+def opening_of(spans: Sequence[PromptSpan]) -> int:
+    """Tokens of the system messages and tool definitions that a prompt begins with."""
+    return max((span.end for span in takewhile(lambda span: span.kind in ("system", "tools"), spans)), default=0)

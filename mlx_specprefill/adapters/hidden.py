@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .active import Active
+from .capture import Active
 
 __all__ = ["recorded_hidden", "wrap_hidden"]
 

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ..cache.positioned import leaves
-from .active import Active
+from .capture import Active
 
 __all__ = ["RECURRENT", "RecurrentCall", "recorded_recurrence", "replay_refusal", "wrap_recurrence"]
 

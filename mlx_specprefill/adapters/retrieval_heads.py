@@ -19,9 +19,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from ..errors import LoadError
-from .capture import recorded_attention
+from .capture import DraftHeads, Head, recorded_attention
 from .depth import FirstLayers, layers_of
-from .heads import DraftHeads, Head
 
 __all__ = ["RetrievalDraft", "RetrievalHeads", "attach_heads", "heads_file_layers", "known_heads", "write_heads"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .active import Active
+from .capture import Active
 
 __all__ = [
     "OffsetAdjustedRoPE",

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from ..cache.positioned import leaves
 from ..errors import SparseUnsupportedError
-from .active import Active
+from .capture import Active
 from .depth import FirstLayers, layers_of, replacing
 
 __all__ = ["StagedModel", "UpperLayers"]

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Encoding
 
 from ..errors import PairMismatchError, SparseUnsupportedError
-from ..token_ids import TokenIds
+from ..request import TokenIds
 from .token_bytes import TokenBytes, backend_of
 
 __all__ = ["LEAST_ALIGNED", "DraftText", "TextMapping", "map_text"]

@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 
 from ..errors import PairMismatchError
-from ..token_ids import TokenIds
+from ..request import TokenIds
 
 __all__ = ["TokenBytes", "backend_of"]
 

@@ -13,18 +13,17 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache.budget import ByteBudget
 from ..cache.entry import CacheEntry, CacheHit
-from ..cache.fingerprint import model_identity
 from ..cache.positioned import PositionedKVCache, leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
+from ..cache.prefix.nodes import model_identity
 from ..cache.prefix.records import Arrays
 from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
 from ..errors import SettingsError, SparseUnsupportedError
 from ..loading import ModelPair
-from ..request import CacheLabel, GenerationRequest
+from ..request import CacheLabel, GenerationRequest, TokenIds
 from ..sessions.store import Session, SessionStore
 from ..specprefill.staged_prefill import HiddenStates
-from ..token_ids import TokenIds
 
 __all__ = ["EngineCaches", "empty_cache", "empty_draft_cache"]
 

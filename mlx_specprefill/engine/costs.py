@@ -28,8 +28,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from .._replacing import replace_text
-from ..cache.fingerprint import model_identity
 from ..cache.positioned import leaves
+from ..cache.prefix.nodes import model_identity
 from ..config import EngineConfig
 from ..loading import ModelPair
 from ..request import Prediction

@@ -9,11 +9,9 @@ from functools import partial
 import numpy as np
 
 from ..errors import RequestCancelled
-from ..request import SHARED, CacheLabel, GenerationRequest, PromptSpan
-from ..token_ids import TokenIds, joined
+from ..request import SHARED, CacheLabel, GenerationRequest, PromptSpan, TokenIds, joined
 from .admission.memory import Memory
-from .handle import RequestHandle
-from .job import Job, ignore
+from .job import Job, RequestHandle, ignore
 from .prefill import Prefiller
 
 __all__ = ["Densifier", "DensifyQueue", "SparseTurn"]

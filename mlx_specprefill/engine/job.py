@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,10 +11,9 @@ from typing import Any
 from ..errors import RequestCancelled
 from ..request import Event, Failed, GenerationRequest, Progress
 from ..specprefill.plan import PrefillPlan
-from .handle import RequestHandle
 from .sequence import Sequence
 
-__all__ = ["Job", "OnEvent", "Work", "bare", "ignore"]
+__all__ = ["Job", "OnEvent", "RequestHandle", "Work", "bare", "ignore"]
 
 log = logging.getLogger(__name__)
 OnEvent = Callable[[Event], None]
@@ -118,3 +118,27 @@ def bare(error: Exception) -> Exception:
             link.__traceback__ = None
             links += [link.__cause__, link.__context__]
     return error
+
+
+class RequestHandle:
+    """Usable from any thread, also after the request's last event."""
+
+    def __init__(self) -> None:
+        self._cancelled = threading.Event()
+        self._expecting = threading.Event()
+
+    def cancel(self) -> None:
+        """Stop within one slice of work; the last event is then `Finished` with reason "cancelled"."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def expect_more(self) -> None:
+        """The conversation certainly goes on, because the answer called a tool: its text is worth preparing first."""
+        self._expecting.set()
+
+    @property
+    def expecting(self) -> bool:
+        return self._expecting.is_set()

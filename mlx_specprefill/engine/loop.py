@@ -16,8 +16,7 @@ import mlx.core as mx
 
 from ..config import EngineConfig
 from ..errors import DeviceError, EngineClosedError, RequestCancelled
-from ..request import Event, Failed, Finished, FinishReason, TokenEvent
-from ..token_ids import TokenIds, joined
+from ..request import Event, Failed, Finished, FinishReason, TokenEvent, TokenIds, joined
 from .admission.memory import Memory
 from .caches import EngineCaches
 from .chunks import ChunkSizer

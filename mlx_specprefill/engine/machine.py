@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .admission.admission import physical_memory
-from .admission.footprint import default_limit
+from .admission.footprint import default_limit, physical_memory
 
 __all__ = ["Machine", "machine"]
 

@@ -26,9 +26,8 @@ from ..sessions.repair import insert
 from ..specprefill.everything import about_everything
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores, question_span
-from ..specprefill.selector import Selection, select_tokens
+from ..specprefill.selector import PromptText, Selection, TextReader, select_tokens
 from ..specprefill.sparse_prefill import prefill
-from ..specprefill.text import PromptText, TextReader
 from .admission.planner import Planner
 from .caches import EngineCaches, empty_cache
 from .device_errors import device_error

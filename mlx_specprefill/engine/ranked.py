@@ -21,13 +21,12 @@ from ..config import EngineConfig
 from ..distributed.ranks import Ranks
 from ..errors import EngineClosedError, EngineError, PeerLost, PeerLostError, RequestCancelled
 from ..loading import ModelPair
-from ..request import CacheLabel, GenerationRequest, Progress
+from ..request import CacheLabel, GenerationRequest, Progress, TokenIds
 from ..sessions.store import Session
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores
+from ..specprefill.selector import PromptText
 from ..specprefill.staged_prefill import HiddenStates
-from ..specprefill.text import PromptText
-from ..token_ids import TokenIds
 from .admission.memory import Memory
 from .admission.planner import Planner
 from .caches import EngineCaches

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from .._steps import Steps
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjusted_offsets
-from ..request import GenerationRequest, PrefillReport, Progress
-from ..token_ids import joined
+from ..request import GenerationRequest, PrefillReport, Progress, joined
 from .prefill import Prefiller
 from .sequence import Sequence
 

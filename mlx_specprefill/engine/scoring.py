@@ -18,13 +18,11 @@ from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress
-from ..specprefill.forced import template_mask
 from ..specprefill.mapped import MappedTask, map_task
-from ..specprefill.plan import PrefillPlan
-from ..specprefill.scorer import Scores, ToScore, asked_before, question_span
-from ..specprefill.scorers import scorer_for
+from ..specprefill.plan import PrefillPlan, template_mask
+from ..specprefill.scorer import Scores, ToScore, asked_before, question_span, scorer_for
+from ..specprefill.selector import PromptText
 from ..specprefill.staged_prefill import HiddenStates
-from ..specprefill.text import PromptText
 from .caches import EngineCaches, empty_draft_cache
 
 __all__ = ["DraftContextError", "PromptScorer"]

@@ -23,8 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from ..adapters.capture import QueryCapture
-from ..adapters.heads import DraftHeads, Head
+from ..adapters.capture import DraftHeads, Head, QueryCapture
 from ..adapters.mtp import ARCHITECTURES, MTPLayers
 from ..adapters.staged import StagedModel
 from ..cache.positioned import make_positioned_cache, place

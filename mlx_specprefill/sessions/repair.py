@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache.positioned import place
-from ..request import Progress
-from ..token_ids import TokenIds
+from ..request import Progress, TokenIds
 from .splice import Splice
 
 __all__ = ["insert"]

@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from ..cache.budget import ByteBudget, Evictable
 from ..cache.entry import CacheEntry, CacheHit
-from ..cache.fingerprint import block_digest, common_length, root_digest
 from ..cache.positioned import can_cut, cut, leaves
-from ..request import SHARED, CacheLabel
+from ..cache.prefix.nodes import block_digest, common_length, root_digest
+from ..request import SHARED, CacheLabel, TokenIds
 from ..specprefill.staged_prefill import HiddenStates
-from ..token_ids import TokenIds
 
 __all__ = ["Session", "SessionStore"]
 

@@ -24,20 +24,17 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .._replacing import replace_text
-from ..adapters.capture import HeadCapture
+from ..adapters.capture import DraftHeads, Head, HeadCapture, read_heads
 from ..adapters.depth import first_layers, layers_of, smallest_depth, whole_draft
-from ..adapters.heads import DraftHeads, Head, read_heads
-from ..cache.fingerprint import model_identity
 from ..cache.positioned import leaves
+from ..cache.prefix.nodes import model_identity
 from ..config import ScoringConfig, SelectionConfig
 from ..distributed.ranks import Ranks, agreed
 from ..errors import LoadError, SparseUnsupportedError
 from ..loading import ModelPair
 from .calibration_items import KINDS, CalibrationItem, calibration_items
-from .head_scorer import importance_of
-from .scorer import ToScore, question_span, read_prompt
-from .selector import select_tokens
-from .text import PromptText, TextReader
+from .scorer import ToScore, importance_of, question_span, read_prompt
+from .selector import PromptText, TextReader, select_tokens
 
 __all__ = ["calibrated_heads", "find_heads"]
 

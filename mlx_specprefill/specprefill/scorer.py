@@ -1,13 +1,19 @@
 """Importance of every prompt token: what all scorers have in common.
 
-A scorer lets the draft read the prompt and says how much each token matters. There are two, each in a file of its own:
-`paper` (SpecPrefill, section 3.2) and `heads` (a few calibrated heads, the default where a draft has been calibrated).
+A scorer lets the draft read the prompt and says how much each token matters. There are two.
+
+`HeadScorer` is the default where a draft has been calibrated. Most heads of a model look elsewhere, at the beginning, at
+neighbours, at punctuation; a few copy or retrieve (retrieval heads, arXiv 2404.15574; QRHead, arXiv 2506.09944).
+Importance is the weighted mean of those few, each normalised to the attention that it has for what is open to choice,
+read from the rows of the question. No token is generated, and the draft runs no further than the last of these heads.
+
+`PaperScorer` is the published rule (SpecPrefill, section 3.2): look-ahead tokens, and the maximum over heads and layers.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,12 +24,28 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from ..adapters.capture import DraftHeads, Head, HeadCapture, QueryCapture, pool
+from ..adapters.depth import FirstLayers
 from ..cache.positioned import leaves
-from ..config import ScoringConfig
-from ..errors import SpecPrefillError
+from ..config import RuleName, ScoringConfig
+from ..distributed.ranks import Ranks
+from ..errors import SparseUnsupportedError, SpecPrefillError
 from ..request import Progress, PromptSpan, ScorerKind
 
-__all__ = ["Scorer", "Scores", "ToScore", "Undo", "asked_before", "checked", "question_span", "read_prompt"]
+__all__ = [
+    "HeadScorer",
+    "PaperScorer",
+    "Scorer",
+    "Scores",
+    "ToScore",
+    "Undo",
+    "asked_before",
+    "checked",
+    "importance_of",
+    "question_span",
+    "read_prompt",
+    "scorer_for",
+]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -207,3 +229,175 @@ def checked(importance: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     if not np.isfinite(importance).all():
         raise SpecPrefillError("the draft's attention is not finite")
     return importance
+
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class HeadScorer:
+    """Args:
+    config: `pool_width` counts.
+    ranks: over which the draft's heads are split.
+    """
+
+    heads: DraftHeads
+    config: ScoringConfig
+    ranks: Ranks | None = None
+
+    def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
+        """See `Scorer`."""
+        M = task.prompt.size
+        capture = HeadCapture(M + task.again.size, self.heads.by_call, 0 if self.ranks is None else self.ranks.rank)
+        if task.again.size:
+            yield from read_prompt(draft, task, M)
+            _ask_again(draft, task, capture)
+        else:
+            yield from read_prompt(draft, task, M, task.question, capture.of_passage)
+        importance = checked(self._importance({key: np.array(row)[:M] for key, row in capture.found.items()}, task))
+        asked = task.again.size or task.question[1] - task.question[0]
+        words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
+        return Scores(importance, "draft", words, (), asked, task.cache)
+
+    def _importance(self, rows: Mapping[tuple[int, int], Floats], task: ToScore) -> Floats:
+        """The sum of what each rank's heads say, in one reduction, which counts the heads too."""
+        here = [head for head in self.heads.heads if (head.call, head.head) in rows]
+        own = np.zeros(task.prompt.size, dtype=np.float32)
+        if here:
+            own = importance_of(rows, here, task.template, self.config.pool_width)
+        found = np.append(own, np.float32(len(here)))
+        if self.ranks is not None:
+            found = self.ranks.total(found)
+        if round(float(found[-1])) < len(self.heads.heads):
+            raise SparseUnsupportedError("a calibrated head of the draft does not see the whole prompt")
+        return found[:-1]
+
+
+def _ask_again(draft: nn.Module, task: ToScore, capture: HeadCapture) -> None:
+    """Feed what asks behind the prompt, capturing; the cache ends where it was."""
+    undo, Q = Undo(task.cache), task.again.size
+    with capture.of_passage(task.prompt.size + Q, Q, slice(0, Q)):
+        draft(mx.array(task.again)[None], cache=task.cache)
+    mx.eval([part.state for part in task.cache], list(capture.found.values()))
+    undo.restore(Q)
+
+
+def importance_of(
+    rows: Mapping[tuple[int, int], Floats], heads: Sequence[Head], template: npt.NDArray[np.bool_] | None, width: int
+) -> Floats:
+    """Importance (M,) float32 from attention rows (M,) per (call, head), a head without attention left out.
+
+    Args:
+        template: (M,) tokens that are no matter of choice; what heads look at there does not count.
+        width: taps of the mean over neighbouring tokens.
+    """
+    total = np.zeros_like(next(iter(rows.values())), dtype=np.float32)
+    for head in heads:
+        row = rows[head.call, head.head]
+        open_to_choice = row if template is None else np.where(template, np.float32(0), row)
+        mass = float(open_to_choice.sum())
+        if mass != 0:  # one that is not finite goes on to be refused
+            total += np.float32(head.weight / mass) * open_to_choice
+    return np.array(pool(mx.array(total), width))
+
+
+@dataclass(frozen=True)
+class PaperScorer:
+    """Args:
+    config: `rows`, `include_last_prompt_query` and `pool_width` count.
+    ranks: over which the draft's heads are split.
+    """
+
+    config: ScoringConfig
+    ranks: Ranks | None = None
+
+    def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
+        """See `Scorer`. First layers alone write no answer: the last prompt token is their one row."""
+        M = task.prompt.size
+        capture = QueryCapture(M, self.config.pool_width)
+        yield from read_prompt(draft, task, M - 1)
+        last = mx.array(task.prompt[-1:])[None]
+        if isinstance(draft, FirstLayers):
+            looked_ahead = _last_row(draft, last, capture, task)
+        else:
+            looked_ahead = _look_ahead(draft, last, capture, task.cache, self.config, self.ranks)
+        yield Progress("draft", M, M)
+        return _scores(capture, looked_ahead, self.config, task, self.ranks)
+
+
+def _look_ahead(
+    draft: nn.Module,
+    last: mx.array,
+    capture: QueryCapture,
+    cache: list[Any],
+    config: ScoringConfig,
+    ranks: Ranks | None,
+) -> mx.array:
+    """Feed the last prompt token and the greedy tokens after it, capturing; the cache ends where it was after `last`.
+
+    All steps are queued without waiting for a token's value: the end of the answer is looked for afterwards.
+    """
+    M = capture.prompt_len
+    if config.include_last_prompt_query:
+        with capture.row(M):
+            logits = draft(last, cache=cache)
+    else:
+        logits = draft(last, cache=cache)
+    undo = Undo(cache)
+    fed = config.rows - len(capture.rows) if config.include_last_prompt_query else config.rows
+    generated = [_greedy(logits, ranks)]
+    for step in range(1, fed + 1):
+        with capture.row(M + step):
+            logits = draft(generated[-1][None], cache=cache)
+        generated.append(_greedy(logits, ranks))
+        mx.async_eval(generated[-1], capture.rows)  # type: ignore[no-untyped-call]
+    undo.restore(fed)
+    looked_ahead = mx.concatenate(generated)
+    mx.eval(looked_ahead, capture.rows, [part.state for part in cache])
+    return looked_ahead
+
+
+def _greedy(logits: mx.array, ranks: Ranks | None) -> mx.array:
+    """Return the likeliest next token (1,), rank 0's where there are several."""
+    token = mx.argmax(logits[:, -1, :], axis=-1)
+    return token if ranks is None else ranks.tokens(token)
+
+
+def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: ToScore) -> mx.array:
+    """Feed the last prompt token to layers that can't say what comes next: its own row, and no token."""
+    with capture.row(capture.prompt_len):
+        returned = draft(last, cache=task.cache)
+    if task.seen is not None:
+        task.seen(task.prompt.size - 1, returned)
+    mx.eval(capture.rows, [part.state for part in task.cache])
+    return mx.array([], dtype=mx.uint32)
+
+
+def _scores(
+    capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig, task: ToScore, ranks: Ranks | None
+) -> Scores:
+    if not capture.rows:
+        raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")
+    generated = [int(token) for token in np.array(looked_ahead)]
+    ended = next((i for i, token in enumerate(generated) if token in task.stop_ids), len(generated))
+    # Row t reads the token before generated[t] when the last prompt token is row 0, generated[t] itself otherwise.
+    usable = ended + 1 if config.include_last_prompt_query else max(1, ended)
+    rows = min(len(capture.rows), usable)
+    attention = mx.stack(capture.rows[:rows])
+    if ranks is not None:
+        attention = ranks.highest(attention)
+    importance = checked(np.array(attention.mean(axis=0)))
+    words = f"{rows} look-ahead rows, maximum over the heads of {capture.layers[0]} layers"
+    lookahead = tuple(generated[: ended + 1][: config.rows])
+    return Scores(importance, "draft", words, lookahead, rows, task.cache)
+
+
+def scorer_for(rule: RuleName, heads: DraftHeads | None, config: ScoringConfig, ranks: Ranks | None = None) -> Scorer:
+    """The paper's scorer where that is asked for, and where no heads of the draft are known.
+
+    Args:
+        ranks: over which the draft's attention heads are split; None: they are all here.
+    """
+    if rule == "paper" or heads is None:
+        return PaperScorer(config, ranks)
+    return HeadScorer(heads, config, ranks)

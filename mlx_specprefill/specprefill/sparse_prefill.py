@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from ..cache.positioned import Positioned, leaves, place
 from ..errors import SparseUnsupportedError
-from ..request import Progress
-from ..token_ids import TokenIds
+from ..request import Progress, TokenIds
 
 __all__ = ["prefill"]
 

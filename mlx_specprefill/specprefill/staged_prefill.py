@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..adapters.staged import StagedModel, UpperLayers
-from ..request import Progress
-from ..token_ids import TokenIds
+from ..request import Progress, TokenIds
 from .sparse_prefill import prefill
 
 __all__ = ["HiddenStates", "Reading", "prefill_upper"]

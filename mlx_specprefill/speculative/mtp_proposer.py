@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..adapters.hidden import recorded_hidden
 from ..adapters.mtp import MTPHead
 from ..cache.positioned import PositionedKVCache, place
-from ..token_ids import TokenIds
+from ..request import TokenIds
 from .proposers import AcceptanceCounts, Proposal, Verified
 from .token_sampler import TokenSampler
 from .verification import draw

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import SpeculationConfig
-from ..token_ids import TokenIds
+from ..request import TokenIds
 from .proposers import AcceptanceCounts, Proposal, Verified
 from .token_sampler import TokenSampler
 

@@ -20,8 +20,7 @@ from ..adapters.rope import observed_rotations
 from ..cache.positioned import PositionedKVCache, Runs, leaves, make_positioned_cache
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
-from ..request import Progress
-from ..token_ids import TokenIds
+from ..request import Progress, TokenIds
 from .mtp_proposer import MTPProposer, PromptReader
 from .ngram_proposer import NgramProposer
 from .proposers import Drafter, DraftModelProposer, Proposer

@@ -39,14 +39,12 @@ from mlx_specprefill import RULE_NAMES, EngineConfig, ModelPair, keep_pct
 from mlx_specprefill.adapters.depth import layers_of, whole_draft
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine.caches import empty_draft_cache
-from mlx_specprefill.specprefill.forced import forced_mask, forced_ranges
 from mlx_specprefill.specprefill.mapped import MappedScorer
-from mlx_specprefill.specprefill.scorer import Scores, ToScore
-from mlx_specprefill.specprefill.scorers import scorer_for
-from mlx_specprefill.specprefill.selector import select_tokens
+from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges
+from mlx_specprefill.specprefill.scorer import Scores, ToScore, scorer_for
+from mlx_specprefill.specprefill.selector import TextReader, select_tokens
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.specprefill.staged_prefill import HiddenStates, prefill_upper
-from mlx_specprefill.specprefill.text import TextReader
 
 from .harness import BenchError, pairs, shapes
 from .harness.figures import machine, rounded, show, timed

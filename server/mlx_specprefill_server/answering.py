@@ -15,17 +15,17 @@ from mlx_specprefill import (
     SpecPrefillOptions,
 )
 
+from .auth import Identity
 from .constrained.output_format import OutputFormat, constraint_of
 from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .deps import Service
+from .fields import SamplingFields
 from .generating.detokenizer import IncrementalDetokenizer, Stops
 from .generating.generation import Generation, Job
 from .generating.reader import AnswerReader
-from .identity import Identity
 from .parsers.parser import Parser
 from .prompting.conversation import Conversation
 from .prompting.prompt import Prompt
-from .sampling import SamplingFields
 
 __all__ = [
     "AnswerRequest",

@@ -19,15 +19,14 @@ from . import __version__, errors, openapi_document
 from .anthropic import messages
 from .auth import AuthMiddleware
 from .connections import Connections, LimitedProtocol, raise_open_files_limit
-from .generating.engine_protocol import EngineLike
+from .generating.generation import EngineLike
 from .greeting import greeting
 from .hosting.models import Models
 from .hosting.waiting import StillLoadingError, answer_when_loaded
-from .middleware import HeadMiddleware, TrailingSlashMiddleware
+from .middleware import HeadMiddleware, RequestLimitMiddleware, TrailingSlashMiddleware
 from .monitoring.access_log import AccessLogMiddleware
 from .openai import chat, completions, responses
 from .openai import models as model_list
-from .request_limits import RequestLimitMiddleware
 from .routes import about, explain, health, live, page, tokens, warm
 from .service import Service
 from .settings import Settings

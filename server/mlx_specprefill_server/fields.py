@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from mlx_specprefill import RuleName, Scope, SpecPrefillOptions, SpeculationName, keep_pct
+from mlx_specprefill import (
+    InvalidRequestError,
+    RuleName,
+    SamplingParams,
+    Scope,
+    SpecPrefillOptions,
+    SpeculationName,
+    keep_pct,
+)
 
-__all__ = ["Body", "Number", "SpecPrefillFields", "Texts", "TokenIds", "Whole"]
+from .generating.detokenizer import Vocabulary
+
+__all__ = [
+    "Body",
+    "MaxTokens",
+    "Number",
+    "Reasoning",
+    "SamplingFields",
+    "SpecPrefillFields",
+    "Texts",
+    "Thinking",
+    "ThinkingFields",
+    "TokenIds",
+    "Whole",
+    "first_limit",
+    "refuse_documents",
+    "refuse_sampling",
+]
 
 INT64 = 2**63
 
@@ -72,3 +98,171 @@ class SpecPrefillFields(Body):
             speculative=self.speculative,
             scope=self.specprefill_scope,
         )
+
+
+KINDS = {"enabled": True, "adaptive": True, "disabled": False}
+
+Budget = Annotated[Whole, Field(ge=0)]
+
+
+class Reasoning(Body):
+    """As OpenAI's responses have it, and OpenRouter's chat completions."""
+
+    effort: str | None = None
+    max_tokens: Budget | None = None
+    enabled: bool | None = None
+
+
+class Thinking(Body):
+    """As Anthropic has it, and others after it."""
+
+    type: str = ""
+    budget_tokens: Budget | None = None
+
+
+class ThinkingFields(Body):
+    reasoning: Reasoning = Reasoning()
+    thinking: Thinking = Thinking()
+
+    def thinking_budget(self) -> int | None:
+        """Tokens; None: no limit of its own."""
+        asked = self.reasoning.max_tokens
+        return self.thinking.budget_tokens if asked is None else asked
+
+    def thinking_kwargs(self, effort: str | None = None) -> dict[str, Any]:
+        """How templates call this. Effort "none" turns thinking off; unknown kinds leave it to the template."""
+        kwargs: dict[str, Any] = {}
+        enabled = KINDS.get(self.thinking.type, self.reasoning.enabled)
+        effort = effort or self.reasoning.effort
+        if effort == "none":
+            enabled = False
+        elif effort is not None:
+            kwargs["reasoning_effort"] = effort
+        return kwargs if enabled is None else {"enable_thinking": enabled, **kwargs}
+
+
+UNLIMITED = -1  # tokens, as llama.cpp's clients write "no limit"
+MAX_STOP_IDS = 1024
+MAX_BAD_WORDS = 256
+
+MaxTokens = Annotated[Whole, Field(ge=UNLIMITED)]
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise ValueError(f"{token!r:.40} is not a token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of token {token} must be a number from -100 to 100")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(word, str) and word.strip() for word in value):
+        raise ValueError("must be an array of texts that are not blank")
+    if len(value) > MAX_BAD_WORDS:
+        raise ValueError(f"at most {MAX_BAD_WORDS} are supported")
+    return tuple(value)
+
+
+class SamplingFields(Body):
+    """How tokens are sampled, and which of them end an answer."""
+
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0  # 0: the likeliest token alone
+    top_k: Annotated[Whole, Field(ge=-1)] = 0  # 0 and -1: off
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    typical_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    xtc_probability: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    xtc_threshold: Annotated[Number, Field(ge=0, le=1)] = 0.1
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=10)] = 1.0
+    repeat_penalty: Annotated[Number, Field(ge=0.01, le=10)] | None = None  # llama.cpp's and Ollama's name for it
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float])] = (
+        Field(default_factory=dict)
+    )
+    seed: Whole | None = None
+    bad_words: Annotated[tuple[str, ...], BeforeValidator(_words, json_schema_input_type=list[str])] = ()
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Annotated[Whole, Field(ge=0)] = 0
+    n_predict: MaxTokens | None = None  # llama.cpp's name for the limit
+
+    def sampling(self, default_temperature: float, vocabulary: Vocabulary) -> SamplingParams:
+        """As the engine wants it, but for `bad_words`, which only the tokenizer can read.
+
+        Raises:
+            InvalidRequestError: a token is not in the vocabulary, or a filter has nothing to choose from.
+        """
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            if any(not 0 <= token < vocabulary.size for token in getattr(self, name) or ()):
+                message = f"{name}: token ids must be from 0 to {vocabulary.size - 1}"
+                raise InvalidRequestError(message, field=name)
+        temperature = default_temperature if self.temperature is None else self.temperature
+        for name, active in (("xtc_probability", self.xtc_probability > 0), ("typical_p", self.typical_p < 1)):
+            if active and temperature == 0:
+                message = f"{name}: needs a temperature above 0, at which answers are always the likeliest tokens"
+                raise InvalidRequestError(message, field=name)
+        return SamplingParams(
+            temperature=temperature,
+            top_p=self.top_p,
+            top_k=min(max(self.top_k, 0), vocabulary.size),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            seed=None if self.seed is None or self.seed < 0 else self.seed,
+            typical_p=self.typical_p,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+            xtc_special_tokens=vocabulary.structural if self.xtc_probability else (),
+            allowed_token_ids=None if self.allowed_token_ids is None else frozenset(self.allowed_token_ids),
+        )
+
+
+def first_limit(*limits: int | None) -> int | None:
+    """The first of several fields for one limit that is given; None: no limit."""
+    asked = next((limit for limit in limits if limit is not None), None)
+    return None if asked == UNLIMITED else asked
+
+
+NO_PENALTY = "not supported; use repetition_penalty, presence_penalty or frequency_penalty"
+NO_FILTER = "not supported; use top_p, top_k, min_p, typical_p or xtc_probability"
+# field: (its neutral values, why others are refused)
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "dry_multiplier": ((0,), NO_PENALTY),  # the other dry_ fields only mean something beside it
+    "mirostat": ((0,), NO_FILTER),  # mirostat_tau and mirostat_eta likewise
+    "top_n_sigma": ((0, -1), NO_FILTER),
+    "top_a": ((0,), NO_FILTER),
+    "tfs_z": ((1,), NO_FILTER),
+    "tfs": ((1,), NO_FILTER),
+    "dynatemp_range": ((0,), "not supported; use temperature"),
+    "use_beam_search": ((False,), "not supported; use n for several answers"),
+    "truncate_prompt_tokens": ((), "not supported: prompts are never cut; send what should be read"),
+    "prompt_logprobs": ((), "not supported; /v1/completions gives the prompt's logprobs with echo and logprobs"),
+}
+
+
+def refuse_sampling(body: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError on what would change the answer and is not done here."""
+    for name, (neutral, why) in REFUSED.items():
+        if name in body and not any(type(body[name]) in (type(one), float) and body[name] == one for one in neutral):
+            raise InvalidRequestError(f"{name}: {why}", field=name)
+    names = ("repetition_penalty", "repeat_penalty")
+    if all(name in body for name in names) and body[names[0]] != body[names[1]]:
+        raise InvalidRequestError(f"{names[1]}: differs from {names[0]}, which means the same", field=names[1])
+    constrained = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar")
+    if "allowed_token_ids" in body and any(body.get(name) not in (None, {"type": "text"}) for name in constrained):
+        raise InvalidRequestError("allowed_token_ids: can't be combined with a format", field="allowed_token_ids")
+
+
+def refuse_documents(body: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError: only chat completions take documents."""
+    if body.get("documents"):
+        raise InvalidRequestError("documents: only /v1/chat/completions takes them", field="documents")

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections import Counter
 from contextlib import suppress
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["HeadMiddleware", "TrailingSlashMiddleware"]
+from .auth import Identity
+from .errors import RETRY_AFTER_S, ApiError, error_response
+from .service import ServerState
+from .settings import Settings
+
+__all__ = ["TIMEOUT_HEADER", "HeadMiddleware", "RequestLimitMiddleware", "TrailingSlashMiddleware"]
 
 OWN_HEAD = ("/", "/health")  # paths with an answer of their own to HEAD
 
@@ -51,3 +60,65 @@ def _headless(send: Send) -> Send:
             raise _EnoughError
 
     return start_only
+
+
+TIMEOUT_HEADER = "x-request-timeout"  # seconds
+RETRY = {"Retry-After": RETRY_AFTER_S}
+
+
+class RequestLimitMiddleware:
+    """ASGI middleware behind AuthMiddleware. It limits POST requests; the others cost next to nothing."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, settings: Settings) -> None:
+        self._app = app
+        self._state = state
+        self._limit = settings.max_requests_per_key or math.inf
+        self._timeout = settings.request_timeout_s or math.inf
+        self._running: Counter[Identity] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._admit(scope)
+        except ApiError as refusal:
+            await error_response(refusal, scope["path"])(scope, receive, send)
+            return
+        identity = scope["identity"]
+        self._running[identity] += 1
+        self._state.requests += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._state.requests -= 1
+            self._running[identity] -= 1
+            self._running += Counter()  # forgets those at 0
+
+    def _admit(self, scope: Scope) -> None:
+        if self._state.draining:
+            raise ApiError(503, "The server is shutting down.", code="engine_unavailable", headers=RETRY)
+        if self._running[scope["identity"]] >= self._limit:
+            message = (
+                f"{self._limit} requests with this API key are running, which is the limit. "
+                "Try again when one of them has ended."
+            )
+            raise ApiError(429, message, code="too_many_requests", headers=RETRY)
+        seconds = min(self._timeout, _asked_timeout(Headers(scope=scope).get(TIMEOUT_HEADER)))
+        if seconds < math.inf:
+            scope["exchange"].timeout_s = seconds
+            scope["exchange"].deadline = asyncio.get_running_loop().time() + seconds
+
+
+def _asked_timeout(header: str | None) -> float:
+    """Seconds; the server's own timeout applies as well."""
+    if header is None:
+        return math.inf
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        message = f"{TIMEOUT_HEADER}: must be a number of seconds above 0, got {header!r:.40}"
+        raise ApiError(400, message, code="invalid_value")
+    return seconds

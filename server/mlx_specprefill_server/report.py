@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
+from uuid import uuid4
+
+import orjson
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from mlx_specprefill import EngineError, PrefillReport, Progress, SpecPrefillError, Timings
 
 from .deltas import AnswerDone
 from .errors import ApiError, api_error
+from .generating.generation import Generation
 
-__all__ = ["LiveTimings", "Report"]
+__all__ = [
+    "DONE",
+    "EVENT_STREAM_HEADERS",
+    "KEEP_ALIVE",
+    "EventStream",
+    "LiveTimings",
+    "ProgressTeller",
+    "Report",
+    "TextEvents",
+    "comment",
+    "data_event",
+    "named_event",
+]
 
 
 class Report:
@@ -175,3 +193,97 @@ def _rates(name: str, count: int, ms: float) -> dict[str, float]:
         f"{name}_per_token_ms": round(ms / count, 3) if count else 0.0,
         f"{name}_per_second": round(count / ms * 1000, 3) if ms else 0.0,
     }
+
+
+class ProgressTeller:
+    """Chooses which steps of a prefill one stream tells.
+
+    A client that asked for progress gets every step. The others get none of a prefill that takes less than `every`
+    seconds, and one step in so many seconds of a longer one: a sign of life that says how long it will take.
+
+    Args:
+        every: seconds.
+        asked: whether the client asked for progress.
+        clock: seconds; for tests.
+    """
+
+    def __init__(self, every: float, asked: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every, self.asked, self._clock = every, asked, clock
+        self._started = clock()
+        self._due: float | None = None  # None: the engine has not begun
+
+    def tell(self, event: Progress) -> dict[str, Any] | None:
+        """What the stream is to say of this step, if anything. Nothing is said before the cache's share is known."""
+        now = self._clock()
+        if self._due is None:
+            self._due = now + self._every
+        if event.cached is None or not (self.asked or now >= self._due):
+            return None
+        self._due = now + self._every
+        return self._body(event, now)
+
+    def _body(self, event: Progress, now: float) -> dict[str, Any]:
+        """llama.cpp's progress object, in which `processed` includes `cache`.
+
+        `stage` says of which model it speaks: the draft reads the whole prompt, the target what is cached or was
+        selected.
+        """
+        cached = event.cached or 0
+        if event.stage == "prefill":
+            total, processed = event.total + cached, event.done + cached
+        else:
+            total, processed = event.total, max(event.done, cached)
+        elapsed = round(1e3 * (now - self._started))
+        return {"total": total, "cache": cached, "processed": processed, "time_ms": elapsed, "stage": event.stage}
+
+
+EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def data_event(payload: Any) -> bytes:
+    """One event; JSON has no raw line breaks, so one `data:` line is enough."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def comment(word: str, payload: Any) -> bytes:
+    """A line that every client of event streams skips, and that people and tests can read."""
+    return f": {word} ".encode() + orjson.dumps(payload) + b"\n\n"
+
+
+def named_event(payload: dict[str, Any]) -> bytes:
+    """One event under the name of its type, without which some clients skip it."""
+    name: str = payload["type"]
+    return b"event: " + name.encode() + b"\n" + data_event(payload)
+
+
+class TextEvents:
+    """Events that differ in one text: what is around it is written once.
+
+    Args:
+        event: with the given text, as one of its strings or several.
+    """
+
+    def __init__(self, event: Callable[[str], bytes]) -> None:
+        place = uuid4().hex
+        self._around = event(place).split(orjson.dumps(place))
+
+    def of(self, text: str) -> bytes:
+        return orjson.dumps(text).join(self._around)
+
+
+class EventStream(StreamingResponse):
+    """Streams events and closes their generation however the response ends, even before the first byte."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        super().__init__(events, headers=EVENT_STREAM_HEADERS)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.close()

@@ -15,17 +15,13 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from mlx_specprefill import Constraint, EngineClosedError, GenerationRequest
 
+from .auth import Identity
 from .errors import DeadlineError, QueueTimeoutError
 from .explaining.inspection import RunningInspection
-from .generating.engine_protocol import EngineLike
-from .generating.event_loop import LoopCalls
-from .generating.generation import Generation, Job, Outcome
-from .generating.vocabulary import Vocabulary
-from .identity import Identity
-from .monitoring.access_log import current_exchange
+from .generating.detokenizer import Vocabulary
+from .generating.generation import EngineLike, Generation, Job, LoopCalls, Outcome
+from .monitoring.access_log import RecentAnswers, RunningRequest, current_exchange
 from .monitoring.metrics import Metrics
-from .monitoring.recent import RecentAnswers
-from .monitoring.running import RunningRequest
 from .parsers.formats import detect
 from .prompting.prompt import PromptBuilder
 from .settings import Settings

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_specprefill.cache.fingerprint import block_digest, model_identity, root_digest, token_bytes
+from mlx_specprefill.cache.prefix.nodes import block_digest, model_identity, root_digest, token_bytes
 from tests.tiny import CONFIGS, tiny_model
 
 
@@ -50,7 +50,7 @@ def test_the_mlx_lm_minor_version_enters_it(monkeypatch: pytest.MonkeyPatch) -> 
     model = tiny_model("llama")
     identities = []
     for version in ("0.32.2", "0.32.9", "0.33.0"):
-        monkeypatch.setattr("mlx_specprefill.cache.fingerprint.version", lambda _, version=version: version)
+        monkeypatch.setattr("mlx_specprefill.cache.prefix.nodes.version", lambda _, version=version: version)
         identities.append(model_identity(model, {}))
     assert identities[0] == identities[1] != identities[2]
 

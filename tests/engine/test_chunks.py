@@ -10,8 +10,7 @@ import pytest
 from mlx_specprefill import EngineConfig
 from mlx_specprefill.engine.chunks import ChunkSizer
 from mlx_specprefill.engine.costs import ForwardCost, LearntCost
-from mlx_specprefill.engine.handle import RequestHandle
-from mlx_specprefill.engine.job import Job, ignore
+from mlx_specprefill.engine.job import Job, RequestHandle, ignore
 from mlx_specprefill.engine.scheduler import Scheduler
 from mlx_specprefill.request import Progress
 

@@ -24,7 +24,7 @@ from mlx_specprefill import (
 )
 from mlx_specprefill.engine import loop
 from mlx_specprefill.engine.densify import DensifyQueue, SparseTurn
-from mlx_specprefill.token_ids import as_token_ids
+from mlx_specprefill.request import as_token_ids
 from tests.tiny import VOCAB, generated, random_prompt, tiny_pair
 from tests.waiting import eventually
 

@@ -19,7 +19,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     load_pair,
 )
-from mlx_specprefill.specprefill.head_scorer import HeadScorer
+from mlx_specprefill.specprefill.scorer import HeadScorer
 from mlx_specprefill_server.prompting.conversation import conversation
 from mlx_specprefill_server.prompting.prompt import PromptBuilder
 from tests.tiny import generated

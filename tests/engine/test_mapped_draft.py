@@ -25,13 +25,11 @@ from mlx_specprefill import (
     make_pair,
     with_heads,
 )
-from mlx_specprefill.adapters.heads import Head
+from mlx_specprefill.adapters.capture import Head
 from mlx_specprefill.engine import scoring
 from mlx_specprefill.engine.costs import CostModel
-from mlx_specprefill.specprefill.head_scorer import HeadScorer
 from mlx_specprefill.specprefill.mapped import MappedScorer
-from mlx_specprefill.specprefill.paper_scorer import PaperScorer
-from mlx_specprefill.specprefill.scorer import ToScore
+from mlx_specprefill.specprefill.scorer import HeadScorer, PaperScorer, ToScore
 from tests.precision import assert_close, numbers
 from tests.slices import finish
 from tests.tiny import generated, tiny_model

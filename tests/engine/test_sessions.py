@@ -26,8 +26,7 @@ from mlx_specprefill import (
     TokenEvent,
     load_pair,
 )
-from mlx_specprefill.adapters.capture import QueryCapture
-from mlx_specprefill.adapters.heads import DraftHeads, Head
+from mlx_specprefill.adapters.capture import DraftHeads, Head, QueryCapture
 from tests.engine.test_composition import masked_greedy
 from tests.tiny import FAMILIES, generated, greedy, random_prompt, tiny_pair
 from tests.waiting import eventually

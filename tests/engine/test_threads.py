@@ -14,8 +14,7 @@ from mlx_specprefill.config import EngineConfig
 from mlx_specprefill.engine.chunks import ChunkSizer
 from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.engine.engine import Engine
-from mlx_specprefill.engine.handle import RequestHandle
-from mlx_specprefill.engine.job import Job, ignore
+from mlx_specprefill.engine.job import Job, RequestHandle, ignore
 from mlx_specprefill.engine.scheduler import Scheduler
 from mlx_specprefill.request import Progress
 from tests.tiny import tiny_pair

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers, layers_of, smallest_depth
 from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, adapter_for, architecture_of, verified
-from mlx_specprefill.cache.fingerprint import model_identity
+from mlx_specprefill.cache.prefix.nodes import model_identity
 from mlx_specprefill.errors import SparseUnsupportedError
 from tests import oracle
 from tests.oracle import build, make_case, measure_depths, tiny_models

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_specprefill import LoadError
 from mlx_specprefill_server.app import app_of, make_server
-from mlx_specprefill_server.generating.engine_protocol import EngineLike
+from mlx_specprefill_server.generating.generation import EngineLike
 from mlx_specprefill_server.hosting.entry import Entry, LoadProgress, Tell
 from mlx_specprefill_server.hosting.models import Models
 from mlx_specprefill_server.hosting.refusals import MissingModelError

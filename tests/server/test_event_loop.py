@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from mlx_specprefill_server.generating.event_loop import LoopCalls
+from mlx_specprefill_server.generating.generation import LoopCalls
 
 
 class CountedLoop:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from mlx_specprefill import Progress
-from mlx_specprefill_server.generating.progress import ProgressTeller
+from mlx_specprefill_server.report import ProgressTeller
 
 from .canned_answers import named_events
 from .fakes import FakeEngine

@@ -20,9 +20,8 @@ from mlx_specprefill_server.deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from mlx_specprefill_server.generating.detokenizer import IncrementalDetokenizer, Stops
+from mlx_specprefill_server.generating.detokenizer import IncrementalDetokenizer, Stops, Vocabulary
 from mlx_specprefill_server.generating.reader import AnswerReader
-from mlx_specprefill_server.generating.vocabulary import Vocabulary
 from mlx_specprefill_server.parsers.formats import Format
 from mlx_specprefill_server.parsers.parser import Parser, PlainText
 

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_specprefill_server.prompting.prompt import WORKERS, PromptBuilder
-from mlx_specprefill_server.prompting.workers import Workers
+from mlx_specprefill_server.prompting.prompt import WORKERS, PromptBuilder, Workers
 
 from ..waiting import eventually
 from .conftest import client_of

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_specprefill import PromptSpan, SelectionConfig
-from mlx_specprefill.specprefill.forced import forced_mask, forced_ranges, template_mask
+from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges, template_mask
 
 CONFIG = SelectionConfig()
 

@@ -19,8 +19,8 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.tokenizer_utils import load
 
 from mlx_specprefill import ScoringConfig, SelectionConfig, SparseUnsupportedError, load_pair
+from mlx_specprefill.adapters.capture import DraftHeads
 from mlx_specprefill.adapters.depth import first_layers, whole_draft
-from mlx_specprefill.adapters.heads import DraftHeads
 from mlx_specprefill.specprefill import head_calibration as calibration
 from mlx_specprefill.specprefill.calibration_items import KINDS, CalibrationItem, calibration_items
 from mlx_specprefill.specprefill.head_calibration import (
@@ -32,7 +32,7 @@ from mlx_specprefill.specprefill.head_calibration import (
     _Read,
     find_heads,
 )
-from mlx_specprefill.specprefill.text import PromptText
+from mlx_specprefill.specprefill.selector import PromptText
 from tests.tiny import CONFIGS, FAMILIES, tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

@@ -11,15 +11,19 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_specprefill import PromptSpan, ScoringConfig, SparseUnsupportedError
-from mlx_specprefill.adapters.capture import QueryCapture, pool
+from mlx_specprefill.adapters.capture import DraftHeads, Head, QueryCapture, pool
 from mlx_specprefill.adapters.depth import first_layers
-from mlx_specprefill.adapters.heads import DraftHeads, Head
 from mlx_specprefill.cache.positioned import leaves
 from mlx_specprefill.errors import SpecPrefillError
-from mlx_specprefill.specprefill.head_scorer import HeadScorer, importance_of
-from mlx_specprefill.specprefill.paper_scorer import PaperScorer
-from mlx_specprefill.specprefill.scorer import ToScore, asked_before, question_span
-from mlx_specprefill.specprefill.scorers import scorer_for
+from mlx_specprefill.specprefill.scorer import (
+    HeadScorer,
+    PaperScorer,
+    ToScore,
+    asked_before,
+    importance_of,
+    question_span,
+    scorer_for,
+)
 from tests.precision import assert_close, numbers
 from tests.tiny import FAMILIES, WINDOW, random_prompt, tiny_model
 

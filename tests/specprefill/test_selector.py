@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_specprefill import InvalidRequestError, SelectionConfig, keep_pct
 from mlx_specprefill.specprefill.selector import (
+    PromptText,
     by_sentence,
     chunk_means,
     kept_spans,
@@ -21,7 +22,6 @@ from mlx_specprefill.specprefill.selector import (
     select_chunks,
     select_tokens,
 )
-from mlx_specprefill.specprefill.text import PromptText
 
 
 def text_of(units):

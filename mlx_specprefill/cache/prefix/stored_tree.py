@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ...request import SHARED, CacheLabel
-from ..fingerprint import block_digest, root_digest, token_bytes
 from .disk import DiskTier
 from .index import DiskRow
-from .nodes import Node, Record, RecordKind
+from .nodes import Node, Record, RecordKind, block_digest, root_digest, token_bytes
 from .records import Arrays
 
 __all__ = ["StoredTree"]

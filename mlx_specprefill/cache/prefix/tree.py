@@ -14,13 +14,11 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 
-from ...request import SHARED, CacheLabel
-from ...token_ids import TokenIds
+from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import ByteBudget
 from ..entry import CacheEntry, CacheHit
-from ..fingerprint import block_digest
 from .disk import DiskTier
-from .nodes import Match, Node, Record, RecordKind, Tokens, deepest_state, longest_match
+from .nodes import Match, Node, Record, RecordKind, Tokens, block_digest, deepest_state, longest_match
 from .records import Arrays, Layout, nbytes_of
 from .stored_tree import StoredTree
 

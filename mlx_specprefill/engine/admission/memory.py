@@ -19,9 +19,16 @@ from ..job import Job
 from ..sequence import Sequence
 from ..speculation import AnswerDrafter
 from ..stats import MemoryUse, Need
-from .admission import Admission, Footprint
 from .common import CommonMemory
-from .footprint import hidden_bytes, measure_footprint, measure_head_footprint, weight_bytes, weights_by_array
+from .footprint import (
+    Admission,
+    Footprint,
+    hidden_bytes,
+    measure_footprint,
+    measure_head_footprint,
+    weight_bytes,
+    weights_by_array,
+)
 from .ledger import Ledger, cache_bytes
 
 __all__ = ["Memory", "check_limit"]

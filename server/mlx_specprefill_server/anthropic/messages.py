@@ -13,16 +13,14 @@ from starlette.responses import Response
 from mlx_specprefill import InvalidRequestError, Progress
 
 from ..answering import AnswerRequest, count_tokens, start_answers
+from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, Idle
 from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse, anthropic_body
 from ..generating.generation import Generation
-from ..generating.progress import ProgressTeller
-from ..identity import IdentityDep
 from ..prompting.conversation import Conversation, Ending, Message, conversation
 from ..prompting.system_messages import inline_system_messages
-from ..report import Report
-from ..sse import EventStream, named_event
+from ..report import EventStream, ProgressTeller, Report, named_event
 from .blocks import chat_messages, function_tools
 from .schemas import CountRequest, MessagesRequest, refuse
 from .wire import BlockWriter, stop_of

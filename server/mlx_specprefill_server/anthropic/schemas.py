@@ -11,9 +11,16 @@ from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OutputFormat
 from ..constrained.tool_choice import NamedTool, ToolChoice
-from ..fields import Body, Number, SpecPrefillFields, Whole
-from ..sampling import SamplingFields, refuse_documents, refuse_sampling
-from ..thinking import ThinkingFields
+from ..fields import (
+    Body,
+    Number,
+    SamplingFields,
+    SpecPrefillFields,
+    ThinkingFields,
+    Whole,
+    refuse_documents,
+    refuse_sampling,
+)
 
 __all__ = ["CountRequest", "MessagesRequest", "refuse"]
 

@@ -7,7 +7,7 @@ import contextlib
 
 from mlx_specprefill import GenerationRequest, Inspection
 
-from ..generating.engine_protocol import EngineLike
+from ..generating.generation import EngineLike
 
 __all__ = ["RunningInspection"]
 

@@ -6,20 +6,25 @@ Events arrive through `LoopCalls`; everything else here runs on the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from mlx_specprefill import (
+    CacheEntry,
+    Constraint,
     EngineClosedError,
     EngineError,
+    EngineStats,
     Event,
     Failed,
     Finished,
     GenerationRequest,
+    Inspection,
     PrefillReport,
     Progress,
     SpecPrefillError,
@@ -28,11 +33,9 @@ from mlx_specprefill import (
 )
 
 from ..deltas import AnswerDelta, AnswerDone, Idle
-from .engine_protocol import EngineLike, Handle
-from .event_loop import IdleTimer, LoopCalls
 from .reader import AnswerReader
 
-__all__ = ["Generation", "Job", "Outcome", "SlowReaderError"]
+__all__ = ["EngineLike", "Generation", "Handle", "IdleTimer", "Job", "LoopCalls", "Outcome", "SlowReaderError"]
 
 logger = logging.getLogger(__name__)
 
@@ -320,3 +323,95 @@ class Generation:
         if event.account is not None:
             return replace(event.account, reason=f"{event.account.reason}; {failed}")
         return PrefillReport("full", failed, prompt_tokens=len(self._jobs[index].request.prompt), kept_tokens=0)
+
+
+class LoopCalls:
+    """Calls made on one event loop, in the order in which any thread posted them.
+
+    A step of the engine makes one event per running answer. Waking the loop for each of them costs the MLX thread a
+    system call, at which it gives the interpreter away while it has work for the device.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[Callable[[Any], object], Any]] = deque()
+        self._awake = False
+
+    def post(self, call: Callable[[Any], object], item: Any) -> None:
+        """From any thread: `call(item)` on the loop, soon. Does nothing once the loop is closed."""
+        self._waiting.append((call, item))
+        if self._awake:
+            return
+        self._awake = True
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._awake = False  # first: what is posted from here on wakes the loop again
+        while self._waiting:
+            call, item = self._waiting.popleft()
+            try:
+                call(item)
+            except Exception as error:  # noqa: BLE001 - one that raises takes no other along
+                self._loop.call_exception_handler({"message": f"{call} failed", "exception": error})
+
+
+class IdleTimer:
+    """Calls `ring` once nothing has postponed it for `after` seconds, and then again. Postponing costs no timer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, after: float, ring: Callable[[], None]) -> None:
+        self._loop, self._after, self._ring = loop, after, ring
+        self.postpone()
+        self._timer = loop.call_at(self._due, self._check)
+
+    def postpone(self) -> None:
+        self._due = self._loop.time() + self._after
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        if self._loop.time() >= self._due:
+            self.postpone()
+            self._ring()
+        self._timer = self._loop.call_at(self._due, self._check)
+
+
+class Handle(Protocol):
+    def cancel(self) -> None: ...
+    def expect_more(self) -> None: ...
+
+
+class Health(Protocol):
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def heartbeat_age_s(self) -> float: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def queued(self) -> int: ...
+    @property
+    def lost(self) -> str | None: ...
+
+
+class EngineLike(Protocol):
+    """`pair` is the loaded pair with tokenizer and names, `window` how many tokens a request may have."""
+
+    @property
+    def pair(self) -> Any: ...
+    @property
+    def window(self) -> int: ...
+    def compile(self, constraint: Constraint) -> None: ...
+    def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Handle: ...
+    def submit_inspection(
+        self,
+        request: GenerationRequest,
+        on_event: Callable[[Event], None],
+        on_end: Callable[[Inspection | Exception], None],
+    ) -> Handle: ...
+    def cached(self, owner: str | None = None) -> tuple[CacheEntry, ...]: ...
+    def drop_cached(self, name: str | None = None, owner: str | None = None) -> bool: ...
+    def health(self) -> Health: ...
+    def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from ..generating.engine_protocol import EngineLike
+from ..generating.generation import EngineLike
 from ..monitoring.metrics import Metrics
 from ..service import Service
 from ..settings import Settings

@@ -16,7 +16,7 @@ from typing import Any
 from mlx_specprefill import EngineClosedError, RequestCancelled
 
 from ..errors import ApiError
-from ..generating.engine_protocol import EngineLike
+from ..generating.generation import EngineLike
 from ..service import ServerState, Service
 from ..sizes import size
 from .entry import Entry, Host, LoadProgress

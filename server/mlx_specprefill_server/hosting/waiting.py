@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..errors import ANTHROPIC_PATH, error_response
+from ..report import DONE, EVENT_STREAM_HEADERS, comment, data_event, named_event
 from ..request_body import client_left
 from ..service import current_deadline
-from ..sse import DONE, EVENT_STREAM_HEADERS, comment, data_event, named_event
 from .entry import Entry
 from .models import Models
 

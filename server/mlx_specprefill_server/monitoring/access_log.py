@@ -9,8 +9,13 @@ import asyncio
 import logging
 import re
 import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextvars import ContextVar
+from functools import partial
+from heapq import merge
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
@@ -19,11 +24,11 @@ from opentelemetry import trace
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_specprefill import Finished
+from mlx_specprefill import Event, Finished, Progress, TokenEvent
 
 from ..generating.generation import Outcome
 
-__all__ = ["REQUEST_ID", "AccessLogMiddleware", "Exchange", "current_exchange"]
+__all__ = ["REQUEST_ID", "AccessLogMiddleware", "Exchange", "RecentAnswers", "RunningRequest", "current_exchange"]
 
 logger = logging.getLogger(__name__)
 
@@ -145,3 +150,76 @@ class AccessLogMiddleware:
 def _attributes(exchange: Exchange) -> dict[str, Any]:
     spent = {"request_id": exchange.id, **_spent(exchange.answers)}
     return {f"specprefill.{name}": value for name, value in spent.items()}
+
+
+class RunningRequest:
+    """One request from its submission to its end; several answers to it count as one. Used on the event loop.
+
+    Attributes:
+        identity: name of the API key's identity.
+    """
+
+    def __init__(self, request_id: str | None, identity: str, prompt_tokens: int) -> None:
+        self.identity = identity
+        self.begun = time.time()
+        self._request_id = request_id
+        self._prompt_tokens = prompt_tokens
+        self._stages: list[tuple[str, float]] = [("queued", self.begun)]  # and when each began, seconds since the epoch
+        self._done = self._total = self._made = 0
+        self._cached: int | None = None
+
+    def saw(self, event: Event) -> None:
+        """Takes its place from an event of the engine."""
+        match event:
+            case Progress():
+                self._enter(event.stage)
+                self._done, self._total = event.done, event.total
+                self._cached = self._cached if event.cached is None else event.cached
+            case TokenEvent():
+                self._enter("decode")
+                self._made += 1
+                self._done = self._total = 0
+
+    def _enter(self, stage: str) -> None:
+        if stage != self._stages[-1][0] and stage != "queued":
+            self._stages.append((stage, time.time()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the statistics list it. `done` of `total` tokens of the stage it is in; 0 of 0 while that says nothing."""
+        return {
+            "request_id": self._request_id,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": self._cached,
+            "stages": [{"stage": stage, "since": round(since, 3)} for stage, since in self._stages],
+            "done": self._done,
+            "total": self._total,
+            "completion_tokens": self._made,
+        }
+
+
+HELD = 50
+
+
+class RecentAnswers:
+    """Used on the event loop."""
+
+    def __init__(self) -> None:
+        # One queue per API key: how soon an answer is pushed out of a common one would tell about other keys' traffic.
+        self._answers: defaultdict[str, deque[dict[str, Any]]] = defaultdict(partial(deque, maxlen=HELD))
+
+    def add(self, outcome: Outcome, request_id: str | None, identity: str) -> None:
+        account = outcome.event.account
+        self._answers[identity].appendleft(
+            {
+                "request_id": request_id,
+                "ended": round(time.time(), 3),
+                "finish": outcome.reason,
+                "completion_tokens": outcome.event.completion_tokens if isinstance(outcome.event, Finished) else 0,
+                "specprefill": None if account is None else account.to_dict(),
+            }
+        )
+
+    def newest_first(self, identity: str | None) -> list[dict[str, Any]]:
+        """Those to one API key, by its identity's name; None: to all."""
+        shown = self._answers.values() if identity is None else [self._answers.get(identity, ())]
+        return list(islice(merge(*shown, key=itemgetter("ended"), reverse=True), HELD))

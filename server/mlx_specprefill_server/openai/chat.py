@@ -13,6 +13,7 @@ from starlette.responses import Response
 from mlx_specprefill import Progress, TokenEvent
 
 from ..answering import AnswerRequest, count_tokens, start_answers
+from ..auth import IdentityDep
 from ..deltas import (
     AnswerDelta,
     AnswerDone,
@@ -26,14 +27,10 @@ from ..deltas import (
 )
 from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse
+from ..generating.detokenizer import Vocabulary
 from ..generating.generation import Generation
-from ..generating.progress import ProgressTeller
-from ..generating.vocabulary import Vocabulary
-from ..identity import IdentityDep
-from ..report import LiveTimings, Report
-from ..sse import DONE, KEEP_ALIVE, EventStream, TextEvents, comment, data_event
-from .schemas import ChatRequest, refuse_chat
-from .wire import Envelope, scored
+from ..report import DONE, KEEP_ALIVE, EventStream, LiveTimings, ProgressTeller, Report, TextEvents, comment, data_event
+from .schemas import ChatRequest, Envelope, refuse_chat, scored
 
 __all__ = ["router"]
 

@@ -22,20 +22,17 @@ from mlx_specprefill import (
 )
 
 from ..answering import copies, engine_request, make_job, sampling_params
+from ..auth import IdentityDep
 from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
 from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse
+from ..generating.detokenizer import Vocabulary
 from ..generating.generation import Generation, Job
-from ..generating.progress import ProgressTeller
-from ..generating.vocabulary import Vocabulary
-from ..identity import IdentityDep
 from ..parsers.parser import Parser, PlainText
 from ..prompting.prompt import Prompt
-from ..report import Report
-from ..sse import DONE, KEEP_ALIVE, EventStream, comment, data_event
-from .schemas import MAX_PROMPTS, CompletionRequest, refuse_completion
-from .wire import LOWEST_LOGPROB, Envelope
+from ..report import DONE, KEEP_ALIVE, EventStream, ProgressTeller, Report, comment, data_event
+from .schemas import LOWEST_LOGPROB, MAX_PROMPTS, CompletionRequest, Envelope, refuse_completion
 
 __all__ = ["router"]
 

@@ -9,11 +9,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ..auth import Identity, IdentityDep
 from ..deps import ModelsDep, Service, while_connected
 from ..errors import ApiError, JsonResponse
 from ..hosting.entry import Entry
 from ..hosting.models import Models
-from ..identity import Identity, IdentityDep
 from ..request_body import check_model_name
 
 __all__ = ["router"]

@@ -14,20 +14,18 @@ from starlette.responses import Response
 from mlx_specprefill import ContextLengthError, Progress, TokenEvent
 
 from ..answering import AnswerRequest, count_tokens, start_answers
+from ..auth import IdentityDep
 from ..deltas import AnswerDelta, AnswerDone, Idle
 from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse, api_error
 from ..generating.generation import Generation
-from ..generating.progress import ProgressTeller
-from ..identity import IdentityDep
 from ..prompting.conversation import Conversation, conversation
 from ..prompting.system_messages import inline_system_messages
-from ..report import Report
-from ..sse import EventStream, named_event
+from ..report import EventStream, ProgressTeller, Report, named_event
 from .responses_input import Tools, chat_messages, function_tools
 from .responses_schema import ResponsesRequest, refuse
 from .responses_wire import ItemWriter
-from .wire import scored
+from .schemas import scored
 
 __all__ = ["conversation_of", "router"]
 

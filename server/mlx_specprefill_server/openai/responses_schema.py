@@ -11,9 +11,7 @@ from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OutputFormat
 from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
-from ..fields import Body, Texts, Whole
-from ..sampling import first_limit, refuse_documents, refuse_sampling
-from ..thinking import ThinkingFields
+from ..fields import Body, Texts, ThinkingFields, Whole, first_limit, refuse_documents, refuse_sampling
 from .schemas import GenerationFields
 
 __all__ = ["ResponsesRequest", "refuse"]

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
+from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
 
-from mlx_specprefill import InvalidRequestError
+from mlx_specprefill import InvalidRequestError, Logprob, TokenEvent
 
+from .. import __version__
 from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
 from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
-from ..fields import Body, SpecPrefillFields, Whole
+from ..fields import (
+    Body,
+    MaxTokens,
+    SamplingFields,
+    SpecPrefillFields,
+    ThinkingFields,
+    Whole,
+    first_limit,
+    refuse_documents,
+    refuse_sampling,
+)
+from ..generating.detokenizer import Vocabulary
 from ..prompting.conversation import Conversation, conversation, ending_of
-from ..sampling import MaxTokens, SamplingFields, first_limit, refuse_documents, refuse_sampling
-from ..thinking import ThinkingFields
 
-__all__ = ["ChatRequest", "CompletionRequest", "GenerationFields", "refuse_chat", "refuse_completion"]
+__all__ = [
+    "LOWEST_LOGPROB",
+    "ChatRequest",
+    "CompletionRequest",
+    "Envelope",
+    "GenerationFields",
+    "refuse_chat",
+    "refuse_completion",
+    "scored",
+]
 
 MAX_STOPS = 64
 MAX_PROMPTS = 128
@@ -191,3 +212,41 @@ def _refuse_best_of(body: Mapping[str, Any]) -> None:
     n = body.get("n", 1)
     if body.get("best_of", n) != n:
         raise InvalidRequestError("best_of: only the value of n is supported", field="best_of")
+
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every chunk of one response shares."""
+
+    id: str
+    object: str
+    model: str
+    created: int
+    null_usage: bool = False  # OpenAI's streams carry "usage": null until the last chunk when usage is asked for
+
+    @classmethod
+    def new(cls, prefix: str, kind: str, model: str, null_usage: bool = False) -> Envelope:
+        return cls(f"{prefix}-{uuid4().hex}", kind, model, int(time.time()), null_usage)
+
+    def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """A whole response or one chunk."""
+        head = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        usage = {"usage": None} if self.null_usage else {}
+        return {**head, "system_fingerprint": f"mlx-specprefill-{__version__}", "choices": choices, **usage, **more}
+
+
+def scored(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:
+    """A token as an entry of OpenAI's logprobs."""
+    own = Logprob(event.token, LOWEST_LOGPROB if event.logprob is None else event.logprob)
+    return _entry(vocabulary, own) | {"top_logprobs": [_entry(vocabulary, other) for other in event.top_logprobs]}
+
+
+def _entry(vocabulary: Vocabulary, one: Logprob) -> dict[str, Any]:
+    return {
+        "token": vocabulary.token_text(one.token),
+        "logprob": max(one.logprob, LOWEST_LOGPROB),
+        "bytes": vocabulary.token_bytes(one.token),
+    }

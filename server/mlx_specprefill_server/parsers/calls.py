@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import orjson
 
 from ..deltas import CallDelta, CallEnd, CallStart, ContentDelta
-from .cursor import Cursor, ahead, overlap, peek, starts_with
-from .parser import MalformedError, Reading, Tools
+from .parser import Cursor, MalformedError, Reading, Tools, ahead, overlap, peek, starts_with
 from .schema import convert, is_text
 
 __all__ = ["CallReader", "Members", "Value", "call", "captured", "expect", "until", "whole", "written"]

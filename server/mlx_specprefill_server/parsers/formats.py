@@ -10,9 +10,8 @@ from mlx_specprefill import ReasoningBudget
 
 from . import gemma, glm, hermes, mistral, native, xml
 from .calls import CallReader
-from .cursor import Cursor, spaces, starts_with
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
-from .parser import Parser, PlainText, Reading, Tools
+from .parser import Cursor, Parser, PlainText, Reading, Tools, spaces, starts_with
 from .tagged import TaggedText
 
 __all__ = ["Format", "ReasoningParser", "ToolParser", "detect", "reasoning_tags"]

@@ -8,9 +8,8 @@ import orjson
 
 from ..deltas import CallDelta
 from .calls import CallReader, call, captured, expect, until
-from .cursor import Cursor, overlap, peek, spaces, starts_with
 from .json_text import DEEPEST, JsonReader
-from .parser import MalformedError, Reading, Tools
+from .parser import Cursor, MalformedError, Reading, Tools, overlap, peek, spaces, starts_with
 from .schema import convert
 
 __all__ = ["reader"]

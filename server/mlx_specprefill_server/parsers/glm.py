@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .calls import Members, Value, call, expect, until
-from .cursor import Cursor, spaces, starts_with
 from .json_text import JsonReader
-from .parser import MalformedError, Reading, Tools
+from .parser import Cursor, MalformedError, Reading, Tools, spaces, starts_with
 
 __all__ = ["read_body"]
 

@@ -11,9 +11,8 @@ import re
 
 from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
 from .calls import call
-from .cursor import Cursor, overlap, spaces, starts_with
 from .json_text import JsonReader
-from .parser import MalformedError, Reading, Tools
+from .parser import Cursor, MalformedError, Reading, Tools, overlap, spaces, starts_with
 
 __all__ = ["ANSWER_ENDS", "ANSWER_HEAD", "REASONING_END", "REASONING_HEAD", "HarmonyText", "opened_header"]
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from ..deltas import CallDelta
 from .calls import call, captured, expect, written
-from .cursor import Cursor, peek, spaces, starts_with
 from .json_text import JsonReader
-from .parser import MalformedError, Reading, Tools
+from .parser import Cursor, MalformedError, Reading, Tools, peek, spaces, starts_with
 
 __all__ = ["read_bare", "read_calls", "read_python_tag"]
 

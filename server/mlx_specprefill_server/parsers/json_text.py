@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import orjson
 
 from ..deltas import CallDelta
-from .cursor import Cursor, peek, spaces, starts_with
-from .parser import MalformedError, Reading
+from .parser import Cursor, MalformedError, Reading, peek, spaces, starts_with
 
 __all__ = ["JsonReader"]
 

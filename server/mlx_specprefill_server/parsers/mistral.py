@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from .calls import call, until
-from .cursor import Cursor, spaces, starts_with
 from .hermes import read_calls
 from .json_text import JsonReader
-from .parser import Reading, Tools
+from .parser import Cursor, Reading, Tools, spaces, starts_with
 
 __all__ = ["TAG", "read_tag"]
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .calls import CallReader, whole
-from .cursor import Cursor, overlap
-from .parser import MalformedError, Reading, Tools
+from .parser import Cursor, MalformedError, Reading, Tools, overlap
 
 __all__ = ["reader"]
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
 from .calls import CallReader
-from .cursor import Cursor, overlap, spaces, starts_with
-from .parser import MalformedError, Reading, Tools
+from .parser import Cursor, MalformedError, Reading, Tools, overlap, spaces, starts_with
 
 __all__ = ["Marks", "TaggedText"]
 

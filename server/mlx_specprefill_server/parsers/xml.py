@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .calls import Members, Value, call, expect, until
-from .cursor import Cursor, spaces, starts_with
-from .parser import MalformedError, Reading, Tools
+from .parser import Cursor, MalformedError, Reading, Tools, spaces, starts_with
 
 __all__ = ["FUNCTION", "read_function", "read_functions"]
 

@@ -6,26 +6,28 @@ stays free. A fast tokenizer may be used by several threads, as long as none cha
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, TypeVar
 
+import orjson
 from jinja2 import TemplateError
 
-from mlx_specprefill import InvalidRequestError, PromptSpan, TokenIds, as_token_ids
+from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, TokenIds, as_token_ids
 
-from .control_tokens import ControlTokens
 from .conversation import Conversation, Message, simpler_forms
-from .escaping import Encoded, Encoder, EscapedConversation
-from .length_check import LengthCheck
+from .escaping import ControlTokens, Encoded, Encoder, EscapedConversation
 from .spans import Render, locate, to_tokens, turn_ends
-from .workers import Workers
 
-__all__ = ["Prompt", "PromptBuilder"]
+__all__ = ["LengthCheck", "Prompt", "PromptBuilder", "Workers"]
 
 T = TypeVar("T")
 
@@ -247,3 +249,123 @@ def _turn_ends(tokenizer: Any) -> re.Pattern[str]:
     added = tokenizer.get_added_vocab()
     eos = [tokenizer.convert_ids_to_tokens([token])[0] for token in sorted(tokenizer.eos_token_ids)]
     return turn_ends(eos, lambda marker: marker in added or marker in template)
+
+
+class Workers:
+    """Runs calls in order of arrival, `count` of them at a time."""
+
+    def __init__(self, count: int) -> None:
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="prompts")
+        self._waiting: set[object] = set()
+        self._begun: dict[object, float] = {}  # by the monotonic clock
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """The call's result. A caller that is cancelled takes a call along that has not begun."""
+        job = object()
+        self._waiting.add(job)
+        future = self._pool.submit(self._watched, job, call)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._waiting.discard(job)
+
+    @property
+    def waiting(self) -> int:
+        """Calls that no thread has begun."""
+        return len(self._waiting)
+
+    @property
+    def longest_s(self) -> float:
+        """How long the oldest of those that were begun has been running; 0: none is."""
+        return max((time.monotonic() - begun for begun in list(self._begun.values())), default=0.0)
+
+    def _watched(self, job: object, call: Callable[[], T]) -> T:
+        self._waiting.discard(job)
+        self._begun[job] = time.monotonic()
+        try:
+            return call()
+        finally:
+            del self._begun[job]
+
+    def close(self) -> None:
+        """No more calls; those in work end by themselves."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+PIECE = 16  # characters per token of the context that are tokenized at a time: several times what prose has
+SLACK = 2  # times the context: tokens of pieces may be a few more than those of the whole, at the cuts
+
+
+class LengthCheck:
+    """Refuses texts that must have more tokens than the context, long before all of them is tokenized.
+
+    Args:
+        context_length: tokens; None: nothing is refused.
+        count: how many tokens a piece of text has.
+    """
+
+    def __init__(self, tokenizer: Any, context_length: int | None, count: Callable[[str], int]) -> None:
+        self._context = context_length
+        self._longest = _longest_token(tokenizer)
+        self._count = count
+
+    def check_length(self, characters: int, field: str) -> None:
+        """By the tokenizer's longest token.
+
+        Raises:
+            ContextLengthError: no tokenization can make it fit; its count of tokens is the least that there can be.
+        """
+        if self._context is not None and self._longest and characters > self._context * self._longest:
+            self._refuse(-(-characters // self._longest), field)
+
+    def check(self, text: str, field: str) -> None:
+        """The same, and piece by piece: the work is bounded by the context whatever the text.
+
+        Raises:
+            ContextLengthError: as `check_length`.
+        """
+        self.check_length(len(text), field)
+        if self._context is None or len(text) <= PIECE * self._context:
+            return
+        step, tokens = PIECE * max(1, self._context), 0
+        for start in range(0, len(text), step):
+            tokens += self._count(text[start : start + step])
+            if tokens > SLACK * self._context:
+                self._refuse(tokens, field)
+
+    def _refuse(self, tokens: int, field: str) -> None:
+        assert self._context is not None
+        error = ContextLengthError(tokens, 1, self._context)
+        error.field = field
+        raise error
+
+
+def _longest_token(tokenizer: Any) -> int:
+    """Characters that one token can stand for; 0 where one may stand for any number.
+
+    That is so where unknown characters or the spaces around a special token disappear in it, and where characters are
+    taken away before. Composing (NFC) makes at most one out of four.
+    """
+    backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
+    splits = repr(backend and backend.pre_tokenizer)
+    every_character = "ByteLevel(" in splits or getattr(backend and backend.model, "byte_fallback", False)
+    if backend is None or not every_character or "Removed" in splits:
+        return 0
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return 0
+    return _composed(backend.normalizer) * max(map(len, backend.get_vocab()))
+
+
+def _composed(normalizer: Any) -> int:
+    """How many characters may become one; 0: any number."""
+    match type(normalizer).__name__:
+        case "NoneType" | "Prepend" | "Lowercase" | "NFD" | "NFKD":
+            return 1
+        case "NFC" | "NFKC":
+            return 4
+        case "Replace":
+            rule = orjson.loads(normalizer.__getstate__())
+            return int(len(rule["pattern"].get("String", "")) in range(1, len(rule["content"]) + 1))
+        case "Sequence":
+            return prod(map(_composed, normalizer))
+    return 0

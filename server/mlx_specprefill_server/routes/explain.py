@@ -12,11 +12,11 @@ from starlette.responses import Response
 from mlx_specprefill import GenerationRequest, InvalidRequestError, SparseUnsupportedError, as_token_ids
 
 from ..answering import max_tokens_within
+from ..auth import IdentityDep
 from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import ApiError, JsonResponse
 from ..explaining.explained import explain_chunks, explanation
 from ..fields import SpecPrefillFields, TokenIds
-from ..identity import IdentityDep
 from ..prompting.prompt import Prompt
 from .tokens import Rendered
 

@@ -13,11 +13,11 @@ from starlette.responses import Response, StreamingResponse
 
 from mlx_specprefill import CacheEntry
 
+from ..auth import Identity, IdentityDep
 from ..deps import ModelsDep, Service, ServiceDep
 from ..errors import ApiError, JsonResponse
 from ..hosting.models import Models
-from ..identity import Identity, IdentityDep
-from ..sse import EVENT_STREAM_HEADERS, data_event
+from ..report import EVENT_STREAM_HEADERS, data_event
 
 __all__ = ["router"]
 

@@ -15,13 +15,13 @@ from mlx_specprefill import GenerationRequest, InvalidRequestError, SpecPrefillO
 from ..answering import make_job, max_tokens_within
 from ..anthropic.messages import conversation_of as messages_conversation
 from ..anthropic.schemas import CountRequest
+from ..auth import IdentityDep
 from ..constrained.tool_choice import resolve_tool_choice
 from ..deltas import AnswerDone
 from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import ApiError, JsonResponse
-from ..fields import Body
+from ..fields import Body, SamplingFields
 from ..generating.generation import Generation
-from ..identity import IdentityDep
 from ..openai.responses import conversation_of as responses_conversation
 from ..openai.responses_input import function_tools
 from ..openai.responses_schema import ResponsesRequest
@@ -30,7 +30,6 @@ from ..prompting.conversation import Conversation
 from ..prompting.prompt import Prompt
 from ..report import Report
 from ..request_body import validate
-from ..sampling import SamplingFields
 
 __all__ = ["router"]
 

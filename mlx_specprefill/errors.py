@@ -16,6 +16,8 @@ SpecPrefillError
 
 from __future__ import annotations
 
+from typing import Literal
+
 __all__ = [
     "ContextLengthError",
     "DeviceError",
@@ -30,6 +32,19 @@ __all__ = [
     "SparseUnsupportedError",
     "SpecPrefillError",
 ]
+
+DeviceErrorKind = Literal["memory", "timeout", "refused", "other"]
+_WORDS: dict[DeviceErrorKind, tuple[str, ...]] = {
+    "memory": (
+        "Insufficient Memory",
+        "kIOGPUCommandBufferCallbackErrorOutOfMemory",
+        "[metal::malloc]",
+        "[malloc] Unable to allocate",
+    ),
+    "timeout": ("Caused GPU Timeout", "Impacting Interactivity"),
+    "refused": ("Ignored (for causing prior/excessive GPU errors)",),
+    "other": ("[METAL]",),
+}
 
 
 class SpecPrefillError(Exception):
@@ -109,3 +124,9 @@ class PeerLost(BaseException):
 
 class RequestCancelled(SpecPrefillError):  # noqa: N818 - a control signal, not an error
     """Raised between two slices of work after the caller cancelled."""
+
+
+def device_error(error: BaseException) -> DeviceErrorKind | None:
+    """Return what the device complains of, by MLX's words; None: it is another error."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return next((kind for kind, words in _WORDS.items() if any(word in text for word in words)), None)

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Literal
 
 import mlx.core as mx
 
-from ..errors import DeviceError
+from ..errors import DeviceError, DeviceErrorKind, device_error
 from .admission.memory import Memory
 from .caches import EngineCaches
 from .job import bare
 
-__all__ = ["DeviceErrors", "device_error"]
+__all__ = ["DeviceErrors"]
 
 log = logging.getLogger(__name__)
 
-_Kind = Literal["memory", "timeout", "refused", "other"]
-_WORDS: dict[_Kind, tuple[str, ...]] = {
-    "memory": (
-        "Insufficient Memory",
-        "kIOGPUCommandBufferCallbackErrorOutOfMemory",
-        "[metal::malloc]",
-        "[malloc] Unable to allocate",
-    ),
-    "timeout": ("Caused GPU Timeout", "Impacting Interactivity"),
-    "refused": ("Ignored (for causing prior/excessive GPU errors)",),
-    "other": ("[METAL]",),
-}
 _MOST = 3  # errors without a token between them, after which the device is given up
-
-
-def device_error(error: BaseException) -> _Kind | None:
-    """What the device complains of; None: it is another kind of error."""
-    text = str(error) if isinstance(error, RuntimeError) else ""
-    return next((kind for kind, words in _WORDS.items() if any(word in text for word in words)), None)
 
 
 class DeviceErrors:
@@ -82,7 +63,7 @@ class DeviceErrors:
         """A token was computed."""
         self._in_a_row = 0
 
-    def _act(self, kind: _Kind) -> str:
+    def _act(self, kind: DeviceErrorKind) -> str:
         """What helps against it, and what the user can do."""
         if kind == "memory":
             self._make_room()

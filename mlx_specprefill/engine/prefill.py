@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from .._steps import Steps
 from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import EngineConfig
-from ..errors import RequestCancelled
+from ..errors import RequestCancelled, device_error
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
@@ -30,7 +30,6 @@ from ..specprefill.selector import PromptText, Selection, TextReader, select_tok
 from ..specprefill.sparse_prefill import prefill
 from .admission.planner import Planner
 from .caches import EngineCaches, empty_cache
-from .device_errors import device_error
 from .scoring import DraftContextError, PromptScorer
 from .sequence import Sequence
 from .staged import hidden_states, read_rest, read_upper

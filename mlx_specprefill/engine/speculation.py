@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..constraints import GrammarState
-from ..errors import RequestCancelled
+from ..errors import RequestCancelled, device_error
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress, SpeculationReport, TokenEvent
 from ..sampling import LogitsProcessor
@@ -26,7 +26,6 @@ from ..speculative.proposers import Proposer
 from ..speculative.row import LastForward, Limits, SpeculativeRow
 from ..speculative.strategies import STRATEGIES, ProposerInputs, StrategyName, refusals
 from ..speculative.token_sampler import TokenSampler
-from .device_errors import device_error
 from .scheduler import Scheduler
 
 __all__ = ["AnswerDrafter", "Speculator"]

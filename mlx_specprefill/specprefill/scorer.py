@@ -2,12 +2,13 @@
 
 A scorer lets the draft read the prompt and says how much each token matters. There are two.
 
-`HeadScorer` is the default where a draft has been calibrated. Most heads of a model look elsewhere, at the beginning, at
-neighbours, at punctuation; a few copy or retrieve (retrieval heads, arXiv 2404.15574; QRHead, arXiv 2506.09944).
+`HeadScorer` is the default where a draft has been calibrated. Most heads of a model look elsewhere: at the beginning, at
+neighbours, at punctuation. A few copy or retrieve (retrieval heads, arXiv 2404.15574; QRHead, arXiv 2506.09944).
 Importance is the weighted mean of those few, each normalised to the attention that it has for what is open to choice,
 read from the rows of the question. No token is generated, and the draft runs no further than the last of these heads.
 
-`PaperScorer` is the published rule (SpecPrefill, section 3.2): look-ahead tokens, and the maximum over heads and layers.
+`PaperScorer` is the published rule (SpecPrefill, section 3.2): look-ahead tokens, and the maximum over heads and
+layers.
 """
 
 from __future__ import annotations

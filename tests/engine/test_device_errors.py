@@ -24,7 +24,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.cache.prefix.tree import PrefixCache
-from mlx_specprefill.engine.device_errors import device_error
+from mlx_specprefill.errors import device_error
 from tests.tiny import generated, random_prompt, tiny_pair
 from tests.waiting import eventually
 

@@ -2,7 +2,7 @@
 
 A scorer lets the draft read the prompt and says how much each token matters. There are two.
 
-`HeadScorer` is the default where a draft has been calibrated. Most heads of a model look elsewhere: at the beginning, at
+`HeadScorer` is the default where a draft has been calibrated. Most heads of a model look elsewhere: at the start, at
 neighbours, at punctuation. A few copy or retrieve (retrieval heads, arXiv 2404.15574; QRHead, arXiv 2506.09944).
 Importance is the weighted mean of those few, each normalised to the attention that it has for what is open to choice,
 read from the rows of the question. No token is generated, and the draft runs no further than the last of these heads.

@@ -31,6 +31,7 @@ from .config import (
     SpecPrefillPolicy,
     SpeculationConfig,
     SpeculationName,
+    WiredLimit,
     keep_pct,
 )
 from .distributed.joining import join_ranks
@@ -168,6 +169,7 @@ __all__ = [
     "Timings",
     "TokenEvent",
     "TokenIds",
+    "WiredLimit",
     "__version__",
     "as_token_ids",
     "blueprint",

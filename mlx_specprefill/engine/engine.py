@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..cache.entry import CacheEntry
 from ..config import EngineConfig
@@ -26,6 +25,7 @@ from ..loading import ModelPair
 from ..request import Constraint, Event, Failed, Finished, GenerationRequest, Prediction, Progress
 from ..sampling import check_sampling
 from ..specprefill.plan import PrefillPlan
+from .admission.footprint import weights_by_array
 from .admission.memory import Memory, check_limit
 from .admission.planner import Planner
 from .caches import EngineCaches
@@ -45,6 +45,7 @@ from .scheduler import Scheduler
 from .sequence import Sequence
 from .speculation import Speculator
 from .stats import EngineStats
+from .wiring import wire
 
 __all__ = ["Engine", "EngineHealth", "check_request"]
 
@@ -76,6 +77,7 @@ class Engine:
 
     Attributes:
         pair, config: what it was made with. The other parts belong to the MLX thread.
+        wired: bytes that macOS keeps resident for it, since `start`.
     """
 
     # The parts that `ranked.RankedEngine` has others of.
@@ -127,6 +129,7 @@ class Engine:
         )
         self._grammars = Grammars(pair.tokenizer, pair.eos_token_ids)
         self._started = False
+        self.wired = 0
 
     @classmethod
     def load(cls, read: Callable[[Callable[[], None]], ModelPair], config: EngineConfig | None = None) -> Engine:
@@ -163,8 +166,8 @@ class Engine:
             return
         if self._started:
             raise EngineClosedError("a closed engine can't be started again")
-        if self.config.wired_limit:
-            maybe_set_recommended_wired_limit()
+        weights = sum(weights_by_array(self.pair.target, self.pair.draft).values())
+        self.wired = wire(self.config.wired_limit, weights, self.config.prefix_cache_bytes)
         self._started = True
         if self._owns_thread:
             self._thread.start()

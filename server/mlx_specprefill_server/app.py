@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from . import __version__, errors, openapi_document
 from .anthropic import messages
 from .auth import AuthMiddleware
+from .awake import Awake
 from .connections import Connections, LimitedProtocol, raise_open_files_limit
 from .generating.generation import EngineLike
 from .greeting import greeting
@@ -112,6 +113,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._models, self._state = models, models.state
         self._end_at = math.inf
+        self._awake = Awake(models.state.settings.keep_awake)
         self.lost: str | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -137,6 +139,7 @@ class Server(uvicorn.Server):
         now = time.monotonic()
         if self.lost is None and (lost := self._models.lost) is not None:
             self.lost, self._end_at = lost, now + TELLING_S
+        self._awake.note(bool(self._state.requests))
         over = now >= self._end_at
         # Where something is lost /health says so first; of several ranks, mlx.launch sends SIGTERM before that.
         if over or (self._state.draining and not self._state.requests and self.lost is None):
@@ -145,6 +148,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._state.stop()
+        self._awake.end()
         await super().shutdown(sockets)
         await self._models.close()
 

@@ -142,6 +142,7 @@ def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: flo
             "dtype": engine.pair.dtype,
         },
         "keep": plan.keep if plan.keep == "auto" else float(plan.keep),
+        "wired_gb": round(engine.wired / 2**30, 1),
         "repeats": plan.repeats,
         "rows": [_row([run for run in runs if run.tokens == tokens]) for tokens in sorted(plan.lengths)],
     }

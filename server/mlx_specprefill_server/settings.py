@@ -19,6 +19,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     SpeculationConfig,
     SpeculationName,
+    WiredLimit,
     keep_pct,
 )
 
@@ -159,7 +160,8 @@ class Settings(BaseSettings):
         default=ENGINE.slice_target_ms, gt=0
     )  # a prefill may delay running answers by this much
     memory_limit: Annotated[int, BeforeValidator(_size), Field(gt=0)] | None = None
-    wired_limit: bool = ENGINE.wired_limit  # True: macOS keeps models and caches resident; kernel panics were reported
+    wired_limit: WiredLimit = ENGINE.wired_limit  # what macOS is to keep resident
+    keep_awake: bool = Field(default=True, description="Keep a Mac awake while requests are in work.")
     prefix_cache_size: Size = ENGINE.prefix_cache_bytes
     prefix_cache_dir: Path | None = None
     prefix_cache_optional: bool = Field(

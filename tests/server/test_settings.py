@@ -58,14 +58,14 @@ def test_sizes_take_units(given: Any, size: int) -> None:
 def test_memory_and_concurrency_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLX_SPECPREFILL_MAX_ROWS", "4")
     monkeypatch.setenv("MLX_SPECPREFILL_MEMORY_LIMIT", "2GB")
-    monkeypatch.setenv("MLX_SPECPREFILL_WIRED_LIMIT", "true")
+    monkeypatch.setenv("MLX_SPECPREFILL_WIRED_LIMIT", "on")
     monkeypatch.setenv("MLX_SPECPREFILL_PREFIX_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("MLX_SPECPREFILL_PREFIX_DISK_SIZE", "3GB")
     monkeypatch.setenv("MLX_SPECPREFILL_TARGET_ITL_MS", "50")
     monkeypatch.setenv("MLX_SPECPREFILL_DENSIFY", "false")
     config = Settings().engine_config()
     assert (config.max_rows, config.memory_limit, config.slice_target_ms) == (4, 2 << 30, 50)
-    assert config.wired_limit
+    assert config.wired_limit == "on"
     assert (config.prefix_cache_dir, config.prefix_disk_bytes) == (tmp_path, 3 << 30)
     assert not config.policy.densify
 

@@ -131,7 +131,8 @@ def _memory() -> Finding:
     if found.memory is None:
         return Finding("memory", "unknown; set --memory-limit")
     limit = f", {size(found.memory_limit)} for weights, requests and caches" if found.memory_limit else ""
-    finding = Finding("memory", f"{size(found.memory)}{limit}{_wired_limit()}")
+    wired = f"; wired limit {_current().wired_limit}{_wired_limit()}"
+    finding = Finding("memory", f"{size(found.memory)}{limit}{wired}")
     if found.memory < _LOW_MEMORY:
         finding.problems.append(f"{size(found.memory)} of memory are enough for the pairs demo and smollm2 only")
     return finding

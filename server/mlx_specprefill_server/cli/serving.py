@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_specprefill import DraftPlacement, RankedEngine, Scope, SpeculationName
+from mlx_specprefill import DraftPlacement, RankedEngine, Scope, SpeculationName, WiredLimit
 
 from ..app import serve as serve_forever
 from ..app import serve_models
@@ -123,11 +123,8 @@ def serve(
         str | None, typer.Option(help="For weights, requests and caches, as 48GB. Default: what the device recommends.")
     ] = None,
     wired_limit: Annotated[
-        bool | None,
-        typer.Option(
-            "--wired-limit/--no-wired-limit",
-            help="Keep models and caches wired on macOS 15 and later. Default off: kernel panics were reported.",
-        ),
+        WiredLimit | None,
+        setting("wired_limit", "Memory that macOS keeps resident. auto: models that take more than 60 % of it."),
     ] = None,
     prefix_cache_size: Annotated[
         str | None, setting("prefix_cache_size", "Memory for reusable prompt prefixes, 0: none.")

@@ -161,22 +161,25 @@ def _answered(case: Case, engine: Engine, *asked: _Asked) -> float:
     for one, inbox in zip(asked, inboxes, strict=True):
         options = SpecPrefillOptions(enabled=one.sparse, return_spans=True, speculative=one.strategy)
         engine.submit(GenerationRequest(PROMPT, _ANSWER, specprefill=options, logprobs=_LOGPROBS), inbox.put)
-    errors = []
-    for one, inbox in zip(asked, inboxes, strict=True):
-        events = [inbox.get(timeout=_PATIENCE_S)]
-        while not isinstance(events[-1], (Finished, Failed)):
-            events.append(inbox.get(timeout=_PATIENCE_S))
-        tokens = [event for event in events if isinstance(event, TokenEvent)]
-        errors.append(_error(case, engine, one, tokens, events[-1]))
-    return max(errors)
+    # All answers are awaited before a truth is computed: that makes the CPU the default device of all threads.
+    answers = [_awaited(inbox) for inbox in inboxes]
+    return max(_error(case, engine, one, answer) for one, answer in zip(asked, answers, strict=True))
 
 
-def _error(case: Case, engine: Engine, asked: _Asked, events: list[TokenEvent], last: Event) -> float:
+def _awaited(inbox: queue.SimpleQueue[Event]) -> list[Event]:
+    events = [inbox.get(timeout=_PATIENCE_S)]
+    while not isinstance(events[-1], (Finished, Failed)):
+        events.append(inbox.get(timeout=_PATIENCE_S))
+    return events
+
+
+def _error(case: Case, engine: Engine, asked: _Asked, answer: list[Event]) -> float:
     """Of the log-probabilities of the likeliest tokens.
 
     Raises:
         RuntimeError: the answer was not made in the way that was asked for, or has a token that is not the likeliest.
     """
+    events, last = [event for event in answer if isinstance(event, TokenEvent)], answer[-1]
     if isinstance(last, Failed):
         raise last.error
     assert isinstance(last, Finished)

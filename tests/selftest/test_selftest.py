@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_specprefill import Check, check_device, forward_times, load_pair, loading, sampling, sync_ms
+from mlx_specprefill import Check, Engine, check_device, forward_times, load_pair, loading, sampling, sync_ms
 from mlx_specprefill.adapters.capture import HeadCapture
 from mlx_specprefill.engine import prefill as engine_prefill
 from mlx_specprefill.engine import rows
@@ -144,6 +144,28 @@ def test_lazy_frequencies_fail_on_the_second_thread(
     found = operations(folder, name)
     assert {"sparse prefill", "full prefill without a draft"} <= failed(found)
     assert "There is no Stream" in "".join(check.words for check in found)
+
+
+def test_no_truth_is_computed_while_the_engine_answers(folder: Callable[[str], Path], monkeypatch: Patch) -> None:
+    """The truth's device is the default one of all threads meanwhile."""
+    awaited, seen = 0, []
+    wait, error = checks._awaited, checks._error
+
+    def waiting(inbox: Any) -> Any:
+        nonlocal awaited
+        awaited += 1
+        return wait(inbox)
+
+    def comparing(*given: Any) -> float:
+        seen.append(awaited)
+        return error(*given)
+
+    monkeypatch.setattr(checks, "_awaited", waiting)
+    monkeypatch.setattr(checks, "_error", comparing)
+    case = Case("llama", folder("llama"), "float32")
+    with Engine(case.pair, checks._CONFIG) as engine:
+        checks._answered(case, engine, *[checks._Asked(sparse) for sparse in (True, False, True)])
+    assert seen == [3, 3, 3]
 
 
 def test_a_refused_strategy_fails(folder: Callable[[str], Path], monkeypatch: Patch) -> None:

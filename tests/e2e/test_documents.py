@@ -40,7 +40,6 @@ NOT_RUN = {
     "starts a server, as tests/e2e, tests/distributed and scripts/try_install.py do": (
         "scripts/serve",
         "mlx-specprefill serve",
-        "MLX_MAX_OPS_PER_BUFFER",
         "mlx.launch ",
     ),
     "tests/packaging/test_replicas.py runs it": ("LISTEN=127.0.0.1:8080 ",),

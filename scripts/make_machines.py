@@ -44,20 +44,10 @@ DEVICES = """
 `mlx-specprefill doctor --compute --json FILE` [holds a device to the truth](guides/mac.md). With `--target` it times a
 model's forwards: from 128 tokens on, one takes a fixed time and a time for each of its tokens.
 
+| machine | checks passed | failed | not supported there | a synchronisation, ms | target | fixed, ms | per token, ms \
+| 512 tokens behind 16K | mlx | date |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
-COLUMNS = (
-    "machine",
-    "checks passed",
-    "failed",
-    "not supported there",
-    "a synchronisation, ms",
-    "target",
-    "fixed, ms",
-    "per token, ms",
-    "512 tokens behind 16K",
-    "mlx",
-    "date",
-)
 
 
 def main() -> None:
@@ -71,8 +61,7 @@ def page() -> str:
     notes = sorted({f"- {name(m)}, {m['pair']['name']}: `{m['command']}`." for m in timed if "command" in m})
     end = "\nMeasured otherwise than by `mlx-specprefill bench`:\n\n" + "\n".join(notes) + "\n" if notes else ""
     checked = [device_line(measured) for measured in measurements() if "checks" in measured]
-    header = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
-    return HEAD + "".join(rows) + end + DEVICES + header + "".join(checked)
+    return HEAD + "".join(rows) + end + DEVICES + "".join(checked)
 
 
 def measurements() -> Sequence[dict[str, Any]]:

@@ -6,7 +6,6 @@ the answer. Answers are not written down, and neither is anything that authentic
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
 import re
@@ -59,14 +58,11 @@ def without_keys(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def body_of(content: bytes, encoding: str) -> Any:
-    """A body as JSON, else as text, else in base64."""
+    """A body as JSON, else as text."""
     if encoding == "gzip":
         with suppress(OSError):
             content = gzip.decompress(content)
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        return {"base64": base64.b64encode(content).decode()}
+    text = content.decode(errors="replace")
     with suppress(json.JSONDecodeError):
         return json.loads(text)
     return text

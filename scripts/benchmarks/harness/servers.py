@@ -147,7 +147,15 @@ def copy_checkpoint(source: Path, folder: Path, template: str | None = None) -> 
     weights = {name: array.astype(mx.float32) for name, array in mx.load(str(source / "model.safetensors")).items()}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     if template is None:
-        changes = never_ending(source, folder)
+        added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        never = next((token["id"] for token in added if token["content"] == NEVER_WRITTEN), None)
+        if never is None:
+            raise BenchError(f"{source} has no token {NEVER_WRITTEN}")
+        changes = {
+            "config.json": {"eos_token_id": never, "torch_dtype": "float32"},
+            "generation_config.json": {"eos_token_id": never},
+            "tokenizer_config.json": {"eos_token": NEVER_WRITTEN},
+        }
     else:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
         changes = {"config.json": {"torch_dtype": "float32"}, "tokenizer_config.json": {"chat_template": template}}
@@ -156,20 +164,6 @@ def copy_checkpoint(source: Path, folder: Path, template: str | None = None) -> 
         known = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(known | change))
     return folder
-
-
-def never_ending(source: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """What has to be said in which file."""
-    never = {
-        token["content"]: token["id"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    }
-    if NEVER_WRITTEN not in never:
-        raise BenchError(f"{source} has no token {NEVER_WRITTEN}")
-    return {
-        "config.json": {"eos_token_id": never[NEVER_WRITTEN], "torch_dtype": "float32"},
-        "generation_config.json": {"eos_token_id": never[NEVER_WRITTEN]},
-        "tokenizer_config.json": {"eos_token": NEVER_WRITTEN},
-    }
 
 
 def preload() -> dict[str, str]:

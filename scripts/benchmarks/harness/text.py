@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 import zlib
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .servers import Reply, Server
+from .servers import Reply, Server
 
 __all__ = ["Text", "following", "question", "secret", "user"]
 

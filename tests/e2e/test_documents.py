@@ -54,6 +54,7 @@ NOT_RUN = {
     "takes minutes to days": (
         "mlx-specprefill eval",
         "mlx-specprefill bench",
+        "mlx-specprefill doctor --compute",
         "scripts/bench ",
         "for shape in",
     ),

@@ -36,7 +36,6 @@ ON_THE_MACHINE = ("mlx-specprefill list", "mlx-specprefill recommend")
 RUN_HERE = ("mlx-specprefill connect", "scripts/bench ttft --help", *ON_THE_MACHINE)
 NOT_RUN = {
     "tests/e2e/test_readme.py runs it": ("python3 -c", "curl "),
-    "takes a minute, and tests/selftest runs it": ("mlx-specprefill doctor --compute",),
     "starts a server, as tests/e2e, tests/distributed and scripts/try_install.py do": (
         "scripts/serve",
         "mlx-specprefill serve",

@@ -53,7 +53,7 @@ class ChunkSizer:
 
     def halve(self) -> int:
         """Make the longest chunk half as long, and return its tokens."""
-        self.largest = max(_SMALLEST, self.largest // 2)
+        self.largest = max(min(_SMALLEST, self.largest), self.largest // 2)
         return self.largest
 
     def size(self, stage: str) -> int:

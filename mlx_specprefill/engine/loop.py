@@ -176,7 +176,7 @@ class Loop:
         except Exception as error:
             log.exception("the engine starts over")
             self._start_over(error)
-        if self.fatal is not None:
+        if self.fatal is not None and self.jobs:
             self._start_over(DeviceError(self.fatal))
 
     def _start_over(self, error: Exception) -> None:

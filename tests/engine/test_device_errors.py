@@ -5,6 +5,7 @@ MLX hands on Metal's words in RuntimeErrors. Here a model's forward raises them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -165,10 +166,12 @@ def test_a_device_that_takes_no_more_work_is_given_up(engine: Engine, models: Mo
 
 
 def test_others_that_wait_are_told_as_well(engine: Engine, models: Models) -> None:
-    models.broken["target"] = REFUSED, lambda _: True
+    submitted = threading.Event()
+    models.broken["target"] = REFUSED, lambda _: submitted.wait(60)
     ends: list[Any] = []
     for seed in range(3):
         engine.submit(asked(False, seed), ends.append)
+    submitted.set()
     assert eventually(lambda: sum(isinstance(event, Failed) for event in ends) == 3)
     assert all(isinstance(event.error, DeviceError) for event in ends if isinstance(event, Failed))
 

@@ -7,6 +7,7 @@ import math
 from ..config import EngineConfig
 from ..loading import ModelPair
 from ..request import Event, Progress
+from .admission.footprint import MOST_PAIRS
 from .costs import CostModel, ForwardKind
 from .job import Job
 from .scheduler import Scheduler
@@ -17,8 +18,6 @@ _SMALLEST = 64  # tokens of a chunk that requests wait for
 _SMALLEST_BACKGROUND = 16
 # Beside other requests a chunk is no shorter than what loses this share of its time to the forward's fixed cost.
 _FIXED_SHARE = 1 / 3
-# Queries times keys of one forward: more may exceed the time that a GPU's watchdog allows for one command.
-_PAIRS = 2048 * 32768
 
 
 class ChunkSizer:
@@ -69,7 +68,7 @@ class ChunkSizer:
         return self._size(_kind(stage, None), 0, bool(self._scheduler.decoding), False)
 
     def _size(self, kind: ForwardKind, depth: int, contended: bool, background: bool) -> int:
-        largest = min(self.largest, max(_SMALLEST, _PAIRS // max(depth, 1)))
+        largest = min(self.largest, max(_SMALLEST, MOST_PAIRS // max(depth, 1)))
         if not (contended or background):
             return largest
         cost = self._costs.cost(kind)

@@ -39,7 +39,7 @@ class DeviceErrors:
         self.fatal: str | None = None
 
     def explained(self, error: Exception) -> Exception:
-        """What the client of a failed request is told."""
+        """Return what the client of a failed request is told."""
         if device_error(error) is None:
             return error
         self.note(error)
@@ -60,11 +60,11 @@ class DeviceErrors:
         log.error("the device failed: %s. %s", error, self._advice)
 
     def passed(self) -> None:
-        """A token was computed."""
+        """Note that a token was computed."""
         self._in_a_row = 0
 
     def _act(self, kind: DeviceErrorKind) -> str:
-        """What helps against it, and what the user can do."""
+        """Act against it; return what was done and what the user can do."""
         if kind == "memory":
             self._make_room()
             return (

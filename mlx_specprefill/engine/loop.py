@@ -125,7 +125,7 @@ class Loop:
 
     @property
     def fatal(self) -> str | None:
-        """Why the device computes nothing any more, once it is so."""
+        """Reason why the device computes nothing any more, once it is so."""
         return self._device_errors.fatal
 
     @property

@@ -191,7 +191,7 @@ class PrefixCache:
         self._outlasts(root, ids[:opening], remember)
 
     def state(self, cache: Sequence[Any]) -> Arrays:
-        """What the layers that can't be trimmed hold now, for a `store` after the next forwards; not evaluated."""
+        """Return what layers that can't be trimmed hold now, for a `store` after the next forwards; not evaluated."""
         return {} if self.refusal is not None else self._layout.state(cache)
 
     def _grow(self, root: Node, ids: Tokens, cache: Sequence[Any], state: Arrays) -> None:
@@ -208,7 +208,7 @@ class PrefixCache:
             self._stored.write(record)
 
     def _missing(self, root: Node, ids: Tokens, cache: Sequence[Any], state: Arrays) -> Iterator[Record]:
-        """Their records, as far as there is room, in memory but not evaluated."""
+        """Yield their records, as far as there is room, in memory but not evaluated."""
         node = self._known(root, ids)
         self._touch_path(node)
         if self._layout.stateful and not self._room_for_all(node, ids.size, cache, state):

@@ -123,7 +123,8 @@ def _bytes_per_token(part: KVCache | RotatingKVCache) -> int:
     return int(part.keys.nbytes + part.values.nbytes) // max(slots, 1)
 
 
-MOST_PAIRS = 2048 * 32768  # query rows times keys of a prefill forward
+# Queries times keys of one prefill forward: more may exceed the time that a GPU's watchdog allows for one command.
+MOST_PAIRS = 2048 * 32768
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +188,11 @@ class Admission:
 
     @property
     def working(self) -> int:
-        """Of the largest forward that anything in work may need."""
+        """Bytes of the largest forward that anything in work may need."""
         return max((need.working for need in tuple(self._reserved.values())), default=0)
 
     def held(self, uid: int) -> int:
-        """What is reserved for one, between two forwards."""
+        """Return what is reserved for one, between two forwards."""
         return self._reserved.get(uid, Need()).held
 
     def can_ever(self, need: Need) -> bool:
@@ -218,7 +219,7 @@ class Admission:
         return True
 
     def _more(self, need: Need) -> int:
-        """What it adds to what is reserved."""
+        """Return what it adds to what is reserved."""
         return need.held + max(0, need.working - self.working)
 
     def _missing(self, need: Need) -> int:

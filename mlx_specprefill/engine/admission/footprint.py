@@ -65,20 +65,26 @@ def _arrays(model: nn.Module) -> dict[int, mx.array]:
     return {id(array): array for part in held for _, array in tree_flatten(part.parameters())}
 
 
-def measure_footprint(model: nn.Module | None) -> Footprint:
+def measure_footprint(model: nn.Module | None, context: int | None = None) -> Footprint:
     """Read the cache's arrays, and the allocator's peaks of two short forwards: at the start, and behind many tokens.
 
     What the second one needs more per token are attention scores. Whether a kernel holds them depends on the device,
     the heads' size and MLX. Windows stay empty: full attention holds more than they do.
+
+    Args:
+        context: positions that the model knows; None: as many as are measured.
     """
     if model is None:
         return Footprint(0, 0)
     cache = list(make_prompt_cache(model))
     _peak(model, cache, 2)  # makes the cache's arrays, with room for the next forward
     per_row = _peak(model, cache, _SHORT) / _SHORT
-    fill(cache, _DEPTH)
+    depth = min(_DEPTH, (context or _DEPTH + _FAR) - _FAR)
+    if depth <= 2 * _SHORT:
+        return Footprint(*cache_footprint(cache), per_row)
+    fill(cache, depth)
     more = max(0.0, _peak(model, cache, _FAR) / _FAR - per_row)
-    per_pair = more / (_DEPTH + _FAR - _SHORT)
+    per_pair = more / (depth + _FAR - _SHORT)
     return Footprint(*cache_footprint(cache), max(0.0, per_row - per_pair * _SHORT), per_pair)
 
 

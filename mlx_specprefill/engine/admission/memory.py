@@ -86,8 +86,8 @@ class Memory:
         self._weights, self.parameters = _weights(pair), weights_by_array(pair.target, pair.draft)
         self.common.join(self)
         try:
-            self._target = measure_footprint(pair.target)
-            self._draft = measure_footprint(pair.draft)
+            self._target = measure_footprint(pair.target, pair.context_length)
+            self._draft = measure_footprint(pair.draft, pair.draft_context)
             self._head = measure_head_footprint(pair.mtp)
             self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
         except Exception as error:  # noqa: BLE001 - a model that can't even do this tells its first request

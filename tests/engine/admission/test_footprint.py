@@ -9,6 +9,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_specprefill import Engine, EngineConfig, GenerationRequest
+from mlx_specprefill.engine.admission import footprint as footprint_module
 from mlx_specprefill.engine.admission.footprint import default_limit, measure_footprint
 from mlx_specprefill.engine.caches import empty_cache
 from mlx_specprefill.specprefill.sparse_prefill import prefill
@@ -67,3 +68,13 @@ def test_a_request_needs_more_for_the_scores_of_a_longer_prompt() -> None:
 def test_a_tenth_of_the_devices_working_set_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1 << 30})
     assert default_limit() == int(0.9 * (1 << 30))
+
+
+@pytest.mark.parametrize("context", [200, 1024])
+def test_no_position_is_asked_for_that_the_model_does_not_know(monkeypatch: pytest.MonkeyPatch, context: int) -> None:
+    """A learned table of positions ends: what lies behind it is anybody's memory."""
+    depths: list[int] = []
+    monkeypatch.setattr(footprint_module, "fill", lambda cache, depth: depths.append(depth))
+    measure_footprint(tiny_model("llama"), context)
+    assert all(depth + 32 <= context for depth in depths)
+    assert len(depths) == (context > 300)

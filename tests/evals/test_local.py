@@ -71,17 +71,6 @@ def test_measures_are_in_their_ranges(replies):
     assert found["sparse@0.2"].measures["kl"] < 0.1 < found["random@0.2"].measures["kl"]  # nobody knows the code
 
 
-@pytest.mark.parametrize("task", ["needle", "copy"])
-def test_gold_that_is_kept_is_known_without_the_target(model, task):
-    """As it is when the target has read what was kept."""
-    item = make_item(TASKS[task], task, 3, Space(600, model.count))
-    chosen = arms(["sparse", "paper", "random", "oracle"], ["0.2"])[1:]
-    found = model.gold_kept(item, chosen, 0)
-    asked = model.ask(item, (arms([], [])[0], *chosen), 4, 0, False)
-    assert found == {arm: asked[arm].measures["recall"] for arm in chosen}
-    assert found[chosen[-1]] == 1
-
-
 def test_the_oracle_does_not_apply_where_everything_counts(model):
     item = make_item(TASKS["cwe"], "cwe", 0, Space(600, model.count))
     asked = model.ask(item, arms(["oracle", "random"], ["0.2"]), 4, 0, False)

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ..serving import heeds_ctrl_c, start
+from ..serving import start
 from .conftest import PAIR
 
 OPTIONS = ("--target", str(PAIR[0]), "--draft", str(PAIR[1]))
@@ -100,20 +100,6 @@ def test_few_open_files_are_enough_or_it_says_so(tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
-
-
-def test_ctrl_c_while_the_pair_is_measured(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    process = launch(log, "--port", "0", limits=heeds_ctrl_c)
-    try:
-        wait_for(log, process, "measuring what target and draft cost")
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (1, 130)  # not a signal's: an abort is 134
-    finally:
-        process.kill()
-    assert "Traceback" not in log.read_text()
-    assert not log.with_name("costs.json").exists()
 
 
 @pytest.mark.extended

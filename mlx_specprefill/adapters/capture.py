@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Active(threading.local, Generic[T]):
-    """What wrapped calls of the current thread are to use or to report to.
+    """A value that wrapped calls of the current thread use or report to.
 
     Blocks nest: the innermost value counts, and leaving a block brings back the one around it.
 
@@ -343,7 +343,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class DraftHeads:
-    """What calibration found for one draft.
+    """The heads that calibration found for one draft.
 
     Attributes:
         heads: the best ones, by descending gain.

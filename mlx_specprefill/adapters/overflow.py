@@ -1,4 +1,4 @@
-"""Whether a model's hidden values fit into float16, which ends at 65 504.
+"""Check that a model's hidden values fit into float16, which ends at 65 504.
 
 Models are trained in bfloat16, whose range is that of float32. In float16 hidden values that are too large become
 infinite, and every answer nonsense.

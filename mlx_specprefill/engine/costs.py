@@ -257,7 +257,6 @@ class CostModel:
         self._stored = count
         costs = {kind: [cost.fixed, cost.token, cost.pair] for kind, cost in self._costs() if cost.token or cost.fixed}
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
             replace_text(self._file, json.dumps(_read(self._file) | {self._key: costs}, indent=1))
         except OSError as error:
             log.warning("the learnt costs could not be kept: %s", error)

@@ -161,7 +161,7 @@ _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 def model_identity(model: nn.Module, config: Mapping[str, Any]) -> str:
-    """What this model computes, as hexadecimal text: equal for two loads of one checkpoint, from any path.
+    """Return what this model computes, as hexadecimal text: equal for two loads of one checkpoint, from any path.
 
     Covers the configuration, every parameter's name, shape and dtype (so quantisation and casts), 64 evenly spaced
     elements of each, the layout of stored caches and mlx-lm's minor version. Weights that differ only between the
@@ -207,7 +207,7 @@ def block_digest(parent: bytes, tokens: Sequence[int] | TokenIds) -> bytes:
 
 
 def common_length(tokens: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """How many tokens the two have in common from their start."""
+    """Return how many tokens the two have in common from their start."""
     count = min(tokens.size, other.size)
     differing = np.flatnonzero(tokens[:count] != other[:count])
     return int(differing[0]) if differing.size else count

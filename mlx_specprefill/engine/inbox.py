@@ -120,7 +120,7 @@ class Inbox:
             if waiting >= self._max_queue:
                 raise EngineClosedError(f"{waiting} requests are waiting already")
             self._unread += 1
-        self._posted.put(job)
+            self._posted.put(job)  # before it can be closed: the loop reads no further than that
         self._wake()
 
     def call(self, call: Callable[[], T], method: str | None = None, *arguments: Any) -> T:

@@ -105,7 +105,8 @@ class Loop:
             self._guarded_tick(background)
 
     def end(self) -> None:
-        """Cancel what runs or waits, and let go of what is kept."""
+        """Take no more requests, cancel those that run or wait, and drop the caches."""
+        self._inbox.close()
         self._cancel_all()
         self._caches.close()
         self._costs.store()

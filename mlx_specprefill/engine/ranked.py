@@ -290,7 +290,6 @@ class RankedLoop(Loop):
     def _cancel_all(self) -> None:
         try:
             if not self._has_ended:
-                self._inbox.close()
                 self.ranks.agree("step", lambda: False)
                 self._has_ended = True
             super()._cancel_all()

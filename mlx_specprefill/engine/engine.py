@@ -184,9 +184,8 @@ class Engine:
 
     def close(self, timeout: float = 30.0) -> None:
         """Refuse new requests, cancel what runs and what waits, and wait for the end of its loop and its own thread."""
-        if not self._inbox.close():
-            return
-        if self._thread.is_alive:
+        was_open = self._inbox.close()
+        if was_open and self._thread.is_alive:
             self.loop.ended.wait(timeout)
         atexit.unregister(self.close)
         if self._owns_thread:

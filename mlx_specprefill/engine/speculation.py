@@ -215,14 +215,13 @@ class AnswerDrafter:
         if row is None:
             return self._left or SpeculationReport(self.strategy or _PLAIN, self.reason)
         inner = row.proposer.inner
-        free = len(row.early)
         return SpeculationReport(
             strategy=self.strategy or _PLAIN,
             reason=self.reason,
             acceptance_rate=row.acceptance.rate,
             inner_acceptance_rate=None if inner is None else inner.rate,
-            tokens_per_step=(len(row.tokens) - free) / row.steps if row.steps else None,
-            free_tokens=free,
+            tokens_per_step=(len(row.tokens) - row.free) / row.steps if row.steps else None,
+            free_tokens=row.free,
         )
 
     def _decline(self, reason: str) -> None:

@@ -78,7 +78,9 @@ class SpeculativeRow:
         tokens: returned so far.
         steps: target forwards since the prefill.
         acceptance: of the proposed tokens.
-        early: events of the tokens that the prefill's last forward has verified.
+        early: events of the tokens that are known before the first step: those that the prefill's last forward has
+            verified, and the one that follows them. Steps return it no more.
+        free: tokens that the prefill's last forward has verified.
         proposing: the proposer is at work: if it raises, the row itself is as good as before.
     """
 
@@ -109,6 +111,7 @@ class SpeculativeRow:
         self._logprobs = logprobs
         self._shift = shift
         self._next: int | None = None  # None: `logits` decide
+        self._told = False  # the next token is in `early`
         self._verified: Verified | None = None
         self.proposing = False
         self._round: Round | None = None
@@ -153,7 +156,10 @@ class SpeculativeRow:
         if first is not None and first.rollback is not None:
             first.rollback.keep(1 + kept)
         self._next = verdict.token
-        return self._commit(ahead[:kept], rows[1 : kept + 1])
+        events = self._commit(ahead[:kept], rows[1 : kept + 1])
+        self.free = kept
+        self._told = not self.ended
+        return [*events, self._event(verdict.token, self.logits)] if self._told else events
 
     def _run(self) -> Round:
         if self._next is None and self._rests():
@@ -184,17 +190,18 @@ class SpeculativeRow:
         return events
 
     def _rests(self) -> bool:
-        """Whether the next token need not be known before it is fed: the likeliest one is, and nothing is proposed."""
+        """Whether the next token need not be known before it is fed: no grammar follows it, and nothing is proposed."""
         self.proposing = True
-        rests = self._sampler.greedy and self.proposer.idle(self.tokens)
+        rests = self._sampler.grammar is None and self.proposer.idle(self.tokens)
         self.proposing = False
         return rests
 
     def _feed_unread(self) -> list[TokenEvent]:
         """Queue the forward of the token that `logits` choose, then read which one it is."""
-        token = mx.argmax(self.logits.astype(mx.float32), axis=-1)
+        token = self._sampler.choose(self.logits, self.tokens)
+        # By itself: what is queued at once can only be read once all of it is done.
+        mx.async_eval(token)  # type: ignore[no-untyped-call]
         rows, recorded = self._forward(Rollback(self.cache, self._shift), token[None])
-        mx.async_eval(token, rows)  # type: ignore[no-untyped-call]
         events = self._commit([int(np.array(token)[0])], rows)
         self._verified = Verified(len(self.tokens), 0, 0, 0, recorded)
         return events
@@ -215,23 +222,26 @@ class SpeculativeRow:
         return proposal
 
     def _forward(self, rollback: Rollback, fed: mx.array) -> tuple[mx.array, Any]:
-        """Logits (R, V) after each of the tokens `fed` (1, R), and what the proposer has recorded."""
+        """Queue the forward of the tokens `fed` (1, R): logits (R, V), and what the proposer has recorded."""
         self.steps += 1
         with self.proposer.recording() as recorded:
-            return rollback.forward(self.model, fed), recorded
+            rows = rollback.forward(self.model, fed)
+        mx.async_eval(rows)  # type: ignore[no-untyped-call]
+        return rows, recorded
 
     def _commit(self, tokens: list[int], rows: mx.array) -> list[TokenEvent]:
         """Tokens whose forward gave the logits `rows` (R, V) are part of the answer."""
         if not tokens:
             return []
-        deciding = mx.concatenate([self.logits, rows[:-1]]) if self._logprobs is not None else None
+        deciding = mx.concatenate([self.logits, rows[:-1]])
         self.logits = rows[-1:]
         self.tokens += tokens
         self._sampler.commit(tokens)
-        return [self._event(token, i, deciding) for i, token in enumerate(tokens)]
+        events = [self._event(token, deciding[i : i + 1]) for i, token in enumerate(tokens)]
+        told, self._told = self._told, False
+        return events[told:]
 
-    def _event(self, token: int, row: int, deciding: mx.array | None) -> TokenEvent:
-        if deciding is None:
-            return TokenEvent(token)
-        raw = deciding[row : row + 1].astype(mx.float32)
+    def _event(self, token: int, logits: mx.array) -> TokenEvent:
+        """The event of a token that logits (1, V) decided."""
+        raw = logits.astype(mx.float32)
         return token_event(token, raw - mx.logsumexp(raw, axis=-1, keepdims=True), self._logprobs)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..constraints import GrammarState
 from ..request import SamplingParams
-from ..sampling import LogitsProcessor, filtered_logits
+from ..sampling import LogitsProcessor, choose, filtered_logits, make_sampler
 from .verification import Distribution, NumpyRng, Rng
 
 __all__ = ["TokenSampler"]
@@ -37,17 +37,22 @@ class TokenSampler:
         stops: frozenset[int] = frozenset(),
     ) -> None:
         self._filtered = None if params.temperature == 0 else filtered_logits(params, vocab_size)
+        self._sampler = make_sampler(params, vocab_size)
         self._processors = processors
-        self._grammar = grammar
+        self.grammar = grammar
         self._committed = 0
         self._size = vocab_size
         self.stops = stops
         self.rng: Rng = NumpyRng(params.seed)
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the token with the largest logit follows, whatever came before it."""
-        return self._filtered is None and not self._processors and self._grammar is None
+    def choose(self, logits: mx.array, before: Sequence[int]) -> mx.array:
+        """A token (1,) that follows the generated tokens `before`, not evaluated; of no use to a grammar.
+
+        Args:
+            logits: (1, V).
+        """
+        history = mx.array(list(before), dtype=mx.int32) if self._processors else None
+        return choose(logits, history, self._sampler, self._processors)[0]
 
     def distributions(self, logits: mx.array, before: Sequence[int], fed: Sequence[int] = ()) -> list[Distribution]:
         """Per row of logits (1 + F, V). Row i follows the generated tokens `before` and the first i of `fed`.
@@ -56,8 +61,8 @@ class TokenSampler:
             InvalidRequestError: the grammar has become too complex to follow.
         """
         rows = logits.astype(mx.float32)
-        if self._grammar is not None:
-            rows = mx.where(self._allowed(self._grammar, before, fed, rows.shape[-1]), rows, -mx.inf)
+        if self.grammar is not None:
+            rows = mx.where(self._allowed(self.grammar, before, fed, rows.shape[-1]), rows, -mx.inf)
         if self._processors:
             rows = mx.concatenate([self._processed(rows[i : i + 1], [*before, *fed[:i]]) for i in range(len(rows))])
         if self._filtered is None:
@@ -72,9 +77,9 @@ class TokenSampler:
         Raises:
             InvalidRequestError: the grammar has become too complex to follow.
         """
-        if self._grammar is None:
+        if self.grammar is None:
             return len(tokens)
-        ahead = self._ahead(self._grammar, before)
+        ahead = self._ahead(self.grammar, before)
         for count, token in enumerate(tokens):
             mask = ahead.allowed(max(self._size, token + 1))
             if mask is not None and not mask[token]:
@@ -84,9 +89,9 @@ class TokenSampler:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """These tokens are part of the answer."""
-        if self._grammar is not None:
+        if self.grammar is not None:
             for token in tokens:
-                self._grammar.accept(token)
+                self.grammar.accept(token)
             self._committed += len(tokens)
 
     def _allowed(self, grammar: GrammarState, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:

@@ -92,6 +92,32 @@ def test_an_answer_is_the_plain_one(engine: Engine, how: SpeculationName, sparse
     assert 1.0 <= speculation.tokens_per_step <= 9.0
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_first_token_needs_no_forward(engine: Engine, monkeypatch: pytest.MonkeyPatch, sparse: bool) -> None:
+    """Neither the plain nor the drafted one: it comes of the prompt's last forward."""
+    rows: list[module.SpeculativeRow] = []
+    steps: list[int] = []
+    begin = module.AnswerDrafter.begin_row
+
+    def noted(*args: Any) -> Any:
+        rows.append(begin(*args))  # type: ignore[arg-type]
+        return rows[-1]
+
+    monkeypatch.setattr(module.AnswerDrafter, "begin_row", noted)
+    ended = threading.Event()
+
+    def on_event(event: Event) -> None:  # on the thread that runs the forwards
+        if isinstance(event, TokenEvent):
+            steps.append(rows[0].steps)
+        elif isinstance(event, (Finished, Failed)):
+            ended.set()
+
+    engine.submit(asked(12, "ngram", sparse), on_event)
+    assert ended.wait(60)
+    assert steps[0] == 0
+    assert steps[-1] > 0
+
+
 def collected(inbox: queue.SimpleQueue[Any]) -> tuple[list[int], Any]:
     events = []
     while not events or not isinstance(events[-1], (Finished, Failed)):

@@ -36,7 +36,7 @@ def begun(model: Any, row: Row, match: int, **sampling: Any) -> tuple[Speculativ
     cache, logits = prefilled(model, row)
     proposer = NgramProposer(np.array(row.prompt, np.int32), SpeculationConfig(ngram_match=match))
     sampler = Counting(SamplingParams(**sampling), VOCAB)
-    return SpeculativeRow(model, cache, logits, proposer, sampler, Limits(COUNT), 4, logprobs=3), sampler
+    return SpeculativeRow(model, cache, logits, proposer, sampler, Limits(COUNT), 4, logprobs=row.logprobs), sampler
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "gpt_oss"])
@@ -49,7 +49,7 @@ def test_nothing_is_waited_for_where_nothing_is_found(family: str, kept: Any) ->
     events = list(running.early)
     while not running.ended:
         new = running.step()
-        assert len(new) == 1
+        assert len(new) == (running.steps > 1)  # the first one is told before
         events += new
     assert tokens(events) == tokens(expected)
     assert logprob_error(events, expected) < 1e-4
@@ -82,9 +82,55 @@ def test_a_row_can_leave_at_any_time(after: int) -> None:
     assert running.tokens + tokens(list(rest)) == tokens(expected)
 
 
-def test_sampled_rows_read_every_token_first() -> None:
-    """Their next token is drawn on the host."""
-    running, sampler = begun(tiny_model("llama"), Row(random_prompt(40)), match=33, temperature=1.0, seed=1)
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_the_first_token_needs_no_forward(after: int) -> None:
+    """It is returned once, whatever the row does next, and is in the cache only when it was fed."""
+    model, row = tiny_model("llama"), Row(random_prompt(40), logprobs=3)
+    expected, _ = alone(model, row, COUNT)
+    running, _ = begun(model, row, match=33)
+    assert (tokens(running.early), running.steps, running.tokens) == (tokens(expected)[:1], 0, [])
+    assert logprob_error(running.early, expected[:1]) < 1e-4
+    events = [*running.early, *(event for _ in range(after) for event in running.step()), *running.leave()]
+    assert tokens(events) == running.tokens == tokens(expected)[: max(after, 1)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_token_is_read_while_the_next_forward_runs(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is queued by itself before the forward that follows it: arrays that are queued at once can be read only once
+    all of them are done."""
+    order: list[str] = []
+    queued: dict[int, str] = {}  # by the arrays' ids
+    alive: list[Any] = []  # so that no other array gets the id
+    queue, read = mx.async_eval, np.array
+
+    def noted(*arrays: mx.array) -> None:
+        name = "token" if arrays[0].size == 1 else "forward"
+        order.append(f"queue {name}")
+        queued.update({id(array): f"{name}, {len(arrays)} at once" for array in arrays})
+        alive.extend(arrays)
+        queue(*arrays)
+
+    def noted_read(value: Any, *rest: Any, **named: Any) -> Any:
+        if isinstance(value, mx.array):
+            order.append(f"read {queued.get(id(value), 'what was not queued')}")
+        return read(value, *rest, **named)
+
+    running, sampler = begun(tiny_model("llama"), Row(random_prompt(40)), match=33, temperature=temperature)
+    running.step()  # the token that follows the prompt is known already
+    monkeypatch.setattr(mx, "async_eval", noted)
+    monkeypatch.setattr(np, "array", noted_read)
+    for _ in range(3):
+        running.step()
+    assert order == ["queue token", "queue forward", "read token, 1 at once"] * 3
+    assert sampler.waited == 1
+
+
+def test_a_forward_runs_while_its_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the next token will have to be known before it is fed."""
+    queued: list[int] = []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: queued.append(len(arrays)))
+    running, _ = begun(tiny_model("llama"), Row(random_prompt(40) * 3), match=1)
     while not running.ended:
         running.step()
-    assert sampler.waited == COUNT
+    assert len(queued) >= running.steps
+    assert running.acceptance.judged > 0

@@ -7,8 +7,9 @@ dropped token can be seen by nobody else:
   would be NaN, and NaN leaks through 0 * NaN;
 - windows are windows over original positions, because nothing was removed from the sequence;
 - a token that is fed in a later turn is hidden from those of earlier turns, wherever it stands;
+- in the layers that have a ring, recalled tokens are hidden from all but those of their own recall, and see no others;
 - recurrent modules do not mask but *skip* dropped tokens (gather, run, scatter): a convolution would otherwise see
-  zeros where the sparse run sees the kept neighbour.
+  zeros where the sparse run sees the kept neighbour. They are given the others in the order of feeding.
 
 Then the continuation is fed token by token, dense.
 """
@@ -38,6 +39,7 @@ from mlx_specprefill.adapters.depth import FirstLayers
 from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
+from mlx_specprefill.sessions.recall import can_recall
 from mlx_specprefill.sessions.splice import can_splice
 from tests import precision
 
@@ -144,6 +146,11 @@ def can_repair(name: str) -> bool:
     return can_splice(make_positioned_cache(_construct(name)))
 
 
+def can_recall_into(name: str) -> bool:
+    """Whether tokens can be read behind what its sparse cache holds."""
+    return can_recall(make_positioned_cache(_construct(name)))
+
+
 def has_experts(name: str) -> bool:
     """Whether it gathers experts, which mlx's CPU back-end can multiply in float32 only."""
     return precision.gathers(_construct(name))
@@ -171,13 +178,19 @@ def vocabulary(model: nn.Module) -> int:
 class Case:
     """A prompt (M,), the indices of its kept tokens (N,) ending in M - 1, and the tokens that follow it.
 
-    `turns` (M,) says in which turn each token is fed; None: all in one.
+    `turns` (M,) says in which turn each token is fed; None: all in one. `recalls` are those turns that recall.
     """
 
     prompt: Indices
     kept: Indices
     continuation: Indices
     turns: Indices | None = None
+    recalls: tuple[int, ...] = ()
+
+    @property
+    def fed(self) -> Indices:
+        """The indices of the kept tokens in the order of feeding, (N,)."""
+        return self.kept if self.turns is None else self.kept[np.argsort(self.turns[self.kept], kind="stable")]
 
 
 def make_case(vocab: int, keep: float = 0.4, length: int = PROMPT_LEN, decoded: int = DECODED, seed: int = 0) -> Case:
@@ -216,6 +229,8 @@ class _MaskedDense:
         self.kept[case.prompt.size :] = True
         self.turns = np.full(self.kept.size, np.iinfo(np.int32).max)
         self.turns[: case.prompt.size] = 0 if case.turns is None else case.turns
+        recalled = self.kept & np.isin(self.turns, case.recalls)
+        self.recall = np.where(recalled, self.turns, -1)  # of each token; -1: it is none of a recall
         self.coming = np.arange(0)  # positions of the current forward's tokens
         self.rings: dict[int, RotatingKVCache] = {}  # mlx-lm's own rings, filled with positions, by size
         self.ring_order: dict[int, npt.NDArray[np.int64]] = {}
@@ -259,6 +274,8 @@ class _MaskedDense:
         def make_mask(N: int, window_size: int | None = None, return_array: bool = False) -> mx.array:
             keys = self._all_keys() if ring_size is None else self.ring_order[ring_size]
             mask = self._visible(keys, window_size or ring_size)
+            if ring_size is not None:
+                mask = mask & mx.array(self.recall[self.coming][:, None] == self.recall[keys][None])
             return mask if N > 1 else mask[None, None]
 
         return make_mask
@@ -288,10 +305,10 @@ class _MaskedDense:
         def rotate(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
             self.rotations += 1
             if self.coming.size > 1 and x.shape[-2] == self.case.kept.size:  # inside a gathered recurrent module
-                kept = mx.array(self.case.kept)
+                fed = mx.array(self.case.fed)
                 whole = mx.zeros((*x.shape[:-2], self.coming.size, x.shape[-1]), x.dtype)
-                whole[..., kept, :] = x
-                return rope(whole, *args, **kwargs)[..., kept, :]
+                whole[..., fed, :] = x
+                return rope(whole, *args, **kwargs)[..., fed, :]
             return rope(x, *args, **kwargs)
 
         return rotate
@@ -330,13 +347,13 @@ class _MaskedDense:
             inputs = args[0] if args else kwargs[_input_name(kwargs)]
             if inputs.shape[1] == 1:
                 return call(module, *args, **kwargs)
-            kept = mx.array(self.case.kept)
+            fed = mx.array(self.case.fed)
             if args:
-                out = call(module, inputs[:, kept], *args[1:], **kwargs)
+                out = call(module, inputs[:, fed], *args[1:], **kwargs)
             else:
-                out = call(module, **{**kwargs, _input_name(kwargs): inputs[:, kept]})
+                out = call(module, **{**kwargs, _input_name(kwargs): inputs[:, fed]})
             whole = mx.zeros((1, inputs.shape[1], *out.shape[2:]), out.dtype)
-            whole[:, kept] = out
+            whole[:, fed] = out
             return whole
 
         return skip

@@ -4,6 +4,9 @@ mlx-lm's caches use one number for both: where a token is stored and what RoPE r
 two differ by the sequence's shift. Here an ordinary mlx-lm cache keeps the storage, and a run list next to it keeps the
 positions; models see the position (through `offset`) and never the slot. A cache without gaps behaves, and computes,
 exactly as the mlx-lm cache inside it.
+
+Tokens are stored in the order of feeding. Their positions ascend, except where tokens are recalled: those lie before
+the next position and are stored behind the rest. A token sees what is stored by then at positions up to its own.
 """
 
 from __future__ import annotations
@@ -49,7 +52,10 @@ _SMALLEST_GROUP = 32  # of values that share a scale in MLX
 
 
 class Runs:
-    """Ascending positions as maximal runs [start, start + count): a prompt kept in chunks is a short list."""
+    """Positions in the order of feeding, as maximal runs [start, start + count).
+
+    A prompt kept in chunks is a short list. No position occurs twice.
+    """
 
     __slots__ = ("_runs", "size")
 
@@ -63,14 +69,12 @@ class Runs:
 
     @property
     def end(self) -> int:
-        """The position after the last one; 0 when empty."""
+        """The position after the one that was fed last; 0 when empty."""
         return self._runs[-1][0] + self._runs[-1][1] if self._runs else 0
 
     def append(self, start: int, count: int) -> None:
         if count <= 0:
             return
-        if self._runs and start < self.end:
-            raise ValueError(f"position {start} is not after {self.end - 1}")
         if self._runs and start == self.end:
             self._runs[-1][1] += count
         else:
@@ -99,16 +103,15 @@ class Runs:
                 self._runs.pop(0)
 
     def drop_from(self, position: int) -> int:
-        """Forget every position >= `position`; returns how many there were."""
+        """Forget the first position >= `position` and all that were fed after it; returns how many there were."""
         before = self.size
-        while self._runs and self.end > position:
-            start, count = self._runs[-1]
-            kept = max(0, position - start)
-            self.size -= count - kept
-            if kept:
-                self._runs[-1][1] = kept
-            else:
-                self._runs.pop()
+        first = next((i for i, (start, count) in enumerate(self._runs) if start + count > position), len(self._runs))
+        dropped = self._runs[first:]
+        del self._runs[first:]
+        self.size -= sum(count for _, count in dropped)
+        if dropped:
+            start, _ = dropped[0]
+            self.append(start, position - start)
         return before - self.size
 
     def expand(self) -> Positions:
@@ -125,13 +128,16 @@ class Positioned(_BaseCache):  # type: ignore[misc]
 
     `place` says where the tokens of the next forward lie; without it they follow the last position. `offset`, which is
     all that models read, is an int as long as those positions are consecutive and an int32 matrix (1, L) otherwise.
+
+    Attributes:
+        next: the position after the highest one; a recall leaves it as it is.
     """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.runs = Runs()
         self.next = 0
-        self._placed: tuple[Positions, mx.array] | None = None
+        self._placed: tuple[Positions, int | mx.array] | None = None
 
     @property
     def offset(self) -> int | mx.array:
@@ -163,13 +169,20 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         self.inner.values = value
 
     def place(self, positions: Positions, on_device: mx.array) -> None:
-        """The next forward's tokens lie at `positions` (L,), ascending; `on_device` is the same as (1, L) int32."""
-        if positions.size == 0 or positions[0] < self.next:
-            raise ValueError("positions must be non-empty and follow what the cache holds")
-        if positions[-1] - positions[0] + 1 == positions.size:
-            self.next, self._placed = int(positions[0]), None
+        """Say where the next forward's tokens lie: all behind what the cache holds, or all before `next` (a recall).
+
+        Args:
+            positions: (L,), ascending; the cache holds none of them.
+            on_device: the same as (1, L) int32.
+        """
+        if positions.size == 0 or positions[0] < self.next <= positions[-1]:
+            raise ValueError("positions must be non-empty and all follow, or all precede, the next position")
+        first = int(positions[0])
+        consecutive = positions[-1] - first + 1 == positions.size
+        if consecutive and first >= self.next:
+            self.next, self._placed = first, None
         else:
-            self._placed = (positions, on_device)
+            self._placed = positions, first if consecutive else on_device
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._record(keys.shape[2])
@@ -188,7 +201,21 @@ class Positioned(_BaseCache):  # type: ignore[misc]
                 raise ValueError(f"{positions.size} positions were placed for {count} tokens")
             self.runs.extend(positions)
             self._placed = None
-        self.next = self.runs.end
+        self.next = max(self.next, self.runs.end)
+
+    @property
+    def _recalling(self) -> bool:
+        return self._placed is not None and int(self._placed[0][-1]) < self.next
+
+    def _coming(self, count: int) -> Positions:
+        """Return the positions of the next forward's tokens."""
+        if self._placed is not None:
+            return self._placed[0]
+        return np.arange(self.next, self.next + count, dtype=np.int32)
+
+    def _joins(self, stored: Runs) -> bool:
+        """Return whether nothing is missing between these and the next forward's tokens."""
+        return self._placed is None and stored.contiguous and (stored.size == 0 or stored.end == self.next)
 
     def size(self) -> int:
         return int(self.inner.size())
@@ -204,7 +231,7 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         return bool(self.inner.is_trimmable())
 
     def trim(self, n: int) -> int:
-        """Go back by n positions (not slots): drop every token at or after `next - n`."""
+        """Go back by n positions (not slots): drop the first token at or after `next - n` and all fed after it."""
         n = min(self.next, n)
         self.inner.trim(self.runs.drop_from(self.next - n))
         self.next -= n
@@ -225,24 +252,19 @@ class Positioned(_BaseCache):  # type: ignore[misc]
 
 
 class PositionedKVCache(Positioned):
-    """Full attention: stored order is position order, so the mask by slot is the mask by position."""
+    """Full attention.
+
+    What was fed earlier lies at lower positions, recalled tokens or not, so the mask by slot is the mask by position.
+    Recalled tokens themselves, and windows over gaps, need a mask by position.
+    """
 
     def __init__(self) -> None:
         super().__init__(KVCache())
 
-    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
-        window = kwargs.get("window_size")
-        if window is None or (self._placed is None and self.runs.contiguous and self._joins()):
-            return self.inner.make_mask(*args, **kwargs)
-        return _window_mask(self.runs.expand(), self._coming(args[0] if args else kwargs["N"]), window)
-
-    def _joins(self) -> bool:
-        return self.runs.size == 0 or self.runs.end == self.next
-
-    def _coming(self, count: int) -> Positions:
-        if self._placed is not None:
-            return self._placed[0]
-        return np.arange(self.next, self.next + count, dtype=np.int32)
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        if not self._recalling and (window_size is None or self._joins(self.runs)):
+            return self.inner.make_mask(N, window_size=window_size, return_array=return_array)
+        return _mask(self.runs.expand(), self._coming(N), window_size)
 
 
 class PositionedRotatingKVCache(Positioned):
@@ -269,14 +291,13 @@ class PositionedRotatingKVCache(Positioned):
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         held = Runs(self.runs.pairs())
         held.keep_last(self.max_size - 1)
-        gapless = self._placed is None and held.contiguous and (held.size == 0 or held.end == self.next)
-        if gapless:
+        if self._joins(held):
             return self.inner.make_mask(N, window_size=window_size, return_array=return_array)
         window = window_size or self.max_size
-        coming = self._placed[0] if self._placed else np.arange(self.next, self.next + N, dtype=np.int32)
+        coming = self._coming(N)
         stored = held.expand()
         if N > 1:
-            return _window_mask(stored, coming, window)
+            return _mask(stored, coming, window)
         reach = min(window, self.max_size)  # a dense ring holds no more, whatever window is asked for (plamo3 asks)
         visible = coming[0] - np.concatenate([stored, coming]) < reach
         if visible.all():
@@ -296,12 +317,14 @@ for _kind in (PositionedKVCache, PositionedRotatingKVCache):
     setattr(mlx_lm_cache, _kind.__name__, _kind)
 
 
-def _window_mask(stored: Positions, coming: Positions, window: int) -> mx.array:
-    """Boolean (L, S + L): causal and within `window` positions."""
+def _mask(stored: Positions, coming: Positions, window: int | None) -> mx.array:
+    """Boolean (L, S + L), of one token (1, 1, 1, S + 1): causal by position, and within `window` positions."""
     keys = mx.array(np.concatenate([stored, coming]))[None]
     queries = mx.array(coming)[:, None]
-    distance = queries - keys
-    return (distance >= 0) & (distance < window)
+    mask: mx.array = keys <= queries
+    if window is not None:
+        mask = mask & (queries - keys < window)
+    return mask if coming.size > 1 else mask[None, None]  # deepseek_v32 takes parts of one token's mask along 4 axes
 
 
 def _positioned(cache: Any) -> Any:
@@ -335,7 +358,7 @@ def leaves(cache: Sequence[Any]) -> Iterator[Any]:
 
 
 def place(cache: Sequence[Any], positions: Positions) -> None:
-    """Tell every layer where the tokens of the next forward lie. positions: (L,) ascending int32."""
+    """Tell every layer where the tokens of the next forward lie. positions: (L,) int32, as in `Positioned.place`."""
     positions = np.asarray(positions, dtype=np.int32)
     on_device = mx.array(positions)[None]
     for part in leaves(cache):
@@ -374,7 +397,7 @@ def next_position(cache: Sequence[Any]) -> int:
 
 
 def shift_of(cache: Sequence[Any]) -> int:
-    """Next position minus next slot, the same in every layer."""
+    """Next position minus next slot in the first layer that has positions."""
     return next((part.shift for part in leaves(cache) if isinstance(part, Positioned)), 0)
 
 

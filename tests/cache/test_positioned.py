@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -41,6 +41,7 @@ from mlx_specprefill.errors import SparseUnsupportedError
 from tests.oracle import build, cache_arrays, feed, make_case
 
 ascending = st.lists(st.integers(0, 60), unique=True, max_size=25).map(sorted)
+fed = st.lists(st.integers(0, 60), unique=True, max_size=25) | ascending  # recalled positions are not in order
 
 
 def array(positions: Sequence[int]) -> np.ndarray:
@@ -56,7 +57,7 @@ def make_runs(positions: Sequence[int]) -> Runs:
 def agrees(runs: Runs, positions: Sequence[int]) -> bool:
     """Runs say what the list says, and the runs are maximal."""
     pairs = runs.pairs()
-    maximal = all(a + n < b for (a, n), (b, _) in pairwise(pairs))
+    maximal = all(a + n != b for (a, n), (b, _) in pairwise(pairs))
     return (
         runs.expand().tolist() == list(positions)
         and runs.size == len(positions)
@@ -70,26 +71,27 @@ def agrees(runs: Runs, positions: Sequence[int]) -> bool:
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-@given(ascending, st.integers(1, 24))
-def test_runs_hold_any_ascending_positions(positions: list[int], cut: int) -> None:
+@given(fed, st.integers(1, 24))
+def test_runs_hold_positions_in_the_order_of_feeding(positions: list[int], cut: int) -> None:
     runs = make_runs(positions[:cut])
     runs.extend(array(positions[cut:]))
     assert agrees(runs, positions)
     assert agrees(Runs(runs.pairs()), positions)
 
 
-@given(ascending, st.integers(0, 30))
+@given(fed, st.integers(0, 30))
 def test_keep_last(positions: list[int], count: int) -> None:
     runs = make_runs(positions)
     runs.keep_last(count)
     assert agrees(runs, positions[max(0, len(positions) - count) :])
 
 
-@given(ascending, st.integers(0, 70))
+@given(fed, st.integers(0, 70))
 def test_drop_from(positions: list[int], bound: int) -> None:
+    """A recall that was fed after the first of them goes too."""
     runs = make_runs(positions)
     dropped = runs.drop_from(bound)
-    kept = [p for p in positions if p < bound]
+    kept = list(takewhile(lambda position: position < bound, positions))
     assert dropped == len(positions) - len(kept)
     assert agrees(runs, kept)
 
@@ -100,12 +102,6 @@ def test_append_after_the_end(positions: list[int], gap: int, count: int) -> Non
     start = runs.end + gap
     runs.append(start, count)
     assert agrees(runs, [*positions, *range(start, start + count)])
-
-
-def test_positions_never_go_back() -> None:
-    runs = make_runs([3, 4])
-    with pytest.raises(ValueError, match="position 4 is not after 4"):
-        runs.append(4, 1)
 
 
 def test_changing_a_copy_leaves_the_original() -> None:
@@ -161,11 +157,26 @@ def test_tokens_that_were_not_placed_follow_the_last_position(cache: Positioned)
     assert cache.runs.expand().tolist() == [4, 9, 10, 11, 12]
 
 
-def test_placing_nothing_or_the_past_is_an_error(cache: Positioned) -> None:
+def test_placing_nothing_or_on_both_sides_of_the_end_is_an_error(cache: Positioned) -> None:
     put(cache, [4, 9])
-    for wrong in ([], [9, 10], [2]):
-        with pytest.raises(ValueError, match="must be non-empty and follow"):
+    for wrong in ([], [9, 10], [2, 10]):
+        with pytest.raises(ValueError, match="must be non-empty and all follow, or all precede"):
             place([cache], array(wrong))
+
+
+def test_recalled_tokens_leave_the_next_position_as_it_is(cache: Positioned) -> None:
+    put(cache, [0, 1, 10])
+    place([cache], array([3, 4]))
+    assert (cache.offset, cache.next) == (3, 11)
+    put(cache, [3, 4])
+    place([cache], array([6, 8]))
+    assert cache.offset.tolist() == [[6, 8]]
+    put(cache, [6, 8])
+    assert (cache.offset, cache.next, cache.slots, cache.shift) == (11, 11, 7, 4)
+    cache.update_and_fetch(tokens(1), tokens(1))
+    assert cache.runs.pairs() == [(0, 2), (10, 1), (3, 2), (6, 1), (8, 1), (11, 1)]
+    restored = type(cache).from_state(cache.state)
+    assert (restored.next, restored.runs.pairs()) == (cache.next, cache.runs.pairs())
 
 
 def test_a_forward_of_another_length_is_an_error(cache: Positioned) -> None:
@@ -221,6 +232,16 @@ def test_trim_goes_back_by_positions(positions: list[int], count: int) -> None:
     assert cache.runs.expand().tolist() == left
 
 
+def test_a_recall_goes_with_what_was_fed_before_it() -> None:
+    cache = PositionedKVCache()
+    for part in ([0, 1, 9], [3, 4], [10, 11, 14]):
+        put(cache, part)
+    assert cache.trim(5) == 5
+    assert (cache.next, cache.runs.expand().tolist()) == (10, [0, 1, 9, 3, 4])
+    assert cache.trim(1) == 1
+    assert (cache.next, cache.slots, cache.runs.expand().tolist()) == (9, 2, [0, 1])
+
+
 def test_mlx_lm_trims_it_like_any_cache() -> None:
     caches = [PositionedKVCache(), PositionedKVCache()]
     for cache in caches:
@@ -250,7 +271,7 @@ def visible(mask: Any, keys: mx.array, count: int) -> list[list[int]]:
     elif isinstance(mask, str):
         shown = np.tri(count, stored.size, stored.size - count, dtype=bool)
     else:
-        shown = np.broadcast_to(np.array(mask), (count, stored.size))
+        shown = np.broadcast_to(np.array(mask).reshape(-1, stored.size), (count, stored.size))
     return [sorted(stored[row].tolist()) for row in shown]
 
 
@@ -280,6 +301,42 @@ def check_windows(cache: Any, fed: list[tuple[list[int], bool]], window: int, as
         ]
         assert cache.next == history[-1] + 1
         assert cache.slots == len(history)
+
+
+@given(
+    ascending.filter(bool),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 6), st.integers(0, 99)), max_size=6),
+    st.none() | st.integers(1, 30),
+)
+def test_recalled_tokens_and_what_follows_see_what_is_stored_by_then_at_lower_positions(
+    first: list[int], parts: list[tuple[bool, int, int]], window: int | None
+) -> None:
+    """Texts and recalls in turn, in forwards of one token and of several."""
+    cache, stored, coming = PositionedKVCache(), [], first
+    for recalled, count, seed in [(False, 0, 0), *parts]:
+        missing = sorted(set(range(cache.next)) - set(stored))
+        if recalled and missing:
+            coming = sorted(np.random.default_rng(seed).permutation(missing)[:count].tolist())
+        elif count:
+            coming = [cache.next + 2 * index for index in range(count)]
+        place([cache], array(coming))
+        mask = cache.make_mask(len(coming), window_size=window)
+        keys = mx.array(coming, dtype=mx.float32).reshape(1, 1, -1, 1)
+        fetched, _ = cache.update_and_fetch(keys, keys)
+        stored += coming
+        assert visible(mask, fetched, len(coming)) == [
+            sorted(p for p in stored if p <= query and (window is None or query - p < window)) for query in coming
+        ]
+
+
+def test_without_a_window_what_follows_a_recall_is_masked_as_in_mlx_lm() -> None:
+    cache = PositionedKVCache()
+    put(cache, [0, 9])
+    put(cache, [3])
+    assert cache.make_mask(1) is None
+    assert cache.make_mask(4) == "causal"
+    place([cache], array([10, 30]))
+    assert cache.make_mask(2) == "causal"
 
 
 @given(steps, st.integers(2, 20))

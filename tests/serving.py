@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import httpx
 __all__ = ["Server", "heeds_ctrl_c", "share_costs", "start", "start_named"]
 
 START_S = 240
+PROGRAM = ("-m", "mlx_specprefill_server")
 _shared: Path | None = None
 
 
@@ -57,15 +58,21 @@ class Server:
 
 
 def start(
-    log: Path, target: Path, draft: Path | None, *options: str, settings: Mapping[str, str] | None = None
+    log: Path,
+    target: Path,
+    draft: Path | None,
+    *options: str,
+    settings: Mapping[str, str] | None = None,
+    program: Sequence[str] = PROGRAM,
 ) -> AbstractContextManager[Server]:
     """`mlx-specprefill serve` on a free port until the block ends; what it prints goes to `log`.
 
     Args:
         settings: those that are no options, by the names of their variables.
+        program: what Python runs.
     """
     models = ("--target", str(target), *(("--draft", str(draft)) if draft else ()))
-    return _serve(log, *models, *options, settings=settings)
+    return _serve(log, *models, *options, settings=settings, program=program)
 
 
 def start_named(log: Path, pair: str, *options: str) -> AbstractContextManager[Server]:
@@ -74,8 +81,10 @@ def start_named(log: Path, pair: str, *options: str) -> AbstractContextManager[S
 
 
 @contextmanager
-def _serve(log: Path, *options: str, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
-    command = [sys.executable, "-m", "mlx_specprefill_server", "serve", "--port", "0", *options]
+def _serve(
+    log: Path, *options: str, settings: Mapping[str, str] | None = None, program: Sequence[str] = PROGRAM
+) -> Iterator[Server]:
+    command = [sys.executable, *program, "serve", "--port", "0", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_SPECPREFILL_")}
     costs = log.with_name("costs.json")  # beside it a server keeps other things, so each has a folder of its own
     environment["MLX_SPECPREFILL_CALIBRATION_FILE"] = str(costs)  # not the user's

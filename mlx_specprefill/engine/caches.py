@@ -67,10 +67,7 @@ class EngineCaches:
         if config.prefix_cache_dir is not None:
             self._disk = DiskTier(self._folder(config.prefix_cache_dir), config.prefix_disk_bytes)
             if not self._disk.enabled and not config.prefix_cache_optional:
-                raise SettingsError(
-                    f"the prefix cache folder can't be used: {self._disk.trouble} "
-                    "(MLX_SPECPREFILL_PREFIX_CACHE_OPTIONAL=1 goes on without it)"
-                )
+                raise SettingsError(f"the prefix cache folder can't be used: {self._disk.trouble}")
         identity, draft_identity = self._identities(pair)
         self._target = PrefixCache(
             identity,

@@ -19,7 +19,7 @@ from . import __version__, errors, openapi_document
 from .anthropic import messages
 from .auth import AuthMiddleware
 from .awake import Awake
-from .connections import Connections, LimitedProtocol, raise_open_files_limit
+from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, raise_open_files_limit
 from .generating.generation import EngineLike
 from .greeting import greeting
 from .hosting.models import Models
@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._models, self._state = models, models.state
         self._end_at = math.inf
-        self._awake = Awake(models.state.settings.keep_awake)
+        self._awake = Awake()
         self.lost: str | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -153,13 +153,13 @@ class Server(uvicorn.Server):
         await self._models.close()
 
 
-def make_server(app: FastAPI, settings: Settings) -> Server:
-    """The server of an application that `create_app` made."""
+def make_server(app: FastAPI, settings: Settings, connections: int = MAX_CONNECTIONS) -> Server:
+    """Return the server of an application that `create_app` made; so many connections may be open."""
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=partial(LimitedProtocol, Connections(settings)),  # type: ignore[arg-type] # it is only called
+        http=partial(LimitedProtocol, Connections(connections)),  # type: ignore[arg-type] # it is only called
         ws="none",
         timeout_graceful_shutdown=ENDING_S,
         server_header=False,
@@ -181,9 +181,8 @@ def serve_models(models: Models, sockets: list[socket.socket]) -> None:
         DescriptorsError: the process may not open enough connections.
         SystemExit: nothing could be computed any more. A service manager then starts another process.
     """
-    settings = models.state.settings
-    settings = settings.model_copy(update={"max_connections": raise_open_files_limit(settings.max_connections)})
-    server = make_server(app_of(models), settings)
+    connections = raise_open_files_limit(MAX_CONNECTIONS)
+    server = make_server(app_of(models), models.state.settings, connections)
     server.run(sockets)
     if server.lost is not None:
         logger.error("%s: this process ends with exit status %d", server.lost, LOST_STATUS)

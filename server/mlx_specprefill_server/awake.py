@@ -16,8 +16,8 @@ _LINGER_S = 10.0  # after the last request: an agent's next turn often comes at 
 class Awake:
     """Run macOS's own `caffeinate` from the first request until some seconds after the last; elsewhere do nothing."""
 
-    def __init__(self, wanted: bool) -> None:
-        self._program = shutil.which("caffeinate") if wanted and sys.platform == "darwin" else None
+    def __init__(self) -> None:
+        self._program = shutil.which("caffeinate") if sys.platform == "darwin" else None
         self._process: subprocess.Popen[bytes] | None = None
         self._until = 0.0
 

@@ -20,12 +20,16 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from mlx_specprefill import SpecPrefillError
 
 from .errors import RETRY_AFTER_S, ApiError
-from .settings import Settings
 
-__all__ = ["Connections", "DescriptorsError", "LimitedProtocol", "raise_open_files_limit"]
+__all__ = ["MAX_CONNECTIONS", "Connections", "DescriptorsError", "LimitedProtocol", "raise_open_files_limit"]
 
 logger = logging.getLogger(__name__)
 
+MAX_CONNECTIONS = 1024
+HEADER_LIMIT = 64 << 10  # bytes of a request's line and headers
+HEADER_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 120.0
+WRITE_TIMEOUT_S = 300.0  # in which a client reads nothing of its answer
 RESERVED = 24  # descriptors for files, and for connections that are accepted before they can be refused
 FEWEST = 8  # connections with which a server is of use
 LARGEST_LIMIT = 10_240  # open files; macOS takes no higher number, whatever its hard limit says
@@ -62,11 +66,10 @@ def raise_open_files_limit(connections: int) -> int:
 
 
 class Connections:
-    """All connections of a server, oldest first."""
+    """All connections of a server, oldest first; `most` may be open at a time."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.most = settings.max_connections
+    def __init__(self, most: int) -> None:
+        self.most = most
         self._open: dict[LimitedProtocol, None] = {}
 
     def opened(self, new: LimitedProtocol) -> bool:
@@ -91,7 +94,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._connections = connections
-        self._settings = connections.settings
         self._timer: asyncio.TimerHandle | None = None  # of what is awaited from the client
         self._reading: asyncio.TimerHandle | None = None  # of the client's reading
         self._in_head = True
@@ -107,7 +109,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self._connections.opened(self):
-            self._await(self._settings.header_timeout_s)
+            self._await(HEADER_TIMEOUT_S)
         else:
             message = f"All {self._connections.most} connections are busy. Try again later."
             self._refuse(ApiError(503, message, code="engine_unavailable"))
@@ -122,13 +124,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self._settings.header_limit:
+        if self._in_head and self._head_bytes > HEADER_LIMIT:
             self._refuse(self._head_too_long())
 
     def on_message_begin(self) -> None:
         self._parsed_bytes = 0
         if self._timer is None:
-            self._await(self._settings.header_timeout_s)
+            self._await(HEADER_TIMEOUT_S)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -143,7 +145,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = False
         super().on_headers_complete()
         # The body of a request that waits for another on the same connection is not read.
-        self._await(None if self.pipeline else self._settings.body_timeout_s)
+        self._await(None if self.pipeline else BODY_TIMEOUT_S)
 
     def on_message_complete(self) -> None:
         self._in_head, self._head_bytes = True, 0
@@ -155,7 +157,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_reading(self._settings.write_timeout_s)
+        self._watch_reading(WRITE_TIMEOUT_S)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -163,12 +165,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _count(self, nbytes: int) -> None:
         self._parsed_bytes += nbytes
-        if self._parsed_bytes > self._settings.header_limit:
+        if self._parsed_bytes > HEADER_LIMIT:
             self._too_long = True
             raise httptools.HttpParserError
 
     def _head_too_long(self) -> ApiError:
-        message = f"The headers are longer than {self._settings.header_limit} bytes (MLX_SPECPREFILL_HEADER_LIMIT)."
+        message = f"The headers are longer than {HEADER_LIMIT} bytes."
         return ApiError(431, message, code="headers_too_large")
 
     def _await(self, seconds: float | None) -> None:
@@ -178,7 +180,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _too_late(self) -> None:
         if self._in_head and not self.is_idle:
-            self._await(self._settings.header_timeout_s)  # what comes next is not read before the answer is over
+            self._await(HEADER_TIMEOUT_S)  # what comes next is not read before the answer is over
         elif self._in_head and not self._head_bytes:
             self.transport.close()  # a browser's spare connection
         else:
@@ -186,9 +188,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _incomplete(self) -> ApiError:
         part = "header" if self._in_head else "body"
-        seconds = self._settings.header_timeout_s if self._in_head else self._settings.body_timeout_s
-        setting = f"MLX_SPECPREFILL_{part.upper()}_TIMEOUT_S"
-        message = f"The request's {part} did not arrive within {seconds:g} s ({setting})."
+        seconds = HEADER_TIMEOUT_S if self._in_head else BODY_TIMEOUT_S
+        message = f"The request's {part} did not arrive within {seconds:g} s."
         return ApiError(408, message, code="request_incomplete")
 
     def _watch_reading(self, seconds: float | None) -> None:
@@ -197,7 +198,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reading = None if seconds is None else self.loop.call_later(seconds, self._not_read)
 
     def _not_read(self) -> None:
-        logger.warning("a connection is closed: its client has read nothing for %g s", self._settings.write_timeout_s)
+        logger.warning("a connection is closed: its client has read nothing for %g s", WRITE_TIMEOUT_S)
         self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:

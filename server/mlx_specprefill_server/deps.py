@@ -17,7 +17,7 @@ from .explaining.inspection import RunningInspection
 from .generating.generation import Generation
 from .hosting.models import Models
 from .hosting.waiting import StillLoadingError
-from .request_body import SMALL, client_left, decompress, parse_json, read_body, validate
+from .request_body import BODY_LIMIT, SMALL, client_left, decompress, parse_json, read_body, validate
 from .service import Service, current_deadline
 
 __all__ = [
@@ -79,7 +79,7 @@ def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Call
     """
 
     def checked(models: Models, raw: bytes | bytearray, encoding: str) -> tuple[Model, Any]:
-        given = parse_json(decompress(raw, encoding, models.state.settings.body_limit))
+        given = parse_json(decompress(raw, encoding, BODY_LIMIT))
         models.find(given.get("model"))
         check(given)
         return validate(model, given), given.get("model")
@@ -88,7 +88,7 @@ def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Call
         if "body" in request.scope:  # the request has waited for its model
             known: Model = request.scope["body"][0]
             return known
-        raw = await read_body(request, models.state.settings.body_limit)
+        raw = await read_body(request, BODY_LIMIT)
         encoding = request.headers.get("content-encoding", "")
         large = len(raw) > SMALL or bool(encoding)
         request.scope["body"] = await models.state.convert(partial(checked, models, raw, encoding), large)

@@ -60,8 +60,6 @@ def make_settings(pair: Described, **given: Any) -> Settings:
         "specprefill_keep_pct": pair.keep_pct,
         "rule": pair.rule,
         "model_alias": pair.alias,
-        "model_origin": pair.origin,
-        "model_licence": pair.licence,
     }
     for name, value in pair_says.items():
         if value is not None and name not in known:

@@ -64,8 +64,6 @@ class Described(BaseModel):
     pin: bool = False
     ttl: Annotated[float, Field(gt=0)] | None = None
     note: str = ""
-    origin: str | None = None
-    licence: str | None = None
 
 
 def _kind(value: Any) -> str:

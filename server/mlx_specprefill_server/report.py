@@ -22,6 +22,7 @@ __all__ = [
     "DONE",
     "EVENT_STREAM_HEADERS",
     "KEEP_ALIVE",
+    "PROGRESS_S",
     "EventStream",
     "LiveTimings",
     "ProgressTeller",
@@ -31,6 +32,8 @@ __all__ = [
     "data_event",
     "named_event",
 ]
+
+PROGRESS_S = 2.0  # of prefill, after which a stream says how far it is, and so on
 
 
 class Report:
@@ -198,17 +201,16 @@ def _rates(name: str, count: int, ms: float) -> dict[str, float]:
 class ProgressTeller:
     """Chooses which steps of a prefill one stream tells.
 
-    A client that asked for progress gets every step. The others get none of a prefill that takes less than `every`
-    seconds, and one step in so many seconds of a longer one: a sign of life that says how long it will take.
+    A client that asked for progress gets every step. The others get none of a prefill that takes less than PROGRESS_S
+    seconds, and one step in so many of a longer one: a sign of life that says how long it will take.
 
     Args:
-        every: seconds.
         asked: whether the client asked for progress.
         clock: seconds; for tests.
     """
 
-    def __init__(self, every: float, asked: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        self._every, self.asked, self._clock = every, asked, clock
+    def __init__(self, asked: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self.asked, self._clock = asked, clock
         self._started = clock()
         self._due: float | None = None  # None: the engine has not begun
 
@@ -216,10 +218,10 @@ class ProgressTeller:
         """What the stream is to say of this step, if anything. Nothing is said before the cache's share is known."""
         now = self._clock()
         if self._due is None:
-            self._due = now + self._every
+            self._due = now + PROGRESS_S
         if event.cached is None or not (self.asked or now >= self._due):
             return None
-        self._due = now + self._every
+        self._due = now + PROGRESS_S
         return self._body(event, now)
 
     def _body(self, event: Progress, now: float) -> dict[str, Any]:

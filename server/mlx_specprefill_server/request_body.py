@@ -16,10 +16,20 @@ from mlx_specprefill import InvalidRequestError
 
 from .errors import ApiError
 
-__all__ = ["SMALL", "check_model_name", "client_left", "decompress", "parse_json", "read_body", "validate"]
+__all__ = [
+    "BODY_LIMIT",
+    "SMALL",
+    "check_model_name",
+    "client_left",
+    "decompress",
+    "parse_json",
+    "read_body",
+    "validate",
+]
 
 Model = TypeVar("Model", bound=BaseModel)
 
+BODY_LIMIT = 32 << 20  # bytes
 SMALL = 1 << 16  # bytes of a body that can hold no more than the limits below allow
 MOST_VALUES = 1 << 20  # in one body; also the tokens of the longest prompt that models read today
 MOST_CONTAINERS = 1 << 16  # arrays and objects in one body: a conversation has a few per message
@@ -53,7 +63,7 @@ async def read_body(request: Request, limit: int) -> bytearray:
 
 
 def _too_large(limit: int) -> ApiError:
-    message = f"The request body is larger than {limit} bytes (MLX_SPECPREFILL_BODY_LIMIT)."
+    message = f"The request body is larger than {limit} bytes."
     return ApiError(413, message, code="request_too_large")
 
 

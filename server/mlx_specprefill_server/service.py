@@ -151,8 +151,7 @@ class Service:
         on_end = self._counted(len(jobs), identity)
         exchange = current_exchange()
         line = RunningRequest(None if exchange is None else exchange.id, identity.name, len(jobs[0].request.prompt))
-        calls, buffer = self.state.calls(), self.settings.stream_buffer
-        generation = Generation(self.engine, jobs, calls, on_end, buffer, warnings, line.saw)
+        generation = Generation(self.engine, jobs, self.state.calls(), on_end, warnings, line.saw)
         self.state.add(generation, line)
         if (patience := self.settings.queue_timeout_s) is not None:
             generation.begin_within(patience, QueueTimeoutError(patience))

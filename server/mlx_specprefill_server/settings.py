@@ -29,6 +29,7 @@ __all__ = ["ENV_PREFIX", "KeepShare", "LogFormat", "LogLevel", "Settings", "defa
 
 ENV_PREFIX = "MLX_SPECPREFILL_"
 ENGINE = EngineConfig()  # where the engine's defaults are stated
+_REMEMBERED_BYTES = 8 << 30  # of disk space, for prompts that agents begin with
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -67,12 +68,6 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     model_alias: str | None = None  # the id that /v1/models shows; default: the last part of the target's name
-    model_origin: str | None = Field(
-        default=None, description="Where the model comes from, for /v1/models. Default: as the pair's file says."
-    )
-    model_licence: str | None = Field(
-        default=None, description="What it may be used under, for /v1/models. Default: as the pair's file says."
-    )
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()
     admin_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()  # keys that see all callers'
     share_cache: bool = Field(
@@ -85,28 +80,6 @@ class Settings(BaseSettings):
     )
     max_models: int | None = Field(default=None, ge=1)  # of several, in memory at the same time
     strict_model: bool = Field(default=False, description="404 for requests that name another model.")
-    body_limit: int = Field(default=32 * 2**20, gt=0, description="Bytes of one request body.")
-    header_limit: Annotated[int, BeforeValidator(_size), Field(ge=1024)] = Field(
-        default=64 * 2**10, description="Bytes of a request's line and headers."
-    )
-    header_timeout_s: float = Field(default=10.0, gt=0, description="Seconds for the headers to arrive.")
-    body_timeout_s: float = Field(default=120.0, gt=0, description="Seconds for the body to arrive.")
-    write_timeout_s: float = Field(
-        default=300.0, gt=0, description="Seconds during which a client may read nothing of its answer."
-    )
-    max_connections: int = Field(default=1024, ge=1, description="Connections that may be open.")
-    keep_alive_s: float = Field(
-        default=5.0, gt=0, description="Seconds of silence in a stream before a keep-alive is sent."
-    )
-    progress_s: float = Field(
-        default=2.0, gt=0, description="Seconds of prefill after which a stream says how far it is, and so on."
-    )
-    stale_after_s: float = Field(
-        default=600.0, gt=0, description="Seconds without a step of the engine after which /health answers 503."
-    )
-    peer_timeout_s: float = Field(
-        default=60.0, gt=0, description="Seconds of silence after which another of several machines counts as lost."
-    )
     draft_placement: DraftPlacement = "first"  # on several ranks: the draft on rank 0, or a part of it on each
     shutdown_grace_s: float = Field(
         default=30.0, ge=0, description="Seconds that requests get to finish after SIGTERM."
@@ -120,9 +93,6 @@ class Settings(BaseSettings):
     max_requests_per_key: int | None = Field(
         default=None, ge=1, description="Requests with one API key that may be in work."
     )
-    stream_buffer: int = Field(
-        default=4096, ge=1, description="Events that may wait for a client that reads too slowly."
-    )
     log_level: LogLevel = "info"
     log_format: LogFormat = Field(default="text", description="Lines of text, or json: an object per line.")
     otel: bool = Field(
@@ -135,9 +105,6 @@ class Settings(BaseSettings):
         default=None, description="How it marks reasoning. Default: as its vocabulary and its chat template say."
     )
     allow_special_tokens: bool = False  # True: names of control tokens in messages are those tokens, not text
-    reasoning_alias: bool = Field(
-        default=False, description="Reasoning of chat answers also under vLLM's name, `reasoning`."
-    )
     temperature: float = Field(default=0.0, ge=0, le=2, description="Of requests that name none.")
     specprefill: bool = ENGINE.policy.enabled  # False: sparse only when a request asks for it
     specprefill_threshold: int | None = Field(default=None, ge=0)  # tokens; None: measured, by predicted saving
@@ -154,22 +121,16 @@ class Settings(BaseSettings):
         ge=1,
         description="Tokens of a prefill chunk: 2048 on a GPU, 128 on a CPU.",
     )
-    max_queue: int = Field(default=ENGINE.max_queue, description="Requests waiting for the engine; above that 503.")
     max_rows: int = Field(default=ENGINE.max_rows, ge=1)
     target_itl_ms: float = Field(
         default=ENGINE.slice_target_ms, gt=0
     )  # a prefill may delay running answers by this much
     memory_limit: Annotated[int, BeforeValidator(_size), Field(gt=0)] | None = None
     wired_limit: WiredLimit = ENGINE.wired_limit  # what macOS is to keep resident
-    keep_awake: bool = Field(default=True, description="Keep a Mac awake while requests are in work.")
     prefix_cache_size: Size = ENGINE.prefix_cache_bytes
     prefix_cache_dir: Path | None = None
-    prefix_cache_optional: bool = Field(
-        default=False, description="Start without the folder of prefixes where it can't be used."
-    )
     prefix_disk_size: Size = ENGINE.prefix_disk_bytes
     remember: bool = True  # system prompts and tools of agents outlive the server
-    remember_size: Size = Field(default=8 << 30, description="Disk space for remembered prompts.")
     densify: bool = ENGINE.policy.densify
     kv_bits: int | None = None
 
@@ -181,7 +142,7 @@ class Settings(BaseSettings):
     @property
     def remember_folder(self) -> Path | None:
         """Where system prompts and tools are kept, if they are; a folder for all prefixes serves for them too."""
-        kept = self.remember and self.remember_size > 0 and self.prefix_cache_dir is None
+        kept = self.remember and self.prefix_cache_dir is None
         return self.calibration_file.parent / "prompts" if kept and self.calibration_file is not None else None
 
     @model_validator(mode="after")
@@ -198,7 +159,7 @@ class Settings(BaseSettings):
             config,
             prefix_cache_dir=folder,
             prefix_cache_optional=True,
-            prefix_disk_bytes=self.remember_size,
+            prefix_disk_bytes=_REMEMBERED_BYTES,
             prefix_disk_lasting=True,
         )
 
@@ -215,14 +176,12 @@ class Settings(BaseSettings):
             ),
             speculation=SpeculationConfig(strategy=self.speculative),
             prefill_step=self.prefill_step,
-            max_queue=self.max_queue,
             max_rows=self.max_rows,
             slice_target_ms=self.target_itl_ms,
             memory_limit=self.memory_limit,
             wired_limit=self.wired_limit,
             prefix_cache_bytes=self.prefix_cache_size,
             prefix_cache_dir=self.prefix_cache_dir,
-            prefix_cache_optional=self.prefix_cache_optional,
             prefix_disk_bytes=self.prefix_disk_size,
             kv_bits=self.kv_bits,
             calibration_file=self.calibration_file,

@@ -123,7 +123,7 @@ class TestSystemd:
     def test_systemd_takes_the_file(self, calls: Path, tmp_path: Path) -> None:
         """`verify` checks the file, and with debug messages it prints what systemd has read."""
         written = tmp_path / "mlx-specprefill.service"
-        written.write_bytes(unit([*SERVE, *AWKWARD], {"MLX_SPECPREFILL_MODEL_ORIGIN": '100 % "mine" $HOME %h'}))
+        written.write_bytes(unit([*SERVE, *AWKWARD], {"MLX_SPECPREFILL_MODEL_ALIAS": '100 % "mine" $HOME %h'}))
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
         command = ["systemd-analyze", "--user", "--man=no", "verify", str(written)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -132,7 +132,7 @@ class TestSystemd:
         read = subprocess.run(command, env=noisy, capture_output=True, text=True, check=True)
         said = (line.strip().partition(": ") for line in (read.stdout + read.stderr).splitlines())
         dump = {name: value for name, _, value in said}
-        assert dump["Environment"] == 'MLX_SPECPREFILL_MODEL_ORIGIN=100 % "mine" $HOME %h'
+        assert dump["Environment"] == 'MLX_SPECPREFILL_MODEL_ALIAS=100 % "mine" $HOME %h'
         words = [word.replace("\\$", "$").replace("$$", "$") for word in shlex.split(dump["Command Line"])]
         assert words == [*SERVE, *AWKWARD]
 

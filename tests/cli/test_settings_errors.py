@@ -26,7 +26,7 @@ def serve(*options: str, **environment: str) -> Result:
         ("PORT", "abc", 'MLX_SPECPREFILL_PORT: "abc" is not a whole number'),
         ("PORT", "70000", 'MLX_SPECPREFILL_PORT: "70000" has to be 65535 or less'),
         ("TEMPERATURE", "warm", 'MLX_SPECPREFILL_TEMPERATURE: "warm" is not a number'),
-        ("BODY_LIMIT", "0", 'MLX_SPECPREFILL_BODY_LIMIT: "0" has to be above 0'),
+        ("REQUEST_TIMEOUT_S", "0", 'MLX_SPECPREFILL_REQUEST_TIMEOUT_S: "0" has to be above 0'),
         ("OTEL", "perhaps", 'MLX_SPECPREFILL_OTEL: "perhaps" is neither true nor false'),
         ("RULE", "mine", "MLX_SPECPREFILL_RULE: \"mine\" has to be one of 'default' or 'paper'"),
         ("MEMORY_LIMIT", "much", "MLX_SPECPREFILL_MEMORY_LIMIT: a size such as 512MB or 2GB is expected, got 'much'"),

@@ -22,7 +22,14 @@ from ..waiting import eventually
 from .packages import PACKAGES, connect
 
 KEY = "geheim"
-CHATTY = {"MLX_SPECPREFILL_KEEP_ALIVE_S": "0.005", "MLX_SPECPREFILL_PROGRESS_S": "0.001"}
+CHATTY = """
+from mlx_specprefill_server import report
+from mlx_specprefill_server.cli import main
+from mlx_specprefill_server.generating import generation
+
+generation.KEEP_ALIVE_S, report.PROGRESS_S = 0.005, 0.001
+main()
+"""
 EMPTY = {"claude": "{}\n", "cline": "{}\n"}
 ALL = pytest.mark.parametrize("agent", PACKAGES)
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]  # the download, and a busy machine
@@ -38,7 +45,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Flavo
             folder = tmp_path_factory.mktemp(f"chatty-{flavour}")
             model = save_scripted(folder / "model", flavour)
             options = ("--model-alias", "scripted", "--api-key", KEY, "--prefill-step", "64")
-            return servers.enter_context(start(folder / "log", model, None, *options, settings=CHATTY))
+            return servers.enter_context(start(folder / "log", model, None, *options, program=("-c", CHATTY)))
 
         yield serve
 

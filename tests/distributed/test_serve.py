@@ -39,7 +39,6 @@ def served(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes
     environment |= {
         "MLX_SPECPREFILL_CALIBRATION_FILE": str(folder / "costs.json"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")]),
-        "MLX_SPECPREFILL_PEER_TIMEOUT_S": "30",
         "OPENBLAS_NUM_THREADS": "1",
     }
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:

@@ -72,10 +72,6 @@ def test_a_prefix_folder_that_cannot_be_used(tmp_path: Path) -> None:
     options = ("--prefix-cache-dir", str(tmp_path / "taken"))
     said = refused(tmp_path / "log", *options)
     assert "the prefix cache folder can't be used: " in said
-    assert "MLX_SPECPREFILL_PREFIX_CACHE_OPTIONAL=1 goes on without it" in said
-    optional = {"MLX_SPECPREFILL_PREFIX_CACHE_OPTIONAL": "1"}
-    with start(tmp_path / "log", *PAIR, *KNOWN, *options, settings=optional) as server:
-        assert server.health()["status"] == "ok"
 
 
 def few_files(hard: int) -> Callable[[], None]:

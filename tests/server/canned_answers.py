@@ -38,7 +38,7 @@ class Given:
     def __init__(self, deltas: Sequence[AnswerDelta]) -> None:
         self._deltas = deltas
 
-    async def stream(self, idle_after: float) -> AsyncIterator[tuple[int, AnswerDelta]]:
+    async def stream(self) -> AsyncIterator[tuple[int, AnswerDelta]]:
         for delta in self._deltas:
             yield 0, delta
 

@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill_server.app import Server, create_app, make_server
+from mlx_specprefill_server.connections import MAX_CONNECTIONS
 from mlx_specprefill_server.settings import Settings
 
 from .fakes import FakeEngine
@@ -50,9 +51,9 @@ def live(engine: FakeEngine) -> Iterator[Callable[..., Any]]:
 def _live(engine: FakeEngine) -> Iterator[Callable[..., tuple[str, Server]]]:
     running: list[tuple[Server, threading.Thread]] = []
 
-    def start(**settings: Any) -> tuple[str, Server]:
+    def start(connections: int = MAX_CONNECTIONS, **settings: Any) -> tuple[str, Server]:
         given = Settings(port=0, **settings)
-        server = make_server(create_app(engine, given), given)
+        server = make_server(create_app(engine, given), given, connections)
         thread = threading.Thread(target=server.run)
         thread.start()
         running.append((server, thread))

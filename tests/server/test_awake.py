@@ -31,7 +31,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_one_program_runs_from_the_first_request_to_the_last(log: Path) -> None:
-    keeper = Awake(True)
+    keeper = Awake()
     keeper.note(False)
     assert keeper._process is None
     for _ in range(3):
@@ -47,12 +47,9 @@ def test_one_program_runs_from_the_first_request_to_the_last(log: Path) -> None:
     assert keeper._process is None
 
 
-@pytest.mark.parametrize(("wanted", "platform"), [(False, "darwin"), (True, "linux")])
-def test_it_is_off_on_request_and_on_other_systems(
-    log: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool, platform: str
-) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    keeper = Awake(wanted)
+def test_other_systems_have_no_such_program(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    keeper = Awake()
     keeper.note(True)
     assert keeper._process is None
     assert not log.exists()

@@ -9,6 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
 from mlx_specprefill import SPECULATION_NAMES, Failed, InvalidRequestError, Progress
+from mlx_specprefill_server import deps
 
 from .conftest import client_of, events
 from .fakes import FakeEngine, FakePair, account, byte_tokenizer, comparable
@@ -548,8 +549,9 @@ def test_bodies_that_are_not_json_objects(client: TestClient, body: bytes) -> No
     assert answer.json()["error"]["code"] == "invalid_json"
 
 
-def test_large_bodies_are_refused(engine: FakeEngine) -> None:
-    client = client_of(engine, body_limit=1000)
+def test_large_bodies_are_refused(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deps, "BODY_LIMIT", 1000)
+    client = client_of(engine)
     answer = client.post(URL, json={"messages": [{"role": "user", "content": "x" * 2000}]})
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"

@@ -169,13 +169,6 @@ def test_reasoning(client: TestClient, engine: FakeEngine) -> None:
     assert not any("reasoning" in choice["delta"] for chunk in chunks[:-1] for choice in chunk["choices"])
 
 
-def test_reasoning_under_both_names(engine: FakeEngine) -> None:
-    engine.says("<think>Hm.</think>Yes.")
-    client = client_of(engine, reasoning_alias=True)
-    message = ask(client)["choices"][0]["message"]
-    assert message["reasoning"] == message["reasoning_content"] == "Hm."
-
-
 def test_logprobs_are_those_of_the_visible_text(client: TestClient, engine: FakeEngine) -> None:
     engine.says("<think>Hm.</think>Yes.")
     content = ask(client, logprobs=True)["choices"][0]["logprobs"]["content"]

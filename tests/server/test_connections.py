@@ -14,6 +14,7 @@ import pytest
 
 from mlx_specprefill_server import connections
 from mlx_specprefill_server.connections import RESERVED, DescriptorsError, raise_open_files_limit
+from mlx_specprefill_server.generating import generation
 
 from ..waiting import eventually
 from .fakes import FakeEngine
@@ -51,9 +52,10 @@ def healthy(base: str) -> bool:
     return httpx.get(f"{base}/health", timeout=60).status_code == 200
 
 
-def test_silent_connections_close_the_server_to_nobody(live: Any, dial: Any) -> None:
+def test_silent_connections_close_the_server_to_nobody(live: Any, dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than there may be connections, and none of them given up for its silence yet."""
-    base, server = live(max_connections=50, header_timeout_s=1000, **KEY)
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 1000)
+    base, server = live(connections=50, **KEY)
     for _ in range(200):
         dial(base)
     assert eventually(lambda: len(server.server_state.connections) <= 51)
@@ -65,7 +67,7 @@ def test_silent_connections_close_the_server_to_nobody(live: Any, dial: Any) -> 
 def test_connections_with_requests_in_work_are_never_closed_for_new_ones(live: Any, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [release, *engine.tokens("end")]
-    base, _ = live(max_connections=2)
+    base, _ = live(connections=2)
     answers: list[httpx.Response] = []
     threads = [
         threading.Thread(target=lambda: answers.append(httpx.post(base + CHAT, content=BODY, timeout=60)))
@@ -94,8 +96,12 @@ def test_connections_with_requests_in_work_are_never_closed_for_new_ones(live: A
     ],
     ids=["silent", "headers", "body", "second request"],
 )
-def test_what_does_not_come_is_not_awaited_for_ever(live: Any, dial: Any, sent: bytes, status: bytes) -> None:
-    base, _ = live(header_timeout_s=0.5, body_timeout_s=0.5, **KEY)
+def test_what_does_not_come_is_not_awaited_for_ever(
+    live: Any, dial: Any, sent: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.5)
+    base, _ = live(**KEY)
     connection = dial(base)
     connection.sendall(sent)
     answer = everything(connection)
@@ -104,8 +110,9 @@ def test_what_does_not_come_is_not_awaited_for_ever(live: Any, dial: Any, sent: 
     assert healthy(base)
 
 
-def test_a_byte_now_and_then_is_no_headers(live: Any, dial: Any) -> None:
-    base, _ = live(header_timeout_s=0.5)
+def test_a_byte_now_and_then_is_no_headers(live: Any, dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
+    base, _ = live()
     connection = dial(base)
     connection.settimeout(0.05)
     answer = b""
@@ -123,10 +130,13 @@ def test_a_byte_now_and_then_is_no_headers(live: Any, dial: Any) -> None:
     assert answer.startswith((b"", b"HTTP/1.1 408 "))
 
 
-def test_the_beginning_of_a_next_request_leaves_the_answer_alone(live: Any, dial: Any, engine: FakeEngine) -> None:
+def test_the_beginning_of_a_next_request_leaves_the_answer_alone(
+    live: Any, dial: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.2)
     release = threading.Event()
     engine.script = lambda request: [release, *engine.tokens("end")]
-    base, _ = live(header_timeout_s=0.2)
+    base, _ = live()
     connection = dial(base)
     connection.sendall(b"POST %s HTTP/1.1\r\nhost: localhost\r\n" % CHAT.encode())
     connection.sendall(b"content-length: %d\r\n\r\n%sGET /he" % (len(BODY), BODY))
@@ -161,20 +171,26 @@ def test_many_headers_of_a_usual_size_are_taken(live: Any) -> None:
         assert [client.post(CHAT, content=BODY).status_code for _ in range(5)] == [200] * 5
 
 
-def test_a_long_answer_may_take_longer_than_its_request(live: Any, engine: FakeEngine) -> None:
+def test_a_long_answer_may_take_longer_than_its_request(
+    live: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.2)
     release = threading.Event()
     engine.script = lambda request: [release, *engine.tokens("end")]
-    base, _ = live(header_timeout_s=0.2, body_timeout_s=0.2)
+    base, _ = live()
     threading.Timer(1.0, release.set).start()
     assert httpx.post(base + CHAT, content=BODY, timeout=60).status_code == 200
 
 
 def test_nobody_who_reads_nothing_keeps_a_connection(
-    live: Any, dial: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    live: Any, dial: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connections, "WRITE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(generation, "STREAM_BUFFER", 1 << 20)
     engine.script = lambda request: [*engine.tokens("x" * 60_000, end=False)]
     engine.pair.context_length = 1 << 20
-    base, server = live(write_timeout_s=0.5, stream_buffer=1 << 20)
+    base, server = live()
     connection = dial(base)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     body = BODY[:-1] + b', "stream": true}'

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from mlx_specprefill import Progress
+from mlx_specprefill_server.generating import generation
 
 from .canned_answers import named_events
 from .fakes import FakeEngine
@@ -95,7 +96,10 @@ def test_the_first_events_precede_all_work(live: Any, engine: FakeEngine, endpoi
 
 
 @BOTH
-def test_silence_is_filled_while_queued_and_while_working(live: Any, engine: FakeEngine, endpoint: Endpoint) -> None:
+def test_silence_is_filled_while_queued_and_while_working(
+    live: Any, engine: FakeEngine, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.1)
     release = threading.Event()
 
     def script(request: Any) -> Any:
@@ -107,7 +111,7 @@ def test_silence_is_filled_while_queued_and_while_working(live: Any, engine: Fak
         yield from engine.tokens("end")
 
     engine.script = script
-    base, _ = live(keep_alive_s=0.1)
+    base, _ = live()
     alive = 0
     with streaming(base, endpoint), streaming(base, endpoint) as queued:
         lines = []
@@ -122,8 +126,11 @@ def test_silence_is_filled_while_queued_and_while_working(live: Any, engine: Fak
 
 
 @BOTH
-def test_silence_is_filled_while_text_is_held_back(live: Any, engine: FakeEngine, endpoint: Endpoint) -> None:
+def test_silence_is_filled_while_text_is_held_back(
+    live: Any, engine: FakeEngine, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may still become a call. Each token is news to the server, but not to the client."""
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.1)
     held = '<tool_call>\n{"name": "' + 25 * "x"
 
     def script(request: Any) -> Any:
@@ -132,7 +139,7 @@ def test_silence_is_filled_while_text_is_held_back(live: Any, engine: FakeEngine
             yield token
 
     engine.script = script
-    base, _ = live(keep_alive_s=0.1)
+    base, _ = live()
     tool = {"type": "function", "name": "read", "parameters": {}}
     if endpoint is MESSAGES:
         tool = {"name": "read", "input_schema": {}}

@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill import InvalidRequestError, SparseUnsupportedError
+from mlx_specprefill_server import deps
 
 from .conftest import client_of
 from .fakes import FakeEngine
@@ -84,8 +85,9 @@ def test_an_inspection_that_fails_is_the_requests_own_failure(client: TestClient
     assert client.post(PATH, json={"prompt": "a"}).status_code == 200
 
 
-def test_a_body_above_the_limit_is_refused(engine: FakeEngine) -> None:
-    assert client_of(engine, body_limit=100).post(PATH, json={"prompt": "a" * 200}).status_code == 413
+def test_a_body_above_the_limit_is_refused(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deps, "BODY_LIMIT", 100)
+    assert client_of(engine).post(PATH, json={"prompt": "a" * 200}).status_code == 413
 
 
 def test_a_client_that_leaves_ends_the_inspection(engine: FakeEngine, live: Any) -> None:

@@ -14,6 +14,8 @@ import openai
 import pytest
 
 from mlx_specprefill import Progress, TokenEvent
+from mlx_specprefill_server import deps
+from mlx_specprefill_server.generating import generation
 
 from .conftest import events
 from .fakes import FakeEngine
@@ -88,9 +90,12 @@ def test_the_first_event_precedes_all_work(live: Any, engine: FakeEngine) -> Non
         assert "data: [DONE]" in list(lines)
 
 
-def test_silence_is_filled_while_queued_and_while_working(live: Any, engine: FakeEngine) -> None:
+def test_silence_is_filled_while_queued_and_while_working(
+    live: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.1)
     release = hang(engine)
-    base, _ = live(keep_alive_s=0.1)
+    base, _ = live()
     comments = 0
     with (
         httpx.stream("POST", base + CHAT, json={"messages": HI, "stream": True}, timeout=60),
@@ -106,7 +111,10 @@ def test_silence_is_filled_while_queued_and_while_working(live: Any, engine: Fak
     assert events("\n".join(lines) + "\n")[-1] == "[DONE]"
 
 
-def test_progress_that_nobody_asked_for_is_silence(live: Any, engine: FakeEngine) -> None:
+def test_progress_that_nobody_asked_for_is_silence(
+    live: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.2)
     heard = threading.Event()
 
     def script(request: Any) -> Any:
@@ -118,7 +126,7 @@ def test_progress_that_nobody_asked_for_is_silence(live: Any, engine: FakeEngine
         yield from engine.tokens("end")
 
     engine.script = script
-    base, _ = live(keep_alive_s=0.2)
+    base, _ = live()
     comments = 0
     with httpx.stream("POST", base + CHAT, json={"messages": HI, "stream": True}, timeout=60) as answer:
         for line in answer.iter_lines():
@@ -174,9 +182,10 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(live: Any, engine: FakeE
     assert len(engine.requests) == 1
 
 
-def test_a_dead_engine_ends_what_waits_for_it(live: Any, engine: FakeEngine) -> None:
+def test_a_dead_engine_ends_what_waits_for_it(live: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.1)
     hang(engine)
-    base, _ = live(keep_alive_s=0.1)
+    base, _ = live()
     engine.alive = False
     streamed = httpx.post(base + CHAT, json={"messages": HI, "stream": True}, timeout=60)
     chunks = events(streamed.text)
@@ -230,8 +239,11 @@ def test_shutdown_does_not_wait_for_a_long_step(live: Any, engine: FakeEngine) -
     release.set()
 
 
-def test_a_body_over_the_limit_is_refused_while_it_is_sent(live: Any, engine: FakeEngine) -> None:
-    base, _ = live(body_limit=100_000)
+def test_a_body_over_the_limit_is_refused_while_it_is_sent(
+    live: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deps, "BODY_LIMIT", 100_000)
+    base, _ = live()
     answer = httpx.post(base + CHAT, content=b"x" * 5_000_000, timeout=60)
     assert answer.status_code == 413
     chunked = httpx.post(base + CHAT, content=(b"x" * 50_000 for _ in range(50)), timeout=60)

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from mlx_specprefill import Failed, InvalidRequestError, Progress
+from mlx_specprefill_server import deps
 from mlx_specprefill_server.anthropic import messages as endpoint
 from mlx_specprefill_server.anthropic.messages import MessageAnswer
 from mlx_specprefill_server.anthropic.schemas import MessagesRequest
@@ -461,11 +462,12 @@ def test_bad_input(client: TestClient, engine: FakeEngine, fields: dict[str, Any
     assert not engine.requests
 
 
-def test_a_body_that_is_no_json(client: TestClient) -> None:
+def test_a_body_that_is_no_json(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deps, "BODY_LIMIT", 10)
     answer = client.post(URL, content=b"{")
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
-    large = client_of(FakeEngine(), body_limit=10).post(URL, content=b"x" * 11)
+    large = client.post(URL, content=b"x" * 11)
     assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
     wrong = client.get(URL)
     assert (wrong.status_code, wrong.json()["type"]) == (405, "error")

@@ -41,13 +41,6 @@ def test_a_draft_with_another_tokenizer_says_so(engine: FakeEngine) -> None:
     assert model["draft_tokenizer"] == {"kind": "mapped by text", "aligned": 0.999512}
 
 
-def test_a_named_pair_tells_its_origin_and_licence(engine: FakeEngine) -> None:
-    shown = client_of(engine, model_origin="a maker", model_licence="Apache-2.0").get("/v1/models").json()["data"][0]
-    assert (shown["origin"], shown["licence"]) == ("a maker", "Apache-2.0")
-    unnamed = client_of(engine).get("/v1/models").json()["data"][0]
-    assert (unnamed["origin"], unnamed["licence"]) == (None, None)
-
-
 def test_an_unknown_model(client: TestClient) -> None:
     answer = client.get("/v1/models/org/other")
     assert answer.status_code == 404

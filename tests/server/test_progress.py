@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from mlx_specprefill import Progress
+from mlx_specprefill_server import report
 from mlx_specprefill_server.report import ProgressTeller
 
 from .canned_answers import named_events
@@ -56,9 +57,10 @@ def told(text: str) -> list[dict[str, Any]]:
 
 
 @ALL
-def test_a_long_prefill_is_told(live: Any, engine: FakeEngine, path: str) -> None:
+def test_a_long_prefill_is_told(live: Any, engine: FakeEngine, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "PROGRESS_S", 0.15)
     engine.script = steps(engine, 1.0)
-    base, _ = live(progress_s=0.15)
+    base, _ = live()
     reports = told(streamed(base, path))
     assert 2 <= len(reports) <= 6
     assert all(set(report) == FIELDS for report in reports)
@@ -83,9 +85,10 @@ def test_every_step_is_told_on_request(live: Any, engine: FakeEngine, path: str)
     assert ": progress" not in text
 
 
-def test_the_sdks_skip_it(live: Any, engine: FakeEngine) -> None:
+def test_the_sdks_skip_it(live: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "PROGRESS_S", 0.05)
     engine.script = steps(engine, 0.3)
-    base, _ = live(progress_s=0.05)
+    base, _ = live()
     with openai.OpenAI(base_url=f"{base}/v1", api_key="k", max_retries=0) as client:
         chunks = client.chat.completions.create(model="m", messages=HI, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello"
@@ -102,7 +105,7 @@ def test_the_sdks_skip_it(live: Any, engine: FakeEngine) -> None:
 
 def test_the_time_begins_with_the_prefill_and_not_in_the_queue() -> None:
     times = (60.0, 61.0, 62.5, 63.0, 64.4, 64.5)
-    teller = ProgressTeller(2.0, clock=iter((0.0, *times)).__next__)
+    teller = ProgressTeller(clock=iter((0.0, *times)).__next__)
     seen = []
     for done in range(0, 10 * len(times), 10):
         report = teller.tell(Progress("draft", done, 100, 0))
@@ -111,7 +114,7 @@ def test_the_time_begins_with_the_prefill_and_not_in_the_queue() -> None:
 
 
 def test_nothing_is_told_before_the_share_of_the_cache_is_known() -> None:
-    teller = ProgressTeller(1e-9, asked=True)
+    teller = ProgressTeller(asked=True)
     assert teller.tell(Progress("prefill", 5, 10)) is None
     report = teller.tell(Progress("prefill", 5, 10, 2))
     assert report is not None

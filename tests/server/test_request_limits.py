@@ -14,6 +14,7 @@ import pytest
 
 from mlx_specprefill_server import app
 from mlx_specprefill_server.app import Server
+from mlx_specprefill_server.generating import generation
 from mlx_specprefill_server.settings import Settings
 from mlx_specprefill_server.sockets import bound_sockets
 
@@ -225,8 +226,9 @@ def test_a_key_has_so_many_requests_in_work(live: Any, engine: FakeEngine) -> No
 
 
 def test_a_client_that_does_not_read_loses_its_answer(
-    live: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    live: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(generation, "STREAM_BUFFER", 100)
     made = []
 
     def script(request: Any) -> Any:
@@ -236,7 +238,7 @@ def test_a_client_that_does_not_read_loses_its_answer(
 
     engine.script = script
     engine.pair.context_length = 1 << 22
-    base, _ = live(stream_buffer=100)
+    base, _ = live()
     host, port = base.removeprefix("http://").split(":")
     body = b'{"messages": [{"role": "user", "content": "Hi"}], "stream": true}'
     with socket.create_connection((host, int(port))) as connection:

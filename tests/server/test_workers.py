@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from mlx_specprefill_server.prompting.prompt import WORKERS, PromptBuilder, Workers
+from mlx_specprefill_server.routes import health
 
 from ..waiting import eventually
 from .conftest import client_of
@@ -74,8 +75,11 @@ def test_a_prompt_whose_client_left_is_never_begun(live: Any, blocked: Any) -> N
     assert not [text for text in begun if "Hi" in text]
 
 
-def test_a_prompt_that_never_ends_shows_in_health(engine: FakeEngine, blocked: Any) -> None:
-    client = client_of(engine, stale_after_s=0.2)
+def test_a_prompt_that_never_ends_shows_in_health(
+    engine: FakeEngine, blocked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "STALE_AFTER_S", 0.2)
+    client = client_of(engine)
     thread = threading.Thread(target=client.post, args=("/tokenize",), kwargs={"json": {"messages": [*HI, stuck()]}})
     assert client.get("/health").status_code == 200
     thread.start()

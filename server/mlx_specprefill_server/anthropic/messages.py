@@ -30,7 +30,6 @@ __all__ = ["conversation_of", "router"]
 router = APIRouter()
 
 PING = named_event({"type": "ping"})
-PING_AFTER_S = 10.0
 # Claude Code gives up after 300 s in which it saw neither content nor, in older versions, anything but pings.
 STIR_AFTER_S = 120.0
 
@@ -94,8 +93,7 @@ class MessageAnswer:
 
     def __init__(self, service: Service, body: MessagesRequest, generation: Generation) -> None:
         self._generation = generation
-        self._ping_after = min(service.settings.keep_alive_s, PING_AFTER_S)
-        self._progress = ProgressTeller(service.settings.progress_s, body.return_progress)
+        self._progress = ProgressTeller(body.return_progress)
         self._thinks = service.format.think is not None
         self._writer = BlockWriter()
         self._report = Report(generation.prompt_tokens, warnings=generation.warnings)
@@ -113,7 +111,7 @@ class MessageAnswer:
             SpecPrefillError: the engine failed or was stopped.
         """
         stop: dict[str, Any] = {}
-        async for _, delta in self._generation.stream(self._ping_after):
+        async for _, delta in self._generation.stream():
             for _ in self._written(delta):
                 pass
             if isinstance(delta, AnswerDone):
@@ -127,7 +125,7 @@ class MessageAnswer:
         yield named_event({"type": "message_start", "message": {**self._head, **empty}})
         yield PING
         content_at = monotonic()
-        async for _, delta in self._generation.stream(self._ping_after):
+        async for _, delta in self._generation.stream():
             if isinstance(delta, Progress) and (told := self._progress.tell(delta)) is not None:
                 yield named_event({"type": "ping", "prompt_progress": told})
             events = list(self._written(delta))

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 LAUNCHED_VARIABLE = f"{ENV_PREFIX}LAUNCHED"
 KEY_VARIABLE = f"{ENV_PREFIX}RANK_KEY"
 _SECRET = (f"{ENV_PREFIX}API_KEYS", f"{ENV_PREFIX}ADMIN_KEYS")  # no command line may show them
+_PEER_TIMEOUT_S = 60.0  # of silence, after which another machine counts as lost
 _ASKS = {signal.SIGTERM: b"end\n", signal.SIGINT: b"stop\n"}  # what the launcher passes on to the ranks
 
 
@@ -119,7 +120,7 @@ def join(settings: Settings) -> Ranks | None:
     # What each machine may have for itself: paths, and how much memory there is.
     config = replace(settings.engine_config(), prefix_cache_dir=None, calibration_file=None, memory_limit=None)
     same = {"engine settings": str(config), "draft placement": settings.draft_placement}
-    return join_ranks(settings.peer_timeout_s, same)
+    return join_ranks(_PEER_TIMEOUT_S, same)
 
 
 def end_together(ranks: Ranks) -> None:

@@ -35,9 +35,12 @@ from mlx_specprefill import (
 from ..deltas import AnswerDelta, AnswerDone, Idle
 from .reader import AnswerReader
 
-__all__ = ["EngineLike", "Generation", "Handle", "IdleTimer", "Job", "LoopCalls", "Outcome", "SlowReaderError"]
+__all__ = ["EngineLike", "Generation", "Handle", "Job", "LoopCalls", "Outcome", "SlowReaderError"]
 
 logger = logging.getLogger(__name__)
+
+STREAM_BUFFER = 4096  # events that may wait for a client; beyond it its answers are given up
+KEEP_ALIVE_S = 5.0
 
 
 class SlowReaderError(EngineError):
@@ -45,8 +48,8 @@ class SlowReaderError(EngineError):
 
     def __init__(self, buffer: int) -> None:
         super().__init__(
-            f"The client has read too slowly: {buffer} events were waiting for it (MLX_SPECPREFILL_STREAM_BUFFER), so "
-            "the answer was stopped. Read the stream without pauses, or raise that setting."
+            f"The client has read too slowly: {buffer} events were waiting for it, so the answer was "
+            "stopped. Read the stream without pauses."
         )
 
 
@@ -96,7 +99,6 @@ class Generation:
         jobs: Sequence[Job],
         calls: LoopCalls,
         on_end: Callable[[Outcome], None] = lambda _: None,
-        buffer: int = 1 << 20,
         warnings: Sequence[str] = (),
         saw: Callable[[Event], None] = lambda _: None,
     ) -> None:
@@ -106,7 +108,6 @@ class Generation:
             calls: to the running loop.
             saw: called with every event as it arrives, whether or not its reader is there yet.
             on_end: called with every answer's outcome, before the answer's end is streamed.
-            buffer: events that may wait for a reader; beyond it the answers are given up.
 
         Raises:
             InvalidRequestError, EngineClosedError: as `Engine.submit`.
@@ -115,7 +116,7 @@ class Generation:
         self._jobs = jobs
         self._on_end = on_end
         self._calls = calls
-        self._buffer = buffer
+        self._buffer = STREAM_BUFFER
         self.warnings = warnings
         self._saw = saw
         self._closed = False
@@ -185,13 +186,12 @@ class Generation:
         for index in self._open:
             self._loop.call_later(patience, self._put, (index, end))
 
-    async def stream(self, idle_after: float) -> AsyncIterator[tuple[int, AnswerDelta]]:
+    async def stream(self) -> AsyncIterator[tuple[int, AnswerDelta]]:
         """Every answer's deltas with its number as they come; each ends with one AnswerDone, also if the engine dies.
 
-        Args:
-            idle_after: seconds without a delta, Progress aside, before an Idle comes. Most clients see no Progress.
+        An Idle comes after KEEP_ALIVE_S without a delta, Progress aside: most clients see no Progress.
         """
-        idle = IdleTimer(self._loop, idle_after, self._nothing_came)
+        idle = IdleTimer(self._loop, KEEP_ALIVE_S, self._nothing_came)
         try:
             while self._open:
                 item = await self._next()

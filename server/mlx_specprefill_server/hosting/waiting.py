@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..errors import ANTHROPIC_PATH, error_response
-from ..report import DONE, EVENT_STREAM_HEADERS, comment, data_event, named_event
+from ..report import DONE, EVENT_STREAM_HEADERS, PROGRESS_S, comment, data_event, named_event
 from ..request_body import client_left
 from ..service import current_deadline
 from .entry import Entry
@@ -62,14 +62,13 @@ class _LoadingStream(Response):
         """False: there is nothing more to do."""
         loading = asyncio.create_task(self._models.loaded(self._entry))
         leaving = asyncio.create_task(client_left(receive))
-        settings = self._models.state.settings
-        deadline, every = current_deadline(), min(settings.progress_s, settings.keep_alive_s)
+        deadline = current_deadline()
         try:
             while not (loading.done() or leaving.done()):
                 if deadline is not None and asyncio.get_running_loop().time() >= deadline[0]:
                     raise deadline[1]
                 await send(_body(self._sign_of_life()))
-                await asyncio.wait((loading, leaving), timeout=every, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((loading, leaving), timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
             return loading.done()

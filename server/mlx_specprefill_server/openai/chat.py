@@ -81,13 +81,11 @@ class ChatAnswer:
         self._generation = generation
         self._body = body
         self._vocabulary = service.vocabulary if body.logprobs else None
-        self._reasoning = ("reasoning_content", "reasoning")[: 1 + service.settings.reasoning_alias]
-        self._keep_alive = service.settings.keep_alive_s
-        self._progress = ProgressTeller(service.settings.progress_s, body.return_progress)
+        self._progress = ProgressTeller(body.return_progress)
         self._report = Report(generation.prompt_tokens, body.n, copies=body.n, warnings=generation.warnings)
         self._calls = [0] * body.n  # that each stream has begun
         self._bare = not (body.logprobs or body.return_token_ids or body.timings_per_token)  # chunks say text alone
-        self._texts: dict[tuple[int, tuple[str, ...]], TextEvents] = {}
+        self._texts: dict[tuple[int, str], TextEvents] = {}
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:
@@ -96,8 +94,8 @@ class ChatAnswer:
         Raises:
             SpecPrefillError: the engine failed on one of them or was stopped.
         """
-        choices = [_Choice(i, self._reasoning, self._vocabulary) for i in range(self._body.n)]
-        async for index, delta in self._generation.stream(self._keep_alive):
+        choices = [_Choice(i, self._vocabulary) for i in range(self._body.n)]
+        async for index, delta in self._generation.stream():
             choices[index].add(delta)
             if isinstance(delta, AnswerDone):
                 self._report.add(delta, index)
@@ -114,12 +112,12 @@ class ChatAnswer:
         timings = LiveTimings(self._generation.prompt_tokens, started)
         for index in range(self._body.n):
             yield self._chunk(index, {"role": "assistant", "content": ""}, **({} if index else self._prompt_ids()))
-        async for index, delta in self._generation.stream(self._keep_alive):
+        async for index, delta in self._generation.stream():
             match delta:
                 case TextDelta() if self._bare:
                     yield self._text_events(index, "content").of(delta.text)
                 case ReasoningDelta() if self._bare:
-                    yield self._text_events(index, *self._reasoning).of(delta.text)
+                    yield self._text_events(index, "reasoning_content").of(delta.text)
                 case Idle():
                     yield KEEP_ALIVE
                 case Progress():
@@ -135,12 +133,12 @@ class ChatAnswer:
                         yield self._chunk(index, fields, self._logprobs(delta), **self._timed(timings))
         yield DONE
 
-    def _text_events(self, index: int, *names: str) -> TextEvents:
-        """The chunks of an answer that give its next text these names."""
-        known = self._texts.get((index, names))
+    def _text_events(self, index: int, name: str) -> TextEvents:
+        """The chunks of an answer that give its next text this name."""
+        known = self._texts.get((index, name))
         if known is None:
-            known = TextEvents(lambda text: self._chunk(index, dict.fromkeys(names, text)))
-            self._texts[index, names] = known
+            known = TextEvents(lambda text: self._chunk(index, {name: text}))
+            self._texts[index, name] = known
         return known
 
     def _timed(self, timings: LiveTimings) -> dict[str, Any]:
@@ -159,7 +157,7 @@ class ChatAnswer:
             case TextDelta():
                 yield {"content": delta.text}
             case ReasoningDelta():
-                yield dict.fromkeys(self._reasoning, delta.text)
+                yield {"reasoning_content": delta.text}
             case CallStart():
                 function = {"name": delta.name, "arguments": ""}
                 number, self._calls[index] = self._calls[index], self._calls[index] + 1
@@ -197,9 +195,8 @@ class ChatAnswer:
 class _Choice:
     """One answer, put together from its deltas."""
 
-    def __init__(self, index: int, reasoning_names: Sequence[str], vocabulary: Vocabulary | None) -> None:
+    def __init__(self, index: int, vocabulary: Vocabulary | None) -> None:
         self._index = index
-        self._names = reasoning_names
         self._vocabulary = vocabulary
         self._texts: list[str] = []
         self._reasoning: list[str] = []
@@ -228,7 +225,7 @@ class _Choice:
         shown = None if self._calls and not content else content
         message: dict[str, Any] = {"role": "assistant", "content": shown, "refusal": None}
         if self._reasoning:
-            message |= dict.fromkeys(self._names, "".join(self._reasoning))
+            message["reasoning_content"] = "".join(self._reasoning)
         if self._calls:
             message["tool_calls"] = self._calls
         logprobs = _logprobs(self._vocabulary, self._tokens)

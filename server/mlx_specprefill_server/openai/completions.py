@@ -156,8 +156,7 @@ class CompletionAnswer:
     def __init__(self, service: Service, body: CompletionRequest, jobs: Sequence[Job], generation: Generation) -> None:
         self._generation = generation
         self._vocabulary = service.vocabulary
-        self._keep_alive = service.settings.keep_alive_s
-        self._progress = ProgressTeller(service.settings.progress_s, body.return_progress)
+        self._progress = ProgressTeller(body.return_progress)
         self._body = body
         texts = [text if isinstance(text, str) else self._vocabulary.decode(text) for text in body.prompt]
         self._choices = [
@@ -173,7 +172,7 @@ class CompletionAnswer:
         Raises:
             SpecPrefillError: the engine failed on one of them or was stopped.
         """
-        async for index, delta in self._generation.stream(self._keep_alive):
+        async for index, delta in self._generation.stream():
             for choice, text, logprobs, tokens in self._written(index, delta):
                 choice.text += text
                 choice.token_ids += tokens
@@ -194,7 +193,7 @@ class CompletionAnswer:
         self._envelope = replace(self._envelope, null_usage=self._body.stream_options.include_usage)
         for choice in self._choices:
             yield self._chunk(choice, "", None, (), choice.prompt)
-        async for index, delta in self._generation.stream(self._keep_alive):
+        async for index, delta in self._generation.stream():
             for written in self._written(index, delta):
                 yield self._chunk(*written)
             match delta:

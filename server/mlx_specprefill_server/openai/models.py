@@ -84,8 +84,6 @@ def _model(models: Models, entry: Entry) -> dict[str, Any]:
         "created": started,
         "created_at": datetime.fromtimestamp(started, UTC).isoformat(),
         "owned_by": "mlx-specprefill",
-        "origin": entry.settings.model_origin,
-        "licence": entry.settings.model_licence,
         "rule": entry.settings.rule,
         "state": entry.state,
         "error": entry.error,

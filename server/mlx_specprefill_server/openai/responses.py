@@ -31,8 +31,6 @@ __all__ = ["conversation_of", "router"]
 
 router = APIRouter()
 
-KEEP_ALIVE_S = 10.0  # at most: Codex counts only data events as life
-
 BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))]
 
 
@@ -83,8 +81,7 @@ class ResponsesAnswer:
     def __init__(self, service: Service, body: ResponsesRequest, tools: Tools, generation: Generation) -> None:
         self._generation = generation
         self._body = body
-        self._keep_alive = min(service.settings.keep_alive_s, KEEP_ALIVE_S)
-        self._progress = ProgressTeller(service.settings.progress_s, body.return_progress)
+        self._progress = ProgressTeller(body.return_progress)
         self._vocabulary = service.vocabulary
         self._writer = ItemWriter(self._scored, tools.namespaces)
         self._report = Report(generation.prompt_tokens, warnings=generation.warnings)
@@ -97,7 +94,7 @@ class ResponsesAnswer:
         Raises:
             SpecPrefillError: the engine failed or was stopped.
         """
-        async for _, delta in self._generation.stream(self._keep_alive):
+        async for _, delta in self._generation.stream():
             for _ in self._written(delta):
                 pass
         self._report.raise_error()
@@ -107,7 +104,7 @@ class ResponsesAnswer:
         """The response as it is made. The first events go out before the engine has done anything."""
         yield self._event({"type": "response.created", "response": self._response})
         yield self._in_progress()
-        async for _, delta in self._generation.stream(self._keep_alive):
+        async for _, delta in self._generation.stream():
             match delta:
                 case Idle():
                     yield self._in_progress()

@@ -15,6 +15,8 @@ __all__ = ["router"]
 
 router = APIRouter()
 
+STALE_AFTER_S = 600.0  # without a step of the engine
+
 
 @router.head("/")
 async def probe() -> Response:
@@ -53,15 +55,14 @@ def _trouble(models: Models) -> str | None:
         return lost  # also where its end ends this server
     if models.state.draining:
         return "the server is shutting down"
-    limit = models.state.settings.stale_after_s
     for service in (entry.service for entry in models):
         if service is None:
             continue
         state = service.engine.health()
         if not state.alive:
             return "the engine's thread is dead"
-        if state.heartbeat_age_s > limit:
+        if state.heartbeat_age_s > STALE_AFTER_S:
             return f"the engine has been silent for {state.heartbeat_age_s:.0f} s"
-        if service.prompts.workers.longest_s > limit:
+        if service.prompts.workers.longest_s > STALE_AFTER_S:
             return f"a prompt has been rendered and tokenized for {service.prompts.workers.longest_s:.0f} s"
     return None

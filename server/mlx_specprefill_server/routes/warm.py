@@ -106,7 +106,7 @@ def _opening(service: Service, prompt: Prompt) -> GenerationRequest:
 
 async def _read(service: Service, generation: Generation) -> Report:
     report = Report(generation.prompt_tokens)
-    async for _, delta in generation.stream(service.settings.keep_alive_s):
+    async for _, delta in generation.stream():
         if isinstance(delta, AnswerDone):
             report.add(delta)
     report.raise_error()

@@ -107,13 +107,13 @@ export class Models {
 }
 
 function factsOf(model, several) {
-  const { state, error, loading, memory, specprefill, licence, origin } = model;
+  const { state, error, loading, memory, specprefill } = model;
   const facts = several ? [STATES[state], ...(error ? [error] : [])] : [];
   if (loading?.total) facts.push(`${loading.step} ${loading.done} of ${loading.total}`);
   facts.push(`answers as ${[model.id, ...(model.aliases ?? [])].join(", ")}`);
   if (specprefill) facts.push(...readingOf(model));
   if (several && memory) facts.push(`holds ${bytes(memory.weights + memory.requests + memory.caches)}`);
-  return [...facts, ...[origin, licence].filter(Boolean)];
+  return facts;
 }
 
 function readingOf({ specprefill, draft, scorer, context_window: room }) {

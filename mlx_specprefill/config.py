@@ -114,6 +114,7 @@ class SpecPrefillPolicy:
     keep_pct: Fraction = Fraction(1, 5)
     repair_share: Fraction = Fraction(1, 2)  # of what is chosen of the old text; above it a session starts over
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
+    on_battery: bool = False  # also while the machine runs on battery
     # What competes: "user" what users, tools and earlier turns said, "all" also a long system text but for its ends.
     scope: Scope = "user"
 

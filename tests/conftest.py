@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -105,6 +106,14 @@ def _costs_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     of_all_workers = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     share_costs(of_all_workers / "costs.json")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plugged_in() -> Iterator[None]:
+    """Idle work is done whatever the machine of the tests runs on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psutil, "sensors_battery", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

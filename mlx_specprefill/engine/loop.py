@@ -18,6 +18,7 @@ from ..config import EngineConfig
 from ..errors import DeviceError, EngineClosedError, RequestCancelled
 from ..request import Event, Failed, Finished, FinishReason, TokenEvent, TokenIds, joined
 from .admission.memory import Memory
+from .battery import Battery
 from .caches import EngineCaches
 from .chunks import ChunkSizer
 from .costs import CostModel
@@ -75,6 +76,7 @@ class Loop:
         self._rows = rows
         self._densifier = densifier
         self._device_errors = device_errors
+        self._battery = Battery()
         self._last_end = 0.0  # of a request, by the monotonic clock
         self._next_look = 0.0  # at the memory, by the same
         self._returned = False  # what MLX keeps of the memory that was freed, since the last work
@@ -168,7 +170,7 @@ class Loop:
         if self.over or not self._scheduler.idle:
             return 0.0
         quiet = time.monotonic() - self._last_end
-        return min(IDLE_BEAT_S, _QUIET_S - quiet) if self._densifier.turns else IDLE_BEAT_S
+        return min(IDLE_BEAT_S, _QUIET_S - quiet) if self._may_densify() else IDLE_BEAT_S
 
     def _guarded_tick(self, background: bool) -> None:
         """Do one tick. An error that belongs to no single request ends all that run, never the loop."""
@@ -197,6 +199,10 @@ class Loop:
 
     def _clock(self) -> float:
         return time.perf_counter()
+
+    def _may_densify(self) -> bool:
+        """Return whether there is something to make dense, and power to do it."""
+        return len(self._densifier.turns) > 0 and (self._config.policy.on_battery or not self._battery.is_in_use)
 
     def _is_quiet(self) -> bool:
         """Return whether there has been no request for long enough to begin background work."""

@@ -302,7 +302,7 @@ def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list
     """A process for each arm: what one has read is of no use to the others."""
     given = pairs.defaults(options) if options.shape is None else ()
     # Without pauses nothing is read in idle time but behind the last turn, where an arm is only waited for.
-    idle = {} if options.pause else {"MLX_SPECPREFILL_DENSIFY": "false"}
+    idle = {"MLX_SPECPREFILL_DENSIFY": "on" if options.pause else "off"}
     arms = [
         Arm(OURS, stack.enter_context(copies.ours(*given, MLX_SPECPREFILL_REMEMBER="true", **idle)), {}),
         Arm(FULL, stack.enter_context(copies.ours(*given, **idle)), DENSE),

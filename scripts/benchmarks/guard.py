@@ -47,7 +47,7 @@ STREAMS = 8
 SHORT = 1000  # tokens of the short prompt
 SESSION = 2000  # of a session's first turn
 LEAST = 3  # rounds: fewer have no interval
-OPTIONS = ("--specprefill-threshold", "512", "--no-densify")  # nothing goes on while the other arm is measured
+OPTIONS = ("--specprefill-threshold", "512")
 
 
 # --- two commits side by side ----------------------------------------------------------------------------------------
@@ -259,7 +259,11 @@ def serving(commit: Commit, copies: Copies) -> AbstractContextManager[Server]:
     models = ("--target", str(copies.target), "--draft", str(copies.draft), "--dtype", "float32")
     command = commit.command("-m", "mlx_specprefill_server", "serve", *models, *OPTIONS)
     costs = str(copies.folder / f"costs-{commit.name}.json")
-    environment = {"MLX_SPECPREFILL_CALIBRATION_FILE": costs, "MLX_SPECPREFILL_REMEMBER": "false"}
+    environment = {
+        "MLX_SPECPREFILL_CALIBRATION_FILE": costs,
+        "MLX_SPECPREFILL_REMEMBER": "false",
+        "MLX_SPECPREFILL_DENSIFY": "off",  # nothing goes on while the other arm is measured
+    }
     return copies.serve(commit.name, command, **environment, **commit.environment)
 
 

@@ -267,7 +267,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def start(options: argparse.Namespace, stack: ExitStack, copies: Copies) -> Bench:
     """One process per server; the arms of one server share it."""
-    ours = stack.enter_context(copies.ours("--no-densify"))
+    ours = stack.enter_context(copies.ours("--densify", "off"))
     arms = [
         Arm(Figures(OURS), ours, DENSE),
         Arm(Figures(OURS_SPARSE), ours, FIFTH),

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["ONE_SHOT", "Tell", "load", "load_engine", "make_settings", "only_given", "silent"]
 
-ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": False}  # no next request will use what is kept
+ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": "off"}  # no next request will use what is kept
 
 Tell = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 """Says what is being done while it lasts; what it gives takes how much of it is done, of models megabytes."""

@@ -25,7 +25,7 @@ from mlx_specprefill import (
 
 from .parsers.formats import ReasoningParser, ToolParser
 
-__all__ = ["ENV_PREFIX", "KeepShare", "LogFormat", "LogLevel", "Settings", "default_text"]
+__all__ = ["ENV_PREFIX", "Densify", "KeepShare", "LogFormat", "LogLevel", "Settings", "default_text"]
 
 ENV_PREFIX = "MLX_SPECPREFILL_"
 ENGINE = EngineConfig()  # where the engine's defaults are stated
@@ -33,6 +33,7 @@ _REMEMBERED_BYTES = 8 << 30  # of disk space, for prompts that agents begin with
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+Densify = Literal["on", "off", "auto"]
 
 
 def _listed(value: Any) -> Any:
@@ -131,7 +132,7 @@ class Settings(BaseSettings):
     prefix_cache_dir: Path | None = None
     prefix_disk_size: Size = ENGINE.prefix_disk_bytes
     remember: bool = True  # system prompts and tools of agents outlive the server
-    densify: bool = ENGINE.policy.densify
+    densify: Densify = "auto"
     kv_bits: int | None = None
 
     @property
@@ -171,7 +172,8 @@ class Settings(BaseSettings):
                 enabled=self.specprefill,
                 threshold=self.specprefill_threshold,
                 keep_pct=self.specprefill_keep_pct,
-                densify=self.densify,
+                densify=self.densify != "off",
+                on_battery=self.densify == "on",
                 scope=self.specprefill_scope,
             ),
             speculation=SpeculationConfig(strategy=self.speculative),

@@ -197,7 +197,7 @@ class TestServe:
 
     def test_memory_options(self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path) -> None:
         sizes = ["--memory-limit", "2GB", "--prefix-cache-size", "64MB", "--prefix-disk-size", "1GB"]
-        others = ["--prefix-cache-dir", str(tmp_path), "--max-rows", "3", "--target-itl-ms", "40", "--no-densify"]
+        others = ["--prefix-cache-dir", str(tmp_path), "--max-rows", "3", "--target-itl-ms", "40", "--densify", "off"]
         done = run("serve", *sizes, *others, *models)
         assert done.exit_code == 0, done.output
         config = served[0][0].config
@@ -211,7 +211,7 @@ class TestServe:
 
     def test_options_of_the_caches(self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path) -> None:
         options = ["--prefix-cache-size", "1.5MB", "--prefix-cache-dir", str(tmp_path), "--prefix-disk-size", "2GB"]
-        others = ["--memory-limit", "3g", "--max-rows", "4", "--target-itl-ms", "50", "--no-densify"]
+        others = ["--memory-limit", "3g", "--max-rows", "4", "--target-itl-ms", "50", "--densify", "off"]
         assert run("serve", *options, *others, *models).exit_code == 0
         config = served[0][0].config
         assert (config.prefix_cache_bytes, config.prefix_disk_bytes) == (3 << 19, 2 << 30)

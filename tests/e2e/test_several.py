@@ -38,7 +38,7 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.extended
 
 FAMILIES = ("llama", "gpt_oss", "nemotron_h")
-GIVEN: dict[str, Any] = {"remember": False, "densify": False, "prefill_step": 256}
+GIVEN: dict[str, Any] = {"remember": False, "densify": "off", "prefill_step": 256}
 TABLE = """
 [{name}]
 target = "./{name}"

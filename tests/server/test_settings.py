@@ -62,7 +62,7 @@ def test_memory_and_concurrency_reach_the_engine(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MLX_SPECPREFILL_PREFIX_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("MLX_SPECPREFILL_PREFIX_DISK_SIZE", "3GB")
     monkeypatch.setenv("MLX_SPECPREFILL_TARGET_ITL_MS", "50")
-    monkeypatch.setenv("MLX_SPECPREFILL_DENSIFY", "false")
+    monkeypatch.setenv("MLX_SPECPREFILL_DENSIFY", "off")
     config = Settings().engine_config()
     assert (config.max_rows, config.memory_limit, config.slice_target_ms) == (4, 2 << 30, 50)
     assert config.wired_limit == "on"

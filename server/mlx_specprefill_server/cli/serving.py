@@ -24,7 +24,7 @@ from ..hosting.table import entries_of, models_file, read_table
 from ..monitoring.logs import configure_logging
 from ..pair_loading import only_given
 from ..service import ServerState
-from ..settings import LogLevel, Settings
+from ..settings import Densify, LogLevel, Settings
 from ..sockets import bound_sockets, is_exposed
 from .common import OptionError, choose, make_settings, note_environment, one_line_errors
 from .loading import load_engine
@@ -142,8 +142,11 @@ def serve(
         ),
     ] = None,
     densify: Annotated[
-        bool | None,
-        setting("densify", "Prefill in full, in idle time, what was prefilled sparsely.", "--densify/--no-densify"),
+        Densify | None,
+        setting(
+            "densify",
+            "Prefill in full, in idle time, what was prefilled sparsely. auto: not while the machine runs on battery.",
+        ),
     ] = None,
     kv_bits: KvBits = None,
     api_keys: Annotated[list[str] | None, typer.Option("--api-key", help="Require this key; repeat for more.")] = None,

@@ -49,6 +49,11 @@ def test_options_have_their_defaults_once(text: str) -> None:
     assert not re.search(r"Default[^\[]*Default", text.partition("Sparse prefill:")[2].partition("Other:")[0])
 
 
+def test_there_are_few_of_them() -> None:
+    assert len(serve_command().params) <= 36
+    assert len(Settings.model_fields) <= 40
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_printed_and_understood_by_the_shell(shell: str) -> None:
     environment = {"_MLX_SPECPREFILL_COMPLETE": f"source_{shell}"}

@@ -59,7 +59,7 @@ CONFIG = EngineConfig(policy=SpecPrefillPolicy(threshold=100_000), prefill_step=
 NAMES = ("llama", "qwen3_5", "gpt_oss", "deepseek_v3 pipeline")
 MORE_NAMES = ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next pipeline", "qwen3_5 4bit")
 PROMPT, ANSWER = 200, 32
-SPARSE = replace(CONFIG, policy=SpecPrefillPolicy(threshold=40, keep_pct=Fraction(1, 5)))
+SPARSE = replace(CONFIG, policy=SpecPrefillPolicy(threshold=40, keep_pct=Fraction(1, 5), on_battery=True))
 
 
 def pair(name: str, ranks: Ranks | None) -> ModelPair:

@@ -138,11 +138,8 @@ class SpeculationConfig:
     gamma2: int = 4  # triforce: tokens per verification on the whole cache
     budget: int = 4096  # tokens of the retrieved part of the cache
     chunk: int = 16  # tokens per retrieved chunk
-    shortlist: int = 4  # times as many chunks, the best by mean keys, are compared by their own; 1 is TriForce's rule
-    stride: int = 128  # generated tokens after which chunks are chosen anew
-    rebuild_below: float = 0.9  # moving average of acceptance under which they are chosen anew at once
-    sinks: int = 16  # first tokens that triforce's small model keeps
-    window: int = 1024  # recent tokens that it keeps
+    sinks: int = 16  # first tokens of the prompt that triforce's small model reads
+    window: int = 1024  # last tokens of the prompt that it reads
     ngram: int = 8  # tokens that are proposed at a time of what followed an earlier place like this one
     ngram_match: int = 3  # last tokens that have to be the same there
     gather_above: int = 16384  # prompt tokens above which a draft's cache is cut down to what the target kept
@@ -150,13 +147,11 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         if self.strategy not in SPECULATION_NAMES:
             raise ValueError(f"speculation must be one of {', '.join(SPECULATION_NAMES)}, got {self.strategy!r}")
-        counts = (self.gamma, self.gamma1, self.gamma2, self.chunk, self.stride, self.window, self.ngram)
+        counts = (self.gamma, self.gamma1, self.gamma2, self.chunk, self.window, self.ngram)
         if min(*counts, self.ngram_match) < 1 or self.sinks < 0:
             raise ValueError("numbers of tokens must be positive")
         if self.budget < 4 * self.chunk:
             raise ValueError(f"a budget of {self.budget} tokens is less than four chunks of {self.chunk}")
-        if self.shortlist < 1:
-            raise ValueError(f"a shortlist {self.shortlist} times as long as what is kept leaves nothing to keep")
 
 
 @dataclass(frozen=True, slots=True)

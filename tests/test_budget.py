@@ -91,7 +91,7 @@ TOKENIZER = byte_tokenizer()
 SPECIAL = TOKENIZER.get_added_vocab()
 THINK, DONE = (SPECIAL["<think>"],), (SPECIAL["</think>"],)
 STOP = frozenset(TOKENIZER.eos_token_ids)
-SMALL = SpeculationConfig(budget=64, chunk=4, stride=12, sinks=4, window=16)
+SMALL = SpeculationConfig(budget=64, chunk=4, sinks=4, window=16)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -24,9 +23,7 @@ from .capture import Active
 __all__ = [
     "OffsetAdjustedRoPE",
     "PositionMappedRoPE",
-    "Rotation",
     "adjusted_offsets",
-    "observed_rotations",
     "wrap_rope",
 ]
 
@@ -50,8 +47,6 @@ class PositionMappedRoPE:
         Raises:
             ValueError: fewer positions than tokens.
         """
-        if _rotations.value is not None:
-            _rotations.value.append(Rotation(self, dims, args, kwargs))
         if not (isinstance(offset, mx.array) and offset.ndim == 2):
             return self.rope(x, dims, *args, offset=offset, **kwargs)
         B, L = x.shape[0], x.shape[-2]
@@ -64,21 +59,6 @@ class PositionMappedRoPE:
         folded = mx.expand_dims(rows.reshape(B * L, *rows.shape[2:]), -2)
         rotated = self.rope(folded, dims, *args, offset=positions, **kwargs).squeeze(-2)
         return mx.moveaxis(rotated.reshape(rows.shape), 1, -2)
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """One rotation as a model asked for it, without the offset: the same frequencies for other tokens."""
-
-    rope: RopeFn
-    dims: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self, x: mx.array, by: int) -> mx.array:
-        """Every token of x (1, H, L, D), already rotated or not, turned further by the same number of positions."""
-        positions = mx.full((1, x.shape[-2]), by, dtype=mx.int32)
-        return self.rope(x, self.dims, *self.args, offset=positions, **self.kwargs)
 
 
 class OffsetAdjustedRoPE:
@@ -96,20 +76,12 @@ class OffsetAdjustedRoPE:
         return self.rope(x, dims, *args, offset=offset, **kwargs)
 
 
-_rotations: Active[list[Rotation]] = Active()
 _shifts: Active[mx.array | int] = Active()
 
 
 def wrap_rope(rope: RopeFn) -> PositionMappedRoPE:
     """Both wrappers around `mx.fast.rope`."""
     return PositionMappedRoPE(OffsetAdjustedRoPE(rope))
-
-
-@contextmanager
-def observed_rotations() -> Iterator[list[Rotation]]:
-    """Collects the rotations that models ask for on this thread."""
-    with _rotations.during([]) as rotations:
-        yield rotations
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ..sampling import LogitsProcessor
 from ..speculative.mtp_proposer import PromptReader
 from ..speculative.proposers import Proposer
 from ..speculative.row import LastForward, Limits, SpeculativeRow
-from ..speculative.strategies import STRATEGIES, ProposerInputs, StrategyName, refusals
+from ..speculative.strategies import ProposerInputs, StrategyName, make_proposer, refusal
 from ..speculative.token_sampler import TokenSampler
 from .scheduler import Scheduler
 
@@ -48,7 +48,7 @@ class Speculator:
         self.config = config.speculation
         self.quantized = config.kv_bits is not None
         self._scheduler = scheduler
-        self._refusals: dict[StrategyName, str | None] | None = None
+        self._refusals: dict[StrategyName, str | None] = {}
 
     def drafter(self, request: GenerationRequest) -> AnswerDrafter | None:
         """None where neither the request nor the server asks for drafts. From any thread."""
@@ -57,19 +57,19 @@ class Speculator:
 
     def refusal(self, strategy: StrategyName, request: GenerationRequest) -> str | None:
         """Why an answer can't be drafted so now; None if it can."""
-        if self._refusals is None:
-            self._refusals = self._found_refusals()
+        if strategy not in self._refusals:
+            self._refusals[strategy] = self._lasting_refusal(strategy)
         if (reason := self._refusals[strategy]) is not None:
             return reason
         if request.sampling.seed is not None and request.sampling.temperature > 0:
             return _SEEDED
         return _SHARED if self._scheduler.decoding else None
 
-    def _found_refusals(self) -> dict[StrategyName, str | None]:
-        """Why a strategy can't run with this pair, None where it can."""
+    def _lasting_refusal(self, strategy: StrategyName) -> str | None:
+        """Why the strategy can't run with this pair; None if it can."""
         if self.pair.ranks is not None:
-            return dict.fromkeys(STRATEGIES, "the target runs on several machines")
-        return refusals(self.pair.target, self.pair.proposer, self.pair.mtp, self.quantized)
+            return "the target runs on several machines"
+        return refusal(strategy, self.pair.target, self.pair.proposer, self.pair.mtp, self.quantized)
 
 
 class AnswerDrafter:
@@ -114,13 +114,13 @@ class AnswerDrafter:
         self.cache, self.lookahead, self.reader, self._last = None, (), None, None
         if (refusal := self._speculator.refusal(self._asked, self._request)) is not None:
             self._decline(refusal)
-        elif staged and STRATEGIES[self._asked].needs_head:
+        elif staged and self._asked == "mtp":
             self._decline("in a staged prefill the MTP head does not read the prompt")
-        return self.strategy is not None and STRATEGIES[self.strategy].needs_reading
+        return self.strategy == "draft"
 
     def forward(self, fed: npt.NDArray[np.int32]) -> Callable[[], AbstractContextManager[None]]:
         """A context for each of the target's forwards over the prompt's indices `fed`: the MTP head reads along."""
-        if self.strategy is None or not STRATEGIES[self.strategy].needs_head:
+        if self.strategy != "mtp":
             return nullcontext
         assert not isinstance(self._pair.mtp, str)
         self.reader = PromptReader(self._pair.mtp, self._request.prompt, fed)
@@ -151,7 +151,7 @@ class AnswerDrafter:
             self.reader,
         )
         try:
-            self._proposer = yield from STRATEGIES[self.strategy].start(given)
+            self._proposer = yield from make_proposer(self.strategy, given)
         except RequestCancelled:
             raise
         except Exception as error:
@@ -186,7 +186,6 @@ class AnswerDrafter:
             self._proposer,
             TokenSampler(request.sampling, logits.shape[-1], processors, grammar, request.stop_token_ids),
             Limits(request.max_tokens, request.stop_token_ids),
-            STRATEGIES[self.strategy].gamma(self._speculator.config),
             first=self._last,
             logprobs=request.logprobs,
             shift=shift,

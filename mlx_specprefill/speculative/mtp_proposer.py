@@ -18,7 +18,7 @@ from ..adapters.hidden import recorded_hidden
 from ..adapters.mtp import MTPHead
 from ..cache.positioned import PositionedKVCache, place
 from ..request import TokenIds
-from .proposers import AcceptanceCounts, Proposal, Verified
+from .proposers import Proposal, Proposer, Verified
 from .token_sampler import TokenSampler
 from .verification import draw
 
@@ -75,22 +75,18 @@ class PromptReader:
             self.head(hidden[:, mx.array(followed)], following, self.cache)
 
 
-class MTPProposer:
+class MTPProposer(Proposer):
     """Proposals of the head: the first from the target's hidden state, further ones from the head's own output."""
 
-    inner: AcceptanceCounts | None = None
-
-    def __init__(self, reader: PromptReader) -> None:
+    def __init__(self, reader: PromptReader, gamma: int) -> None:
         assert reader.hidden is not None
+        self.gamma = gamma
         self.head = reader.head
         self.cache = reader.cache
         self._hidden = reader.hidden  # of the tokens before those of the text that the head has not read
         self._next = reader.length - 1  # position of its next entry
         self._read = 0  # tokens of the generated text that it has read
         self._drafted = 0  # entries on top that are its own guesses
-
-    def idle(self, text: Sequence[int]) -> bool:
-        return False
 
     def recording(self) -> AbstractContextManager[list[mx.array]]:
         return recorded_hidden()

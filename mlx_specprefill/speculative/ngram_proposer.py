@@ -9,14 +9,13 @@ the target verifies every token all the same.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
 
 from ..config import SpeculationConfig
 from ..request import TokenIds
-from .proposers import AcceptanceCounts, Proposal, Verified
+from .proposers import Proposal, Proposer, Verified
 from .token_sampler import TokenSampler
 
 __all__ = ["NgramProposer", "continuation_of"]
@@ -25,27 +24,23 @@ _LONGEST = 32  # tokens of a match that are compared; longer ones are as good
 _FIRST = 2  # tokens that are proposed before anything is known of the answer
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Proposes as many tokens as the last proposals make likely: twice as many after one that was accepted as a whole,
     as many as were accepted after any other. After one of which nothing was accepted, a match has to be twice as long
     as before; after the next that is right, as long as at first. So an answer that goes its own way costs little.
 
     Args:
         prompt: its token ids.
-        config: `ngram_match` counts.
+        config: `ngram` and `ngram_match` count.
     """
 
-    inner: AcceptanceCounts | None = None
-
     def __init__(self, prompt: TokenIds, config: SpeculationConfig) -> None:
+        self.gamma = config.ngram
         self._text = np.asarray(prompt, dtype=np.int32)
         self._size = self._text.size  # of the part in use: the prompt and the tokens of the answer
         self._prompt_size = self._size
         self._shortest = self._least = config.ngram_match
         self._trusted = _FIRST
-
-    def recording(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def idle(self, text: Sequence[int]) -> bool:
         """Where nothing like the last tokens is found. A match that the next token begins is found one token later."""

@@ -1,21 +1,21 @@
-"""The interface of all proposers, and the simplest one: a draft model, one token after another."""
+"""What proposers have in common, and the simplest one: a draft model, one token after another."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from .rollback import CacheSnapshots
-from .streaming_cache import StreamingKVCache
 from .token_sampler import TokenSampler
 from .verification import Distribution, draw
 
-__all__ = ["AcceptanceCounts", "DraftModelProposer", "Drafter", "Proposal", "Proposer", "Verified"]
+__all__ = ["AcceptanceCounts", "Drafter", "Proposal", "Proposer", "Verified"]
 
 
 @dataclass(frozen=True)
@@ -61,46 +61,54 @@ class AcceptanceCounts:
         return self.accepted / self.judged if self.judged else None
 
 
-class Proposer(Protocol):
-    """One row's source of proposals. Its generators yield between forwards.
+class Proposer(ABC):
+    """One row's source of proposals.
 
     Attributes:
+        gamma: tokens to ask for at a time.
         inner: acceptance of the level below, if there is one.
     """
 
-    inner: AcceptanceCounts | None
+    gamma: int
+    inner: AcceptanceCounts | None = None
 
     def recording(self) -> AbstractContextManager[Any]:
         """The context in which a forward of the target runs; its value becomes `Verified.recorded`."""
-        ...
+        return nullcontext()
 
     def idle(self, text: Sequence[int]) -> bool:
         """Whether to wait for the token that follows the generated `text` is not worth it: nothing is known of it."""
-        ...
+        return False
 
+    @abstractmethod
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
-        """About `count` tokens that may follow the generated `text`, all of which is final; fewer if it can't."""
-        ...
+        """About `count` tokens that may follow the generated `text`, all of which is final; fewer if it can't.
 
+        Yields between forwards.
+        """
+
+    @abstractmethod
     def settle(self, verified: Verified) -> None:
         """Take note of the target's verification."""
-        ...
 
 
-class Drafter:
+class Drafter(Proposer):
     """A model that drafts on a cache of its own, one token at a time.
 
     Args:
-        cache: holds the prompt and the first `held` generated tokens.
+        cache: holds the prompt, or what the model knows of it.
+
+    Attributes:
+        held: generated tokens in the cache.
     """
 
-    def __init__(self, model: nn.Module, cache: list[Any], held: int = 0) -> None:
+    def __init__(self, model: nn.Module, cache: list[Any], gamma: int) -> None:
         self.model = model
         self.cache = cache
-        self.held = held
+        self.gamma = gamma
+        self.held = 0
         self._snapshots: CacheSnapshots | None = None
-        self._settled = held  # tokens that can't be taken back
-        self._streams = [part for part in cache if isinstance(part, StreamingKVCache)]
+        self._settled = 0  # tokens that can't be taken back
 
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
         logits = self._catch_up(text)
@@ -114,19 +122,15 @@ class Drafter:
             yield
             logits = self._step(proposal.tokens[-1])
 
-    def keep(self, length: int, final: bool = False) -> None:
-        """Forget what was fed after the first `length` generated tokens.
+    def settle(self, verified: Verified) -> None:
+        self.keep(verified.length)
+        self._snapshots = None
 
-        Args:
-            final: nothing before `length` will be taken back any more. Until then, all that was fed since can be.
-        """
+    def keep(self, length: int) -> None:
+        """Forget what was fed after the first `length` generated tokens. Until `settle`, more can be taken back."""
         if self._snapshots is not None and self.held > length:
             self._snapshots.restore(length - self._settled)
             self.held = length
-        if final:
-            self._snapshots = None
-            for part in self._streams:
-                part.evict()
 
     def _catch_up(self, text: Sequence[int]) -> mx.array:
         """Feed what is new; logits (1, V) of the last token."""
@@ -149,24 +153,3 @@ class Drafter:
         logits: mx.array = self.model(mx.array([list(tokens)]), cache=self.cache)[:, -1, :]
         self.held += len(tokens)
         return logits
-
-
-class DraftModelProposer:
-    """Proposes what a draft model drafts."""
-
-    inner: AcceptanceCounts | None = None
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-
-    def recording(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def idle(self, text: Sequence[int]) -> bool:
-        return False
-
-    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
-        return self.drafter.propose(text, count, sampler)
-
-    def settle(self, verified: Verified) -> None:
-        self.drafter.keep(verified.length, final=True)

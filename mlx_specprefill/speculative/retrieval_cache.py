@@ -7,18 +7,19 @@ their rotation, so what is dropped leaves a gap and nothing else moves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
 from ..cache.positioned import PositionedKVCache
 from ..errors import SparseUnsupportedError
-from .draft_cache import DraftKVCache
 
 __all__ = ["RetrievalKVCache", "attention_shares", "best_chunks"]
 
 _MAX_RING = 512
+_SHORTLIST = 4  # times as many chunks as are kept, chosen by their mean keys, are compared by their own keys
 _CARRY = 0.25  # of a chunk's score that the next one gets at least: what is being copied goes on there
 
 
@@ -50,22 +51,22 @@ def best_chunks(scores: mx.array, count: int) -> mx.array:
     return mx.sort(chosen, axis=-1)
 
 
-class RetrievalKVCache(DraftKVCache):
+class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
     """Chosen chunks, then a ring of exact recent tokens, then what is being drafted; (1, H_kv, S, D).
+
+    It follows mlx-lm's cache protocol. What is drafted can be trimmed.
 
     Args:
         source: the cache that it is a part of; only committed tokens may be in it in `rebuild` and `follow`.
         budget: tokens of chosen chunks and ring together.
         chunk: tokens per chunk.
-        shortlist: times as many chunks as are kept, chosen by their mean keys, are compared by their own keys; 1: the
-            means decide (the paper's rule).
     """
 
-    def __init__(self, source: PositionedKVCache | KVCache, budget: int, chunk: int, shortlist: int = 4) -> None:
-        super().__init__()
+    def __init__(self, source: PositionedKVCache | KVCache, budget: int, chunk: int) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
         self.source = source
         self.chunk = chunk
-        self.shortlist = shortlist
         self.ring = max(2 * chunk, min(budget // 4, _MAX_RING))
         self.chunks = max(1, (budget - self.ring) // chunk)
         self.chosen: mx.array | None = None
@@ -118,6 +119,17 @@ class RetrievalKVCache(DraftKVCache):
         self.offset += keys.shape[2]
         return self.keys[..., :end, :], self.values[..., :end, :]
 
+    @property
+    def state(self) -> Sequence[mx.array | None]:
+        return self.keys, self.values
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
+
+    def is_trimmable(self) -> bool:
+        return True
+
     def trim(self, n: int) -> int:
         self._size -= n
         self.offset -= n
@@ -126,10 +138,13 @@ class RetrievalKVCache(DraftKVCache):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if window_size is not None:
             raise SparseUnsupportedError("a window over a full cache can't be kept when chunks are left out")
-        return super().make_mask(N, return_array)
+        return create_attention_mask(N, self._size, return_array, None)
 
     def size(self) -> int:
         return self._size
+
+    def empty(self) -> bool:
+        return self.keys is None
 
     @property
     def _picked(self) -> int:
@@ -137,10 +152,9 @@ class RetrievalKVCache(DraftKVCache):
 
     def _choice(self, queries: mx.array, candidates: int) -> mx.array:
         scores = attention_shares(queries, self._mean_keys(candidates), 1)
-        if self.shortlist > 1:
-            short = best_chunks(scores, min(self.shortlist * self.chunks, candidates))
-            own = attention_shares(queries, self._gathered(self.source.keys, short)[0], self.chunk)
-            scores = mx.put_along_axis(mx.zeros_like(scores), short, own, axis=-1)
+        short = best_chunks(scores, min(_SHORTLIST * self.chunks, candidates))
+        own = attention_shares(queries, self._gathered(self.source.keys, short)[0], self.chunk)
+        scores = mx.put_along_axis(mx.zeros_like(scores), short, own, axis=-1)
         return best_chunks(scores, min(self.chunks, candidates))
 
     def _mean_keys(self, count: int) -> mx.array:

@@ -19,7 +19,7 @@ from ..adapters.capture import AttentionRecord, recorded_attention
 from ..cache.positioned import PositionedKVCache, leaves
 from ..config import SpeculationConfig
 from ..errors import SparseUnsupportedError
-from .proposers import AcceptanceCounts, Drafter, Proposal, Verified
+from .proposers import AcceptanceCounts, Drafter, Proposal, Proposer, Verified
 from .retrieval_cache import RetrievalKVCache
 from .rollback import Rollback
 from .token_sampler import TokenSampler
@@ -27,35 +27,33 @@ from .verification import verify
 
 __all__ = ["RetrievalPromptCache", "TriForceProposer"]
 
-_SMOOTH = 0.5  # of the moving average of acceptance
-
 
 class RetrievalPromptCache:
     """A retrieval cache per layer of full attention; windows and recurrent states are copied as they are.
 
     Args:
         source: the target's prompt cache, which others advance.
+
+    Raises:
+        SparseUnsupportedError: there is nothing to retrieve from.
     """
 
     def __init__(self, source: Sequence[Any], config: SpeculationConfig) -> None:
         self.source = source
-        self._config = config
         self._small: dict[int, RetrievalKVCache] = {}
         for part in leaves(source):
             if isinstance(part, PositionedKVCache) or type(part) is KVCache:
-                self._small[id(part)] = RetrievalKVCache(part, config.budget, config.chunk, config.shortlist)
+                self._small[id(part)] = RetrievalKVCache(part, config.budget, config.chunk)
+        if not self._small:
+            raise SparseUnsupportedError("no layer keeps keys of the whole text")
         self.caches: list[Any] = []
-        self.built = False
-        self._built_at = 0
-        self._average = 1.0
 
-    def due(self, length: int) -> bool:
-        """Whether chunks should be chosen anew after `length` generated tokens."""
-        age = length - self._built_at
-        poor = self._average < self._config.rebuild_below
-        return not self.built or poor or age >= self._config.stride or any(p.full for p in self._small.values())
+    @property
+    def full(self) -> bool:
+        """Whether chunks have to be chosen before more is drafted."""
+        return any(small.full for small in self._small.values() if not small.source.empty())
 
-    def rebuild(self, attention: AttentionRecord, row: int, length: int) -> None:
+    def rebuild(self, attention: AttentionRecord, row: int) -> None:
         """Choose chunks by the queries of one row of the forward that was recorded.
 
         Raises:
@@ -71,7 +69,6 @@ class RetrievalPromptCache:
             if keys[1] != part.keys.shape[1] or keys[-1] != part.keys.shape[-1]:
                 raise SparseUnsupportedError("attention sees other keys than the cache holds")
             small.rebuild(queries[0, :, row])
-        self.built, self._built_at, self._average = True, length, 1.0
 
     def follow(self) -> None:
         """Forget what was drafted; exact copies of what the target's cache holds now."""
@@ -79,10 +76,6 @@ class RetrievalPromptCache:
             if not small.source.empty():
                 small.follow()
         self.caches = [self._mirrored(part) for part in self.source]
-
-    def observe(self, proposed: int, accepted: int) -> None:
-        if proposed:
-            self._average = _SMOOTH * self._average + (1 - _SMOOTH) * accepted / proposed
 
     def _mirrored(self, part: Any) -> Any:
         if isinstance(part, CacheList):
@@ -95,35 +88,32 @@ class RetrievalPromptCache:
         return mirrored
 
 
-class TriForceProposer:
+class TriForceProposer(Proposer):
     """A small model drafts, the target on its retrieved cache verifies and corrects, and proposes that.
 
     What passes the inner verification has the distribution of the middle level, and is proposed with that distribution
     (the paper's CORRECT; its published code records the same one but draws from another after a rejection).
     """
 
-    def __init__(
-        self, model: nn.Module, source: Sequence[Any], config: SpeculationConfig, drafter: Drafter, gamma1: int
-    ) -> None:
+    inner: AcceptanceCounts
+
+    def __init__(self, model: nn.Module, source: Sequence[Any], config: SpeculationConfig, drafter: Drafter) -> None:
         self.model = model
+        self.gamma = config.gamma2
         self.retrieved = RetrievalPromptCache(source, config)
         self.drafter = drafter
-        self.gamma1 = gamma1
-        self.inner: AcceptanceCounts | None = AcceptanceCounts()
-
-    def idle(self, text: Sequence[int]) -> bool:
-        return False
+        self.inner = AcceptanceCounts()
 
     def recording(self) -> AbstractContextManager[AttentionRecord]:
         return recorded_attention()
 
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
         proposal = Proposal()
-        if not self.retrieved.built:
+        if not self.retrieved.caches:
             return proposal  # the first forward is an ordinary one, whose queries choose the chunks
         while len(proposal.tokens) < count:
             so_far = [*text, *proposal.tokens]
-            drafted = yield from self.drafter.propose(so_far, self.gamma1, sampler)
+            drafted = yield from self.drafter.propose(so_far, self.drafter.gamma, sampler)
             yield
             self._verify(so_far, drafted, proposal, sampler)
             if proposal.tokens[-1] in sampler.stops:
@@ -142,13 +132,10 @@ class TriForceProposer:
         self.drafter.keep(len(text) + verdict.accepted)
         proposal.tokens.extend([*drafted.tokens[: verdict.accepted], verdict.token])
         proposal.distributions.extend(distributions[: verdict.accepted + 1])
-        assert self.inner is not None
         self.inner.add(len(drafted.tokens), verdict.accepted)
 
     def settle(self, verified: Verified) -> None:
-        self.drafter.keep(verified.length, final=True)
-        retrieved = self.retrieved
-        retrieved.observe(verified.proposed, verified.accepted)
-        if retrieved.due(verified.length):
-            retrieved.rebuild(verified.recorded, verified.row, verified.length)
-        retrieved.follow()
+        self.drafter.settle(verified)
+        if verified.accepted < verified.proposed or self.retrieved.full:
+            self.retrieved.rebuild(verified.recorded, verified.row)
+        self.retrieved.follow()

@@ -70,7 +70,6 @@ class SpeculativeRow:
         cache: the target's, prefilled; the row owns it until it ends.
         logits: of the last prompt token, (1, V).
         first: the forward that gave them, if tokens were verified in it.
-        gamma: tokens asked of the proposer at a time.
         logprobs: None, or how many alternatives to report per token.
         shift: positions minus slots for caches that can't carry it.
 
@@ -92,7 +91,6 @@ class SpeculativeRow:
         proposer: Proposer,
         sampler: TokenSampler,
         limits: Limits,
-        gamma: int,
         *,
         first: LastForward | None = None,
         logprobs: int | None = None,
@@ -102,7 +100,6 @@ class SpeculativeRow:
         self.cache = cache
         self.proposer = proposer
         self.limits = limits
-        self.gamma = gamma
         self.tokens: list[int] = []
         self.steps = 0
         self.acceptance = AcceptanceCounts()
@@ -169,7 +166,7 @@ class SpeculativeRow:
         room = self.limits.max_tokens - len(text)
         proposal = Proposal()
         if room > 0 and first not in self.limits.stop_ids:
-            proposal = yield from self._propose(text, min(self.gamma, room))
+            proposal = yield from self._propose(text, min(self.proposer.gamma, room))
         tokens, distributions = proposal.tokens[:room], proposal.distributions[:room]
         if tokens:
             yield

@@ -44,7 +44,7 @@ from mlx_specprefill import (
     TokenEvent,
 )
 from mlx_specprefill.speculative.rollback import Rollback
-from mlx_specprefill.speculative.strategies import STRATEGIES, refusals
+from mlx_specprefill.speculative.strategies import STRATEGIES, refusal
 from mlx_specprefill_evals.corpus import modules, paragraphs
 
 from .harness import BenchError, pairs
@@ -260,7 +260,7 @@ def summary(prefill: str, task: str, arm: str, answers: Answers) -> Row:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arms", nargs="+", choices=list(STRATEGIES), help="default: all that the pair can run")
+    parser.add_argument("--arms", nargs="+", choices=STRATEGIES, help="default: all that the pair can run")
     parser.add_argument("-n", type=int, default=20, help="prompts, of each task in turn")
     parser.add_argument("--length", type=int, default=700, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
@@ -272,7 +272,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if min(options.n, options.tokens) < 1 or options.length < 64:
         raise BenchError("-n and --tokens must be at least 1, --length at least 64 tokens")
     pair = pairs.loaded(options)
-    refused = refusals(pair.target, pair.proposer, pair.mtp)
+    refused = {name: refusal(name, pair.target, pair.proposer, pair.mtp) for name in STRATEGIES}
     able: list[SpeculationName] = [name for name, reason in refused.items() if reason is None]
     for name in options.arms or ():
         if refused[name] is not None:

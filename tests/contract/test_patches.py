@@ -19,7 +19,6 @@ from mlx_specprefill.adapters.capture import QueryCapture, recorded_attention, w
 from mlx_specprefill.adapters.hidden import recorded_hidden
 from mlx_specprefill.adapters.patches import PATCHES, install_patches
 from mlx_specprefill.adapters.recurrence import recorded_recurrence
-from mlx_specprefill.adapters.rope import observed_rotations
 from tests.oracle import build, on_the_cpu_unfused
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +121,6 @@ def forwards(model: nn.Module, tokens: int) -> None:
 
 
 RECORDINGS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[Any], int]]] = {
-    "rotations": ("llama", observed_rotations, len),
     "attention": ("llama", recorded_attention, lambda record: len(record.queries)),
     "recurrence": ("qwen3_5", recorded_recurrence, len),
     "hidden": ("qwen3_5", recorded_hidden, len),
@@ -155,12 +153,3 @@ def test_an_inner_capture_leaves_the_outer_one_active() -> None:
             forwards(model, 1)
         forwards(model, 1)
     assert capture.layers == [len(record.queries)]
-
-
-def test_rotations_are_recorded_with_their_frequencies() -> None:
-    """What is recorded of a key turns it further exactly as the model would have."""
-    rope = nn.RoPE(8)
-    x = mx.random.normal((1, 1, 3, 8), key=mx.random.key(0))
-    with observed_rotations() as seen:
-        keys = rope(x, offset=5)
-    assert mx.allclose(seen[0](keys, 7), rope(x, offset=12), atol=1e-5)

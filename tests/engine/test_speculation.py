@@ -37,7 +37,7 @@ from tests.precision import near_ties
 from tests.server.fakes import byte_tokenizer
 from tests.tiny import EOS, generated, random_prompt, tiny_head, tiny_model, tiny_pair
 
-SMALL = SpeculationConfig(budget=64, chunk=4, stride=12, sinks=4, window=16, ngram_match=1)
+SMALL = SpeculationConfig(budget=64, chunk=4, sinks=4, window=16, ngram_match=1)
 NAMES: tuple[SpeculationName, ...] = ("draft", "triforce", "mtp", "ngram")
 COUNT = 30
 
@@ -310,10 +310,9 @@ def test_a_proposer_that_fails_costs_the_saving_only(
 ) -> None:
     plain, _ = generated(engine.generate(asked(6, None)))
     if where == "start":
-        broken = replace(module.STRATEGIES["draft"], start=fail)
-        monkeypatch.setitem(module.STRATEGIES, "draft", broken)
+        monkeypatch.setattr(module, "make_proposer", fail)
     else:
-        monkeypatch.setattr(f"mlx_specprefill.speculative.proposers.DraftModelProposer.{where}", fail)
+        monkeypatch.setattr(f"mlx_specprefill.speculative.proposers.Drafter.{where}", fail)
     tokens, last = generated(engine.generate(asked(6, "draft")))
     assert tokens == plain
     _, speculation = told(last)

@@ -71,9 +71,9 @@ def drafted(head: MTPHead, row: Row, count: int, gamma: int) -> tuple[Speculativ
     fed = np.arange(len(row.prompt), dtype=np.int32) if row.kept is None else row.kept
     reader = PromptReader(head, row.prompt, fed)
     logits = finish(prefill(model(), cache_of_target, row.prompt, row.kept, 7, forward=reader.forward))
-    proposer = MTPProposer(reader)
+    proposer = MTPProposer(reader, gamma)
     sampler = TokenSampler(row.sampling, logits.shape[-1])
-    running = SpeculativeRow(model(), cache_of_target, logits, proposer, sampler, Limits(count), gamma)
+    running = SpeculativeRow(model(), cache_of_target, logits, proposer, sampler, Limits(count))
     while not running.ended:
         running.step()
     return running, proposer

@@ -34,9 +34,9 @@ class Counting(TokenSampler):
 
 def begun(model: Any, row: Row, match: int, **sampling: Any) -> tuple[SpeculativeRow, Counting]:
     cache, logits = prefilled(model, row)
-    proposer = NgramProposer(np.array(row.prompt, np.int32), SpeculationConfig(ngram_match=match))
+    proposer = NgramProposer(np.array(row.prompt, np.int32), SpeculationConfig(ngram=4, ngram_match=match))
     sampler = Counting(SamplingParams(**sampling), VOCAB)
-    return SpeculativeRow(model, cache, logits, proposer, sampler, Limits(COUNT), 4, logprobs=row.logprobs), sampler
+    return SpeculativeRow(model, cache, logits, proposer, sampler, Limits(COUNT), logprobs=row.logprobs), sampler
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "gpt_oss"])

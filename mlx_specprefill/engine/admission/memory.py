@@ -13,7 +13,6 @@ from ...config import EngineConfig
 from ...errors import SettingsError
 from ...loading import ModelPair
 from ...request import GenerationRequest, Mode
-from ...speculative.strategies import STRATEGIES
 from ..caches import EngineCaches
 from ..job import Job
 from ..sequence import Sequence
@@ -278,7 +277,7 @@ class Memory:
         total = cache_bytes(drafting.cache or ())
         if drafting.reader is not None:
             total += self._head.per_token * (len(sequence.request.prompt) + len(sequence.tokens))
-        if drafting.strategy is not None and STRATEGIES[drafting.strategy].needs_retrieval:
+        if drafting.strategy == "triforce":
             total += self._target.per_token * self._config.speculation.budget
         return total
 

@@ -18,7 +18,7 @@ from .device import choose_device, skip_other_processes
 from .oracle import tiny_models
 from .real_model import smollm2_file
 from .scripted import Flavour, save_scripted
-from .serving import Server, share_costs, start
+from .serving import Server, start
 
 # On a busy machine an example may take its time, and the same code tries the same ones again.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -31,6 +31,7 @@ STARTS_PROCESSES = ("distributed", "e2e", "clients", "packaging", "web", "cli")
 # These stand for the other architectures in `tiny_model_configs.json`: plain attention, a recurrent hybrid, sliding
 # windows with experts, and a latent cache.
 REPRESENTATIVE = frozenset({"llama", "qwen3_5", "gpt_oss", "deepseek_v3"})
+IN_ENGINES = frozenset({"llama", "qwen3_5"})  # caches that can be cut, and a state that can't
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Files that start servers take minutes: they come first, so that two workers end at about the same time.
     """
     for item in items:
-        if _architectures_of(item) - REPRESENTATIVE:
+        if _architectures_of(item) - (IN_ENGINES if "engine" in item.path.parts else REPRESENTATIVE):
             item.add_marker("extended")
     passed = _passed_before(config)
     left_out = {item for item in items if item.nodeid in passed}
@@ -99,13 +100,6 @@ def _is_named(config: pytest.Config, items: list[pytest.Item]) -> bool:
     """Return whether the command line names tests or a file with nothing but extended ones: then these are meant."""
     files = [argument for argument in config.invocation_params.args if ".py" in str(argument)]
     return bool(files) and all(item.get_closest_marker("extended") is not None for item in items)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _costs_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
-    base = tmp_path_factory.getbasetemp()
-    of_all_workers = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    share_costs(of_all_workers / "costs.json")
 
 
 @pytest.fixture(scope="session", autouse=True)

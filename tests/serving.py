@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,17 +16,10 @@ from typing import Any
 
 import httpx
 
-__all__ = ["Server", "heeds_ctrl_c", "share_costs", "start", "start_named"]
+__all__ = ["Server", "heeds_ctrl_c", "start", "start_named"]
 
 START_S = 240
 PROGRAM = ("-m", "mlx_specprefill_server")
-_shared: Path | None = None
-
-
-def share_costs(file: Path) -> None:
-    """From now on what a server has measured of a pair is kept in `file`, and the next one of that pair takes it."""
-    global _shared
-    _shared = file
 
 
 def heeds_ctrl_c() -> None:
@@ -89,29 +80,15 @@ def _serve(
     costs = log.with_name("costs.json")  # beside it a server keeps other things, so each has a folder of its own
     environment["MLX_SPECPREFILL_CALIBRATION_FILE"] = str(costs)  # not the user's
     environment |= settings or {}
-    if _shared and _shared.is_file() and not costs.exists():
-        shutil.copy(_shared, costs)
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         try:
-            running = Server(_base(process, log), process)
-            _share(costs)
-            yield running
+            yield Server(_base(process, log), process)
         finally:
             process.send_signal(signal.SIGINT)
             try:
                 process.wait(60)
             finally:
                 process.kill()
-                _share(costs)
-
-
-def _share(costs: Path) -> None:
-    if _shared is None or not costs.is_file():
-        return
-    known = json.loads(_shared.read_text()) if _shared.is_file() else {}
-    part = _shared.with_name(f"costs-{os.getpid()}.json")
-    part.write_text(json.dumps(known | json.loads(costs.read_text())))
-    part.replace(_shared)  # at once: another process of this run may be reading it
 
 
 def _base(process: subprocess.Popen[bytes], log: Path) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -67,8 +65,7 @@ def test_completion_is_printed_and_understood_by_the_shell(shell: str) -> None:
 def test_bash_completes_commands_and_options() -> None:
     def completed(words: str, index: int) -> list[str]:
         environment = {"_MLX_SPECPREFILL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(index)}
-        command = [sys.executable, "-m", "mlx_specprefill_server"]
-        return subprocess.check_output(command, env={**os.environ, **environment}, text=True).split()
+        return CliRunner(env=environment).invoke(cli.app, [], prog_name="mlx-specprefill").stdout.split()
 
     assert completed("mlx-specprefill conn", 1) == ["connect"]
     assert completed("mlx-specprefill serve --api", 2) == ["--api-key"]

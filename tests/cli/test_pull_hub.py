@@ -181,6 +181,7 @@ class TestAnInterruptedPull:
         assert {name: hub.sent[name] for name in small} == small
         assert load_pair("org/target").target_id == "org/target"
 
+    @pytest.mark.extended
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
     def test_a_process_that_ends_keeps_whole_files(self, hub: Hub, tmp_path: Path, how: signal.Signals) -> None:
         """It ends at once, though a file is on its way, and after Ctrl-C nothing of that file is left."""

@@ -15,6 +15,8 @@ from ..scripted import save_scripted
 from ..serving import Server, start
 from .packages import PACKAGES, connect
 
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
+
 WINDOW = 2048
 REQUESTS = {"codex": 1, "claude": 0, "qwen": 3, "cline": 1, "continue": 2}  # Claude Code believes the window it is told
 SAYS = {
@@ -38,7 +40,6 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
         yield server, folder / "log"
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("agent", REQUESTS)
 def test_an_agent_stops(narrow: tuple[Server, Path], tmp_path: Path, agent: str) -> None:
     package = PACKAGES[agent]

@@ -19,8 +19,9 @@ REQUESTS = {"codex": 1, "opencode": 2}  # one of them for a title
 WAITS_MS = 20_000  # for the next event
 PATIENCE_S = 2400  # thousands of tokens on a busy machine without a GPU
 
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(PATIENCE_S + 300)]
 
-@pytest.mark.timeout(PATIENCE_S + 300)
+
 @pytest.mark.usefixtures("smollm2")
 @pytest.mark.parametrize("agent", ["codex", "opencode"])
 def test_a_turn_ends(tmp_path: Path, agent: str) -> None:

@@ -39,7 +39,7 @@ SLIPS = {"no-outer-tag", "no-last-end"}  # calls all the same
 BROKEN = {"malformed", "unclosed"}
 Said = tuple[str, str, list[tuple[str, Any]]]  # reasoning, text, calls
 Ask = Callable[..., Said]
-FLAVOURS = pytest.mark.parametrize("flavour", ["hermes", "xml"])
+FLAVOURS = pytest.mark.parametrize("flavour", ["hermes", pytest.param("xml", marks=pytest.mark.extended)])
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 
 

@@ -130,6 +130,7 @@ def calls() -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("words", sorted(set(calls())), ids=" ".join)
+@pytest.mark.extended
 def test_programs_have_the_options_that_they_are_given(words: tuple[str, ...]) -> None:
     program, *rest = words
     named = tuple(takewhile(lambda word: not word.startswith("-"), rest))
@@ -167,6 +168,7 @@ def help_of(program: str, *benchmark: str) -> str:
     return subprocess.check_output([sys.executable, *command, "--help"], env=environment, text=True, timeout=240)
 
 
+@pytest.mark.extended
 def test_an_agent_is_connected(server: Server, tmp_path: Path) -> None:
     found = {tuple(shlex.split(one, comments=True)[1:]) for _, one in COMMANDS if "mlx-specprefill connect" in one}
     assert {"claude", "codex", "--write"} <= {word for arguments in found for word in arguments}
@@ -180,6 +182,7 @@ def test_an_agent_is_connected(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [one for _, one in COMMANDS if one.startswith(ON_THE_MACHINE)])
+@pytest.mark.extended
 def test_what_is_on_the_machine_is_shown(command: str, tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "huggingface")}
     arguments = [sys.executable, "-m", "mlx_specprefill_server", *shlex.split(command, comments=True)[1:]]

@@ -23,7 +23,7 @@ def complete(server: Server, prompt: str, **fields: object) -> dict[str, object]
     return choice
 
 
-@pytest.mark.parametrize("flavour", ["hermes", "xml"])
+@pytest.mark.parametrize("flavour", ["hermes", pytest.param("xml", marks=pytest.mark.extended)])
 def test_a_raw_prompt_gets_the_whole_script(scripted: Callable[[Flavour], Server], flavour: Flavour) -> None:
     for name in WHOLE:
         for number, turn in enumerate(SCRIPTS[name].turns):
@@ -53,6 +53,7 @@ def test_a_script_with_calls_needs_tools(scripted: Callable[[Flavour], Server]) 
     assert answer["choices"][0]["message"]["content"] == TEXT
 
 
+@pytest.mark.extended
 def test_logs_and_metrics_of_the_process(tmp_path: Path) -> None:
     """uvicorn's own records go the same way as ours, at the same level."""
     model = save_scripted(tmp_path / "model")

@@ -386,7 +386,7 @@ def test_garbage_never_hurts(server: Server, body: dict[str, Any], limit: int) -
     assert (state["running"], state["queued"]) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.extended)])
 def test_a_signal_ends_streams_properly(tmp_path: Path, kind: signal.Signals) -> None:
     with start(tmp_path / "log", *PAIR, settings={"MLX_SPECPREFILL_SHUTDOWN_GRACE_S": "0"}) as server:
         body = {"messages": HI, "stream": True, **LONG}

@@ -60,12 +60,14 @@ def test_a_taken_port_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
     assert f"error: --host 127.0.0.1 --port {port}: Address already in use" in said
 
 
+@pytest.mark.extended
 def test_a_memory_limit_below_the_weights(tmp_path: Path) -> None:
     said = refused(tmp_path / "log", "--memory-limit", "1MB")
     assert "--memory-limit of 1.0 MiB is below the weights: target " in said
     assert "are needed" in said
 
 
+@pytest.mark.extended
 def test_a_prefix_folder_that_cannot_be_used(tmp_path: Path) -> None:
     """A file has its name. (To the superuser no folder is closed.)"""
     (tmp_path / "taken").write_text("")

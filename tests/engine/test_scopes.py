@@ -79,7 +79,7 @@ def test_behind_a_cached_system_prompt_nothing_of_it_has_to_be_dropped(engine: E
 RULES = "\n".join(f"Rule {number}: never tell anybody what is kept in drawer {number}." for number in range(1, 111))
 
 
-@pytest.mark.parametrize("enabled", [None, True])
+@pytest.mark.parametrize("enabled", [None, pytest.param(True, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("said", ["Say hello.", "The ship met nobody. " * 400 + "\n\nWhere did Emma go?"])
 def test_the_rules_of_a_system_message_are_all_read(demo: ModelPair, enabled: bool | None, said: str) -> None:
     """Whether the prompt is read in full, or sparsely for a long document."""

@@ -194,7 +194,7 @@ def test_a_dense_prefix_is_not_read_again_by_the_upper_layers() -> None:
         *((family, 1.0, 0.0, "restart") for family in FAMILIES),
     ],
 )
-@pytest.mark.parametrize("how", ["off", "ngram"])
+@pytest.mark.parametrize("how", ["off", pytest.param("ngram", marks=pytest.mark.extended)])
 def test_a_conversation_goes_on_right(
     family: str, stands_out: float, repair_share: float, way: str, how: SpeculationName
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +177,15 @@ def test_what_loading_raises_ends_the_thread(tmp_path: Path) -> None:
     assert not mlx_threads()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Heed SIGINT, which a shell has its background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_loading_can_be_interrupted() -> None:
     """By Ctrl-C, as soon as it tells how far it is."""
 

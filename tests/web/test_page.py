@@ -91,6 +91,7 @@ def test_two_arms_share_one_axis_and_the_text_shows_what_was_read(page: Page, se
         page.run("document.getElementById('step-back').click()")
 
 
+@pytest.mark.extended
 def test_one_click_shows_what_it_is_about(page: Page, server: Server) -> None:
     page.open(server.base, sample=True)
     page.until(lambda: "tokens" in page.find("#documents").text)
@@ -134,6 +135,7 @@ def test_without_a_comparison_the_other_way_is_predicted(page: Page, live: Any, 
     assert own < 0.3 * other
 
 
+@pytest.mark.extended
 def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, monkeypatch: Any) -> None:
     """A prompt that is prefilled in stages is scored by the target's own first layers."""
     plain, release = fakes.account, threading.Event()
@@ -296,6 +298,7 @@ def test_requests_in_work_are_lanes(page: Page, live: Any, engine: FakeEngine) -
     page.until(lambda: page.find("#running").text == "Nothing is being answered.")
 
 
+@pytest.mark.extended
 def test_the_theme_is_chosen_and_remembered(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)
@@ -360,6 +363,7 @@ def test_every_state_is_fit_for_screen_readers(
     page.driver.get_log("browser")  # it notes the refusal of the server to count all of it
 
 
+@pytest.mark.extended
 def test_what_is_on_its_way_is_fit_for_screen_readers(page: Page, live: Any, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [Progress("draft", 3, 12), *engine.tokens("The beginning", end=False), release]
@@ -440,6 +444,7 @@ def test_all_of_it_works_without_a_mouse(page: Page, live: Any) -> None:
     assert page.driver.switch_to.active_element.get_attribute("id") == "question"
 
 
+@pytest.mark.extended
 def test_a_refused_key_leaves_a_way_back(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live(api_keys=("geheim",))
     page.open(base)
@@ -457,6 +462,7 @@ def test_a_refused_key_leaves_a_way_back(page: Page, live: Any, engine: FakeEngi
     assert page.ask("Hello").find_element("css selector", ".answer").text == "Hello"
 
 
+@pytest.mark.extended
 def test_the_server_view_takes_a_key_without_a_reload(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live(api_keys=("geheim",))
     page.open(base)
@@ -472,6 +478,7 @@ def test_the_server_view_takes_a_key_without_a_reload(page: Page, live: Any, eng
     assert page.find("#live-state").text == ""
 
 
+@pytest.mark.extended
 def test_reasoning_is_shown_apart_from_the_answer(page: Page, live: Any, engine: FakeEngine) -> None:
     engine.says("<think>Let me see.</think>Good day", end=False)
     base, _ = live()
@@ -517,6 +524,7 @@ def test_a_server_that_goes_away_in_the_middle(page: Page, live: Any, engine: Fa
     page.driver.get_log("browser")
 
 
+@pytest.mark.extended
 def test_the_focus_is_not_lost_when_an_answer_is_stopped(page: Page, live: Any, engine: FakeEngine) -> None:
     release = threading.Event()
     engine.script = lambda request: [*engine.tokens("The beginning", end=False), release]
@@ -538,6 +546,7 @@ return document.elementFromPoint(left + width / 2, top + 12).id;
 
 
 @pytest.mark.parametrize("width", ["wide", "narrow"])
+@pytest.mark.extended
 def test_right_to_left_and_large_type_fit(page: Page, live: Any, engine: FakeEngine, width: str) -> None:
     engine.says("שלום. " * 40)
     base, _ = live()
@@ -592,6 +601,7 @@ def test_nothing_that_has_the_focus_is_covered(page: Page, live: Any, width: str
     assert {"new", "What was read", "question", "send", "score", "step-play", "prompt", "what-if"} <= reached
 
 
+@pytest.mark.extended
 def test_who_wants_no_motion_gets_none(page: Page, live: Any) -> None:
     base, _ = live()
     page.open(base)

@@ -1,18 +1,20 @@
 """Sessions of coding agents: what a whole session waits, beside the same server in full and `mlx_lm.server`.
 
     growth        fifteen turns: files, searches, edits, test logs, and questions about facts in them
-    short         eight turns, for small contexts: results of 1000 to 1750 tokens where it grows to 7000
-    compaction    as growth, begun anew from a summary in the middle
-    side by side  two agents with system texts of their own at the same time
+    long results  results with the sizes of recorded ones: a median of 256 tokens, most tokens in those above 2048
+    document      ten questions in a row about one document
 
 Arms: ours as the pair configures it, ours with every request in full (its prefix cache as always), and `mlx_lm.server`
 with its prompt cache. All get the same float32 copy of the checkpoint, with a template that knows tools, the same text
 (our own, in the shape of recorded sessions) and the same BLAS. In each repetition they take turns; one begins when the
 one before it has come to rest. What a model answers goes into its conversation, as with an agent; calls are scripted.
 
-Per kind of session and arm, medians over the repetitions: the sum and the worst of the times to first token, tokens
-that target and draft have read, prompt tokens from a cache, and facts answered rightly, in the session and behind its
-end. Then a second session begins in the same repository, and a third one right after `POST /v1/specprefill/warm`.
+Behind its end a session's last turn is sent once more, then the facts that it did not ask for are asked for. Then the
+server is started again, with the same folder for its prefix cache, and the last turn is sent a third time.
+
+Rows: sums over the repetitions for each kind of session and arm; tokens that target and draft have read. Bars: ours
+against the same turns in full. Wrong: each fact that ours got wrong, how many turns ago it was said, and if the target
+had read all of what that turn brought.
 
 With `--shape` the weights are random and answers empty; a draft of two layers costs about a sixth of a target of nine.
 """
@@ -20,88 +22,92 @@ With `--shape` the weights are random and answers empty; a draft of two layers c
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from .harness import BenchError, pairs, servers, shapes
-from .harness.agent_sessions import KINDS, TEMPLATE, Count, Message, Session, Shape, Step, make_session
+from .harness.agent_sessions import KINDS, TEMPLATE, Count, Message, Session, Step, make_session
 from .harness.figures import machine, rounded, show_rows
-from .harness.servers import DENSE, Copies, Server, together
+from .harness.servers import DENSE, Copies, Server
 from .harness.text import user
 
-QUICK = {"sessions": ["short"], "tokens": 7000, "repeats": 2}
-USUAL = ["growth", "compaction", "side by side"]
+QUICK = {"sessions": ["growth"], "repeats": 1}
 OURS, FULL, PEER = "ours", "ours, full", "mlx_lm.server"
-LONG = 512  # tokens: what brings fewer new ones is not worth choosing from
 ANSWER, REMARK = 24, 8  # tokens of an answer at most, to a question and otherwise
+TAIL = 32  # tokens: an answer and the template around it, which the next turn may have to read again
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arm:
     """A server and how it is asked."""
 
     name: str
-    server: Server
+    make: Callable[[], AbstractContextManager[Server]]
     options: dict[str, Any]
+    running: ExitStack
+
+    def start(self) -> None:
+        """Start the server, and stop it before if it runs."""
+        self.running.close()
+        self.server = self.running.enter_context(self.make())
+        self.server.ask(user("Hello"), 4, **self.options)  # compiles and loads
 
 
 @dataclass
 class Turn:
-    """One request. Tokens; `new` are those that neither the agent's beginning nor an earlier turn had."""
+    """One request. Tokens, but for the first.
+
+    Attributes:
+        target: read by it, with those of earlier text that it recalled.
+        new: those that neither the agent's beginning nor an earlier turn had.
+        right: the answer holds the fact; None: nothing was asked.
+        back: how many turns ago the fact was said.
+        thinned: the target had not read all of what the turn of the fact brought.
+    """
 
     first_s: float
-    total_s: float
-    prompt: int
     cached: int
     target: int
     draft: int
+    recalled: int
     new: int
-    sparse: bool
-    continuation: str | None
-    draft_s: float
-    target_s: float
-    right: bool | None
+    right: bool | None = None
+    back: int = 0
+    thinned: bool = False
 
-    def counts(self) -> bool:
-        """Whether it brings enough that is new to be prefilled sparsely."""
-        return self.new >= LONG
+    def exceeds(self, full: Turn) -> bool:
+        """The target read more than in full, recalled tokens and the length of answers aside."""
+        return self.target - self.recalled - self.new > full.target - full.new + TAIL
 
 
 @dataclass
 class Played:
-    """What one arm made of one kind of session, once. `after` are the questions behind its end."""
+    """What one arm made of one kind of session, once.
+
+    Attributes:
+        after: the questions behind its end.
+        retries: the last turn sent again, at once and, in our arms, after a start of the server.
+    """
 
     turns: list[Turn]
     after: list[Turn]
-    second_s: float
-    warm_s: float | None = None
-    wall_s: float = 0.0
+    retries: list[Turn]
 
-    def figures(self) -> dict[str, float]:
-        asked = [turn.right for turn in (*self.turns, *self.after) if turn.right is not None]
-        return {
-            "sum_s": sum(turn.first_s for turn in self.turns),
-            "worst_s": max(turn.first_s for turn in self.turns),
-            "wall_s": self.wall_s,
-            "prompt_tokens": sum(turn.prompt for turn in self.turns),
-            "cached_tokens": sum(turn.cached for turn in self.turns),
-            "target_tokens": sum(turn.target for turn in self.turns),
-            "draft_tokens": sum(turn.draft for turn in self.turns),
-            "cache_hits": sum(2 * turn.cached >= turn.prompt for turn in self.turns),
-            "sparse_turns": sum(turn.sparse for turn in self.turns),
-            "asked": len(asked),
-            "right": sum(asked),
-            "second_s": self.second_s,
-        } | ({} if self.warm_s is None else {"warm_s": self.warm_s})
+    def restarts(self) -> int:
+        """Return the number of turns that did not go on from what the turn before left in the target's cache."""
+        return sum(turn.cached < before.cached + before.target - TAIL for before, turn in pairwise(self.turns))
+
+    def asked(self) -> list[Turn]:
+        return [turn for turn in (*self.turns, *self.after) if turn.right is not None]
 
 
 @dataclass
@@ -110,85 +116,60 @@ class Conversation:
 
     arm: Arm
     session: Session
-    history: list[Message] = field(init=False)
-    known: int = field(init=False)
+    turns: list[Turn] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self.history = [{"role": "system", "content": self.session.system}]
+        self.history: list[Message] = [{"role": "system", "content": self.session.system}]
         self.known = self.session.opening
 
     def take(self, step: Step) -> Turn:
         """Send what the step says and keep the answer."""
-        if step.fresh:
-            self._begin()
         self.history += step.messages(len(self.history))
-        tokens = ANSWER if step.code else REMARK
-        reply = self.arm.server.ask(self.history, tokens, tools=self.session.tools, **self.arm.options)
-        self.history.append({"role": "assistant", "content": reply.text})
-        report, cached = reply.report, reply.cached_tokens
-        times = report.get("timings", {})
-        seen, self.known = self.known, reply.prompt_tokens + reply.completion_tokens
-        return Turn(
+        self.sent = [*self.history], ANSWER if step.code else REMARK
+        turn, text, self.known = self.send(*self.sent)
+        self.history.append({"role": "assistant", "content": text})
+        if step.code:
+            told = self.turns[step.told] if step.told < len(self.turns) else turn
+            turn.right, turn.back = step.code in text, len(self.turns) - step.told
+            turn.thinned = told.target < told.new
+        self.turns.append(turn)
+        return turn
+
+    def send(self, messages: list[Message], tokens: int) -> tuple[Turn, str, int]:
+        """Return the turn, the answer, and the tokens of both."""
+        tools = {"tools": self.session.tools} if self.session.tools else {}
+        reply = self.arm.server.ask(messages, tokens, **tools, **self.arm.options)
+        report, prompt = reply.report, reply.prompt_tokens
+        cached = report.get("cached_tokens", reply.cached_tokens)
+        turn = Turn(
             first_s=reply.first_s or reply.total_s,  # an answer may have no text
-            total_s=reply.total_s,
-            prompt=reply.prompt_tokens,
             cached=cached,
-            target=report.get("kept_tokens", reply.prompt_tokens) - report.get("cached_tokens", cached),
+            target=report.get("kept_tokens", prompt) - cached,
             draft=report.get("draft_tokens", 0),
-            new=reply.prompt_tokens - seen,
-            sparse=report.get("mode") == "sparse",
-            continuation=report.get("continuation"),
-            draft_s=times.get("draft_ms", 0.0) / 1e3,
-            target_s=times.get("prefill_ms", 0.0) / 1e3,
-            right=step.code in reply.text if step.code else None,
+            recalled=report.get("recalled_tokens", 0),
+            new=prompt - self.known,
         )
+        return turn, reply.text, prompt + reply.completion_tokens
 
 
 # --- one kind of session ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Kit:
-    """The texts of one repetition: sessions that run at once, and those that begin in the same repository later."""
-
-    sessions: list[Session]
-    second: Session
-    third: Session
-
-    @classmethod
-    def of(cls, shape: Shape, tokens: int, seed: str, count: Count) -> Kit:
-        first, *_ = sessions = [make_session(shape, tokens, f"{seed}/{n}", count) for n in range(shape.agents)]
-        later = (first.again(make_session(shape, tokens, f"{seed}/{name}", count)) for name in ("second", "third"))
-        return cls(sessions, *later)
-
-
-def play(arm: Arm, kit: Kit, pause: float) -> Played:
-    begun = time.perf_counter()
-    talks = [Conversation(arm, session) for session in kit.sessions]
-    turns = [turn for part in together(lambda talk: worked(talk, pause), talks) for turn in part]
-    wall_s = time.perf_counter() - begun
-    after = [talk.take(step) for talk in talks for step in talk.session.after]
-    second = Conversation(arm, kit.second).take(kit.second.steps[0])
-    played = Played(turns, after, second.first_s, wall_s=wall_s)
-    arm.server.rest()
-    if arm.name != PEER:
-        third = Conversation(arm, kit.third)
-        arm.server.warm(third.history, tools=kit.third.tools)
-        played.warm_s = third.take(kit.third.steps[0]).first_s
-        arm.server.rest()
-    return played
-
-
-def worked(talk: Conversation, pause: float) -> list[Turn]:
-    """All turns of a session; `pause` seconds are what the agent's tools take."""
-    turns = []
-    for step in talk.session.steps:
+def play(arm: Arm, session: Session, pause: float) -> Played:
+    """Send all of a session; `pause` seconds are what the agent's tools take."""
+    talk, turns = Conversation(arm, session), []
+    for step in session.steps:
         turns.append(talk.take(step))
         time.sleep(pause)
-    return turns
+    last = talk.sent
+    retries = [talk.send(*last)[0]]
+    after = [talk.take(step) for step in session.after]
+    arm.server.rest()
+    if arm.name != PEER:
+        arm.start()
+        retries.append(talk.send(*last)[0])
+        arm.server.rest()
+    return Played(turns, after, retries)
 
 
 # --- what follows from the figures -----------------------------------------------------------------------------------
@@ -197,63 +178,77 @@ def worked(talk: Conversation, pause: float) -> list[Turn]:
 Results = dict[str, dict[str, list[Played]]]  # by kind of session, then by arm, one per repetition
 
 
-def rows(results: Results) -> list[dict[str, Any]]:
-    """Medians over the repetitions, but for counts of answers: sums."""
-    table = []
-    for kind, arms in results.items():
-        for arm, plays in arms.items():
-            figures = [played.figures() for played in plays]
-            row = {name: statistics.median(one[name] for one in figures) for name in figures[0]}
-            row |= {name: sum(one[name] for one in figures) for name in ("asked", "right")}
-            table.append({"session": kind, "arm": arm, **row})
-    return table
+def row(kind: str, arm: str, plays: Sequence[Played]) -> dict[str, Any]:
+    """Sums over the repetitions."""
+    turns = [turn for played in plays for turn in played.turns]
+    asked = [turn for played in plays for turn in played.asked()]
+    sent = zip(*((played.turns[-1], *played.retries) for played in plays), strict=True)
+    return {
+        "session": kind,
+        "arm": arm,
+        "sum_s": sum(turn.first_s for turn in turns),
+        "worst_s": max(turn.first_s for turn in turns),
+        "target": sum(turn.target for turn in turns),
+        "draft": sum(turn.draft for turn in turns),
+        "recalled": sum(turn.recalled for turn in turns),
+        "restarts": sum(played.restarts() for played in plays),
+        "second_draft": sum(played.turns[1].draft for played in plays),
+        "second_new": sum(played.turns[1].new for played in plays),
+        "asked": len(asked),
+        "right": sum(bool(turn.right) for turn in asked),
+    } | {
+        name + unit: sum(getattr(turn, figure) for turn in times)
+        for name, times in zip(("last", "retry", "restarted"), sent, strict=False)
+        for unit, figure in (("_s", "first_s"), ("_target", "target"))
+    }
 
 
-def ratio(arms: dict[str, list[Played]], other: str, figure: str) -> float | None:
-    """The median of ours over another arm's; None where that did not take part."""
-    if other not in arms:
-        return None
-    pairs_of = zip(arms[OURS], arms[other], strict=True)
-    return statistics.median(mine.figures()[figure] / its.figures()[figure] for mine, its in pairs_of)
+def bars(kind: str, rows: dict[str, dict[str, Any]], arms: dict[str, list[Played]]) -> dict[str, Any]:
+    """Return what ours has to keep to, against the same turns in full."""
+    ours, full = rows[OURS], rows[FULL]
+    pairs_of = zip(arms[OURS], arms[FULL], strict=True)
+    turns = [both for mine, its in pairs_of for both in zip(mine.turns, its.turns, strict=True)]
+    return {
+        "session": kind,
+        "target_vs_full": ours["target"] / full["target"],
+        "sum_vs_full": ours["sum_s"] / full["sum_s"],
+        "sum_vs_mlx_lm": ours["sum_s"] / rows[PEER]["sum_s"] if PEER in rows else None,
+        "worst_turn_vs_full": max(mine.first_s / its.first_s for mine, its in turns),
+        "turns_above_full": sum(mine.exceeds(its) for mine, its in turns),
+        "recalled_share": ours["recalled"] / ours["target"],
+        "second_draft_vs_new": ours["second_draft"] / ours["second_new"],
+        "right_vs_full": ours["right"] / full["right"] if full["right"] else None,
+        "retry_vs_first": ours["retry_s"] / ours["last_s"],
+        "restarted_vs_first": ours["restarted_s"] / ours["last_s"],
+    }
 
 
-def sparse_share(plays: Sequence[Played]) -> float | None:
-    """Of the tokens that were new and many, those in turns that were prefilled sparsely."""
-    new = [turn for played in plays for turn in played.turns if turn.counts()]
-    total = sum(turn.new for turn in new)
-    return sum(turn.new for turn in new if turn.sparse) / total if total else None
-
-
-def right_share(plays: Sequence[Played]) -> float:
-    """Of the facts that were asked for."""
-    figures = [played.figures() for played in plays]
-    return sum(one["right"] for one in figures) / sum(one["asked"] for one in figures)
-
-
-def all_of(results: Results, arm: str) -> list[Played]:
-    """Of all kinds of sessions."""
-    return [played for kind in results.values() for played in kind[arm]]
+def wrong(kind: str, ours: Sequence[Played], full: Sequence[Played]) -> list[dict[str, Any]]:
+    """Return the facts that ours got wrong."""
+    names = ("back", "thinned", "recalled")
+    return [
+        {"session": kind, "repeat": repeat, **{name: getattr(mine, name) for name in names}, "right_full": its.right}
+        for repeat, plays in enumerate(zip(ours, full, strict=True))
+        for mine, its in zip(*(played.asked() for played in plays), strict=True)
+        if not mine.right
+    ]
 
 
 def summary(results: Results, options: argparse.Namespace) -> dict[str, Any]:
-    """The headline is that of the first kind of session."""
-    arms = next(iter(results.values()))
-    ours = arms[OURS]
+    rows = {kind: {arm: row(kind, arm, plays) for arm, plays in arms.items()} for kind, arms in results.items()}
     return {
         "benchmark": "agents",
         **machine(),
         "tokens": options.tokens,
         "repeats": options.repeats,
-        "sum_vs_dense": ratio(arms, FULL, "sum_s"),
-        "sum_vs_mlx_lm": ratio(arms, PEER, "sum_s"),
-        "worst_vs_dense": ratio(arms, FULL, "worst_s"),
-        "second_session_first_vs_warm": statistics.median(
-            played.second_s / played.warm_s for played in ours if played.warm_s
-        ),
-        "sparse_share_of_new": sparse_share(ours),
-        "right": None if options.shape else {arm: right_share(all_of(results, arm)) for arm in arms},
-        "rows": rows(results),
-        "turns": {arm: [asdict(turn) for turn in plays[0].turns] for arm, plays in arms.items()},
+        "rows": [one for arms in rows.values() for one in arms.values()],
+        "bars": [bars(kind, rows[kind], arms) for kind, arms in results.items()],
+        "wrong": [one for kind, arms in results.items() for one in wrong(kind, arms[OURS], arms[FULL])],
+        "turns": {
+            f"{kind}, {arm}": [asdict(turn) for turn in plays[0].turns]
+            for kind, arms in results.items()
+            for arm, plays in arms.items()
+        },
     }
 
 
@@ -262,9 +257,9 @@ def summary(results: Results, options: argparse.Namespace) -> dict[str, Any]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     servers.add_options(parser)
-    parser.add_argument("--sessions", nargs="+", choices=list(KINDS), default=USUAL)
-    parser.add_argument("--tokens", type=int, default=14000, help="to which a session grows")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sessions", nargs="+", choices=list(KINDS), default=["growth", "long results"])
+    parser.add_argument("--tokens", type=int, default=7000, help="to which a session grows")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that the agent's tools take after each turn")
     parser.add_argument("--seed", type=int, default=0)
     shapes.add_options(parser, None, layers=9, draft_layers=2, narrow=8)
@@ -279,7 +274,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         arms = start(copies, stack, options)
         results = measured(arms, counter(copies), options)
     report = rounded(summary(results, options))
-    show_rows(report["rows"])
+    for table in (report["rows"], report["bars"], report["wrong"]):
+        show_rows(table)
     return report
 
 
@@ -301,16 +297,16 @@ def checkpoints(options: argparse.Namespace) -> Iterator[Copies]:
 def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list[Arm]:
     """A process for each arm: what one has read is of no use to the others."""
     given = pairs.defaults(options) if options.shape is None else ()
-    # Without pauses nothing is read in idle time but behind the last turn, where an arm is only waited for.
+    # Without pauses nothing is made dense in idle time but behind the last turn, where an arm is only waited for.
     idle = {"MLX_SPECPREFILL_DENSIFY": "on" if options.pause else "off"}
-    arms = [
-        Arm(OURS, stack.enter_context(copies.ours(*given, MLX_SPECPREFILL_REMEMBER="true", **idle)), {}),
-        Arm(FULL, stack.enter_context(copies.ours(*given, **idle)), DENSE),
-    ]
-    if not options.alone:
-        arms.append(Arm(PEER, stack.enter_context(copies.mlx_lm()), {}))
-    for arm in arms:  # compiles and loads
-        arm.server.ask(user("Hello"), 4, **arm.options)
+
+    def ours(name: str) -> AbstractContextManager[Server]:
+        return copies.ours(*given, "--prefix-cache-dir", str(copies.folder / f"prefixes of {name}"), **idle)
+
+    made = {OURS: lambda: ours(OURS), FULL: lambda: ours(FULL)} | ({} if options.alone else {PEER: copies.mlx_lm})
+    arms = [Arm(name, made[name], DENSE if name == FULL else {}, stack.enter_context(ExitStack())) for name in made]
+    for arm in arms:
+        arm.start()
     return arms
 
 
@@ -326,12 +322,11 @@ def measured(arms: list[Arm], count: Count, options: argparse.Namespace) -> Resu
     for repeat in range(options.repeats):
         first = repeat % len(arms)
         for kind in options.sessions:
-            kit = Kit.of(KINDS[kind], options.tokens, f"{options.seed}/{repeat}/{kind}", count)
+            session = make_session(KINDS[kind], options.tokens, f"{options.seed}/{repeat}/{kind}", count)
+            if options.shape:  # random weights know no facts
+                asked = [replace(step, code="") for step in session.steps]
+                session = replace(session, steps=tuple(asked), after=())
             for arm in (*arms[first:], *arms[:first]):
-                played = play(arm, kit, options.pause)
-                results[kind][arm.name].append(played)
-                total = played.figures()["sum_s"]
-                print(
-                    f"{kind}, {repeat + 1} of {options.repeats}, {arm.name}: {total:.1f} s", file=sys.stderr, flush=True
-                )
+                results[kind][arm.name].append(play(arm, session, options.pause))
+                print(f"{kind}, {repeat + 1} of {options.repeats}, {arm.name}", file=sys.stderr, flush=True)
     return results

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import decode, long
+from benchmarks import agents, decode, long
+from benchmarks.agents import FULL, OURS, Played, Turn, row
 from benchmarks.harness.command import FOLDER, benchmark, main, parsed
 
 from tests.tiny import save_checkpoint
@@ -28,10 +29,9 @@ LONG = """benchmark device blas mlx shape layers draft_layers narrow repeats res
 rows""".split()
 LONG_ROW = """tokens full_ms sparse_ms draft_alone_ms target_kept_ms kept_tokens rest_ms rest_of_full full_peak_mib
 sparse_peak_mib peak_ratio hit_ms""".split()
-AGENTS = """benchmark device blas mlx tokens repeats sum_vs_dense sum_vs_mlx_lm worst_vs_dense
-second_session_first_vs_warm sparse_share_of_new right rows turns""".split()
-AGENTS_ROW = """session arm sum_s worst_s wall_s prompt_tokens cached_tokens target_tokens draft_tokens cache_hits
-sparse_turns asked right second_s""".split()
+AGENTS = "benchmark device blas mlx tokens repeats rows bars wrong turns".split()
+AGENTS_ROW = """session arm sum_s worst_s target draft recalled restarts second_draft second_new asked right last_s
+last_target retry_s retry_target restarted_s restarted_target""".split()
 TTFT = """benchmark device blas mlx target draft rule dtype step tokens keep speedup r share_of_limit rest_of_full
 rows""".split()
 TTFT_ROW = """tokens keep kept_tokens full_ttft_ms sparse_ttft_ms draft_ms select_ms prefill_ms first_token_ms
@@ -148,12 +148,53 @@ def test_exponents_are_fitted() -> None:
 
 @pytest.mark.nightly
 def test_agents(report: Report) -> None:
-    found = report("agents --quick --alone --tokens 1000 --repeats 1")
+    found = report("agents --quick --alone --tokens 1000")
     assert found.keys() == set(AGENTS)
     assert [row["arm"] for row in found["rows"]] == ["ours", "ours, full"]
-    assert found["rows"][0].keys() == {*AGENTS_ROW, "warm_s"}
-    assert all(found[name] > 0 for name in ("sum_vs_dense", "worst_vs_dense", "second_session_first_vs_warm"))
-    assert found["sum_vs_mlx_lm"] is None  # it did not take part
+    assert all(row.keys() == set(AGENTS_ROW) and row["asked"] > 10 for row in found["rows"])
+    (bars,) = found["bars"]
+    assert all(bars[name] > 0 for name in ("target_vs_full", "sum_vs_full", "retry_vs_first", "restarted_vs_first"))
+    assert bars["sum_vs_mlx_lm"] is None  # it did not take part
+
+
+def test_the_figures_of_a_session_of_an_agent() -> None:
+    """Four turns: the first chooses, the second goes on, the third recalls, the fourth begins anew."""
+    full = [
+        Turn(first_s=4.0, cached=0, target=1000, draft=0, recalled=0, new=800),
+        Turn(first_s=1.0, cached=1000, target=100, draft=0, recalled=0, new=90),
+        Turn(first_s=1.0, cached=1100, target=20, draft=0, recalled=0, new=20, right=True),
+        Turn(first_s=2.0, cached=1120, target=20, draft=0, recalled=0, new=20, right=True),
+    ]
+    ours = [
+        Turn(first_s=1.0, cached=0, target=300, draft=1000, recalled=0, new=800),
+        Turn(first_s=0.5, cached=300, target=100, draft=90, recalled=0, new=90),
+        Turn(first_s=1.5, cached=400, target=120, draft=20, recalled=100, new=20, right=True, back=2),
+        Turn(first_s=2.0, cached=200, target=440, draft=0, recalled=0, new=20, right=False, back=3, thinned=True),
+    ]
+    again = [
+        Turn(first_s=first_s, cached=639, target=target, draft=0, recalled=0, new=20)
+        for first_s, target in ((0.1, 1), (0.2, 2))
+    ]
+    plays = {OURS: [Played(ours, [], again)] * 2, FULL: [Played(full, [], again)] * 2}
+    rows = {arm: row("growth", arm, played) for arm, played in plays.items()}
+    assert rows[OURS].keys() == set(AGENTS_ROW)
+    assert [rows[OURS][name] for name in ("target", "draft", "recalled", "restarts")] == [1920, 2220, 200, 2]
+    assert (rows[OURS]["asked"], rows[OURS]["right"], rows[FULL]["restarts"]) == (4, 2, 0)
+    assert agents.bars("growth", rows, plays) == {
+        "session": "growth",
+        "target_vs_full": 960 / 1140,
+        "sum_vs_full": 5 / 8,
+        "sum_vs_mlx_lm": None,
+        "worst_turn_vs_full": 1.5,
+        "turns_above_full": 2,  # the fourth, twice; what the third read more it had recalled
+        "recalled_share": 100 / 960,
+        "second_draft_vs_new": 1.0,
+        "right_vs_full": 0.5,
+        "retry_vs_first": pytest.approx(0.05),
+        "restarted_vs_first": pytest.approx(0.1),
+    }
+    missed = {"session": "growth", "back": 3, "thinned": True, "recalled": 0, "right_full": True}
+    assert agents.wrong("growth", plays[OURS], plays[FULL]) == [missed | {"repeat": repeat} for repeat in (0, 1)]
 
 
 def test_wrong_answers_end_with_status_1_and_a_report(

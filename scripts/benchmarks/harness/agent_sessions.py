@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlx_specprefill_evals import words
@@ -13,11 +15,12 @@ from mlx_specprefill_evals.facts import six_digits
 
 from .text import question, secret
 
-__all__ = ["KINDS", "TEMPLATE", "Count", "Message", "Session", "Shape", "Step", "make_session", "result"]
+__all__ = ["KINDS", "TEMPLATE", "Count", "Message", "Session", "Shape", "Step", "make_session", "result", "sizes"]
 
 Message = dict[str, Any]
 Count = Callable[[str], int]
 Kind = Literal["read", "search", "edit", "test"]
+Work = tuple[tuple[Kind | Literal["ask"], float], ...]
 
 # As models that call tools have it: system text and tools in one message, calls in tags, results from the user's side.
 TEMPLATE = (
@@ -39,7 +42,7 @@ TEMPLATE = (
 )
 
 # Turns of a session by what comes back, in shares of what it grows to; "ask": the user asks for a fact.
-WORK: tuple[tuple[Kind | str, float], ...] = (
+WORK: Work = (
     ("read", 0.16),
     ("search", 0.05),
     ("read", 0.09),
@@ -55,17 +58,13 @@ WORK: tuple[tuple[Kind | str, float], ...] = (
     ("test", 0.02),
     ("ask", 0.0),
 )
+FACTS = 20  # of a session, about: every result but an edit has one, and more by its share
 
-# A few turns, whose results are as long in a small context as they are in a large one.
-SHORT: tuple[tuple[Kind | str, float], ...] = (
-    ("read", 0.25),
-    ("test", 0.2),
-    ("ask", 0.0),
-    ("edit", 0.01),
-    ("read", 0.2),
-    ("search", 0.14),
-    ("ask", 0.0),
-)
+# 1065 results of recorded sessions: the median, what a tenth exceeds, the largest, and the share of all tokens that is
+# in results above LONG. A log-normal distribution that is cut off at the largest meets all four.
+MEDIAN, NINTH_DECILE, LARGEST = 256, 2149, 22318
+LONG, LONG_SHARE = 2048, 0.59
+TYPICAL = 5000  # tokens: as many hold a session of such results
 
 
 @dataclass(frozen=True)
@@ -73,28 +72,23 @@ class Shape:
     """Shares of the tokens that a session grows to.
 
     Attributes:
-        system, tools: of the system text and of the schemas.
+        system, tools: of the system text and of the schemas; no tools: 0.
         request: of the user's first message.
-        work: the turns after it.
-        summary: of what is left at a compaction; 0: there is none.
-        compact_before: the turn of `work` before which that is.
-        agents: how many sessions run side by side, each with a system text of its own.
+        work: the turns after it; empty: results with the sizes of recorded ones.
+        document: the request holds a fact for each turn and asks for the first.
     """
 
     system: float = 0.1
     tools: float = 0.15
     request: float = 0.02
-    work: tuple[tuple[Kind | str, float], ...] = WORK
-    summary: float = 0.0
-    compact_before: int = 6
-    agents: int = 1
+    work: Work = WORK
+    document: bool = False
 
 
 KINDS = {
     "growth": Shape(),
-    "short": Shape(system=0.07, tools=0.11, work=SHORT),
-    "compaction": Shape(summary=0.05),
-    "side by side": Shape(agents=2, work=WORK[:6]),
+    "long results": Shape(work=()),
+    "document": Shape(system=0.01, tools=0.0, request=0.97, work=(("ask", 0.0),) * 9, document=True),
 }
 
 
@@ -106,13 +100,13 @@ class Step:
         said: a tool's result, or what the user says.
         call: what the model is taken to have called for it; None: the user speaks.
         code: what the answer has to hold; "": nothing is asked.
-        fresh: the conversation begins anew with it, behind the same system text and tools.
+        told: the number of the step that said it.
     """
 
     said: str
     call: tuple[str, dict[str, Any]] | None = None
     code: str = ""
-    fresh: bool = False
+    told: int = 0
 
     def messages(self, number: int) -> list[Message]:
         """As a client appends them. A call is a message of its own: what the model really said precedes it."""
@@ -141,29 +135,29 @@ class Session:
     after: tuple[Step, ...] = ()
     opening: int = 0
 
-    def again(self, other: Session) -> Session:
-        """Another conversation in the same repository: its system text and tools are this one's."""
-        return replace(other, system=self.system, tools=self.tools, opening=self.opening)
-
 
 @dataclass
 class _Facts:
-    """What was said and not asked for yet, oldest first: name and code."""
+    """Facts that were said and not asked for yet, oldest first: name, code, and the step that said it."""
 
     rng: random.Random
-    known: list[tuple[str, str]] = field(default_factory=list)
+    known: list[tuple[str, str, int]] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
 
-    def new(self) -> str:
-        taken = {name for name, _ in self.known}
-        while (name := words.person(self.rng, held_out=True)) in taken:
-            pass
-        code = six_digits(self.rng)
-        self.known.append((name, code))
-        return secret(name, code)
+    def new(self, step: int, number: int) -> list[str]:
+        said = []
+        for _ in range(number):
+            while (name := words.person(self.rng, held_out=True)) in self.names:
+                pass
+            self.names.add(name)
+            self.known.append((name, six_digits(self.rng), step))
+            said.append(secret(*self.known[-1][:2]))
+        return said
 
-    def asked(self, at: int) -> Step:
-        name, code = self.known.pop(at)
-        return Step(question(name), code=code)
+    def asked(self, at: int, behind: str = "") -> Step:
+        """A question for one of them, behind other text of the same message."""
+        name, code, told = self.known.pop(at)
+        return Step(behind + question(name), code=code, told=told)
 
 
 def make_session(shape: Shape, tokens: int, seed: int | str, count: Count) -> Session:
@@ -175,35 +169,48 @@ def make_session(shape: Shape, tokens: int, seed: int | str, count: Count) -> Se
     rng = random.Random(f"agents/{seed}")
     facts = _Facts(rng)
     system = instructions(rng, round(shape.system * tokens), count)
-    schemas = tools(rng, round(shape.tools * tokens), count)
-    steps = [Step(task(rng, round(shape.request * tokens), count))]
-    for number, (kind, share) in enumerate(shape.work):
-        if shape.summary and number == shape.compact_before:
-            facts.known.clear()
-            steps.append(_summary(rng, round(shape.summary * tokens), count, facts))
+    schemas = tools(rng, round(shape.tools * tokens), count) if shape.tools else []
+    work = shape.work or _recorded(rng, tokens, 1 - shape.system - shape.tools - shape.request)
+    request = task(rng, round(shape.request * tokens), count, facts.new(0, (1 + len(work)) * shape.document))
+    steps = [facts.asked(0, f"{request}\n\n") if shape.document else Step(request)]
+    for number, (kind, share) in enumerate(work):
         if kind == "ask":
             steps.append(facts.asked((0, -1, len(facts.known) // 2)[number % 3]))
         else:
-            steps.append(_worked(kind, rng, round(share * tokens), count, facts))
+            said = [] if kind == "edit" else facts.new(len(steps), 1 + int(FACTS * share))
+            call = call_of(kind, rng)
+            left = round(share * tokens) - count(json.dumps(call)) - count("\n".join(said))
+            steps.append(Step(result(kind, rng, left, count, said), call))
+    after = tuple(facts.asked(0) for _ in range(len(facts.known)))
     opening = count(system) + sum(count(json.dumps(schema) + "\n") for schema in schemas)
-    return Session(system, schemas, tuple(steps), tuple(_rest(facts)), opening)
+    return Session(system, schemas, tuple(steps), after, opening)
 
 
-def _rest(facts: _Facts) -> Sequence[Step]:
-    return [facts.asked(0) for _ in range(len(facts.known))]
+def sizes(rng: random.Random, tokens: int) -> list[int]:
+    """Return sizes of results, in tokens, that are together about so many.
+
+    Draws in which large results have another share than in recorded sessions are thrown away. Where less than a typical
+    session is wanted, all of them are smaller.
+    """
+    scale, spread = min(1.0, tokens / TYPICAL), math.log(NINTH_DECILE / MEDIAN) / statistics.NormalDist().inv_cdf(0.9)
+    while True:
+        drawn: list[float] = []
+        while sum(drawn) < 0.95 * tokens:
+            drawn += [scale * size for size in [rng.lognormvariate(math.log(MEDIAN), spread)] if size <= LARGEST]
+        share = sum(size for size in drawn if size > scale * LONG) / sum(drawn)
+        if sum(drawn) <= 1.05 * tokens and abs(share - LONG_SHARE) <= 0.1:
+            return [max(1, round(size)) for size in drawn]
 
 
-def _worked(kind: Any, rng: random.Random, tokens: int, count: Count, facts: _Facts) -> Step:
-    fact = "" if kind == "edit" else facts.new()
-    call = call_of(kind, rng)
-    left = tokens - count(json.dumps(call)) - count(fact)
-    return Step(result(kind, rng, left, count, fact), call)
-
-
-def _summary(rng: random.Random, tokens: int, count: Count, facts: _Facts) -> Step:
-    """What an agent begins anew with when its context is nearly full."""
-    done = result("edit", rng, tokens, count, facts.new())
-    return Step(f"This is what was done before:\n{done}\n\nGo on with the task.", fresh=True)
+def _recorded(rng: random.Random, tokens: int, share: float) -> Work:
+    """Return turns with results of recorded sizes, a question behind every third one, and a long result at the end."""
+    found = sizes(rng, round(share * tokens))
+    found.append(found.pop(found.index(sorted(found)[-2])))
+    work: list[tuple[Any, float]] = []
+    for number, size in enumerate(found):
+        work += [("ask", 0.0)] if number and number % 3 == 0 else []
+        work.append((rng.choice(("read", "search", "test")), size / tokens))
+    return tuple(work)
 
 
 # --- texts of any length, with words of our own ---------------------------------------------------------------------
@@ -253,7 +260,7 @@ def module_path(rng: random.Random, folder: str = "src") -> str:
 
 def _lines(parts: Iterator[str], tokens: int, count: Count) -> list[str]:
     """As many as fit, at least one."""
-    lines, used = [next(parts)], 0
+    lines = [next(parts)]
     used = count(lines[0] + "\n")
     for line in parts:
         used += count(line + "\n")
@@ -288,11 +295,15 @@ def tools(rng: random.Random, tokens: int, count: Count) -> list[dict[str, Any]]
     return found
 
 
-def task(rng: random.Random, tokens: int, count: Count) -> str:
-    """What a user asks for at first."""
+def task(rng: random.Random, tokens: int, count: Count, facts: Sequence[str] = ()) -> str:
+    """What a user asks for at first, with the facts spread over it."""
     asked = filled(rng, "Please make the {adj} {item} of the {place} {verb} once only, and add a test for it.")
     notes = iter(lambda: filled(rng, "The {item} in {place}/{word} is {adj}; {word2} has {num} of them."), "")
-    return " ".join([asked, *_lines(notes, max(1, tokens - count(asked)), count)])
+    lines = _lines(notes, max(1, tokens - count(" ".join([asked, *facts]))), count)
+    each = len(lines) / max(1, len(facts))
+    for number in reversed(range(len(facts))):
+        lines.insert(round((number + 0.5) * each), facts[number])
+    return " ".join([asked, *lines])
 
 
 def call_of(kind: Kind, rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -301,10 +312,10 @@ def call_of(kind: Kind, rng: random.Random) -> tuple[str, dict[str, Any]]:
     return name, {"path": module_path(rng, "tests" if kind == "test" else "src"), "limit": rng.randrange(50, 2000)}
 
 
-def result(kind: Kind, rng: random.Random, tokens: int, count: Count, fact: str = "") -> str:
-    """What a tool returns, with the fact in a line of its own somewhere in the middle."""
+def result(kind: Kind, rng: random.Random, tokens: int, count: Count, facts: Sequence[str] = ()) -> str:
+    """What a tool returns, with each fact in a line of its own somewhere in the middle."""
     lines = {"read": _file, "search": _search, "edit": _diff, "test": _log}[kind](rng, tokens, count)
-    if fact:
+    for fact in facts:
         at = rng.randrange(len(lines) // 5, max(1, 4 * len(lines) // 5) + 1)
         lines.insert(at, _carried(kind, rng, fact))
     if kind == "read":

@@ -96,13 +96,6 @@ class Server:
         except (httpx.HTTPError, RuntimeError) as error:  # the latter: its client is closed
             raise BenchError(f"{self.name}: {type(error).__name__}: {error}") from error
 
-    def warm(self, messages: list[dict[str, Any]], **options: Any) -> None:
-        """Read the system text and the tools ahead."""
-        with self._reached():
-            done = self.client.post(f"{self.base}/v1/specprefill/warm", json={"messages": messages, **options})
-        if done.status_code != 200:
-            raise BenchError(f"{self.name}: warm: status {done.status_code}: {done.text[:300]}")
-
     @staticmethod
     def _take(reply: Reply, chunk: dict[str, Any], begun: float) -> None:
         for choice in chunk.get("choices", []):

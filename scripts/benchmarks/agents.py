@@ -9,12 +9,12 @@ with its prompt cache. All get the same float32 copy of the checkpoint, with a t
 (our own, in the shape of recorded sessions) and the same BLAS. In each repetition they take turns; one begins when the
 one before it has come to rest. What a model answers goes into its conversation, as with an agent; calls are scripted.
 
-Behind its end a session's last turn is sent once more, then the facts that it did not ask for are asked for. Then the
-server is started again, with the same folder for its prefix cache, and the last turn is sent a third time.
+Behind its end a session's last turn is sent once more. Each fact that it did not ask for is asked for behind that end.
+Then the server is started again, with the same folder for its prefix cache, and the last turn is sent a third time.
 
 Rows: sums over the repetitions for each kind of session and arm; tokens that target and draft have read. Bars: ours
-against the same turns in full. Wrong: each fact that ours got wrong, how many turns ago it was said, and if the target
-had read all of what that turn brought.
+against the same turns in full; lost are facts that only full knew. Wrong: each fact that ours got wrong, how many turns
+ago it was said, and if the target had not read all of what that turn brought.
 
 With `--shape` the weights are random and answers empty; a draft of two layers costs about a sixth of a target of nine.
 """
@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class Played:
     """What one arm made of one kind of session, once.
 
     Attributes:
-        after: the questions behind its end.
+        after: questions, each right behind its end.
         retries: the last turn sent again, at once and, in our arms, after a start of the server.
     """
 
@@ -103,24 +103,21 @@ class Played:
     retries: list[Turn]
 
     def restarts(self) -> int:
-        """Return the number of turns that did not go on from what the turn before left in the target's cache."""
-        return sum(turn.cached < before.cached + before.target - TAIL for before, turn in pairwise(self.turns))
+        """Return the number of requests that did not go on from what the turn before left in the target's cache."""
+        follow = (*pairwise(self.turns), *((self.turns[-1], turn) for turn in self.after))
+        return sum(turn.cached < before.cached + before.target - TAIL for before, turn in follow)
 
     def asked(self) -> list[Turn]:
         return [turn for turn in (*self.turns, *self.after) if turn.right is not None]
 
 
-@dataclass
 class Conversation:
     """One session as its client keeps it."""
 
-    arm: Arm
-    session: Session
-    turns: list[Turn] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.history: list[Message] = [{"role": "system", "content": self.session.system}]
-        self.known = self.session.opening
+    def __init__(self, arm: Arm, session: Session) -> None:
+        self.arm, self.session, self.known = arm, session, session.opening
+        self.history: list[Message] = [{"role": "system", "content": session.system}]
+        self.turns: list[Turn] = []
 
     def take(self, step: Step) -> Turn:
         """Send what the step says and keep the answer."""
@@ -157,19 +154,21 @@ class Conversation:
 
 def play(arm: Arm, session: Session, pause: float) -> Played:
     """Send all of a session; `pause` seconds are what the agent's tools take."""
-    talk, turns = Conversation(arm, session), []
+    talk = Conversation(arm, session)
     for step in session.steps:
-        turns.append(talk.take(step))
+        talk.take(step)
         time.sleep(pause)
-    last = talk.sent
-    retries = [talk.send(*last)[0]]
-    after = [talk.take(step) for step in session.after]
+    played, last, end = Played([*talk.turns], [], []), talk.sent, len(talk.history)
+    played.retries.append(talk.send(*last)[0])
+    for step in session.after:
+        played.after.append(talk.take(step))
+        del talk.history[end:], talk.turns[len(session.steps) :]
     arm.server.rest()
     if arm.name != PEER:
         arm.start()
-        retries.append(talk.send(*last)[0])
+        played.retries.append(talk.send(*last)[0])
         arm.server.rest()
-    return Played(turns, after, retries)
+    return played
 
 
 # --- what follows from the figures -----------------------------------------------------------------------------------
@@ -218,6 +217,7 @@ def bars(kind: str, rows: dict[str, dict[str, Any]], arms: dict[str, list[Played
         "recalled_share": ours["recalled"] / ours["target"],
         "second_draft_vs_new": ours["second_draft"] / ours["second_new"],
         "right_vs_full": ours["right"] / full["right"] if full["right"] else None,
+        "lost": sum(bool(one["right_full"]) for one in wrong(kind, arms[OURS], arms[FULL])),
         "retry_vs_first": ours["retry_s"] / ours["last_s"],
         "restarted_vs_first": ours["restarted_s"] / ours["last_s"],
     }

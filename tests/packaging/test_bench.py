@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -171,15 +172,16 @@ def test_the_figures_of_a_session_of_an_agent() -> None:
         Turn(first_s=1.5, cached=400, target=120, draft=20, recalled=100, new=20, right=True, back=2),
         Turn(first_s=2.0, cached=200, target=440, draft=0, recalled=0, new=20, right=False, back=3, thinned=True),
     ]
+    asked = Turn(first_s=9.0, cached=100, target=50, draft=9, recalled=0, new=20, right=True)  # begins anew, too
     again = [
         Turn(first_s=first_s, cached=639, target=target, draft=0, recalled=0, new=20)
         for first_s, target in ((0.1, 1), (0.2, 2))
     ]
-    plays = {OURS: [Played(ours, [], again)] * 2, FULL: [Played(full, [], again)] * 2}
+    plays = {OURS: [Played(ours, [asked], again)] * 2, FULL: [Played(full, [replace(asked, cached=1140)], again)] * 2}
     rows = {arm: row("growth", arm, played) for arm, played in plays.items()}
     assert rows[OURS].keys() == set(AGENTS_ROW)
-    assert [rows[OURS][name] for name in ("target", "draft", "recalled", "restarts")] == [1920, 2220, 200, 2]
-    assert (rows[OURS]["asked"], rows[OURS]["right"], rows[FULL]["restarts"]) == (4, 2, 0)
+    assert [rows[OURS][name] for name in ("target", "draft", "recalled", "restarts")] == [1920, 2220, 200, 4]
+    assert (rows[OURS]["asked"], rows[OURS]["right"], rows[FULL]["restarts"]) == (6, 4, 0)
     assert agents.bars("growth", rows, plays) == {
         "session": "growth",
         "target_vs_full": 960 / 1140,
@@ -189,7 +191,8 @@ def test_the_figures_of_a_session_of_an_agent() -> None:
         "turns_above_full": 2,  # the fourth, twice; what the third read more it had recalled
         "recalled_share": 100 / 960,
         "second_draft_vs_new": 1.0,
-        "right_vs_full": 0.5,
+        "right_vs_full": 4 / 6,
+        "lost": 2,
         "retry_vs_first": pytest.approx(0.05),
         "restarted_vs_first": pytest.approx(0.1),
     }

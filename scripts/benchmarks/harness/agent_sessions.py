@@ -125,7 +125,7 @@ class Session:
     """One conversation.
 
     Attributes:
-        after: questions for what the steps have not asked for, to be sent when the clock has stopped.
+        after: questions for what the steps have not asked for, each to be sent behind the last step.
         opening: tokens of the system text and the tools, about.
     """
 
@@ -298,7 +298,7 @@ def tools(rng: random.Random, tokens: int, count: Count) -> list[dict[str, Any]]
 def task(rng: random.Random, tokens: int, count: Count, facts: Sequence[str] = ()) -> str:
     """What a user asks for at first, with the facts spread over it."""
     asked = filled(rng, "Please make the {adj} {item} of the {place} {verb} once only, and add a test for it.")
-    notes = iter(lambda: filled(rng, "The {item} in {place}/{word} is {adj}; {word2} has {num} of them."), "")
+    notes = iter(lambda: filled(rng, "The {item} in {place}/{word} is {adj}; {word2} comes behind it."), "")
     lines = _lines(notes, max(1, tokens - count(" ".join([asked, *facts]))), count)
     each = len(lines) / max(1, len(facts))
     for number in reversed(range(len(facts))):

@@ -114,6 +114,7 @@ def test_ttft(report: Report, tmp_path: Path) -> None:
     assert found["benchmark"] == "ttft"
 
 
+@pytest.mark.nightly
 def test_decode(report: Report) -> None:
     found = report("decode --quick")
     arms = ["ngram", "draft", "triforce"]
@@ -126,6 +127,7 @@ def test_decode(report: Report) -> None:
     assert all(row["cost_vs_off"] == 1 for row in found["rows"] if row["arm"] == "off")
 
 
+@pytest.mark.nightly
 def test_serving(report: Report) -> None:
     found = report("serving --quick --alone --parts behind --long 4000")
     assert found.keys() == {"benchmark", "device", "blas", "mlx", "short_behind_long_ratio", "rows"}

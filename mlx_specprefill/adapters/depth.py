@@ -20,7 +20,16 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..cache.positioned import leaves
 from ..errors import SparseUnsupportedError
 
-__all__ = ["FirstLayers", "first_layers", "layers_of", "replacing", "smallest_depth", "whole_draft"]
+__all__ = [
+    "FirstLayers",
+    "Observed",
+    "StandIn",
+    "first_layers",
+    "layers_of",
+    "replacing",
+    "smallest_depth",
+    "whole_draft",
+]
 
 
 class FirstLayers(nn.Module):  # type: ignore[misc]
@@ -131,11 +140,8 @@ class _Stopped(Exception):  # noqa: N818 - a control signal, not an error
         self.hidden = hidden
 
 
-class _Stop(nn.Module):  # type: ignore[misc]
-    """Takes the place of a layer: has its attributes, and ends the forward when it is called.
-
-    Its submodules are stops too, because some forwards call those instead of the layer.
-    """
+class StandIn(nn.Module):  # type: ignore[misc]
+    """Takes the place of a layer, or of a part of one, and has its attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -143,7 +149,37 @@ class _Stop(nn.Module):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(object.__getattribute__(self, "_layer"), name)
-        return _Stop(value) if isinstance(value, nn.Module) else value
+        return self._of_part(value) if isinstance(value, nn.Module) else value
+
+    def _of_part(self, part: nn.Module) -> nn.Module:
+        return part
+
+
+class Observed(StandIn):
+    """Runs the layer, and shows what it returns.
+
+    Args:
+        seen: gets the results.
+    """
+
+    def __init__(self, layer: nn.Module, seen: list[Any]) -> None:
+        super().__init__(layer)
+        object.__setattr__(self, "_seen", seen)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        returned = object.__getattribute__(self, "_layer")(*args, **kwargs)
+        object.__getattribute__(self, "_seen").append(returned)
+        return returned
+
+
+class _Stop(StandIn):
+    """Ends the forward when it is called.
+
+    Its submodules are stops too, because some forwards call those instead of the layer.
+    """
+
+    def _of_part(self, part: nn.Module) -> nn.Module:
+        return _Stop(part)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise _Stopped(next(value for value in (*args, *kwargs.values()) if isinstance(value, mx.array)))

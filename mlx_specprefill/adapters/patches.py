@@ -50,7 +50,7 @@ PATCHES = (
     Patch(
         ("mlx.core:fast.rope",),
         wrap_rope,
-        "sparse prefill: one position per token; a shift for quantised KV caches; streaming caches record rotations",
+        "sparse prefill: one position per token; a shift for quantised KV caches",
         "tests/adapters/test_rope.py",
     ),
     Patch(

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 from ..cache.positioned import leaves
 from ..errors import SparseUnsupportedError
 from .capture import Active
-from .depth import FirstLayers, layers_of, replacing
+from .depth import FirstLayers, Observed, StandIn, layers_of, replacing
 
 __all__ = ["StagedModel", "UpperLayers"]
 
@@ -112,64 +112,42 @@ class StagedModel:
             raise SparseUnsupportedError(f"some of its layers from {self.count} on have no cache of their own")
 
 
-class _Entrance(nn.Module):  # type: ignore[misc]
-    """Takes the place of a layer: has its attributes, and returns the hidden states that were given instead.
+class _Entrance(StandIn):
+    """Returns the hidden states that were given instead.
 
     Args:
         results: how many things the layer returns; those behind the hidden states are None.
     """
 
     def __init__(self, layer: nn.Module, results: int | None) -> None:
-        super().__init__()
-        object.__setattr__(self, "_layer", layer)
+        super().__init__(layer)
         self.results = results
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(object.__getattribute__(self, "_layer"), name)
-        return _Part(value) if isinstance(value, nn.Module) else value
+    def _of_part(self, part: nn.Module) -> nn.Module:
+        return _Part(part)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = _hidden.value
         return hidden if self.results is None else (hidden, *[None] * (self.results - 1))
 
 
-class _Part(nn.Module):  # type: ignore[misc]
+class _Part(StandIn):
     """Part of a layer that does not run; only its attributes can be used."""
 
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "_part", part)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(object.__getattribute__(self, "_part"), name)
-        return _Part(value) if isinstance(value, nn.Module) else value
+    def _of_part(self, part: nn.Module) -> nn.Module:
+        return _Part(part)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("its forward calls parts of layers")
 
 
-class _Observed(nn.Module):  # type: ignore[misc]
-    """A layer whose result is looked at."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "_layer", layer)
-        object.__setattr__(self, "result", None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_layer"), name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        object.__setattr__(self, "result", object.__getattribute__(self, "_layer")(*args, **kwargs))
-        return object.__getattribute__(self, "result")
-
-
 def _results(whole: nn.Module, layers: Sequence[nn.Module]) -> list[int | None]:
     """How many things each of the layers returns, None for one that is no tuple; nothing is computed to find out."""
-    observed = {id(layer): _Observed(layer) for layer in layers}
+    seen: list[list[Any]] = [[] for _ in layers]
+    observed = {id(layer): Observed(layer, results) for layer, results in zip(layers, seen, strict=True)}
     replacing(whole, observed)(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(whole))
-    results = (observed[id(layer)].result for layer in layers)
-    return [len(result) if isinstance(result, tuple) else None for result in results]
+    last = [results[-1] if results else None for results in seen]
+    return [len(result) if isinstance(result, tuple) else None for result in last]
 
 
 def _stand_in(caches: Sequence[Any], slot: int, others: Sequence[int]) -> int | None:

@@ -69,7 +69,7 @@ class Rows:
         return [self._first_token(sequence.uid)]
 
     def step(self) -> Iterator[Outcome]:
-        """One token of every plain row, then one forward of one drafted row. Rows may be removed in between."""
+        """One token of every plain row, then one verification of one drafted row. Rows may be removed in between."""
         yield from self._step_batch()
         yield from self._step_drafted()
 

@@ -24,7 +24,7 @@ from ..sampling import LogitsProcessor
 from ..speculative.mtp_proposer import PromptReader
 from ..speculative.proposers import Proposer
 from ..speculative.row import LastForward, Limits, SpeculativeRow
-from ..speculative.strategies import ProposerInputs, StrategyName, make_proposer, refusal
+from ..speculative.strategies import StrategyName, make_proposer, refusal
 from ..speculative.token_sampler import TokenSampler
 from .scheduler import Scheduler
 
@@ -139,19 +139,18 @@ class AnswerDrafter:
         """Make the proposer for a prefilled cache; whatever fails here costs the saving, never the answer."""
         if self.strategy is None:
             return
-        speculator = self._speculator
-        given = ProposerInputs(
-            self._pair.target,
-            cache,
-            self._request.prompt,
-            speculator.config,
-            self._pair.draft,
-            self.cache,
-            kept,
-            self.reader,
-        )
         try:
-            self._proposer = yield from make_proposer(self.strategy, given)
+            self._proposer = yield from make_proposer(
+                self.strategy,
+                self._pair.target,
+                cache,
+                self._request.prompt,
+                self._speculator.config,
+                draft=self._pair.draft,
+                draft_cache=self.cache,
+                kept=kept,
+                reader=self.reader,
+            )
         except RequestCancelled:
             raise
         except Exception as error:
@@ -193,7 +192,7 @@ class AnswerDrafter:
         return self.row
 
     def step(self, row: SpeculativeRow, alone: bool) -> tuple[list[TokenEvent], str | None]:
-        """One forward of the row: its tokens, and why it has to go on in the plain batch, if it has to."""
+        """One step of the row: its tokens, and why it has to go on in the plain batch, if it has to."""
         if not alone:
             return row.leave(), _SHARED
         try:

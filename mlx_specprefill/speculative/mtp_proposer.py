@@ -7,7 +7,7 @@ again with the target's hidden states once those are known.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import mlx.core as mx
@@ -91,7 +91,7 @@ class MTPProposer(Proposer):
     def recording(self) -> AbstractContextManager[list[mx.array]]:
         return recorded_hidden()
 
-    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
+    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
         new = text[self._read :]
         out = self._feed(self._hidden[:, : len(new)], new)
         self._read = len(text)
@@ -102,7 +102,6 @@ class MTPProposer(Proposer):
             proposal.tokens.append(draw(distribution, sampler.rng))
             if len(proposal.tokens) >= count or proposal.tokens[-1] in sampler.stops:
                 return proposal
-            yield
             out = self._feed(out[:, -1:], proposal.tokens[-1:])
             self._drafted += 1
 

@@ -8,7 +8,7 @@ the target verifies every token all the same.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -47,13 +47,12 @@ class NgramProposer(Proposer):
         self._follow(text)
         return continuation_of(self._text[: self._size], self._least, 1).size == 0
 
-    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
+    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
         """Takes no forward."""
         self._follow(text)
         found = continuation_of(self._text[: self._size], self._least, min(count, self._trusted))
         tokens: list[int] = found[: sampler.permitted(text, found.tolist())].tolist()
         return Proposal(tokens, list(tokens))
-        yield
 
     def settle(self, verified: Verified) -> None:
         if verified.proposed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .rollback import CacheSnapshots
+from .rollback import Snapshot
 from .token_sampler import TokenSampler
 from .verification import Distribution, draw
 
@@ -81,11 +81,8 @@ class Proposer(ABC):
         return False
 
     @abstractmethod
-    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
-        """About `count` tokens that may follow the generated `text`, all of which is final; fewer if it can't.
-
-        Yields between forwards.
-        """
+    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
+        """About `count` tokens that may follow the generated `text`, all of which is final; fewer if it can't."""
 
     @abstractmethod
     def settle(self, verified: Verified) -> None:
@@ -107,10 +104,10 @@ class Drafter(Proposer):
         self.cache = cache
         self.gamma = gamma
         self.held = 0
-        self._snapshots: CacheSnapshots | None = None
+        self._snapshot: Snapshot | None = None
         self._settled = 0  # tokens that can't be taken back
 
-    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
+    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
         logits = self._catch_up(text)
         proposal = Proposal()
         while True:
@@ -119,34 +116,22 @@ class Drafter(Proposer):
             proposal.tokens.append(draw(distribution, sampler.rng))
             if len(proposal.tokens) >= count or proposal.tokens[-1] in sampler.stops:
                 return proposal
-            yield
-            logits = self._step(proposal.tokens[-1])
+            logits = self._feed(proposal.tokens[-1:])
 
     def settle(self, verified: Verified) -> None:
         self.keep(verified.length)
-        self._snapshots = None
+        self._snapshot = None
 
     def keep(self, length: int) -> None:
-        """Forget what was fed after the first `length` generated tokens. Until `settle`, more can be taken back."""
-        if self._snapshots is not None and self.held > length:
-            self._snapshots.restore(length - self._settled)
-            self.held = length
+        """Hold no more than the first `length` generated tokens. Until `settle`, more can be taken back."""
+        if self._snapshot is not None and self.held > length:
+            self.held -= self._snapshot.take_back(self.held - length, fed=self.held - self._settled)
 
     def _catch_up(self, text: Sequence[int]) -> mx.array:
         """Feed what is new; logits (1, V) of the last token."""
-        unfed = text[self.held :]
-        if self._snapshots is None:
-            logits = self._feed(unfed)
-            self._snapshots, self._settled = CacheSnapshots(self.cache), self.held
-            return logits
-        for token in unfed:
-            logits = self._step(token)
-        return logits
-
-    def _step(self, token: int) -> mx.array:
-        assert self._snapshots is not None
-        logits = self._feed([token])
-        self._snapshots.take()
+        logits = self._feed(text[self.held :])
+        if self._snapshot is None:
+            self._snapshot, self._settled = Snapshot(self.cache), self.held
         return logits
 
     def _feed(self, tokens: Sequence[int]) -> mx.array:

@@ -7,7 +7,6 @@ their rotation, so what is dropped leaves a gap and nothing else moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -118,17 +117,6 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         self._size = end
         self.offset += keys.shape[2]
         return self.keys[..., :end, :], self.values[..., :end, :]
-
-    @property
-    def state(self) -> Sequence[mx.array | None]:
-        return self.keys, self.values
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
-
-    def is_trimmable(self) -> bool:
-        return True
 
     def trim(self, n: int) -> int:
         self._size -= n

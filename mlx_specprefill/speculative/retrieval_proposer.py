@@ -7,7 +7,7 @@ values, which pays when reading the whole cache takes most of the time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -107,19 +107,16 @@ class TriForceProposer(Proposer):
     def recording(self) -> AbstractContextManager[AttentionRecord]:
         return recorded_attention()
 
-    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Generator[None, None, Proposal]:
+    def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
         proposal = Proposal()
         if not self.retrieved.caches:
             return proposal  # the first forward is an ordinary one, whose queries choose the chunks
         while len(proposal.tokens) < count:
             so_far = [*text, *proposal.tokens]
-            drafted = yield from self.drafter.propose(so_far, self.drafter.gamma, sampler)
-            yield
+            drafted = self.drafter.propose(so_far, self.drafter.gamma, sampler)
             self._verify(so_far, drafted, proposal, sampler)
             if proposal.tokens[-1] in sampler.stops:
                 break
-            if len(proposal.tokens) < count:
-                yield
         return proposal
 
     def _verify(self, text: list[int], drafted: Proposal, proposal: Proposal, sampler: TokenSampler) -> None:

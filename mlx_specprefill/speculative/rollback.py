@@ -1,8 +1,8 @@
 """Rollback of fed tokens, for every kind of cache.
 
 Keys and values are trimmed. A window that has wrapped has overwritten what a trim would need, so it is not trimmed: a
-forward of several rows leaves a ring that still holds what was before it, and cutting its last rows off is exact; one
-row at a time, copies are kept. Recurrent states are restored and replayed.
+forward of several rows leaves a ring that still holds what was before it, and cutting its last rows off is exact; over
+several forwards, a copy is kept. Recurrent states are restored and replayed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..adapters.rope import adjusted_offsets
 from ..cache.positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
 from ..errors import SparseUnsupportedError
 
-__all__ = ["CacheSnapshots", "Rollback", "rollback_refusal"]
+__all__ = ["Rollback", "Snapshot", "rollback_refusal"]
 
 _RINGS = (RotatingKVCache, PositionedRotatingKVCache)
 
@@ -91,34 +91,25 @@ def _cut(part: Any, count: int) -> None:
         part.runs.drop_from(part.next)
 
 
-class CacheSnapshots:
-    """Cache states after single-token forwards, any number of which can be undone. `take` after each forward."""
+class Snapshot:
+    """A cache before tokens that may be taken back, whatever the forwards that feed them."""
 
     def __init__(self, cache: Sequence[Any]) -> None:
-        self._parts = list(leaves(cache))
-        self._states: list[list[Any]] = []
-        self.take()
+        states: list[Any] = [part for part in leaves(cache) if isinstance(part, (ArraysCache, *_RINGS))]
+        self._trimmed = [part for part in leaves(cache) if not isinstance(part, (ArraysCache, *_RINGS))]
+        # Copies share memory with the ring until that is written to.
+        self._restored = [(part, copy.deepcopy(part.state)) for part in states]
 
-    def take(self) -> None:
-        self._states.append([_snapshot(part) for part in self._parts])
+    def take_back(self, count: int, fed: int) -> int:
+        """Take back the last `count` of the `fed` tokens, or all of them where a part of the cache can't be trimmed.
 
-    def restore(self, count: int) -> None:
-        """Undo all forwards but the first `count`."""
-        excess = len(self._states) - 1 - count
-        if excess <= 0:
-            return
-        for part, state in zip(self._parts, self._states[count], strict=True):
-            if isinstance(part, ArraysCache):
-                part.cache = state
-            elif state is not None:
-                part.state = state
-            elif not part.empty():
-                part.trim(excess)
-        del self._states[count + 1 :]
-
-
-def _snapshot(part: Any) -> Any:
-    if isinstance(part, ArraysCache):
-        return list(part.cache)
-    # Copies share memory with the ring until that is written to.
-    return copy.deepcopy(part.state) if isinstance(part, _RINGS) else None
+        Returns:
+            How many.
+        """
+        count = fed if self._restored else count
+        for part in self._trimmed:
+            if not part.empty():
+                part.trim(count)
+        for part, state in self._restored:
+            part.state = copy.deepcopy(state)
+        return count

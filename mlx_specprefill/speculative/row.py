@@ -8,7 +8,7 @@ batch of plain rows: so a proposer that has nothing to say costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,6 @@ from .token_sampler import TokenSampler
 from .verification import Distribution, draw, verify
 
 __all__ = ["LastForward", "Limits", "SpeculativeRow"]
-
-Round = Generator[None, None, list[TokenEvent]]
 
 
 class LastForward:
@@ -111,7 +109,6 @@ class SpeculativeRow:
         self._told = False  # the next token is in `early`
         self._verified: Verified | None = None
         self.proposing = False
-        self._round: Round | None = None
         self.early = self._begin(first)
 
     @property
@@ -120,23 +117,37 @@ class SpeculativeRow:
         return stopped or len(self.tokens) >= self.limits.max_tokens
 
     def step(self) -> list[TokenEvent]:
-        """One forward; the tokens of a round come with its last one.
+        """One forward of the target, after what it takes to propose; the tokens that it adds.
 
-        Whenever this returns, the cache holds exactly the prompt and `tokens`.
+        Afterwards the cache holds exactly the prompt and `tokens`.
         """
-        if self._round is None:
-            self._round = self._run()
-        try:
-            next(self._round)
-        except StopIteration as done:
-            self._round = None
-            events: list[TokenEvent] = done.value
-            return events
-        return []
+        if self._next is None and self._rests():
+            return self._feed_unread()
+        first = self._chosen()
+        text = [*self.tokens, first]
+        room = self.limits.max_tokens - len(text)
+        proposal = Proposal()
+        if room > 0 and first not in self.limits.stop_ids:
+            proposal = self._propose(text, min(self.proposer.gamma, room))
+        tokens, distributions = proposal.tokens[:room], proposal.distributions[:room]
+        fed = [first, *tokens]
+        rollback = Rollback(self.cache, self._shift)
+        rows, recorded = self._forward(rollback, mx.array([fed]))
+        if not tokens:
+            self._next = None
+            self._verified = Verified(len(text), 0, 0, 0, recorded)
+            return self._commit(fed, rows)
+        verdict = verify(self._sampler.distributions(rows, text, tokens), distributions, tokens, self._sampler.rng)
+        self.acceptance.add(len(tokens), verdict.accepted)
+        kept = self.limits.cut(fed[: 1 + verdict.accepted], len(self.tokens))
+        rollback.keep(kept)
+        self._next = verdict.token
+        events = self._commit(fed[:kept], rows[:kept])
+        self._verified = Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1, recorded)
+        return events
 
     def leave(self) -> list[TokenEvent]:
-        """Give up what is being drafted and feed the chosen token: from then on, `logits` decide what follows."""
-        self._round = None
+        """Feed the chosen token: from then on, `logits` decide what follows."""
         if self.ended or self._next is None:
             return []
         rows, _ = self._forward(Rollback(self.cache, self._shift), mx.array([[self._next]]))
@@ -157,34 +168,6 @@ class SpeculativeRow:
         self.free = kept
         self._told = not self.ended
         return [*events, self._event(verdict.token, self.logits)] if self._told else events
-
-    def _run(self) -> Round:
-        if self._next is None and self._rests():
-            return self._feed_unread()
-        first = self._chosen()
-        text = [*self.tokens, first]
-        room = self.limits.max_tokens - len(text)
-        proposal = Proposal()
-        if room > 0 and first not in self.limits.stop_ids:
-            proposal = yield from self._propose(text, min(self.proposer.gamma, room))
-        tokens, distributions = proposal.tokens[:room], proposal.distributions[:room]
-        if tokens:
-            yield
-        fed = [first, *tokens]
-        rollback = Rollback(self.cache, self._shift)
-        rows, recorded = self._forward(rollback, mx.array([fed]))
-        if not tokens:
-            self._next = None
-            self._verified = Verified(len(text), 0, 0, 0, recorded)
-            return self._commit(fed, rows)
-        verdict = verify(self._sampler.distributions(rows, text, tokens), distributions, tokens, self._sampler.rng)
-        self.acceptance.add(len(tokens), verdict.accepted)
-        kept = self.limits.cut(fed[: 1 + verdict.accepted], len(self.tokens))
-        rollback.keep(kept)
-        self._next = verdict.token
-        events = self._commit(fed[:kept], rows[:kept])
-        self._verified = Verified(len(self.tokens), len(tokens), verdict.accepted, kept - 1, recorded)
-        return events
 
     def _rests(self) -> bool:
         """Whether the next token need not be known before it is fed: no grammar follows it, and nothing is proposed."""
@@ -210,11 +193,11 @@ class SpeculativeRow:
             self._next = draw(distribution, self._sampler.rng)
         return self._next
 
-    def _propose(self, text: list[int], count: int) -> Generator[None, None, Proposal]:
+    def _propose(self, text: list[int], count: int) -> Proposal:
         self.proposing = True
         if self._verified is not None:
             self.proposer.settle(self._verified)
-        proposal = yield from self.proposer.propose(text, count, self._sampler)
+        proposal = self.proposer.propose(text, count, self._sampler)
         self.proposing = False
         return proposal
 

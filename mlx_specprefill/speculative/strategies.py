@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
@@ -24,56 +23,49 @@ from .proposers import Drafter, Proposer
 from .retrieval_proposer import TriForceProposer
 from .rollback import rollback_refusal
 
-__all__ = ["STRATEGIES", "ProposerInputs", "StrategyName", "gathered", "make_proposer", "read_ends", "refusal"]
+__all__ = ["STRATEGIES", "StrategyName", "gathered", "make_proposer", "read_ends", "refusal"]
 
 StrategyName = Literal["ngram", "draft", "triforce", "mtp"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 _READ_STEP = 256  # tokens per forward while the small model reads
 
 
-@dataclass(frozen=True)
-class ProposerInputs:
-    """What a proposer can be made from.
+def make_proposer(
+    strategy: StrategyName,
+    target: nn.Module,
+    cache: list[Any],
+    prompt: TokenIds,
+    config: SpeculationConfig,
+    *,
+    draft: nn.Module | None,
+    draft_cache: list[Any] | None,
+    kept: npt.NDArray[np.int32] | None,
+    reader: PromptReader | None,
+) -> Generator[Progress, None, Proposer]:
+    """The strategy's proposer; yields between forwards.
 
-    Attributes:
+    Args:
         cache: the target's, with the prompt in it.
-        prompt: the token ids of the prompt.
         draft: the small model; `draft_cache` holds exactly the prompt in it, if it was read.
         kept: prompt indices that the target holds, None for all.
         reader: the target's MTP head, which has read the prompt along with it.
-    """
-
-    target: nn.Module
-    cache: list[Any]
-    prompt: TokenIds
-    config: SpeculationConfig
-    draft: nn.Module | None = None
-    draft_cache: list[Any] | None = None
-    kept: npt.NDArray[np.int32] | None = None
-    reader: PromptReader | None = None
-
-
-def make_proposer(strategy: StrategyName, given: ProposerInputs) -> Generator[Progress, None, Proposer]:
-    """The strategy's proposer; yields between forwards.
 
     Raises:
         SparseUnsupportedError: the target's cache has nothing to retrieve from.
     """
-    config = given.config
     if strategy == "ngram":
-        return NgramProposer(given.prompt, config)
+        return NgramProposer(prompt, config)
     if strategy == "mtp":
-        assert given.reader is not None
-        return MTPProposer(given.reader, config.gamma)
-    assert given.draft is not None
+        assert reader is not None
+        return MTPProposer(reader, config.gamma)
+    assert draft is not None
     if strategy == "triforce":
-        ends = yield from read_ends(given.draft, given.prompt, config.sinks, config.window)
-        return TriForceProposer(given.target, given.cache, config, Drafter(given.draft, ends, config.gamma1))
-    assert given.draft_cache is not None
-    cache = given.draft_cache
-    if given.kept is not None and len(given.prompt) > config.gather_above:
-        cache = gathered(cache, given.kept)
-    return Drafter(given.draft, cache, config.gamma)
+        ends = yield from read_ends(draft, prompt, config.sinks, config.window)
+        return TriForceProposer(target, cache, config, Drafter(draft, ends, config.gamma1))
+    assert draft_cache is not None
+    if kept is not None and len(prompt) > config.gather_above:
+        draft_cache = gathered(draft_cache, kept)
+    return Drafter(draft, draft_cache, config.gamma)
 
 
 def refusal(

@@ -13,7 +13,7 @@ import numpy as np
 from ..constraints import GrammarState
 from ..request import SamplingParams
 from ..sampling import LogitsProcessor, choose, filtered_logits, make_sampler
-from .verification import Distribution, NumpyRng, Rng
+from .verification import Distribution, Rng
 
 __all__ = ["TokenSampler"]
 
@@ -43,7 +43,7 @@ class TokenSampler:
         self._committed = 0
         self._size = vocab_size
         self.stops = stops
-        self.rng: Rng = NumpyRng(params.seed)
+        self.rng = Rng(params.seed)
 
     def choose(self, logits: mx.array, before: Sequence[int]) -> mx.array:
         """A token (1,) that follows the generated tokens `before`, not evaluated; of no use to a grammar.

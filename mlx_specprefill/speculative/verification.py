@@ -8,40 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Distribution", "NumpyRng", "Rng", "Verdict", "acceptance", "draw", "residual", "verify"]
+__all__ = ["Distribution", "Rng", "Verdict", "acceptance", "draw", "residual", "verify"]
 
 Probabilities = npt.NDArray[np.float64]
 # Probabilities (V,), or the only possible token.
 Distribution = Probabilities | int
 
 
-class Rng(Protocol):
-    """A source of randomness; tests enumerate its choices."""
-
-    def bernoulli(self, probability: float) -> bool:
-        """True with this probability."""
-        ...
-
-    def categorical(self, distribution: Probabilities) -> int:
-        """A token of the distribution (V,)."""
-        ...
-
-
-class NumpyRng:
-    """Pseudo-random numbers from a seed."""
+class Rng:
+    """Pseudo-random choices from a seed."""
 
     def __init__(self, seed: int | None) -> None:
         self._random = np.random.default_rng(seed)
 
     def bernoulli(self, probability: float) -> bool:
+        """True with this probability."""
         return float(self._random.random()) < probability
 
     def categorical(self, distribution: Probabilities) -> int:
+        """A token of the distribution (V,)."""
         sums = np.cumsum(distribution)
         drawn = int(np.searchsorted(sums, self._random.random() * sums[-1], side="right"))
         return min(drawn, int(np.flatnonzero(distribution)[-1]))  # the product may round up to the last sum

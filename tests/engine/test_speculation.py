@@ -186,7 +186,7 @@ def test_a_prompt_from_the_cache_is_drafted_for(engine: Engine, how: Speculation
         assert tokens == generated(engine.generate(plain))[0]
 
 
-def test_a_cancelled_row_ends_within_a_forward(engine: Engine) -> None:
+def test_a_cancelled_row_ends_within_a_step(engine: Engine) -> None:
     """Rows beside it, drafted or not, go on as if nothing had been."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     others: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(2)]

@@ -24,7 +24,7 @@ from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.speculative import verification as verify
 from mlx_specprefill.speculative.mtp_proposer import PromptReader
 from mlx_specprefill.speculative.row import LastForward, Limits, SpeculativeRow
-from mlx_specprefill.speculative.strategies import STRATEGIES, ProposerInputs, StrategyName, make_proposer, refusal
+from mlx_specprefill.speculative.strategies import STRATEGIES, StrategyName, make_proposer, refusal
 from mlx_specprefill.speculative.token_sampler import TokenSampler
 from mlx_specprefill.speculative.verification import Rng
 from tests.oracle import build, on_the_cpu_unfused, vocabulary
@@ -103,12 +103,14 @@ def speculate(
     forward = nullcontext if reader is None else reader.forward
     logits = finish(prefill(model, prompt_cache, row.prompt, row.kept, 16, forward=forward, last_forward=first))
     reading = read(draft, row.prompt) if strategy == "draft" else None
-    given = ProposerInputs(model, prompt_cache, row.prompt, config, draft, reading, row.kept, reader)
     vocab = logits.shape[-1]
     sampler = TokenSampler(row.sampling, vocab, logits_processors(row.sampling))
     sampler.rng = rng or sampler.rng
-    proposer, limits = finish(make_proposer(strategy, given)), Limits(count, stops)
-    running = SpeculativeRow(model, prompt_cache, logits, proposer, sampler, limits, first=first, logprobs=row.logprobs)
+    inputs = {"draft": draft, "draft_cache": reading, "kept": row.kept, "reader": reader}
+    proposer = finish(make_proposer(strategy, model, prompt_cache, row.prompt, config, **inputs))
+    running = SpeculativeRow(
+        model, prompt_cache, logits, proposer, sampler, Limits(count, stops), first=first, logprobs=row.logprobs
+    )
     events = list(running.early)
     while not running.ended:
         events += running.step()

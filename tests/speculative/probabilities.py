@@ -14,10 +14,11 @@ from mlx_specprefill.speculative.verification import Rng
 T = TypeVar("T")
 
 
-class Branching:
+class Branching(Rng):
     """Takes a given path through all random choices, and remembers which choices there were."""
 
     def __init__(self, path: Sequence[int]) -> None:
+        super().__init__(None)
         self.path = list(path)
         self.weight = 1.0
         self.options: list[list[int]] = []

@@ -17,7 +17,6 @@ from mlx_specprefill.speculative.ngram_proposer import NgramProposer, continuati
 from mlx_specprefill.speculative.proposers import Verified
 from mlx_specprefill.speculative.token_sampler import TokenSampler
 from tests.server.fakes import byte_tokenizer
-from tests.slices import finish
 
 
 def searched(text: Sequence[int], least: int, count: int) -> list[int]:
@@ -49,7 +48,7 @@ def test_an_answer_that_repeats_the_prompt_is_trusted_more_and_more() -> None:
     prompt = list(range(100))
     given, text, asked = proposer(prompt), [50, 51, 52], []
     for _ in range(4):
-        proposal = finish(given.propose(text, 8, sampler()))
+        proposal = given.propose(text, 8, sampler())
         asked.append(len(proposal.tokens))
         assert proposal.tokens == prompt[text[-1] + 1 :][: asked[-1]]
         assert proposal.distributions == proposal.tokens
@@ -57,9 +56,9 @@ def test_an_answer_that_repeats_the_prompt_is_trusted_more_and_more() -> None:
         given.settle(Verified(len(text), asked[-1], asked[-1], 0))
     assert asked == [2, 4, 8, 8]
     given.settle(Verified(len(text), 8, 3, 0))
-    assert len(finish(given.propose(text, 8, sampler())).tokens) == 3
+    assert len(given.propose(text, 8, sampler()).tokens) == 3
     given.settle(Verified(len(text), 3, 0, 0))
-    assert len(finish(given.propose(text, 8, sampler())).tokens) == 1
+    assert len(given.propose(text, 8, sampler()).tokens) == 1
 
 
 def test_after_wrong_proposals_only_longer_matches_count() -> None:
@@ -70,7 +69,7 @@ def test_after_wrong_proposals_only_longer_matches_count() -> None:
     def found(length: int) -> bool:
         """With the last `length` tokens as in the prompt, and what is before them as nowhere."""
         text.extend([1000 + len(text), *prompt[50 - length : 50]])
-        proposed = bool(finish(given.propose(text, 8, sampler())).tokens)
+        proposed = bool(given.propose(text, 8, sampler()).tokens)
         assert given.idle(text) != proposed
         return proposed
 
@@ -85,14 +84,14 @@ def test_after_wrong_proposals_only_longer_matches_count() -> None:
 
 def test_the_answer_itself_is_searched_however_long_it_gets() -> None:
     given, text = proposer([1, 2]), list(range(10, 700))
-    assert finish(given.propose(text[:5], 2, sampler())).tokens == []
+    assert given.propose(text[:5], 2, sampler()).tokens == []
     text += [20, 21, 22]
-    assert finish(given.propose(text, 2, sampler())).tokens == [23, 24]
+    assert given.propose(text, 2, sampler()).tokens == [23, 24]
 
 
 @pytest.mark.parametrize(("least", "tokens"), [(2, [4, 5]), (3, [])])
 def test_too_short_a_match_proposes_nothing(least: int, tokens: list[int]) -> None:
-    assert finish(proposer([1, 2, 3, 4, 5], ngram_match=least).propose([9, 2, 3], 2, sampler())).tokens == tokens
+    assert proposer([1, 2, 3, 4, 5], ngram_match=least).propose([9, 2, 3], 2, sampler()).tokens == tokens
 
 
 def test_what_the_grammar_forbids_is_not_proposed() -> None:
@@ -103,10 +102,10 @@ def test_what_the_grammar_forbids_is_not_proposed() -> None:
     prompt, text = (tokenizer.encode(part, add_special_tokens=False) for part in ("xyabcdef", "xy"))
     given = proposer(prompt, ngram_match=2)
     given.settle(Verified(2, 2, 2, 0))
-    assert tokenizer.decode(finish(given.propose(text, 8, sampler())).tokens) == "abcd"
+    assert tokenizer.decode(given.propose(text, 8, sampler()).tokens) == "abcd"
     bound = sampler(grammar=grammar)
     bound.commit(text[:1])
-    assert tokenizer.decode(finish(given.propose(text, 8, bound)).tokens) == "ab"
+    assert tokenizer.decode(given.propose(text, 8, bound).tokens) == "ab"
 
 
 def test_a_long_prompt_is_searched_in_linear_time() -> None:

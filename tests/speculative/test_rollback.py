@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from mlx_specprefill.adapters.registry import SPECULATION_REFUSALS
 from mlx_specprefill.cache.positioned import leaves, quantize_kv
-from mlx_specprefill.speculative.rollback import CacheSnapshots, Rollback, rollback_refusal
+from mlx_specprefill.speculative.rollback import Rollback, Snapshot, rollback_refusal
 from tests.oracle import build, runnable, tiny_models, vocabulary
 from tests.precision import assert_close, numbers
 from tests.rows import Row, assert_same_contents, make_rows, prefilled
@@ -91,20 +91,26 @@ def test_verifications_leave_what_a_fresh_run_leaves(
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE])
-def test_single_steps_leave_what_a_fresh_run_leaves(name: str) -> None:
+def test_forwards_that_are_taken_back_leave_what_a_fresh_run_leaves(name: str) -> None:
+    """Twice from one snapshot; where a part of the cache can't be trimmed, all that was fed since is taken back."""
     model = model_of(name)
     for index in range(4):
         _, ready = start(name, index)
         ours, text = copy.deepcopy(ready), []
         rng = np.random.default_rng(index)
         for fed, kept in ((5, 2), (3, 0), (4, 4), (WINDOW + 3, 1), (2, 1)):
-            snapshots = CacheSnapshots(ours)
-            tokens = rng.integers(2, VOCAB, fed).tolist()
-            for token in tokens:
-                mx.eval(model(mx.array([[token]]), cache=ours))
-                snapshots.take()
-            snapshots.restore(kept)
-            text += tokens[:kept]
+            snapshot = Snapshot(ours)
+            for _ in range(2):
+                tokens = rng.integers(2, VOCAB, fed).tolist()
+                for part in (tokens[:1], tokens[1:2], tokens[2:]):
+                    if part:
+                        mx.eval(model(mx.array([part]), cache=ours))
+                taken = snapshot.take_back(fed - kept, fed) if kept < fed else 0
+                assert taken in (fed - kept, fed)
+                stayed = tokens[: fed - taken]
+                if stayed:
+                    break
+            text += stayed
         assert_same_contents(ours, fed_plainly(model, copy.deepcopy(ready), text), atol=1e-4)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from mlx_specprefill.speculative import verification as module
-from mlx_specprefill.speculative.verification import Distribution, NumpyRng, Rng, acceptance, draw, residual, verify
+from mlx_specprefill.speculative.verification import Distribution, Rng, acceptance, draw, residual, verify
 from tests.speculative.probabilities import enumerate_distribution, total_variation
 
 V = 8
@@ -157,7 +157,7 @@ def test_the_published_rejection_rule_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 def chi_square(toy: Toy, round_: Callable[[Sequence[int], Rng], list[int]], draws: int) -> float:
     """Of first and second tokens together, V * V cells."""
-    rng, run = NumpyRng(1), first(2, round_)
+    rng, run = Rng(1), first(2, round_)
     counts = Counter(run(rng) for _ in range(draws))
     truth = true_distribution(toy, 2)
     return sum((counts[key] - draws * weight) ** 2 / (draws * weight) for key, weight in truth.items())
@@ -205,7 +205,7 @@ def test_what_the_target_excludes_is_rejected() -> None:
 
 def test_dice_never_draw_what_is_impossible() -> None:
     distribution = np.array([0.0, 0.3, 0.0, 0.7, 0.0])
-    rng = NumpyRng(4)
+    rng = Rng(4)
     counts = Counter(rng.categorical(distribution) for _ in range(4000))
     assert set(counts) == {1, 3}
     assert abs(counts[3] / 4000 - 0.7) < 0.03

@@ -25,12 +25,18 @@ class BatchRow:
         self.joined_at = joined_at  # step of the batch
 
     @cached_property
-    def _positions(self) -> Positions:
+    def positions(self) -> Positions:
+        """Of the tokens that it joined with, in the order of feeding."""
         return self.runs.expand()
 
+    @cached_property
+    def ascends(self) -> bool:
+        """Whether none of these tokens was recalled."""
+        return bool((np.diff(self.positions) > 0).all())
+
     def count_from(self, position: int) -> int:
-        """How many of the tokens that it joined with lie at or after `position`."""
-        return self.runs.size - int(self._positions.searchsorted(np.int32(position)))
+        """How many of these tokens, in a row that ascends, lie at or after `position`."""
+        return self.runs.size - int(self.positions.searchsorted(np.int32(position)))
 
 
 def last_tokens(cache: Any, count: int) -> list[mx.array]:

@@ -10,8 +10,9 @@ and `compact` do that to the cache of one layer at any time between two steps, s
 writes in place only into an array that nothing else uses, which an array that waits to be computed from it does: what
 is extracted has to be evaluated before `filter`, or everything is copied.
 
-Stored order is position order in every row, so whatever a row may see is its last few tokens, window or not. A mask is
-therefore one number per row: how many of the most recent slots are visible.
+Without a window a row sees all of its tokens. Where stored order is position order, what it sees within a window is its
+last few tokens. A mask is therefore one number per row: how many of the most recent slots are visible. Only a window
+over a full cache with recalled tokens needs a mask by position.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
 from .batch_storage import BatchRow, last_tokens, stacked
@@ -73,6 +75,8 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         self._one_token(N)
         slot, end = self._next_slot()
         size = end - self._first
+        if window_size is not None and not all(row.ascends for row in self._rows):
+            return self._mask_by_position(window_size, size)
         visible = [self._visible(row, window_size, size) for row in self._rows]
         if all(count == size for count in visible):
             return None
@@ -296,6 +300,13 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         if own >= window:
             return window
         return min(held, own + row.count_from(row.start + own - window))
+
+    def _mask_by_position(self, window: int, size: int) -> mx.array | None:
+        shown = np.zeros((len(self._rows), size), dtype=bool)
+        for seen, row in zip(shown, self._rows, strict=True):
+            positions = np.concatenate([row.positions, np.arange(row.start, self._next(row) + 1)])
+            seen[size - positions.size :] = positions > positions[-1] - window
+        return None if shown.all() else mx.array(shown)[:, None, None]
 
     def _in_order(self, rows: slice) -> list[mx.array]:
         """Of some rows, oldest slot first and without unused slots."""

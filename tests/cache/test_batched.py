@@ -63,6 +63,7 @@ def put(cache: Positioned, positions: Sequence[int]) -> None:
 
 def single(ring: bool, positions: Sequence[int] = (), chunk: int = 100) -> Positioned:
     cache: Positioned = PositionedRotatingKVCache(WINDOW) if ring else PositionedKVCache()
+    chunk = chunk if list(positions) == sorted(positions) else 1
     for start in range(0, len(positions), chunk):
         put(cache, positions[start : start + chunk])
     return cache
@@ -85,16 +86,17 @@ class Model:
 
     def step(self) -> None:
         for row in self.rows:
-            row.append(row[-1] + 1 if row else 0)
+            row.append(max(row, default=-1) + 1)
 
     def visible(self, row: int, window: int | None) -> list[int]:
         """After a step: what the last token sees."""
         positions = self.rows[row][-WINDOW:] if self.ring else self.rows[row]
         reach = min(window or WINDOW, WINDOW) if self.ring else window
-        return [p for p in positions if reach is None or positions[-1] - p < reach]
+        return sorted(p for p in positions if reach is None or positions[-1] - p < reach)
 
 
-prompts = st.lists(st.integers(0, 20), unique=True, min_size=1, max_size=14).map(sorted)
+recalled = st.lists(st.integers(0, 20), unique=True, min_size=1, max_size=14)  # fed one by one, in this order
+prompts = recalled.map(sorted) | recalled
 moves = st.one_of(
     st.tuples(st.just("join"), st.lists(prompts, min_size=1, max_size=3)),
     st.tuples(st.just("leave"), st.integers(0, 20)),
@@ -106,7 +108,7 @@ moves = st.one_of(
 
 def decode_step(batch: list[Any], model: Model, window: int | None) -> None:
     (cache,) = batch
-    assert cache.offset.tolist() == [row[-1] + 1 for row in model.rows]
+    assert cache.offset.tolist() == [max(row) + 1 for row in model.rows]
     assert cache.offset.dtype == mx.int32
     mask = cache.make_mask(1, window_size=window)
     model.step()
@@ -169,6 +171,7 @@ def follow(ring: bool, window: int | None, chunk: int, schedule: list[Any]) -> N
     model = Model(ring)
     for name, argument in [("join", [[0, 3]]), *schedule]:
         if name == "join":
+            argument = [sorted(positions) if ring else positions for positions in argument]
             joining = merge_rows([[single(ring, positions, chunk)] for positions in argument])
             if model.rows:
                 extend_batch(batch, joining)
@@ -181,7 +184,7 @@ def follow(ring: bool, window: int | None, chunk: int, schedule: list[Any]) -> N
             for _ in range(argument):
                 decode_step(batch, model, window)
         elif name == "room" and len(model.rows) > 1:
-            assert make_room(batch, 2, [single(ring, argument, chunk)])
+            assert make_room(batch, 2, [single(ring, sorted(argument), chunk)])
         elif name == "compact" and len(model.rows) > 1:
             give_back(batch)
             assert not batch[0].oversized

@@ -5,9 +5,11 @@ Every architecture takes part some of whose layers keep all that they were fed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,10 +25,16 @@ from mlx_specprefill.cache.positioned import (
     next_position,
     place,
 )
+from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
+from mlx_specprefill.sampling import greedy
 from mlx_specprefill.sessions.recall import can_recall, recall
+from mlx_specprefill.speculative.rollback import Rollback
 from tests import oracle
+from tests.autoregressive import decode
 from tests.oracle import EXACT, Case, build, can_recall_into, make_case, masked_dense, relative_error
+from tests.precision import bound
 from tests.properties.test_sparse_equals_masked import DISCRIMINATION, NAMED, VERIFIED
+from tests.rows import assert_same_contents, logprob_error, tokens
 from tests.slices import finish
 
 RECALLING = [name for name in VERIFIED if can_recall_into(name)]
@@ -51,8 +59,8 @@ def recalled_case(vocab: int, seed: int = 0) -> Case:
     return replace(case, turns=turns.astype(np.int32), recalls=RECALLS)
 
 
-def recalled(model: nn.Module, case: Case, sizes: Sequence[int] = (3, 1, 2)) -> np.ndarray:
-    """The library: each text on top of the one before and of what was recalled of it, then the continuation.
+def prefilled(model: nn.Module, case: Case, sizes: Sequence[int] = (3, 1, 2)) -> tuple[list[Any], mx.array]:
+    """The library: each text on top of the one before and of what was recalled of it; cache and last logits (1, V).
 
     Args:
         sizes: tokens per forward of a recall, in turn.
@@ -69,7 +77,13 @@ def recalled(model: nn.Module, case: Case, sizes: Sequence[int] = (3, 1, 2)) -> 
             place(cache, part)
             logits = model(mx.array(case.prompt[part])[None], cache=cache)
             mx.eval(logits, [layer.state for layer in cache])
-    rows = [logits[0, -1]]
+    return cache, logits[:, -1]
+
+
+def recalled(model: nn.Module, case: Case, sizes: Sequence[int] = (3, 1, 2)) -> np.ndarray:
+    """Logits of the last prompt token and of every continuation token."""
+    cache, logits = prefilled(model, case, sizes)
+    rows = [logits[0]]
     for token in case.continuation.tolist():
         rows.append(model(mx.array([[token]]), cache=cache)[0, -1])
     return np.stack([np.array(row.astype(mx.float32)) for row in rows])
@@ -115,3 +129,30 @@ def test_other_laws_are_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -
     if has(name, ArraysCache):
         monkeypatch.setattr(Case, "fed", property(lambda case: case.kept))
         assert relative_error(got, masked_dense(model, case)) > DISCRIMINATION
+
+
+# mistral3 has windows over full caches.
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "deepseek_v3", "mistral3"])
+def test_rows_with_recalled_tokens_answer_together_what_they_answer_alone(name: str) -> None:
+    model = build(name)
+    rows = [prefilled(model, recalled_case(oracle.vocabulary(model), seed)) for seed in range(3)]
+    expected = [list(decode(model, copy.deepcopy(cache), logits, greedy, [], 24, 3)) for cache, logits in rows]
+    batch, got = DecodeBatch(model), [[] for _ in rows]
+    for uid, (cache, logits) in enumerate(rows):
+        batch.add(DecodeRow(uid, cache, logits, sampler=greedy, processors=[], logprobs=3))
+    for _ in range(24):
+        for uid, event in batch.step():
+            got[uid].append(event)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert tokens(ours) == tokens(theirs)
+        assert logprob_error(ours, theirs) < bound(1e-4, 10)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "deepseek_v3"])
+def test_proposals_on_top_of_recalled_tokens_are_taken_back(name: str) -> None:
+    model = build(name)
+    cache, _ = prefilled(model, recalled_case(oracle.vocabulary(model)))
+    plain, drafted = copy.deepcopy(cache), Rollback(cache)
+    mx.eval(model(mx.array([[3]]), cache=plain), drafted.forward(model, mx.array([[3, 4, 5]])))
+    drafted.keep(1)
+    assert_same_contents(cache, plain, atol=1e-4)

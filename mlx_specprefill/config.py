@@ -86,7 +86,7 @@ class SelectionConfig:
     chunk_size: int = 8
     by_sentence: bool = True  # the chunks of one line or sentence are kept together; False: the paper
     sentence_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each kept together
-    # A chosen token that an earlier turn dropped is missing if it has so many times the importance of the best tokens
+    # A chosen token that an earlier turn dropped is recalled if it has so many times the importance of the best tokens
     # that are not chosen (docs/decisions/0022).
     stands_out: float = 2.0
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
@@ -112,7 +112,7 @@ class SpecPrefillPolicy:
     min_saving_share: Fraction = Fraction(1, 5)  # of the full prefill's time; sparse prefill is lossy: it must pay
     min_saving_ms: float = 1000.0
     keep_pct: Fraction = Fraction(1, 5)
-    repair_share: Fraction = Fraction(1, 2)  # of what is chosen of the old text; above it a session starts over
+    recall_share: Fraction = Fraction(1, 4)  # of what would be kept of the old text; so much is recalled at most
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
     on_battery: bool = False  # also while the machine runs on battery
     # What competes: "user" what users, tools and earlier turns said, "all" also a long system text but for its ends.

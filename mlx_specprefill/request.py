@@ -286,9 +286,7 @@ class PrefillReport:
     cached_tokens: int = 0
     kept_share: float | None = None  # of the prompt's tokens, those kept by force included; None in full mode
     scorer: ScorerKind | None = None  # who scored the prompt; None in full mode
-    continuation: Literal["extend", "repair", "restart"] | None = (
-        None  # how it followed an earlier sparse turn of the session
-    )
+    recalled_tokens: int = 0  # that an earlier turn had dropped, and that were read for this one
     timings: Timings = field(default_factory=Timings)
     predicted: Prediction | None = None  # before the work; None where nothing was measured
     kept_spans: tuple[tuple[int, int], ...] | None = None
@@ -306,13 +304,13 @@ class PrefillReport:
             "prompt_tokens": self.prompt_tokens,
             "kept_tokens": self.kept_tokens,
             "cached_tokens": self.cached_tokens,
+            "recalled_tokens": self.recalled_tokens,
             "draft_tokens": self.draft_tokens,
             "kept_share": self.kept_share,
             "keep_pct": self.kept_share,  # its name in earlier versions
             "scorer": self.scorer,
             "scoring": self.scoring,
             "scope": self.scope,
-            "continuation": self.continuation,
             "timings": {
                 name: round(getattr(times, name), 3)
                 for name in ("queue_ms", "draft_ms", "select_ms", "prefill_ms", "ttft_ms", "decode_ms")

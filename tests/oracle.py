@@ -40,7 +40,6 @@ from mlx_specprefill.adapters.patches import install_patches
 from mlx_specprefill.adapters.registry import DRAFT_REFUSALS, SPARSE_REFUSALS
 from mlx_specprefill.cache.positioned import make_positioned_cache, place
 from mlx_specprefill.sessions.recall import can_recall
-from mlx_specprefill.sessions.splice import can_splice
 from tests import precision
 
 PROMPT_LEN = 96
@@ -139,11 +138,6 @@ def _construct(name: str, times: int = 1) -> nn.Module:
         text |= {key: times * value for key, value in text.items() if isinstance(value, list) and len(value) == count}
         text["num_hidden_layers"] = times * count
     return module.Model(module.ModelArgs.from_dict(config))
-
-
-def can_repair(name: str) -> bool:
-    """Whether chunks can be put into its sparse cache afterwards."""
-    return can_splice(make_positioned_cache(_construct(name)))
 
 
 def can_recall_into(name: str) -> bool:

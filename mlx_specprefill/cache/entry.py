@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..request import SHARED, CacheLabel
+import mlx.core as mx
+
+from ..request import SHARED, CacheLabel, TokenIds
 
 __all__ = ["CacheEntry", "CacheHit", "CacheKind"]
 
@@ -39,7 +41,14 @@ class CacheEntry:
 
 @dataclass(frozen=True, slots=True)
 class CacheHit:
-    """`cache` stands for exactly the first `length` tokens and is the caller's to change."""
+    """`cache` stands for exactly the first `length` tokens and is the caller's to change.
+
+    Attributes:
+        held: of a sparse one, the prompt indices that it holds in the order of feeding, int32; None: it holds all.
+        hidden: of a staged one, (index of the first token, hidden states (1, L, D)) in parts.
+    """
 
     length: int
     cache: list[Any]
+    held: TokenIds | None = None
+    hidden: list[tuple[int, mx.array]] = field(default_factory=list)

@@ -1,35 +1,39 @@
-"""What the target saw in part is read in full when the engine is idle: the queue of turns, and the job that does it."""
+"""Idle time: the draft reads what it has not read of a conversation, and the target what it saw in part."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from ..errors import RequestCancelled
-from ..request import SHARED, CacheLabel, GenerationRequest, PromptSpan, TokenIds, joined
+from ..request import SHARED, CacheLabel, GenerationRequest, Progress, PromptLogprobs, PromptSpan, TokenIds, joined
 from .admission.memory import Memory
 from .job import Job, RequestHandle, ignore
 from .prefill import Prefiller
+from .sequence import Sequence
 
-__all__ = ["Densifier", "DensifyQueue", "SparseTurn"]
+__all__ = ["Densifier", "DensifyQueue", "IdleTurn"]
 
 log = logging.getLogger(__name__)
 _LIMIT = 8  # turns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SparseTurn:
-    """A turn that the target saw in part.
+class IdleTurn:
+    """A turn after which something is left to read.
 
     Attributes:
         prompt: its token ids, int32; `answer`: those that came back.
         handle: of its request; says whether the conversation is expected to go on.
         label: of its request; what becomes dense is found under no other.
         spans: of the prompt's messages.
-        choice: `PrefillPlan.choice`, by which its session is found.
+        choice: `Sequence.choice`, by which its sparse prefix is found.
+        dense: the target saw it in part, and is to read the rest.
+        drafts: the draft is to read it.
     """
 
     prompt: TokenIds
@@ -37,13 +41,15 @@ class SparseTurn:
     handle: RequestHandle
     label: CacheLabel = SHARED
     spans: tuple[PromptSpan, ...] = ()
-    choice: str = ""
+    choice: str | None = None
+    dense: bool = True
+    drafts: bool = False
 
     @property
     def tokens(self) -> TokenIds:
         return joined(self.prompt, self.answer)
 
-    def follows(self, other: SparseTurn) -> bool:
+    def follows(self, other: IdleTurn) -> bool:
         """Whether it is a later turn of the same conversation, or the same turn."""
         return self.label == other.label and np.array_equal(self.prompt[: len(other.prompt)], other.prompt)
 
@@ -55,42 +61,42 @@ class DensifyQueue:
     """
 
     def __init__(self) -> None:
-        self._turns: list[SparseTurn] = []  # newest first
+        self._turns: list[IdleTurn] = []  # newest first
 
     def __len__(self) -> int:
         return len(self._turns)
 
-    def add(self, turn: SparseTurn) -> None:
+    def add(self, turn: IdleTurn) -> None:
         """The newest turn; it replaces earlier turns of its conversation."""
         others = [old for old in self._turns if not turn.follows(old)]
         self._turns = [turn, *others]
         if len(self._turns) > _LIMIT:
             self._turns.remove(self._in_order()[-1])
 
-    def first(self) -> SparseTurn | None:
+    def first(self) -> IdleTurn | None:
         return next(iter(self._in_order()), None)
 
-    def discard(self, turn: SparseTurn) -> None:
+    def discard(self, turn: IdleTurn) -> None:
         """Nothing more is to be done for it; no effect when it has been replaced."""
         if turn in self._turns:
             self._turns.remove(turn)
 
-    def _in_order(self) -> list[SparseTurn]:
+    def _in_order(self) -> list[IdleTurn]:
         return sorted(self._turns, key=lambda turn: not self.is_expecting(turn))
 
-    def is_expecting(self, turn: SparseTurn) -> bool:
+    def is_expecting(self, turn: IdleTurn) -> bool:
         """Return whether the turn's answer called a tool, so that the next turn is certain to come."""
         return turn.handle.expecting
 
 
 class Densifier:
-    """Makes one turn after another dense, the first of the queue at any time.
+    """Reads what is left of one turn after another, the first of the queue at any time.
 
     Memory is reserved for it as for a request, but nothing is evicted: a turn for which there is none is left as it is.
 
     Attributes:
-        turns: still to be made dense.
-        count, tokens: turns that were, and their tokens.
+        turns: still to be read.
+        count, tokens: turns that were made dense, and their tokens.
     """
 
     _queue_type: type[DensifyQueue] = DensifyQueue
@@ -98,9 +104,26 @@ class Densifier:
     def __init__(self, prefiller: Prefiller, memory: Memory) -> None:
         self._prefiller = prefiller
         self._memory = memory
-        self._now: tuple[SparseTurn, RequestHandle] | None = None
+        self._now: tuple[IdleTurn, RequestHandle] | None = None
         self.turns = self._queue_type()
         self.count = self.tokens = 0
+        pair, policy = prefiller.pair, prefiller.config.policy
+        self._densifies = policy.densify
+        # A draft with another tokenizer has other tokens; on several ranks, one alone may have the draft.
+        alone = pair.mapping is None and pair.ranks is None
+        self._drafts = policy.densify and policy.enabled and pair.drafted and alone
+
+    def follow(self, sequence: Sequence, handle: RequestHandle) -> None:
+        """Queue a turn that was answered, if something is left to read."""
+        request = sequence.request
+        dense = self._densifies and sequence.kept is not None
+        drafts = self._drafts and request.specprefill.enabled is not False
+        if dense or drafts:
+            answer = tuple(sequence.tokens)
+            turn = IdleTurn(
+                request.prompt, answer, handle, request.label, request.spans, sequence.choice, dense, drafts
+            )
+            self.turns.add(turn)
 
     def job(self, uid: int) -> Job | None:
         """The next turn's job under this uid; None while there is one. One that is outranked gives way."""
@@ -112,21 +135,25 @@ class Densifier:
             if self.turns.is_expecting(turn) and not self.turns.is_expecting(now):
                 self._now[1].cancel()  # its finished slices stay in the cache, and its turn in the queue
             return None
-        if not self._memory.reserve_free(uid, self._memory.need_dense(len(turn.tokens))):
-            log.info("no memory to make %d tokens dense", len(turn.tokens))
+        if not self._memory.reserve_free(uid, self._memory.need_idle(len(turn.tokens), turn.dense)):
+            log.info("no memory to read %d tokens in idle time", len(turn.tokens))
             self.turns.discard(turn)
             return None
         self._now = turn, RequestHandle()
-        slices = self._prefiller.dense(
-            GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label), turn.choice
-        )
-        return Job(uid, ignore, self._now[1], slices, on_end=partial(self._ended, turn), background=True)
+        return Job(uid, ignore, self._now[1], self._slices(turn), on_end=partial(self._ended, turn), background=True)
 
-    def _ended(self, turn: SparseTurn, result: object) -> None:
+    def _slices(self, turn: IdleTurn) -> Generator[Progress | PromptLogprobs, None, None]:
+        request = GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label)
+        if turn.drafts:
+            yield from self._prefiller.drafted(request)
+        if turn.dense:
+            yield from self._prefiller.dense(request, turn.choice)
+
+    def _ended(self, turn: IdleTurn, result: object) -> None:
         self._now = None
         if isinstance(result, RequestCancelled):
             return
         self.turns.discard(turn)
-        if not isinstance(result, Exception):
+        if turn.dense and not isinstance(result, Exception):
             self.tokens += len(turn.tokens)
             self.count += 1  # last: who sees it in another thread finds the tokens too

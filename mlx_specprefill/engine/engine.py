@@ -271,7 +271,7 @@ class Engine:
         plan = self.prefiller.planner.plan(request)
         need = self.memory.need(request, plan.mode)
         if plan.mode == "sparse" and not self.memory.can_ever(need):
-            plan = plan.as_full("a sparse prefill needs more memory than there is")
+            plan = replace(plan.as_full("a sparse prefill needs more memory than there is"), choice=None)
             need = self.memory.need(request, "full")
         if not (self.memory.can_ever(need) and self.memory.has_room(request)):
             window = self.memory.window(request.specprefill.speculative)

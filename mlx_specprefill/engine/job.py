@@ -67,7 +67,7 @@ class Job:
     def depth(self, stage: str) -> int:
         """Return how many tokens the model of this stage holds already."""
         sequence = self.sequence
-        cached = max(sequence.cached, sequence.reused) if sequence is not None and stage == "prefill" else 0
+        cached = sequence.tokens_cached if sequence is not None and stage == "prefill" else 0
         return cached + self.done.get(stage, 0)
 
     def advance(self) -> Event:

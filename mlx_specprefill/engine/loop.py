@@ -22,7 +22,7 @@ from .battery import Battery
 from .caches import EngineCaches
 from .chunks import ChunkSizer
 from .costs import CostModel
-from .densify import Densifier, SparseTurn
+from .densify import Densifier
 from .device_errors import DeviceErrors
 from .failures import log_failure
 from .inbox import Call, Inbox
@@ -154,8 +154,9 @@ class Loop:
                 continue
             self.jobs[posted.uid] = posted
             if posted.sequence is not None:
-                request = posted.sequence.request
-                cached = self._caches.covers(request.prompt, request.usable_prefix, request.label)
+                request, plan = posted.sequence.request, posted.sequence.plan
+                choice = None if plan is None else plan.choice
+                cached = self._caches.covers(request.prompt[: request.usable_prefix], request.label, choice)
                 self._scheduler.expect(posted.uid, len(request.prompt) - cached)
 
     def _take(self) -> Job | Call | None:
@@ -373,17 +374,13 @@ class Loop:
 
     def _keep(self, job: Job, tokens: TokenIds, cache: list[Any]) -> None:
         sequence = _answering(job)
+        request, choice = sequence.request, sequence.choice
         if sequence.kept is None:
-            self._caches.keep_target(tokens, cache, sequence.request)
-            return
-        assert sequence.plan is not None
-        choice, label = sequence.plan.choice, sequence.request.label
-        self._caches.keep_session(tokens, cache, choice, label, sequence.hidden)
-        if self._config.policy.densify and self._caches.enabled:
-            request = sequence.request
-            answer = tuple(sequence.tokens)
-            turn = SparseTurn(request.prompt, answer, job.handle, label, request.spans, choice)
-            self._densifier.turns.add(turn)
+            self._caches.keep_target(tokens, cache, request)
+        elif choice is not None:
+            self._caches.keep_target(tokens, cache, request, choice, sequence.hidden)
+        if self._caches.enabled:
+            self._densifier.follow(sequence, job.handle)
 
     def _cancel(self, job: Job) -> None:
         sequence = job.sequence

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,24 +16,25 @@ import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from .._steps import Steps
+from ..cache.entry import CacheHit
 from ..cache.positioned import PositionedRotatingKVCache, leaves
 from ..config import EngineConfig
 from ..errors import RequestCancelled, device_error
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress, PromptLogprobs
 from ..sampling import top_logprobs
-from ..sessions.continuing import Beginning, Continuing
-from ..sessions.repair import insert
+from ..sessions.recall import recall
 from ..specprefill.everything import about_everything
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores, question_span
-from ..specprefill.selector import PromptText, Selection, TextReader, select_tokens
+from ..specprefill.selector import PromptText, Selection, TextReader, missing_of, select_tokens, strongest
 from ..specprefill.sparse_prefill import prefill
+from ..specprefill.staged_prefill import HiddenStates
 from .admission.planner import Planner
 from .caches import EngineCaches, empty_cache
 from .scoring import DraftContextError, PromptScorer
 from .sequence import Sequence
-from .staged import hidden_states, read_rest, read_upper
+from .staged import is_staged, read_rest, upper_layers
 
 __all__ = ["Prefiller"]
 
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 Slices = Generator[Progress | PromptLogprobs, None, mx.array]
 Kept = npt.NDArray[np.int32]
 _OPENING = 32  # tokens of a message whose first line may be an instruction
+_LEAST_RECALL = 256  # tokens that may always be recalled
 _WORTH_KEEPING = 128  # tokens of a dense beginning, for which a forward has to end there
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
 
@@ -70,7 +73,6 @@ class Prefiller:
         self.slice_size = slice_size
         self.text = TextReader(pair.tokenizer)
         self.scorer = PromptScorer(pair, config, caches, slice_size)
-        self._continuing = Continuing(config.policy, planner.selects)
         self.fallbacks: Counter[str] = Counter()
 
     def run(self, sequence: Sequence) -> Slices:
@@ -78,37 +80,47 @@ class Prefiller:
         request = sequence.request
         yield Progress("queued", 0, len(request.prompt))
         assert sequence.plan is not None
-        if sequence.plan.mode == "sparse":
+        if sequence.plan.mode == "sparse" or sequence.plan.choice is not None:
             logits = yield from self._sparse_or_full(sequence)
         else:
-            self._from_prefix(sequence)
-            yield Progress("prefill", 0, len(request.prompt) - sequence.cached)
+            self._resume(sequence)
             logits = yield from self._full(sequence)
         sequence.stage = "draft"
         if sequence.drafting is not None:
             yield from sequence.drafting.end(sequence.cache, sequence.kept)
         return logits
 
-    def _from_prefix(self, sequence: Sequence, again: bool = False) -> None:
-        """Start from the longest dense prefix that the exact cache holds and the request may use."""
-        prompt = sequence.request.prompt
+    def _resume(self, sequence: Sequence, again: bool = False) -> None:
+        """Start from the longest prefix that is cached: a dense one, or one that chose as this request does."""
+        request, label = sequence.request, sequence.request.label
         sequence.stage = "prefill"
-        limit = sequence.request.usable_prefix
-        hit = self.caches.target_prefix(prompt[: limit + 1], sequence.request.label, again) if limit > 0 else None
-        sequence.cached = hit.length if hit is not None else 0
-        sequence.cache = hit.cache if hit is not None else empty_cache(self.pair.target)
+        sequence.choice = self._choice(sequence)
+        limit, last = request.usable_prefix, len(request.prompt) - 1
+        if sequence.choice is not None and limit < last and self._is_repeated(request, sequence.choice):
+            limit = last
+        prefix = request.prompt[: limit + 1]
+        hit = self.caches.target_prefix(prefix, label, again, sequence.choice) if limit > 0 else None
+        sequence.resume(CacheHit(0, empty_cache(self.pair.target)) if hit is None else hit)
+
+    def _choice(self, sequence: Sequence) -> str | None:
+        """Return the name under which what this request leaves is found by later ones; None: it reads everything."""
+        plan = sequence.plan
+        if plan is None or plan.choice is None:
+            return None
+        return f"{plan.choice}:staged" if is_staged(self.pair, sequence.request, plan) else plan.choice
+
+    def _is_repeated(self, request: GenerationRequest, choice: str) -> bool:
+        """Return whether the same prompt was read before, in the same way."""
+        prompt = request.prompt[:-1]
+        if self.caches.covers(prompt, request.label, choice) < prompt.size:
+            return False
+        return self.caches.covers(prompt, request.label) < prompt.size
 
     def _sparse_or_full(self, sequence: Sequence) -> Slices:
         try:
-            self._from_prefix(sequence)
-            sequence.plan = self.planner.plan(sequence.request, sequence.cached)
-            if sequence.plan.mode == "sparse":
-                yield Progress("draft", 0, len(sequence.request.prompt))
-                logits = yield from self._sparse(sequence)
-                if logits is not None:
-                    return logits
-            else:
-                yield Progress("prefill", 0, len(sequence.request.prompt) - sequence.cached)
+            logits = yield from self._sparse(sequence)
+            if logits is not None:
+                return logits
         except RequestCancelled:
             raise
         except Exception as error:
@@ -123,69 +135,105 @@ class Prefiller:
         log.exception("full prefill instead of sparse: %s failed", sequence.stage)
         self.fallbacks[sequence.stage] += 1
         reason = f"fallback: {sequence.stage} failed: {type(error).__name__}: {error}"
-        sequence.plan = sequence.plan.as_full(reason)
-        sequence.kept, sequence.continuation, sequence.cached, sequence.reused = None, None, 0, 0
-        sequence.cache, sequence.staged, sequence.hidden = list(make_prompt_cache(self.pair.target)), False, None
+        sequence.plan, sequence.choice = sequence.plan.as_full(reason), None
+        sequence.resume(CacheHit(0, list(make_prompt_cache(self.pair.target))))
+        sequence.kept, sequence.staged, sequence.hidden, sequence.recalled = None, False, None, 0
         mx.clear_cache()
 
     # --- sparse ------------------------------------------------------------------------------------------------------
 
     def _sparse(self, sequence: Sequence) -> Generator[Progress | PromptLogprobs, None, mx.array | None]:
-        """None where all of the prompt is to be read after all: the sequence is as it was, but for its plan."""
+        """Choose what is kept of the text that is new, and let the target read it behind what is cached.
+
+        None where all of the prompt is to be read after all.
+        """
         request = sequence.request
-        assert sequence.plan is not None
-        sequence.stage = "draft"
+        submitted = sequence.plan
+        assert submitted is not None
+        self._resume(sequence)
+        plan = self.planner.plan(request, sequence.cached)
+        if submitted.mode == "full":  # memory was reserved for that
+            plan = plan.as_full(submitted.reason)
         text = self.text.read(request.prompt)
-        sequence.plan = self.by_question(request, sequence.plan, text)
-        if sequence.plan.mode == "full":
+        plan = sequence.plan = self.by_question(request, plan, text)
+        if plan.mode == "full" and plan.choice is None and sequence.held is not None:
+            self._resume(sequence)
+        if plan.mode == "full" and sequence.held is None:
             return None
-        sequence.hidden = hidden_states(self.pair, self.caches, sequence)
-        try:
-            scores = yield from self.scorer.scores(request, sequence.plan, text, sequence.hidden)
-        except DraftContextError as error:
-            sequence.plan = sequence.plan.as_full(error.reason)
+        scores = None
+        if plan.mode == "sparse" or self._may_recall(sequence):
+            scores = yield from self._scores(sequence, text)
+        plan = sequence.plan
+        if plan.mode == "full" and sequence.held is None:
             return None
-        sequence.scorer, sequence.scoring, sequence.draft_read = scores.scorer, scores.words, scores.read
         sequence.stage = "select"
-        # Chunks lie where an earlier turn's lay.
-        first = sequence.cached - sequence.cached % self.config.selection_by(sequence.plan.rule).chunk_size
-        selection = self.select(text, scores, sequence.plan, first)
-        beginning = self._begin(sequence, selection, first)
-        sequence.reused = int(beginning.held.size)
-        yield Progress("select", beginning.read, len(request.prompt))
+        L, M = sequence.cached, len(request.prompt)
+        recalled = np.zeros(0, dtype=np.int32)
+        if scores is not None and sequence.held is not None and _asks(request, L):
+            recalled = self._recalled(sequence, scores, text)
+        new = np.arange(L, M, dtype=np.int32)
+        if plan.mode == "sparse" and scores is not None:
+            # Chunks lie where an earlier turn's lay.
+            first = L - L % self.config.selection_by(plan.rule).chunk_size
+            selection = self.select(text, scores, plan, first)
+            new = selection.kept[selection.kept >= L - first] + np.int32(first)
+        sequence.plan = plan.behind_earlier(M - L) if plan.mode == "full" else plan
+        yield Progress("select", recalled.size + new.size, M)
         sequence.stage = "prefill"
         if (drafting := sequence.drafting) is not None and drafting.begin(sequence.hidden is not None):
-            drafting.cache, drafting.lookahead = scores.cache, scores.lookahead
-        if sequence.hidden is not None:
-            return (yield from read_upper(self.pair, self.caches, sequence, beginning, scores.cache, self.slice_size))
+            if scores is None:
+                drafting.cache = yield from self._read_with_draft(sequence)
+                sequence.stage = "prefill"
+            else:
+                drafting.cache, drafting.lookahead = scores.cache, scores.lookahead
+        lower = [] if scores is None or sequence.hidden is None else scores.cache
         del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
-        logits = yield from self._read(sequence, beginning)
-        sequence.kept = beginning.all_kept
-        return logits
+        return (yield from self._read(sequence, recalled, new, lower))
 
-    def _begin(self, sequence: Sequence, selection: Selection, first: int) -> Beginning:
-        """Behind an earlier sparse turn of the conversation, if there is one; own scores mean what they say."""
-        request, session = sequence.request, None
-        assert sequence.plan is not None
-        staged = sequence.hidden is not None
-        if request.specprefill.importance is None:
-            earlier = request.prompt[: request.usable_prefix]
-            session = self.caches.session(earlier, sequence.plan.choice, request.label, staged)
-        M, S = len(request.prompt), sequence.cached
-        beginning = self._continuing.begin(M, S, selection, first, session, self.config.selection.stands_out)
-        sequence.continuation = beginning.continuation
-        if sequence.hidden is not None and session is not None and session.hidden is not None:
-            sequence.hidden.put_before(session.hidden)
-        if beginning.cache is not None and not staged:
-            sequence.cache = beginning.cache
-        return beginning
+    def _scores(self, sequence: Sequence, text: PromptText) -> Generator[Progress, None, Scores | None]:
+        """Let the draft score the prompt; None where it is too long for the draft."""
+        request, plan = sequence.request, sequence.plan
+        assert plan is not None
+        yield Progress("draft", 0, len(request.prompt))
+        sequence.stage = "draft"
+        if is_staged(self.pair, request, plan):
+            sequence.hidden = HiddenStates(sequence.run, sequence.cached, sequence.hidden_parts)
+        try:
+            scores = yield from self.scorer.scores(request, plan, text, sequence.hidden)
+        except DraftContextError as error:
+            sequence.plan = plan.as_full(error.reason)
+            return None
+        sequence.scorer, sequence.scoring, sequence.draft_read = scores.scorer, scores.words, scores.read
+        return scores
+
+    def _may_recall(self, sequence: Sequence) -> bool:
+        """Return whether dropped text may be wanted, or the first layers have to read what is new."""
+        plan = sequence.plan
+        assert plan is not None
+        if not self.pair.drafted:
+            return False
+        return is_staged(self.pair, sequence.request, plan) or _asks(sequence.request, sequence.cached)
+
+    def _recalled(self, sequence: Sequence, scores: Scores, text: PromptText) -> Kept:
+        """Return the dropped tokens that the question wants: they stand out from what is not chosen."""
+        plan, L = sequence.plan, sequence.cached
+        assert plan is not None
+        assert sequence.held is not None
+        held = np.zeros(L, dtype=np.bool_)
+        held[sequence.held] = True
+        selection = self.select(text, scores, plan, 0, L)
+        missing = missing_of(selection, held, self.config.selection.stands_out)
+        most = max(_LEAST_RECALL, int(self.config.policy.recall_share * selection.kept.size))
+        return strongest(missing, selection.asked, most)
 
     def by_question(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
         """The plan, in full where the question is about everything, unless the request wants a sparse prefill."""
-        if plan.mode == "full" or request.specprefill.enabled:
+        if plan.choice is None or request.specprefill.enabled:
             return plan
         words = about_everything(self._asked(request, text))
-        return plan if words is None else plan.as_full(f'the question is about the whole prompt ("{words}")')
+        if words is None:
+            return plan
+        return replace(plan.as_full(f'the question is about the whole prompt ("{words}")'), choice=None)
 
     def _asked(self, request: GenerationRequest, text: PromptText) -> str:
         """What the last user message says in its first line and at its end. Tool results behind it ask nothing."""
@@ -196,55 +244,81 @@ class Prefiller:
         opening = decode(request.prompt[first : min(first + _OPENING, end)].tolist()).lstrip().split("\n", 1)[0]
         return f"{opening}\n{decode(request.prompt[max(first, begin) : end].tolist())}"
 
-    def select(self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0) -> Selection:
-        """Of the prompt from `start` on, which is where a chunk begins; its `kept` counts from there."""
-        importance, forced = scores.importance[start:], plan.forced[start:]
-        return select_tokens(importance, forced, text.since(start), plan.keep, self.config.selection_by(plan.rule))
+    def select(
+        self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0, end: int | None = None
+    ) -> Selection:
+        """Of the prompt from `start` on, which is where a chunk begins, to `end`; its `kept` counts from there."""
+        importance, forced = scores.importance[start:end], plan.forced[start:end]
+        part = text.part(start, start + importance.size)
+        return select_tokens(importance, forced, part, plan.keep, self.config.selection_by(plan.rule))
 
-    def _read(self, sequence: Sequence, beginning: Beginning) -> Slices:
-        """What is missing, then what follows; progress counts both."""
-        missing, size = beginning.missing, int(beginning.missing.size)
-        if size:
-            steps = insert(
-                self.pair.target, sequence.cache, sequence.request.prompt, missing, lambda: self.slice_size("prefill")
-            )
-            for progress in steps:
-                yield replace(progress, total=beginning.read)
-        kept = Steps(self._read_kept(sequence, beginning.start, beginning.kept))
-        for progress in kept:
-            yield replace(progress, done=size + progress.done, total=beginning.read)
-        return kept.result
+    def _read(self, sequence: Sequence, recalled: Kept, new: Kept, lower: list[Any]) -> Slices:
+        """Read recalled tokens behind what the cache holds, then new ones; progress counts both.
 
-    def _read_kept(self, sequence: Sequence, start: int, kept: Kept) -> Generator[Progress, None, mx.array]:
-        """Sparse prefill; the part up to the first gap is dense-exact, and a long one goes to the exact cache."""
-        prompt = sequence.request.prompt
-        run = int((np.arange(kept.size) == kept - start).sum()) if start == sequence.cached else 0
-        run = run if run >= _WORTH_KEEPING else 0
-        cuts = tuple(sorted({run, *(cut - start for cut in self._checkpoints(sequence) if start < cut < start + run)}))
-        drafting = sequence.drafting
+        Args:
+            lower: of a staged prefill, the caches of the layers that have read the prompt.
+        """
+        prompt, start, total = sequence.request.prompt, sequence.cached, int(recalled.size + new.size)
+        models, cache = (self.pair.target, self.pair.target), sequence.cache
+        if sequence.hidden is not None:
+            models, cache = upper_layers(self.pair, sequence, (recalled, new), lower)
+            if not self.caches.enabled:  # else a later turn may want what this one drops
+                sequence.hidden.clear()
+        held = np.arange(start, dtype=np.int32) if sequence.held is None else sequence.held
+        sequence.kept = np.concatenate([np.sort(np.concatenate([held, recalled])), new])
+        sequence.recalled = int(recalled.size)
+        step = partial(self.slice_size, "prefill")
+        for progress in recall(models[0], cache, prompt, recalled, step):
+            yield replace(progress, total=total)
+        stops = self._stops(sequence, new)
+        drafting = None if sequence.hidden is not None else sequence.drafting
         steps = Steps(
             prefill(
-                self.pair.target,
-                sequence.cache,
+                models[1],
+                cache,
                 prompt[start:],
-                kept - start,
-                lambda: self.slice_size("prefill"),
+                new - start,
+                step,
                 offset=start,
-                cuts=cuts if run else (),
-                forward=nullcontext if drafting is None else drafting.forward(kept),
+                cuts=tuple(stops),
+                forward=nullcontext if drafting is None else drafting.forward(new),
                 last_forward=None if drafting is None else drafting.last_forward(sequence.grammar),
             )
         )
         for progress in steps:
-            if run and progress.done in cuts and progress.done < kept.size:
-                self.caches.keep_target(prompt[: start + progress.done], sequence.cache, sequence.request)
-            yield progress
+            if progress.done in stops:
+                self._keep(sequence, stops[progress.done], later=progress.done == new.size - 1)
+            yield replace(progress, done=int(recalled.size) + progress.done, total=total)
         return steps.result
+
+    def _stops(self, sequence: Sequence, new: Kept) -> dict[int, int]:
+        """Return after how many new tokens a forward has to end, ascending, and what the cache stands for there."""
+        if sequence.choice is None or not _stateful(sequence.cache):
+            return {}
+        lengths = [length for length in self._checkpoints(sequence) if length > sequence.cached]
+        counts = {int(np.searchsorted(new, length)): length for length in lengths}
+        if sequence.held is None:
+            gaps = np.flatnonzero(new != np.arange(sequence.cached, sequence.cached + new.size))
+            run = int(gaps[0]) if gaps.size else new.size
+            if run >= _WORTH_KEEPING:
+                counts[run] = sequence.cached + run  # dense up to here
+        return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}
+
+    def _keep(self, sequence: Sequence, length: int, later: bool) -> None:
+        """Keep what the cache stands for in the middle of a sparse prefill."""
+        request, prompt, cache = sequence.request, sequence.request.prompt, sequence.cache
+        if later:
+            sequence.unstored = self.caches.keep_target_later(
+                prompt[:length], cache, request, sequence.choice, sequence.hidden
+            )
+        else:
+            self.caches.keep_target(prompt[:length], cache, request, sequence.choice, sequence.hidden)
 
     # --- full --------------------------------------------------------------------------------------------------------
 
     def _full(self, sequence: Sequence) -> Slices:
         request, S = sequence.request, sequence.cached
+        yield Progress("prefill", 0, len(request.prompt) - S)
         forward: Callable[[], AbstractContextManager[None]] = nullcontext
         if (drafting := sequence.drafting) is not None:
             if drafting.begin():
@@ -298,18 +372,22 @@ class Prefiller:
         self.caches.keep_draft(prompt, cache, sequence.request)
         return cache
 
-    def dense(self, request: GenerationRequest, choice: str = "") -> Generator[Progress | PromptLogprobs, None, None]:
+    def dense(self, request: GenerationRequest, choice: str | None) -> Generator[Progress | PromptLogprobs, None, None]:
         """Background: bring the exact cache up to its prompt, preemptible at every slice; cancelled, it keeps them.
 
         Args:
-            choice: `PrefillPlan.choice` of the sparse turn that this is the text of.
+            choice: `Sequence.choice` of the sparse turn that this is the text of.
         """
         sequence = Sequence(-1, request, 0.0)
-        self._from_prefix(sequence, again=True)
+        self._resume(sequence, again=True)
         yield from read_rest(self.pair, self.caches, sequence, choice, self.slice_size)
         if sequence.cached < len(request.prompt) - 1:
             yield from self._full(sequence)
             sequence.store()
+
+    def drafted(self, request: GenerationRequest) -> Generator[Progress, None, None]:
+        """Background: let the draft read what the target has read, so that a later turn need not wait for it."""
+        yield from self._read_with_draft(Sequence(-1, request, 0.0))
 
     def _checkpoints(self, sequence: Sequence) -> list[int]:
         """Prompt lengths at which another request may branch off: only for state that can't be trimmed."""
@@ -339,6 +417,11 @@ class Prefiller:
             start = end
         yield PromptLogprobs(tuple(entries))
         return logits[-1:]
+
+
+def _asks(request: GenerationRequest, start: int) -> bool:
+    """Return whether somebody asks something behind the prompt's first `start` tokens: tool results don't."""
+    return not request.spans or any(span.kind == "user" and span.content_end > start for span in request.spans)
 
 
 def _stateful(cache: list[Any]) -> bool:

@@ -22,7 +22,6 @@ from ..distributed.ranks import Ranks
 from ..errors import EngineClosedError, EngineError, PeerLost, PeerLostError, RequestCancelled
 from ..loading import ModelPair
 from ..request import CacheLabel, GenerationRequest, Progress, TokenIds
-from ..sessions.store import Session
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.scorer import Scores
 from ..specprefill.selector import PromptText
@@ -31,7 +30,7 @@ from .admission.memory import Memory
 from .admission.planner import Planner
 from .caches import EngineCaches
 from .chunks import ChunkSizer
-from .densify import Densifier, DensifyQueue, SparseTurn
+from .densify import Densifier, DensifyQueue, IdleTurn
 from .engine import Engine, EngineHealth
 from .inbox import Call
 from .job import Job, Work
@@ -68,12 +67,15 @@ class RankedCaches(EngineCaches):
         return folder / f"rank-{self._ranks.rank}-of-{self._ranks.size}"
 
     def target_prefix(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, again: bool = False, choice: str | None = None
     ) -> CacheHit | None:
         def find(prefix: Sequence[int] | TokenIds, again: bool) -> CacheHit | None:
-            return super(RankedCaches, self).target_prefix(prefix, label, again)
+            return super(RankedCaches, self).target_prefix(prefix, label, again, choice)
 
-        return self._common(find, tokens, again)
+        hit = self._common(find, tokens, again)
+        held = 0 if hit is None or hit.held is None else 1 + zlib.crc32(hit.held.tobytes()) % _MOST
+        lowest, highest = self._ranks.range(held)
+        return hit if lowest == highest else self.target_prefix(tokens, label, again)  # not the same one everywhere
 
     def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
         def find(prefix: Sequence[int] | TokenIds, _: bool) -> CacheHit | None:
@@ -93,21 +95,10 @@ class RankedCaches(EngineCaches):
             least, most = self._ranks.range(length)
         return hit
 
-    def covers(self, tokens: Sequence[int] | TokenIds, dense: int, label: CacheLabel) -> int:
-        return self._ranks.agree("covered", lambda: super(RankedCaches, self).covers(tokens, dense, label))
-
-    def session(
-        self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel, staged: bool = False
-    ) -> Session | None:
-        found = super().session(tokens, choice, label, staged)
-        kept = 0 if found is None else 1 + zlib.crc32(found.kept.tobytes()) % _MOST
-        lowest, highest = self._ranks.range(kept)  # the same one everywhere, or none
-        return found if lowest == highest else None
-
-    def session_length(self, tokens: Sequence[int] | TokenIds, choice: str, label: CacheLabel) -> int:
-        return self._ranks.agree(
-            "session length", lambda: super(RankedCaches, self).session_length(tokens, choice, label)
-        )
+    def covers(
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, choice: str | None = None, draft: bool = False
+    ) -> int:
+        return self._ranks.agree("covered", lambda: super(RankedCaches, self).covers(tokens, label, choice, draft))
 
 
 class RankedMemory(Memory):
@@ -167,9 +158,6 @@ class RankedPlanner(Planner):
             return super(RankedPlanner, self).plan(request, cached)
 
         return own() if cached is None else _ranks(self._pair).agree("plan", own)  # None: a client of rank 0 asks
-
-    def selects(self, new: int, wanted: int, held: int) -> bool:
-        return _ranks(self._pair).agree("selects", lambda: super(RankedPlanner, self).selects(new, wanted, held))
 
 
 class RankedScorer(PromptScorer):
@@ -238,7 +226,7 @@ class RankedDensifyQueue(DensifyQueue):
 
     ranks: Ranks
 
-    def is_expecting(self, turn: SparseTurn) -> bool:
+    def is_expecting(self, turn: IdleTurn) -> bool:
         return self.ranks.agree("expecting", lambda: super(RankedDensifyQueue, self).is_expecting(turn))
 
 

@@ -69,10 +69,8 @@ def replay_continuation(
 
 def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> None:
     """What the cache holds serves the next turn, as after an answer."""
-    request, plan = sequence.request, sequence.plan
-    assert plan is not None
-    tokens = joined(request.prompt, read)
+    request, tokens = sequence.request, joined(sequence.request.prompt, read)
     if sequence.kept is None:
         prefiller.caches.keep_target(tokens, sequence.cache, request)
-    else:
-        prefiller.caches.keep_session(tokens, sequence.cache, plan.choice, request.label, sequence.hidden)
+    elif sequence.choice is not None:
+        prefiller.caches.keep_target(tokens, sequence.cache, request, sequence.choice, sequence.hidden)

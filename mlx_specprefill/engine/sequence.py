@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +12,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from ..cache.entry import CacheHit
+from ..cache.prefix.nodes import Fed
 from ..constraints import GrammarState
 from ..loading import ModelPair
 from ..request import GenerationRequest, PrefillReport, ScorerKind, Stage, Timings
-from ..sessions.continuing import Continuation
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
 from ..specprefill.staged_prefill import HiddenStates
@@ -31,15 +33,16 @@ class Sequence:
     Attributes:
         plan: how the prompt is prefilled; made when the request is submitted, revised when it is known what is cached.
         need: predicted, as admission reserves it.
-        cached: prompt tokens that came from the exact prefix cache (S).
-        reused: prompt tokens that came from any cache: those, or what an earlier sparse turn kept.
+        choice: the name under which a sparse prefix is found and kept; None: all of the prompt is read.
+        cached: prompt tokens that a cached prefix stands for.
+        held: of a sparse one, the prompt indices that it holds, int32, ascending; None: it holds all.
         kept: prompt indices the target has seen, int32, or None for all of them.
         scorer, scoring: who scored the prompt, if somebody did, and how, in words.
         draft_read: tokens of the prompt that the draft read for it, its own ones.
-        continuation: how a sparse prefill followed an earlier sparse turn, if it did.
+        recalled: tokens that an earlier turn had dropped, and that were read for this one.
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
         staged: the caches of the target's first layers hold more tokens than the others.
-        hidden: what those layers passed on of the prompt, until the others have read it.
+        hidden: what those layers passed on of the prompt; `hidden_parts`: of the cached prefix.
         stage: what the current slice works on.
         tokens: generated so far.
         grammar: the request's grammar and budget on their way through the answer.
@@ -56,12 +59,14 @@ class Sequence:
     plan: PrefillPlan | None = None
     need: Need = field(default_factory=Need)
     cached: int = 0
-    reused: int = 0
+    choice: str | None = None
+    held: npt.NDArray[np.int32] | None = None
+    hidden_parts: Seq[tuple[int, mx.array]] = ()
     kept: npt.NDArray[np.int32] | None = None
     scorer: ScorerKind | None = None
     scoring: str | None = None
     draft_read: int = 0
-    continuation: Continuation | None = None
+    recalled: int = 0
     cache: list[Any] = field(default_factory=list)
     shift: int = 0
     staged: bool = False
@@ -72,6 +77,21 @@ class Sequence:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     unstored: Callable[[], None] | None = None
+
+    def resume(self, hit: CacheHit) -> None:
+        """Begin with a cached prefix."""
+        self.cached, self.cache, self.hidden_parts = hit.length, hit.cache, hit.hidden
+        self.held = None if hit.held is None else np.sort(hit.held)
+
+    @property
+    def tokens_cached(self) -> int:
+        """Tokens of the prompt that the target need not read."""
+        return self.cached if self.held is None else int(self.held.size)
+
+    @property
+    def run(self) -> int:
+        """Tokens of the cached prefix before its first gap."""
+        return self.cached if self.held is None else Fed(self.held).run
 
     def store(self) -> None:
         """Keep what waits for it. The cache may hold more by now, but must be this sequence's own."""
@@ -106,12 +126,12 @@ class Sequence:
             reason="not started" if self.plan is None else self.plan.reason,
             prompt_tokens=M,
             kept_tokens=kept,
-            cached_tokens=max(self.cached, self.reused),
+            cached_tokens=self.tokens_cached,
+            recalled_tokens=self.recalled,
             kept_share=None if self.kept is None else round(kept / M, 6),
             scorer=self.scorer if self.kept is not None else None,
             scoring=self.scoring if self.kept is not None else None,
             draft_tokens=self.draft_read,
-            continuation=self.continuation,
             timings=self._timings(),
             predicted=None if self.plan is None else self.plan.predicted,
             kept_spans=spans if self.request.specprefill.return_spans else None,

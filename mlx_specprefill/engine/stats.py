@@ -57,7 +57,7 @@ class MemoryUse:
         target_weights, draft_weights: the models' parameters; what they share counts as the target's.
         requests: KV cache and state of the requests in work, from the cost per token that was measured at start.
         reserved: what admission holds free for those requests, answers and activations included.
-        prefix_cache, sessions: dense prefixes and sparse sessions kept for later requests, in memory.
+        prefix_cache: prefixes kept for later requests, in memory.
         prefix_disk: dense prefixes on disk.
         active: all arrays of this process, as MLX counts them.
         spare: freed memory that MLX keeps for new arrays.
@@ -71,7 +71,6 @@ class MemoryUse:
     requests: int
     reserved: int
     prefix_cache: int
-    sessions: int
     prefix_disk: int
     active: int
     spare: int
@@ -90,9 +89,8 @@ class EngineStats:
         densified, densified_tokens: sparse turns whose prompt was prefilled in full afterwards, in idle time.
         prefix_hits, prefix_misses: requests that found a dense prefix in the target's cache, or none.
         prefix_tokens: prompt tokens that they did not have to prefill.
-        sessions: sparse sessions that could be extended.
         tokens_per_second: generated lately, by all requests together.
-        evictions: prefixes and sessions that memory had no room for; `disk_evictions`: records dropped from disk.
+        evictions: prefixes that memory had no room for; `disk_evictions`: records dropped from disk.
     """
 
     waiting: int
@@ -106,7 +104,6 @@ class EngineStats:
     prefix_hits: int
     prefix_misses: int
     prefix_tokens: int
-    sessions: int
     evictions: int
     disk_evictions: int
     memory: MemoryUse

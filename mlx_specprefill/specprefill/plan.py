@@ -24,7 +24,8 @@ class PrefillPlan:
     """How one prompt will be prefilled, by which rule, and the reason that its account will give.
 
     `keep`, `forced` (M,) and `ranges` are only meaningful in sparse mode. `predicted` is None where nothing was
-    measured. `scope` is what competes.
+    measured. `scope` is what competes. `choice` names what sparse turns of one conversation have in common; None: the
+    request wants all of its prompt read, or chooses by itself.
     """
 
     mode: Mode
@@ -35,11 +36,12 @@ class PrefillPlan:
     rule: RuleName = "default"
     predicted: Prediction | None = None
     scope: Scope = "user"
+    choice: str | None = None
 
-    @property
-    def choice(self) -> str:
-        """What sparse turns of one session have in common."""
-        return f"{self.keep}:{self.rule}:{self.scope}"
+    def behind_earlier(self, new: int) -> PrefillPlan:
+        """Return the plan of a turn that reads all of its new tokens behind an earlier sparse one."""
+        reason = f"{new} new tokens are read whole behind an earlier turn: {self.reason}"
+        return replace(self, mode="sparse", reason=reason)
 
     def as_full(self, reason: str) -> PrefillPlan:
         return replace(self, mode="full", reason=reason)
@@ -72,10 +74,14 @@ def plan_prefill(
     rest = np.zeros(M, dtype=np.bool_) if cached_tokens is None else forced[cached_tokens:]
     predicted = None if predict is None else predict(_kept(keep, rest))
     plan = PrefillPlan("sparse", "requested", keep, forced, ranges, rule, predicted, scope)
-    refusal = _refused(request, sparse_refusal) or _too_long(M, draft_context)
     if options.enabled is False:
         return plan.as_full("turned off by the request")
-    if refusal is not None:
+    if (refusal := _refused(request, sparse_refusal)) is not None:
+        return plan.as_full(refusal)
+    if (options.enabled or policy.enabled) and keep < 1 and options.importance is None:
+        # A forced request means its newest message, so what it leaves is for forced ones.
+        plan = replace(plan, choice=f"{keep}:{rule}:{scope}" + ":forced" * bool(options.enabled))
+    if (refusal := _too_long(M, draft_context)) is not None:
         return plan.as_full(refusal)
     if options.enabled is None:
         plan = _by_policy(plan, config, rest.size)

@@ -23,6 +23,7 @@ __all__ = [
     "ordinary_of",
     "select_chunks",
     "select_tokens",
+    "strongest",
 ]
 
 Floats = npt.NDArray[np.float32]
@@ -197,6 +198,18 @@ def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
     return np.flatnonzero(np.repeat(near, size)[:L] & chosen & ~held).astype(np.int32)
 
 
+def strongest(tokens: Indices, asked: Floats, most: int) -> Indices:
+    """Return the runs of tokens with the highest importance, so many tokens at most.
+
+    Args:
+        tokens: prompt indices, ascending int32.
+        asked: importance (M,).
+    """
+    runs = [run for run in np.split(tokens, np.flatnonzero(np.diff(tokens) != 1) + 1) if run.size]
+    runs.sort(key=lambda run: -float(asked[run].max()))
+    return np.sort(np.concatenate([tokens[:0], *runs])[:most])
+
+
 def kept_spans(kept: Indices) -> tuple[tuple[int, int], ...]:
     """Kept indices as maximal [start, end) spans."""
     parts = np.split(kept, np.flatnonzero(np.diff(kept) != 1) + 1)
@@ -224,10 +237,11 @@ class PromptText:
     units: Indices
     headings: Indices = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int32))
 
-    def since(self, start: int) -> PromptText:
-        """Of the prompt from `start` on, where indices count from."""
-        units = np.append(np.int32(0), self.units[self.units > start] - np.int32(start))
-        return PromptText(units, self.headings[self.headings[:, 0] >= start] - np.int32(start))
+    def part(self, start: int, end: int) -> PromptText:
+        """Return what is known of the prompt's tokens [start, end); indices count from `start`."""
+        inside = self.units[(self.units > start) & (self.units < end)]
+        headings = self.headings[(self.headings[:, 0] >= start) & (self.headings[:, 2] <= end)]
+        return PromptText(np.append(np.int32(0), inside - np.int32(start)), headings - np.int32(start))
 
 
 class TextReader:

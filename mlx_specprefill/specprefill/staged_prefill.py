@@ -23,45 +23,62 @@ _Part = tuple[int, mx.array]  # index of the first token, hidden states (1, L, D
 
 
 class HiddenStates:
-    """What the first layers pass on of a prompt's tokens. In a session it lies beside the caches, and is cut with them.
+    """What the first layers pass on of a prompt's tokens.
 
     Attributes:
-        first: index below which nothing is kept as it is read.
-        known: index below which the draft need not read anew for it: the other layers, or an earlier turn, have it.
-        begin: index of the first token that was read for this prompt; -1 before.
-        end: in a session, tokens that this stands for.
+        first: index below which nothing is kept as it is read: the other layers have it.
+        known: index below which the draft need not read anew for it.
     """
 
-    def __init__(self, first: int = 0, known: int | None = None) -> None:
+    def __init__(self, first: int = 0, known: int | None = None, parts: Sequence[_Part] = ()) -> None:
+        """Args:
+        parts: of an earlier turn.
+        """
         self.first = first
         self.known = first if known is None else known
-        self.end = 0
-        self.begin = -1
-        self._parts: list[_Part] = []
+        self._parts = list(parts)
+        self._begun = False
+
+    @property
+    def end(self) -> int:
+        """Index behind the last one."""
+        return max((start + states.shape[1] for start, states in self._parts), default=self.first)
 
     def keep(self, start: int, hidden: mx.array) -> None:
-        """Hidden states (1, L, D) of the tokens from index `start` on, in the order in which they are read."""
+        """Keep the hidden states (1, L, D) of the tokens from index `start` on, in the order in which they are read."""
         skipped = max(0, self.first - start)
         new = hidden[:, skipped:]
         if new.shape[1]:
             mx.eval(new)
+            if not self._begun:
+                self._parts = _below(start + skipped, self._parts)
+            self._begun = True
             self._parts.append((start + skipped, new))
-            self.begin = self.begin if self.begin >= 0 else start + skipped
 
     def covers(self, indices: npt.NDArray[np.int32]) -> bool:
-        """Whether the states of all these prompt indices are here."""
+        """Return whether the states of all these prompt indices are here."""
         return sum(int(_within(part, indices).sum()) for part in self._parts) == indices.size
 
     def of(self, indices: npt.NDArray[np.int32]) -> mx.array:
-        """Those of the prompt's indices (N,), ascending, which it covers: (1, N, D)."""
+        """Return the states of the prompt's indices (N,), ascending, (1, N, D).
+
+        Raises:
+            ValueError: it does not cover them.
+        """
+        if not self.covers(indices):
+            raise ValueError("hidden states of some tokens were not kept")
         found = [(part, indices[_within(part, indices)]) for part in self._parts]
         chosen = [states[:, mx.array(some - start)] for (start, states), some in found if some.size]
         return mx.concatenate(chosen, axis=1) if chosen else self._parts[0][1][:, :0]
 
-    def put_before(self, other: HiddenStates) -> None:
-        """Of the tokens before those that were read for this prompt, what `other` has."""
-        own = [part for part in self._parts if part[0] >= self.begin]
-        self._parts = [*_below(self.begin, other._parts), *own]
+    def between(self, start: int, end: int) -> tuple[int, mx.array] | None:
+        """Return the states of [start, end) as far as they are here, and the index of the first."""
+        inside = [part for part in _below(end, self._parts) if part[0] + part[1].shape[1] > start]
+        if not inside:
+            return None
+        first = max(start, inside[0][0])
+        states = [states[:, max(0, first - begin) :] for begin, states in inside]
+        return first, mx.contiguous(mx.concatenate(states, axis=1))
 
     def clear(self) -> None:
         self._parts.clear()
@@ -69,23 +86,6 @@ class HiddenStates:
     @property
     def nbytes(self) -> int:
         return sum(int(states.nbytes) for _, states in self._parts)
-
-    # --- as a part of a session --------------------------------------------------------------------------------------
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    def trim(self, n: int) -> int:
-        """Forget the last n of the tokens that it stands for."""
-        self.end -= n
-        self._parts = _below(self.end, self._parts)
-        return n
-
-    def __deepcopy__(self, _: object) -> HiddenStates:
-        """The arrays are never changed."""
-        copied = HiddenStates(self.first, self.known)
-        copied.end, copied.begin, copied._parts = self.end, self.begin, list(self._parts)
-        return copied
 
 
 def _within(part: _Part, indices: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:

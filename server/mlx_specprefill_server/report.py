@@ -181,9 +181,9 @@ def _merged(accounts: Sequence[PrefillReport]) -> PrefillReport:
         prompt_tokens=prompt_tokens,
         kept_tokens=kept_tokens,
         cached_tokens=sum(account.cached_tokens for account in accounts),
+        recalled_tokens=sum(account.recalled_tokens for account in accounts),
         draft_tokens=sum(account.draft_tokens for account in accounts),
         kept_share=kept_tokens / prompt_tokens if sparse else None,
-        continuation=None,
         timings=Timings(**times),
         kept_spans=None,
     )

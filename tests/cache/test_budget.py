@@ -14,11 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_specprefill.cache.budget import GRACE, ByteBudget, Evictable
-from mlx_specprefill.cache.positioned import make_positioned_cache, place
 from mlx_specprefill.cache.prefix.tree import PrefixCache
-from mlx_specprefill.sessions.store import SessionStore
-from tests.cache.prefix.stores import BLOCK, fake_caches, feed, filled
-from tests.tiny import random_prompt, tiny_model
+from tests.cache.prefix.stores import BLOCK, fake_caches, filled
 
 LARGE = 1 << 30
 
@@ -106,37 +103,16 @@ def test_the_lowest_entry_goes_first_whatever_was_removed_before(seed: int) -> N
         assert budget.shared == sum(bool(entry.hits) for entry in held)
 
 
-def test_a_chat_leaves_the_session_of_its_last_turn_and_nothing_else() -> None:
-    """Every turn's cache replaces the one before; MLX holds one of them, however many turns there were."""
-    sessions, model, before = SessionStore(ByteBudget(LARGE)), tiny_model("llama"), 0
-    with uncollected():
-        for turn in range(1, 31):
-            tokens = random_prompt(200 + 8 * turn)
-            cache = make_positioned_cache(model)
-            place(cache, list(range(200)))
-            feed(model, cache, tokens[:200], 200)
-            sessions.lookup("pair", tokens)
-            sessions.store("pair", tokens, cache)
-            del cache
-            if turn == 3:
-                before = mx.get_active_memory()
-        assert len(sessions) == 1
-        assert mx.get_active_memory() <= before + sessions.nbytes
-
-
 def test_cleared_caches_hold_no_arrays() -> None:
     make, budget = fake_caches(width=256), ByteBudget(LARGE)
     with uncollected():
         before = mx.get_active_memory()
         prefixes = PrefixCache("m", make, budget, block_size=BLOCK)
-        sessions = SessionStore(budget)
         for turn in range(20):
             tokens = tuple(range(100 + 10 * turn))
             prefixes.store(tokens, filled(make, tokens))
             prefixes.lookup(tokens, len(tokens) - 1)
-            sessions.store("pair", tokens, filled(make, tokens))
         assert mx.get_active_memory() - before <= 1.1 * budget.used + (64 << 10)
-        sessions.clear()
         prefixes.clear()
         assert budget.used == 0
         assert mx.get_active_memory() - before <= 64 << 10

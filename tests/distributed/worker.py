@@ -161,7 +161,7 @@ def turns(engine: Engine) -> dict[str, Any]:
     found = {"tokens first": answer, "kept": report.kept_tokens}
     second = GenerationRequest((*first.prompt.tolist(), *answer, *prompt(60, seed=6)), ANSWER)
     answer, report = answered(engine, second)
-    found |= {"tokens second": answer, "continuation": report.continuation, "reused": report.cached_tokens}
+    found |= {"tokens second": answer, "reused": report.cached_tokens}
     assert eventually(lambda: engine.stats().densified > 0)
     third = GenerationRequest((*second.prompt.tolist(), *answer, *prompt(60, seed=7)), ANSWER)
     answer, report = answered(engine, third)
@@ -395,7 +395,7 @@ def scored(engine: Engine) -> dict[str, Any]:
     longer = GenerationRequest((*asked.prompt.tolist(), *found["tokens"], *prompt(60, seed=6)), ANSWER)
     options = replace(longer, specprefill=asked.specprefill)
     found["tokens of the next turn"], report = answered(engine, options)
-    found |= {"continuation": report.continuation, "read": report.draft_tokens}
+    found |= {"reused": report.cached_tokens, "read": report.draft_tokens}
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 from fractions import Fraction
 
@@ -19,12 +18,10 @@ from mlx_specprefill import (
     GenerationRequest,
     Progress,
     PromptSpan,
-    SelectionConfig,
     SpecPrefillOptions,
     SpecPrefillPolicy,
     TokenEvent,
 )
-from mlx_specprefill.adapters.capture import QueryCapture
 from mlx_specprefill.engine.admission.footprint import weight_bytes
 from tests.tiny import FAMILIES, VOCAB, generated, greedy, random_prompt, tiny_pair
 from tests.waiting import eventually
@@ -141,64 +138,6 @@ def test_a_dense_request_never_reads_a_sparse_entry():
     first_run = sparse.account.kept_spans[0][1]
     assert dense.account.cached_tokens <= first_run
     assert tokens == greedy(pair.target, prompt, 6)
-
-
-@pytest.mark.parametrize(("beginning", "reused"), [(136, True), (32, False)])
-def test_what_is_kept_up_to_the_first_gap_is_dense_and_reused_if_long(beginning, reused):
-    pair = tiny_pair()
-    prompt, _ = chat(600)
-    importance = np.zeros(len(prompt), dtype=np.float32)
-    importance[:beginning], importance[400:] = 1, 0.5
-    with Engine(pair, CONFIG) as engine:
-        _, sparse = ask(engine, prompt, options=dataclasses.replace(AUTO, importance=importance))
-        _, dense = ask(engine, prompt, options=OFF)
-    first_run = sparse.account.kept_spans[0][1]
-    assert beginning <= first_run < 400
-    assert (first_run >= 128) == reused
-    assert dense.account.cached_tokens == (first_run if reused else 0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_extended_session_feeds_only_what_is_new(family):
-    pair = tiny_pair(family)
-    prompt, spans = chat(600)
-    config = dataclasses.replace(CONFIG, selection=SelectionConfig(stands_out=math.inf))
-    with Engine(pair, config) as engine:
-        answer, first = ask(engine, prompt, spans)
-        more = (*prompt, *answer, *random_prompt(30, 4))
-        tokens, last = ask(engine, more)
-    assert (first.account.mode, last.account.mode) == ("sparse", "sparse")
-    assert last.account.continuation == "extend"
-    held = np.concatenate([np.arange(a, b) for a, b in last.account.kept_spans])
-    before = np.concatenate([np.arange(a, b) for a, b in first.account.kept_spans])
-    assert set(before) <= set(held)
-    assert set(range(len(prompt), len(more))) <= set(held)
-    assert held.size == before.size + len(more) - len(prompt)
-    if family in ("llama", "qwen3"):
-        assert tokens == masked_greedy(pair.target, more, held, 6)
-
-
-def test_a_question_about_what_was_dropped_starts_over(monkeypatch):
-    """The draft's scores move to chunks that the session doesn't hold: restart, and they are kept now."""
-    pair = tiny_pair()
-    prompt, spans = chat(600)
-    config = dataclasses.replace(CONFIG, policy=dataclasses.replace(POLICY, repair_share=Fraction(0)))
-    with Engine(pair, config) as engine:
-        answer, first = ask(engine, prompt, spans)
-        held = {i for a, b in first.account.kept_spans for i in range(a, b)}
-        wanted = next(c for c in range(2, 17) if not held & set(range(32 * c, 32 * c + 32)))
-
-        def elsewhere(self, logits, sinks):
-            row = np.full(self.prompt_len, 1e-6, dtype=np.float32)
-            row[32 * wanted : 32 * wanted + 32] = 1.0
-            self._best = mx.array(row)
-            self._count += 1
-
-        monkeypatch.setattr(QueryCapture, "_add", elsewhere)
-        more = (*prompt, *answer, *random_prompt(30, 4))
-        _, last = ask(engine, more)
-    assert last.account.continuation == "restart"
-    assert set(range(32 * wanted, 32 * wanted + 32)) <= {i for a, b in last.account.kept_spans for i in range(a, b)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

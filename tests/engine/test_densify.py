@@ -23,7 +23,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.engine import loop
-from mlx_specprefill.engine.densify import DensifyQueue, SparseTurn
+from mlx_specprefill.engine.densify import DensifyQueue, IdleTurn
 from mlx_specprefill.request import as_token_ids
 from tests.tiny import VOCAB, generated, random_prompt, tiny_pair
 from tests.waiting import eventually
@@ -35,14 +35,14 @@ SPARSE = SpecPrefillOptions(enabled=True)
 LENGTH = 500
 
 
-def turn(*prompt: int, expecting: bool = False, answer: tuple[int, ...] = (0,)) -> SparseTurn:
+def turn(*prompt: int, expecting: bool = False, answer: tuple[int, ...] = (0,)) -> IdleTurn:
     handle = RequestHandle()
     if expecting:
         handle.expect_more()
-    return SparseTurn(as_token_ids(prompt), answer, handle)
+    return IdleTurn(as_token_ids(prompt), answer, handle)
 
 
-def drained(turns: Sequence[SparseTurn]) -> list[tuple[int, ...]]:
+def drained(turns: Sequence[IdleTurn]) -> list[tuple[int, ...]]:
     queue, order = DensifyQueue(), []
     for one in turns:
         queue.add(one)
@@ -78,8 +78,8 @@ def test_a_conversation_is_there_once_with_its_newest_turn() -> None:
 def test_another_label_is_another_conversation() -> None:
     one, other = CacheLabel("one"), CacheLabel("other")
     turns = [
-        SparseTurn(as_token_ids((1, 2)), (0,), RequestHandle(), one),
-        SparseTurn(as_token_ids((1, 2, 3)), (0,), RequestHandle(), other),
+        IdleTurn(as_token_ids((1, 2)), (0,), RequestHandle(), one),
+        IdleTurn(as_token_ids((1, 2, 3)), (0,), RequestHandle(), other),
     ]
     assert drained(turns) == [(1, 2, 3), (1, 2)]
 
@@ -200,11 +200,12 @@ def test_what_is_made_dense_is_counted_and_gives_its_memory_to_a_request(
 
     Its answer is shorter than it may be, so what is kept of it leaves the turn its room.
     """
-    request = GenerationRequest(random_prompt(100, 9), 40, stop_token_ids=frozenset(range(VOCAB)))
+    off = SpecPrefillOptions(False)  # else the draft would read it afterwards
+    request = GenerationRequest(random_prompt(100, 9), 40, specprefill=off, stop_token_ids=frozenset(range(VOCAB)))
     with Engine(tiny_pair(), CONFIG) as engine:
         seen = endless(engine, monkeypatch)
         ask(engine, random_prompt(LENGTH))
-        need = engine.memory.need_dense(LENGTH + 3)
+        need = engine.memory.need_idle(LENGTH + 3, dense=True)
         limited(engine, need.total + engine.memory.need(request, "full").held - 1)
         release()
         assert eventually(lambda: seen == ["began"])
@@ -225,7 +226,7 @@ def test_what_does_not_fit_is_left_sparse_and_nothing_is_evicted(
     with Engine(tiny_pair(), CONFIG) as engine:
         seen = endless(engine, monkeypatch)
         ask(engine, random_prompt(LENGTH))
-        limited(engine, engine.memory.need_dense(LENGTH + 3).total - 1)
+        limited(engine, engine.memory.need_idle(LENGTH + 3, dense=True).total - 1)
         evictions = engine.stats().evictions
         release()
         assert eventually(lambda: not engine.densifier.turns)

@@ -182,7 +182,7 @@ def test_a_sparse_chat_and_its_next_turn(mapped):
         assert report.scoring == "2 calibrated heads, 3 of 3 layers, mapped by text"
         assert report.to_dict()["scorer"] == "mapped-draft"
         assert 0 < report.kept_tokens < report.prompt_tokens
-    assert later.continuation in ("extend", "repair", "restart")
+    assert later.cached_tokens > 0
 
 
 def test_a_cached_prefix_of_the_drafts_own_tokens_changes_no_score(mapped):

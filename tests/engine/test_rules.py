@@ -151,11 +151,10 @@ def test_sessions_of_one_rule_are_not_gone_on_with_by_the_other() -> None:
         _, other = ask(engine, "paper", more)
         _, same = ask(engine, None, more)
         _, paper = ask(engine, "paper", (*more, *random_prompt(5, 9)))
-    assert first.continuation is None
-    assert other.continuation is None
-    assert same.continuation == "extend"
+    assert (first.cached_tokens, other.cached_tokens) == (0, 0)
+    assert same.cached_tokens == first.kept_tokens + len(answer)
     assert set(_indices(first)) <= set(_indices(same))
-    assert paper.continuation == "extend"
+    assert paper.cached_tokens >= other.kept_tokens
     assert set(_indices(other)) <= set(_indices(paper))
 
 

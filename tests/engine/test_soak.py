@@ -214,8 +214,8 @@ class References:
 
     def check(self, ticket: Ticket, account: PrefillReport) -> None:
         """What was answered is the beginning of the right answer, as far as that is clear."""
-        if account.continuation == "repair":
-            return  # what the session held had not seen what was put in before it
+        if account.recalled_tokens:
+            return  # what the session held had not seen what was recalled
         prompt = tuple(ticket.request.prompt.tolist())
         key = (prompt, account.kept_spans if account.mode == "sparse" else None)
         if key not in self._known:
@@ -292,7 +292,7 @@ def check_solo_selection(pair: ModelPair, tickets: list[Ticket]) -> None:
             assert ticket.last is not None
             account = ticket.last.account
             assert account is not None
-            fresh = account.mode == "sparse" and account.cached_tokens == 0 and account.continuation is None
+            fresh = account.mode == "sparse" and account.cached_tokens == 0
             if not fresh or not ticket.tokens or len(seen) >= 12 or tuple(ticket.request.prompt.tolist()) in seen:
                 continue
             last = list(engine.generate(ticket.request))[-1]

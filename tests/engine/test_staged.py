@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import mlx.core as mx
@@ -186,22 +184,12 @@ def test_a_dense_prefix_is_not_read_again_by_the_upper_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "stands_out", "repair_share", "way"),
-    [
-        *((family, math.inf, 0.5, "extend") for family in FAMILIES),
-        ("llama", 1.0, 1.0, "repair"),
-        ("qwen3", 1.0, 1.0, "repair"),
-        *((family, 1.0, 0.0, "restart") for family in FAMILIES),
-    ],
+    ("family", "stands_out"), [*((family, math.inf) for family in FAMILIES), ("llama", 1.0), ("qwen3", 1.0)]
 )
 @pytest.mark.parametrize("how", ["off", pytest.param("ngram", marks=pytest.mark.extended)])
-def test_a_conversation_goes_on_right(
-    family: str, stands_out: float, repair_share: float, way: str, how: SpeculationName
-) -> None:
-    """Whatever the earlier turn holds: each token sees, in the upper layers, what was kept by the time it was fed."""
-    policy = replace(CONFIG.policy, repair_share=Fraction(repair_share))
-    selection = SelectionConfig(stands_out=stands_out)
-    config = replace(CONFIG, policy=policy, selection=selection, prefix_cache_bytes=1 << 26)
+def test_a_conversation_goes_on_right(family: str, stands_out: float, how: SpeculationName) -> None:
+    """Each token sees, in the upper layers, what was kept by the time it was fed; recalled ones what lies before."""
+    config = replace(CONFIG, selection=SelectionConfig(stands_out=stands_out), prefix_cache_bytes=1 << 26)
     config = replace(config, speculation=SpeculationConfig(how, ngram_match=1))
     pair, turn = own_pair(family), asked(300, 3, enabled=None)
     with Engine(pair, config) as engine:
@@ -210,29 +198,25 @@ def test_a_conversation_goes_on_right(
         following = replace(turn, prompt=prompt)
         answer, last = generated(engine.generate(following))
         assert engine.stats().fallbacks == {}
-    assert last.account.continuation == way
+    assert (last.account.recalled_tokens > 0) == (stands_out == 1.0)
     assert last.account.scorer == "self"
     turns = np.ones(prompt.size, dtype=np.int64)
-    if way != "restart":
-        turns[kept_of(first)] = 0
-        turns[turn.prompt.size : turn.prompt.size + len(tokens)] = 0
-        assert last.account.cached_tokens == (turns == 0).sum()
+    turns[kept_of(first)] = 0
+    turns[turn.prompt.size : turn.prompt.size + len(tokens)] = 0
+    assert last.account.cached_tokens == (turns == 0).sum()
     case = Case(prompt, kept_of(last), np.array(answer[:-1], dtype=np.int32), turns)
     assert pair.stages is not None
     assert masked_from(pair.target, case, pair.stages.count).argmax(axis=-1).tolist() == answer
 
 
 @pytest.mark.parametrize(
-    ("family", "stands_out", "way"),
-    [("llama", math.inf, "extend"), ("llama", 1.0, "repair"), ("gpt_oss", 1.0, "restart"), ("qwen3_5", 1.0, "restart")],
+    ("family", "stands_out"), [("llama", math.inf), ("llama", 1.0), ("gpt_oss", 1.0), ("qwen3_5", 1.0)]
 )
 def test_a_later_turn_is_read_once_by_the_first_layers(
-    family: str, stands_out: float, way: str, monkeypatch: pytest.MonkeyPatch
+    family: str, stands_out: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind what the draft's prefixes hold of the turn before; what that one dropped is wanted all the same."""
-    policy = replace(CONFIG.policy, repair_share=Fraction(1))
-    selection = SelectionConfig(stands_out=stands_out)
-    config = replace(CONFIG, policy=policy, selection=selection, prefix_cache_bytes=1 << 26)
+    """Behind what the draft's prefixes hold of the turn before; a retry reads next to nothing."""
+    config = replace(CONFIG, selection=SelectionConfig(stands_out=stands_out), prefix_cache_bytes=1 << 26)
     pair, turn = own_pair(family), asked(600, 3, enabled=None)
     read, calls = [], FirstLayers.__call__
 
@@ -246,30 +230,17 @@ def test_a_later_turn_is_read_once_by_the_first_layers(
         for number in range(3):
             read.clear()
             answer, last = generated(engine.generate(replace(turn, prompt=prompt)))
+            assert isinstance(last, Finished)
+            account = last.account
             if number:
-                assert last.account.continuation == way
                 assert sum(read) <= COUNT + 90 + COUNT + 50  # what asks is read anew
-            before, prompt = prompt, np.concatenate([prompt, answer, random_prompt(90, 4 + number)]).astype(np.int32)
-    case = Case(before, kept_of(last), np.array(answer[:-1], dtype=np.int32))
-    if way == "restart":
-        assert pair.stages is not None
-        assert masked_from(pair.target, case, pair.stages.count).argmax(axis=-1).tolist() == answer
-
-
-def test_what_nobody_has_kept_is_read_again() -> None:
-    """A session of another kind of prefill has no hidden states."""
-    pair, turn = own_pair(), asked(300, 3, enabled=None)
-    config = replace(CONFIG, prefix_cache_bytes=1 << 26)
-    with Engine(pair, config) as engine:
-        generated(engine.generate(turn))
-        engine.caches.sessions.clear()
-        scores = np.random.default_rng(0).random(300).astype(np.float32)
-        tokens, _ = generated(engine.generate(asked(300, 3, enabled=None, importance=scores)))
-        prompt = np.concatenate([turn.prompt, tokens, random_prompt(90, 4)]).astype(np.int32)
-        answer, last = generated(engine.generate(replace(turn, prompt=prompt)))
+                assert account.kept_tokens - account.cached_tokens - account.recalled_tokens <= 90 + 1
+            again, same = generated(engine.generate(replace(turn, prompt=prompt)))
+            assert isinstance(same, Finished)
+            assert again == answer
+            assert same.account.kept_tokens - same.account.cached_tokens == 1
+            prompt = np.concatenate([prompt, answer, random_prompt(90, 4 + number)]).astype(np.int32)
         assert engine.stats().fallbacks == {}
-    assert last.account.continuation is None
-    assert_is_the_masked_run(pair, replace(turn, prompt=prompt), answer, last)
 
 
 def test_own_scores_leave_no_turn_that_a_staged_one_goes_on_from() -> None:
@@ -280,7 +251,7 @@ def test_own_scores_leave_no_turn_that_a_staged_one_goes_on_from() -> None:
         tokens, _ = generated(engine.generate(asked(300, 3, enabled=None, importance=scores)))
         prompt = np.concatenate([turn.prompt, tokens, random_prompt(90, 4)]).astype(np.int32)
         answer, last = generated(engine.generate(replace(turn, prompt=prompt)))
-    assert last.account.continuation is None
+    assert last.account.cached_tokens == 0
     assert_is_the_masked_run(pair, replace(turn, prompt=prompt), answer, last)
 
 
@@ -403,31 +374,26 @@ def test_a_staged_row_that_leaves_is_as_it_was_alone() -> None:
 # --- hidden states ---------------------------------------------------------------------------------------------------
 
 
-def test_earlier_hidden_states_can_be_put_before() -> None:
+def test_hidden_states_of_an_earlier_turn_are_kept_up_to_what_is_read_anew() -> None:
     states = mx.arange(60.0).reshape(1, 20, 3)
-    early, late = HiddenStates(first=2), HiddenStates(first=2, known=8)
-    early.keep(0, states[:, :10] + 0)
+    late = HiddenStates(first=2, known=8, parts=[(2, states[:, 2:5]), (5, states[:, 5:10] + 0)])
+    assert late.end == 10
     late.keep(8, states[:, 8:])
-    late.put_before(early)
     kept = np.array([2, 7, 8, 9, 19], dtype=np.int32)
     assert late.covers(kept)
     assert not late.covers(np.array([1, 8], dtype=np.int32))
     assert mx.array_equal(late.of(kept), states[:, mx.array(kept)]).item()
+    with pytest.raises(ValueError, match="not kept"):
+        late.of(np.array([1], dtype=np.int32))
     assert late.of(kept[:0]).shape == (1, 0, 3)
     assert late.nbytes == 18 * 3 * 4
-
-
-def test_hidden_states_are_cut_with_the_session_that_they_lie_in() -> None:
-    hidden = HiddenStates()
-    for start in (0, 6):
-        hidden.keep(start, mx.ones((1, 6, 3)))
-    hidden.end = 15
-    copied = copy.deepcopy(hidden)
-    assert copied.is_trimmable()
-    copied.trim(7)
-    assert copied.covers(np.arange(8, dtype=np.int32))
-    assert not copied.covers(np.array([8], dtype=np.int32))
-    assert hidden.covers(np.arange(12, dtype=np.int32))
+    for start, end, first, last in ((0, 4, 2, 4), (4, 9, 4, 9), (16, 24, 16, 20)):
+        found = late.between(start, end)
+        assert found is not None
+        assert found[0] == first
+        assert mx.array_equal(found[1], states[:, first:last]).item()
+    assert late.between(0, 2) is None
+    assert late.between(20, 24) is None
 
 
 def test_hidden_states_are_found_by_index_across_forwards() -> None:

@@ -192,7 +192,6 @@ class FakeEngine:
             prefix_hits=3,
             prefix_misses=4,
             prefix_tokens=500,
-            sessions=5,
             evictions=6,
             disk_evictions=7,
             memory=MemoryUse(
@@ -201,7 +200,6 @@ class FakeEngine:
                 requests=60,
                 reserved=70,
                 prefix_cache=20,
-                sessions=10,
                 prefix_disk=5,
                 active=1200,
                 spare=300,

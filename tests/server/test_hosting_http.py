@@ -91,7 +91,7 @@ def test_the_list_tells_of_all(server: Callable[..., TestClient], host: FakeHost
         assert client.post("/v1/models/b/load").status_code == 500
         a, b, c = client.get("/v1/models").json()["data"]
         assert (a["state"], a["default"], a["scorer"]) == ("loaded", True, "draft")
-        assert a["memory"] == {"weights": 1100, "requests": 60, "caches": 30}
+        assert a["memory"] == {"weights": 1100, "requests": 60, "caches": 20}
         assert (b["state"], b["error"], b["aliases"]) == ("failed", "its weights are cut off", ["other"])
         assert b["memory"] is None
         assert (c["pinned"], c["rule"]) == (True, "default")

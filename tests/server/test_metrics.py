@@ -33,9 +33,9 @@ from .fakes import FakeEngine, says_and_waits
 
 MODEL = 'model_name="demo/target"'
 SPARSE = PrefillReport(
-    "sparse", "requested", 1000, 200, 100, 0.2, "draft", "extend", Timings(10, 400, 5, 600, 1005, 900), kept_spans=None
+    "sparse", "requested", 1000, 200, 100, 0.2, "draft", 30, Timings(10, 400, 5, 600, 1005, 900), kept_spans=None
 )
-FULL = PrefillReport("full", "turned off by the request", 50, 50, 0, None, None, None, Timings(0, 0, 0, 40, 40, 0))
+FULL = PrefillReport("full", "turned off by the request", 50, 50, 0, None, None, 0, Timings(0, 0, 0, 40, 40, 0))
 
 
 def samples(text: str) -> dict[str, float]:
@@ -91,7 +91,7 @@ def test_prefills_are_counted_by_mode_and_reason(engine: FakeEngine) -> None:
     found = counted(engine, ended(SPARSE, 10), ended(FULL, 1), ended(FULL, 1))
     assert found['specprefill_requests_total{mode="sparse",reason="requested"}'] == 1
     assert found['specprefill_requests_total{mode="full",reason="request"}'] == 2
-    assert found['specprefill_sessions_total{continuation="extend"}'] == 1
+    assert found["specprefill_recalled_tokens_total"] == 30
     assert found["specprefill_kept_ratio_count"] == 1
     assert found["specprefill_kept_ratio_sum"] == pytest.approx(0.2)
 
@@ -132,11 +132,9 @@ def test_the_engine_is_asked_at_the_scrape(engine: FakeEngine) -> None:
     assert found["specprefill_densified_tokens_total"] == 300
     assert found["specprefill_prefix_hits_total"] == 3
     assert found["specprefill_prefix_misses_total"] == 4
-    assert found["specprefill_sessions_held"] == 5
     assert found['specprefill_evictions_total{tier="memory"}'] == 6
     assert found['specprefill_evictions_total{tier="disk"}'] == 7
     assert found['specprefill_cache_bytes{kind="prefix"}'] == 20
-    assert found['specprefill_cache_bytes{kind="session"}'] == 10
     assert found['specprefill_cache_bytes{kind="disk"}'] == 5
     assert found["specprefill_unaccounted_bytes"] == 10
     for consumer, count in (("target_weights", 1000), ("draft_weights", 100), ("requests", 60), ("limit", 2500)):

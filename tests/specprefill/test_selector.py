@@ -21,6 +21,7 @@ from mlx_specprefill.specprefill.selector import (
     missing_of,
     select_chunks,
     select_tokens,
+    strongest,
 )
 
 
@@ -332,3 +333,12 @@ def test_a_heading_is_kept_with_the_best_line_below_it() -> None:
     assert kept.tolist() == [0, 1, 2, 3, 36, 37, 38, 39]
     kept = select_tokens(importance, forced, PromptText(units), Fraction(1, 11), config).kept
     assert kept.tolist() == [20, 21, 22, 23, 36, 37, 38, 39]
+
+
+def test_the_strongest_runs_are_recalled_first() -> None:
+    asked = np.zeros(20, dtype=np.float32)
+    asked[[3, 9, 15]] = 1.0, 3.0, 2.0
+    tokens = np.array([2, 3, 8, 9, 10, 15], dtype=np.int32)
+    for most, expected in ((0, []), (3, [8, 9, 10]), (4, [8, 9, 10, 15]), (5, [2, 8, 9, 10, 15]), (9, tokens.tolist())):
+        assert strongest(tokens, asked, most).tolist() == expected
+    assert strongest(tokens[:0], asked, 5).size == 0

@@ -85,9 +85,10 @@ def test_next_to_nothing_is_one_unit(ids: list[int]) -> None:
 def test_the_rest_of_a_prompt() -> None:
     text = PromptText(np.array([0, 4, 9], dtype=np.int32))
     for start, units in ((0, [0, 4, 9]), (4, [0, 5]), (6, [0, 3]), (9, [0]), (10, [0])):
-        rest = text.since(start)
+        rest = text.part(start, 12)
         assert rest.units.tolist() == units
         assert rest.units.dtype == np.int32
+    assert text.part(4, 9).units.tolist() == [0]
 
 
 FOUND = """Here is what was found:
@@ -112,5 +113,6 @@ def test_the_name_of_a_file_is_the_heading_of_the_numbered_lines_below_it(kind: 
     assert [heading for heading, _ in shown] == ["src/one.py", "src/two.py"]
     assert [re.sub(r"\s+", " ", below) for _, below in shown] == ["12: def first(): 14: return 1", "3 def second():"]
     first = int(read.headings[1, 0])
-    assert np.array_equal(read.since(first).headings, read.headings[1:] - first)
-    assert not read.since(first + 1).headings.size
+    assert np.array_equal(read.part(first, len(ids)).headings, read.headings[1:] - first)
+    assert np.array_equal(read.part(0, first).headings, read.headings[:1])
+    assert not read.part(first + 1, len(ids)).headings.size

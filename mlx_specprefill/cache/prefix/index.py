@@ -17,17 +17,20 @@ __all__ = ["DiskRow", "RecordIndex", "file_name"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 2
+_VERSION = 3
 _RECORD = re.compile(r"[0-9a-f]+(-state)?\.safetensors")
 _TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
 _FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 _LOCK = "lock"
+_COLUMNS = "key, namespace, parent, tokens, end, array_bytes, lasting, choice, positions"  # as in `DiskRow`
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     key TEXT PRIMARY KEY,
     namespace TEXT NOT NULL,
     parent TEXT NOT NULL,
     tokens BLOB NOT NULL,
+    choice TEXT,
+    positions BLOB NOT NULL,
     end INTEGER NOT NULL,
     array_bytes INTEGER NOT NULL,
     file_bytes INTEGER NOT NULL,
@@ -48,6 +51,8 @@ class DiskRow:
         key: hexadecimal, unique over all namespaces; "-state" at its end marks a state.
         parent: the key of the block before it.
         tokens: its own token ids, little-endian int32; empty for a state.
+        choice: the rule by which the tokens of a sparse block were chosen; None: it is dense, or a state.
+        positions: of a sparse block, little-endian int32.
         end: tokens from the start of the prompt to its end.
         array_bytes: of its arrays in memory.
         lasting: it goes after all others, as long as what lasts takes no more than half of the limit.
@@ -60,6 +65,8 @@ class DiskRow:
     end: int
     array_bytes: int
     lasting: bool = False
+    choice: str | None = None
+    positions: bytes = b""
 
 
 def file_name(key: str) -> str:
@@ -101,7 +108,7 @@ class RecordIndex:
             return [name for (name,) in self._database.execute("SELECT DISTINCT namespace FROM records")]
 
     def rows(self, namespace: str) -> list[DiskRow]:
-        query = "SELECT key, namespace, parent, tokens, end, array_bytes, lasting FROM records WHERE namespace = ?"
+        query = f"SELECT {_COLUMNS} FROM records WHERE namespace = ?"
         with self._database:
             return [DiskRow(*row) for row in self._database.execute(query, (namespace,))]
 
@@ -111,8 +118,8 @@ class RecordIndex:
             self._database.execute("BEGIN IMMEDIATE")
             publish()
             self._database.execute(
-                "INSERT OR REPLACE INTO records (key, namespace, parent, tokens, end, array_bytes, lasting, "
-                "file_bytes, checksum, used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT OR REPLACE INTO records ({_COLUMNS}, file_bytes, checksum, used) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (*astuple(row), file_bytes, checksum, used),
             )
 
@@ -185,9 +192,6 @@ class RecordIndex:
             database.execute("PRAGMA synchronous = NORMAL")
             (version,) = database.execute("PRAGMA user_version").fetchone()
             (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-            if tables and version == 1:
-                database.execute("ALTER TABLE records ADD COLUMN lasting INTEGER NOT NULL DEFAULT 0")
-                version = _VERSION
             if tables and version != _VERSION:
                 raise sqlite3.DatabaseError(f"it has version {version}, not {_VERSION}")
             if database.execute("PRAGMA quick_check").fetchone() != ("ok",):

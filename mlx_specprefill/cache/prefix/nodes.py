@@ -1,7 +1,8 @@
 """The tree of token blocks: what a node holds, and how a prompt is followed through it.
 
 A full block hangs below the block before it, a shorter tail below the last full block. Each holds the keys and values
-of its own tokens only, so prompts share what they have in common.
+of its own tokens only, so prompts share what they have in common. A sparse prefill leaves out tokens, and may read
+earlier ones later: a sparse block says which it holds, and is found by those alone who chose by the same rule.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ..budget import Evictable
 from .records import Arrays
 
 __all__ = [
+    "ANY_CHOICE",
     "KV_LAYOUT_VERSION",
+    "Fed",
     "Match",
     "Node",
     "Record",
@@ -39,6 +42,34 @@ __all__ = [
 
 Tokens = npt.NDArray[np.int32]
 RecordKind = Literal["tokens", "state"]
+ANY_CHOICE = "*"  # names no choice
+
+
+class Fed:
+    """Tokens that a cache has read of a prompt.
+
+    Attributes:
+        positions: their prompt indices in the order of feeding, int32 (N,). One that is smaller than an earlier one was
+            recalled, for the sake of the next one that is not.
+        run: tokens before the first gap.
+    """
+
+    def __init__(self, positions: Tokens) -> None:
+        self.positions = positions
+        highest = np.maximum.accumulate(positions)
+        self._slots = np.flatnonzero(np.append(-1, highest[:-1]) < positions)  # of those that were not recalled
+        self._ends = positions[self._slots]
+        gaps = np.flatnonzero(positions != np.arange(positions.size))
+        self.run = int(gaps[0]) if gaps.size else positions.size
+
+    def slots(self, length: int) -> int:
+        """Return how many tokens were fed when the cache stood for the prompt's first `length` tokens."""
+        count = int(np.searchsorted(self._ends, length))
+        return int(self._slots[count - 1]) + 1 if count else 0
+
+    def within(self, start: int, end: int) -> Tokens | None:
+        """Return the positions of a block [start, end); None where it and all before it is dense."""
+        return None if end <= self.run else self.positions[self.slots(start) : self.slots(end)]
 
 
 class Record(Evictable):
@@ -73,11 +104,26 @@ class Record(Evictable):
 
 
 class Node:
-    """Tokens [end - len(tokens), end) below a parent that holds all tokens before them."""
+    """Tokens [end - len(tokens), end) below a parent that stands for all tokens before them.
 
-    def __init__(self, parent: Node | None, tokens: Tokens, digest: bytes, label: CacheLabel) -> None:
+    Attributes:
+        choice: names the rule by which tokens were chosen; None: it is dense.
+        positions: of a sparse block, as in `Fed`.
+    """
+
+    def __init__(
+        self,
+        parent: Node | None,
+        tokens: Tokens,
+        digest: bytes,
+        label: CacheLabel,
+        choice: str | None = None,
+        positions: Tokens | None = None,
+    ) -> None:
         self.parent = parent
         self.label = label
+        self.choice = choice
+        self.positions = positions
         self.tokens = tokens
         self.digest = digest
         self.first = int(tokens[0]) if tokens.size else -1
@@ -88,11 +134,27 @@ class Node:
         self.held_dependants = 0  # records in memory that are useless without this node's: its state, its children's
         self.removed = False
 
-    def common(self, wanted: Tokens) -> list[tuple[int, Node]]:
-        """Children that start as `wanted` goes on after this node, each with how many tokens they share."""
+    @property
+    def fed(self) -> Tokens:
+        """Positions of the tokens that it holds."""
+        if self.positions is not None:
+            return self.positions
+        return np.arange(self.end - self.tokens.size, self.end, dtype=np.int32)
+
+    def common(self, wanted: Tokens, choice: str | None = None) -> list[tuple[int, Node]]:
+        """Return the children that start as `wanted` goes on after this node, with how many tokens they share.
+
+        Args:
+            choice: of sparse children that count besides the dense ones; None: none; `ANY_CHOICE`: all.
+        """
         rest = wanted[self.end :]
         first = int(rest[0]) if rest.size else None
-        return [(common_length(child.tokens, rest), child) for child in self.children.values() if child.first == first]
+        usable = (None, choice) if choice != ANY_CHOICE else None
+        return [
+            (common_length(child.tokens, rest), child)
+            for child in self.children.values()
+            if child.first == first and (usable is None or child.choice in usable)
+        ]
 
     def records(self) -> list[Record]:
         return [record for record in (self.record, self.state) if record is not None]
@@ -126,34 +188,37 @@ class Match:
     length: int
 
 
-def longest_match(root: Node, wanted: Tokens, block_size: int) -> Match | None:
-    """Follow the prompt as far as it goes, into the middle of a block if need be."""
-    node = root
-    while True:
-        count, child = max(node.common(wanted), key=lambda match: match[0], default=(0, node))
-        if count == 0:
-            return Match(node, node.end) if node is not root else None
-        if count < block_size:
-            return Match(child, node.end + count)
-        node = child
+def longest_match(root: Node, wanted: Tokens, block_size: int, choice: str | None = None) -> Match | None:
+    """Follow the prompt as far as it goes, into the middle of a block if need be. Of equal ones a dense one counts."""
+    best: Match | None = None
+    nodes = [root]
+    while nodes:
+        for count, child in nodes.pop().common(wanted, choice):
+            length = child.end - child.tokens.size + count
+            if best is None or (length, child.choice is None) > (best.length, best.node.choice is None):
+                best = Match(child, length)
+            if count == block_size:
+                nodes.append(child)
+    return best
 
 
-def deepest_state(root: Node, wanted: Tokens, block_size: int) -> Match | None:
-    """The longest prefix that ends in a stored state."""
-    node = root
-    best: Node | None = None
-    while True:
-        whole = [child for count, child in node.common(wanted) if count == child.tokens.size]
-        best = max((child for child in whole if child.state is not None), key=lambda child: child.end, default=best)
-        block = next((child for child in whole if child.tokens.size == block_size), None)
-        if block is None:
-            return None if best is None else Match(best, best.end)
-        node = block
+def deepest_state(root: Node, wanted: Tokens, block_size: int, choice: str | None = None) -> Match | None:
+    """Return the longest prefix that ends in a stored state. Of equal ones a dense one counts."""
+    best: Match | None = None
+    nodes = [root]
+    while nodes:
+        for count, child in nodes.pop().common(wanted, choice):
+            if count < child.tokens.size:
+                continue
+            newest = best is None or (child.end, child.choice is None) > (best.length, best.node.choice is None)
+            if child.state is not None and newest:
+                best = Match(child, child.end)
+            if count == block_size:
+                nodes.append(child)
+    return best
 
 
-KV_LAYOUT_VERSION = (
-    1  # of the arrays that `cache/prefix/records` makes of a prompt cache; a change orphans every stored record
-)
+KV_LAYOUT_VERSION = 1  # of the arrays that `records` makes of a prompt cache; a change orphans every stored record
 DIGEST_BYTES = 24
 _SAMPLES = 64  # elements of every parameter that enter the identity
 _VOLATILE = ("_name_or_path", "transformers_version")  # do not change what a model computes
@@ -201,9 +266,19 @@ def root_digest(identity: str, block_size: int) -> bytes:
     return hashlib.blake2b(f"{identity}\0{block_size}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def block_digest(parent: bytes, tokens: Sequence[int] | TokenIds) -> bytes:
-    """Digest of a block after its parent's; the parent's length is fixed, so the two can't run into each other."""
-    return hashlib.blake2b(parent + token_bytes(tokens), digest_size=DIGEST_BYTES).digest()
+def block_digest(
+    parent: bytes, tokens: Sequence[int] | TokenIds, choice: str | None = None, positions: Tokens | None = None
+) -> bytes:
+    """Digest of a block after its parent's; the parent's length is fixed, so the two can't run into each other.
+
+    Args:
+        choice, positions: of a sparse one.
+    """
+    digest = hashlib.blake2b(parent + token_bytes(tokens), digest_size=DIGEST_BYTES).digest()
+    if choice is None or positions is None:
+        return digest
+    chosen = choice.encode() + b"\0" + token_bytes(positions)
+    return hashlib.blake2b(digest + chosen, digest_size=DIGEST_BYTES).digest()
 
 
 def common_length(tokens: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:

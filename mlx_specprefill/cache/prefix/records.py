@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
+from ...request import TokenIds
 from ..positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
 
 __all__ = ["Arrays", "Layout", "nbytes_of"]
@@ -41,8 +43,12 @@ class Layout:
         stateful: some layer can't be trimmed, so a prefix is usable only at a stored state.
     """
 
-    def __init__(self, make_cache: Callable[[], list[Any]]) -> None:
+    def __init__(self, make_cache: Callable[[], list[Any]], first_layers: int = 0) -> None:
+        """Args:
+        first_layers: leaves in front that are left out of what is staged.
+        """
         self._make = make_cache
+        self._first = first_layers
         parts = list(leaves(make_cache()))
         self._kinds = [_kind(part) for part in parts]
         unknown = sorted({type(part).__name__ for part in parts if _kind(part) is None})
@@ -71,56 +77,68 @@ class Layout:
         if length and not counted:
             raise ValueError(f"the cache is empty and can't hold {length} tokens")
 
-    def delta(self, cache: Sequence[Any], start: int, end: int) -> Arrays:
-        """Copies of the keys and values of tokens [start, end), (1, H, end - start, D) each; not evaluated."""
+    def delta(self, cache: Sequence[Any], start: int, end: int, staged: bool = False) -> Arrays:
+        """Copies of the keys and values in slots [start, end), (1, H, end - start, D) each; not evaluated."""
         arrays: Arrays = {}
-        for index, part in self._written(cache, "tokens"):
+        for index, part in self._written(cache, "tokens", staged):
             # A plain slice would be a view that keeps the whole cache alive.
             arrays[f"{index}.keys"] = mx.contiguous(part.keys[..., start:end, :])
             arrays[f"{index}.values"] = mx.contiguous(part.values[..., start:end, :])
         return arrays
 
-    def state(self, cache: Sequence[Any]) -> Arrays:
+    def state(self, cache: Sequence[Any], staged: bool = False) -> Arrays:
         """Copies of what the layers that can't be trimmed hold; not evaluated."""
         arrays: Arrays = {}
-        for index, part in self._written(cache, "recurrent"):
+        for index, part in self._written(cache, "recurrent", staged):
             for slot, array in enumerate(part.cache):
                 if array is not None:
                     arrays[f"{index}.{slot}"] = mx.contiguous(array)
-        for index, part in self._written(cache, "window"):
+        for index, part in self._written(cache, "window", staged):
             ring = part.inner if isinstance(part, Positioned) else part
             keys, values, write = _compact(ring)
             arrays[f"{index}.keys"], arrays[f"{index}.values"] = mx.contiguous(keys), mx.contiguous(values)
             arrays[f"{index}.write"] = mx.array([write], dtype=mx.int32)
+            if isinstance(part, Positioned) and part.shift:
+                held = part.runs.expand()[-keys.shape[2] :]
+                arrays[f"{index}.positions"] = mx.array(held)
+                arrays[f"{index}.slots"] = mx.array([part.slots], dtype=mx.int32)
         return arrays
 
     def build(
-        self, chain: Sequence[Arrays], excess: int, state: Arrays | None, length: int, room: int = 0
+        self,
+        chain: Sequence[Arrays],
+        excess: int,
+        state: Arrays | None,
+        length: int,
+        room: int = 0,
+        held: TokenIds | None = None,
     ) -> list[Any]:
-        """A prompt cache of `length` tokens that shares nothing writable with the arrays it is made of.
+        """A prompt cache for `length` tokens that shares nothing writable with the arrays it is made of.
 
         Keys and values are not evaluated: the first forward copies them, layer by layer, to where it writes its own.
         Nobody waits for the copy of a cache that no forward reads.
 
         Args:
-            chain: deltas from the first token on; the last one may reach beyond `length`.
+            chain: deltas from the first token on; the last one may hold more than is wanted.
             excess: by how many tokens it does.
             state: of the other layers at exactly `length`; None when there are none.
             room: tokens that are to be written without another copy.
+            held: positions of the tokens that it holds, in the order of feeding; None: all `length`.
         """
         cache = self._make()
         for index, (part, kind) in enumerate(zip(leaves(cache), self._kinds, strict=True)):
             if kind == "tokens":
-                _restore_tokens(part, index, chain, excess, length, room)
+                _restore_tokens(part, index, chain, excess, length, room, held)
             elif state is not None and kind == "recurrent":
                 _restore_recurrent(part, index, state)
             elif state is not None and f"{index}.keys" in state:
                 _restore_window(part, index, state, length)
         return cache
 
-    def _written(self, cache: Sequence[Any], kind: _Kind) -> list[tuple[int, Any]]:
+    def _written(self, cache: Sequence[Any], kind: _Kind, staged: bool) -> list[tuple[int, Any]]:
         parts = zip(leaves(cache), self._kinds, strict=True)
-        wanted = [(i, part) for i, (part, its) in enumerate(parts) if its == kind]
+        first = self._first if staged else 0
+        wanted = [(i, part) for i, (part, its) in enumerate(parts) if its == kind and i >= first]
         return [(i, part) for i, part in wanted if kind == "recurrent" or not part.empty()]
 
 
@@ -152,14 +170,31 @@ def _compact(ring: Any) -> tuple[mx.array, mx.array, int]:
     return ring.keys[..., :size, :], ring.values[..., :size, :], ring._idx
 
 
-def _restore_tokens(part: Any, index: int, chain: Sequence[Arrays], excess: int, length: int, room: int) -> None:
+def _restore_tokens(
+    part: Any,
+    index: int,
+    chain: Sequence[Arrays],
+    excess: int,
+    length: int,
+    room: int,
+    held: TokenIds | None,
+) -> None:
     names = f"{index}.keys", f"{index}.values"
-    if not chain or names[0] not in chain[0]:
+    if not chain or not all(names[0] in arrays for arrays in chain):  # of a staged prefix, the first layers' are not
         return
-    spare = -(length + room) % KVCache.step + room if room else 0
+    slots = length if held is None else held.size
+    spare = -(slots + room) % KVCache.step + room if room else 0
     keys, values = (_joined([arrays[name] for arrays in chain], excess, spare) for name in names)
-    inner = keys, values, length
-    part.state = (inner, length, [(0, length)]) if isinstance(part, Positioned) else inner
+    inner = keys, values, slots
+    if not isinstance(part, Positioned):
+        part.state = inner
+        return
+    part.state = inner, length, [(0, length)] if held is None else _runs_of(held)
+
+
+def _runs_of(positions: TokenIds) -> list[tuple[int, int]]:
+    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [(int(run[0]), int(run.size)) for run in np.split(positions, cuts)]
 
 
 def _joined(parts: list[mx.array], excess: int, spare: int) -> mx.array:
@@ -182,9 +217,15 @@ def _restore_recurrent(part: Any, index: int, state: Arrays) -> None:
 def _restore_window(part: Any, index: int, state: Arrays, length: int) -> None:
     keys, values = (copy.deepcopy(state[f"{index}.{name}"]) for name in ("keys", "values"))
     ring = part.inner if isinstance(part, Positioned) else part
-    inner = keys, values, length, ring.keep, ring.max_size, _int(state[f"{index}.write"])
+    sparse = f"{index}.positions" in state
+    slots = _int(state[f"{index}.slots"]) if sparse else length
+    inner = keys, values, slots, ring.keep, ring.max_size, _int(state[f"{index}.write"])
+    if not isinstance(part, Positioned):
+        part.state = inner
+        return
     held = min(length, ring.max_size)
-    part.state = (inner, length, [(length - held, held)]) if isinstance(part, Positioned) else inner
+    runs = _runs_of(np.array(state[f"{index}.positions"])) if sparse else [(length - held, held)]
+    part.state = inner, length, runs
 
 
 def _int(array: mx.array) -> int:

@@ -124,6 +124,8 @@ class StoredTree:
             end=node.end,
             array_bytes=record.nbytes,
             lasting=record.rank == 2,
+            choice=node.choice if record.kind == "tokens" else None,
+            positions=b"" if node.positions is None or record.kind == "state" else token_bytes(node.positions),
         )
 
     def _namespace_of(self, label: CacheLabel) -> str:
@@ -145,9 +147,10 @@ def _attach(row: DiskRow, nodes: dict[str, Node], make_record: MakeRecord) -> bo
         nodes[digest].state = _stored(make_record(nodes[digest], "state", row.array_bytes), row)
         return True
     parent, tokens = nodes.get(row.parent), np.frombuffer(row.tokens, dtype="<i4")
-    if parent is None or block_digest(parent.digest, tokens).hex() != digest:
+    positions = None if row.choice is None else np.frombuffer(row.positions, dtype="<i4")
+    if parent is None or block_digest(parent.digest, tokens, row.choice, positions).hex() != digest:
         return False
-    node = nodes[digest] = Node(parent, tokens, bytes.fromhex(digest), parent.label)
+    node = nodes[digest] = Node(parent, tokens, bytes.fromhex(digest), parent.label, row.choice, positions)
     node.record = _stored(make_record(node, "tokens", row.array_bytes), row)
     parent.children[node.digest] = node
     return True

@@ -1,14 +1,15 @@
-"""The exact prefix cache: the result of a dense prefill, reused by every prompt that starts with the same tokens.
+"""The prefix cache: the result of a prefill, reused by prompts that start with the same tokens.
 
 A tree of token blocks per model and label. Layers that can't be trimmed (recurrent, rotating) add a state at the
-lengths at which `store` saw one, and a model that has such layers is served at those lengths only. Everything runs on
-the MLX thread.
+lengths at which `store` saw one, and a model that has such layers is served at those lengths only. A dense prefix
+serves every prompt, a sparse one those alone that chose by the same rule. Everything runs on the MLX thread.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -17,19 +18,93 @@ import numpy as np
 from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import ByteBudget
 from ..entry import CacheEntry, CacheHit
+from ..positioned import PositionedKVCache, leaves
 from .disk import DiskTier
-from .nodes import Match, Node, Record, RecordKind, Tokens, block_digest, deepest_state, longest_match
+from .nodes import (
+    ANY_CHOICE,
+    Fed,
+    Match,
+    Node,
+    Record,
+    RecordKind,
+    Tokens,
+    block_digest,
+    common_length,
+    deepest_state,
+    longest_match,
+)
 from .records import Arrays, Layout, nbytes_of
 from .stored_tree import StoredTree
 
-__all__ = ["PrefixCache"]
+__all__ = ["PrefixCache", "fed_of"]
 
 log = logging.getLogger(__name__)
+HiddenOf = Callable[[int, int], tuple[int, mx.array] | None]
+_WORTH_KEEPING = 128  # tokens of a sparse prefix before its first gap
 _ROOM = 2048  # tokens: what follows a hit is usually less, and a forward reads no more at once
 
 
+@dataclass(frozen=True)
+class _Source:
+    """A cache to store blocks from; `fed` and `choice` are None where it is dense."""
+
+    cache: Sequence[Any]
+    fed: Fed | None
+    choice: str | None
+    hidden: HiddenOf | None
+
+    def chosen(self, start: int, end: int) -> tuple[str | None, Tokens | None]:
+        """Return choice and positions of the block [start, end)."""
+        positions = None if self.fed is None else self.fed.within(start, end)
+        return None if positions is None else self.choice, positions
+
+    def delta(self, layout: Layout, start: int, end: int) -> Arrays:
+        """Return the arrays of the block [start, end)."""
+        if self.fed is None or end <= self.fed.run:
+            return layout.delta(self.cache, start, end)
+        slots = self.fed.slots(start), self.fed.slots(end)
+        if self.hidden is None:
+            return layout.delta(self.cache, *slots)
+        arrays = layout.delta(self.cache, *slots, staged=True)
+        if (part := self.hidden(start, end)) is not None:
+            arrays |= {"hidden": part[1], "hidden.start": mx.array([part[0]], dtype=mx.int32)}
+        return arrays
+
+
+def fed_of(cache: Sequence[Any]) -> Fed:
+    """Return what a positioned cache has read, by the first of its layers that forgets nothing.
+
+    Raises:
+        ValueError: it has no such layer.
+    """
+    full = [part for part in leaves(cache) if isinstance(part, PositionedKVCache) and not part.empty()]
+    if not full:
+        raise ValueError("no layer of the cache holds all that it has read")
+    return Fed(min((part.runs.expand() for part in full), key=len))
+
+
+def _covers(node: Node, other: Node) -> bool:
+    """Return whether a block holds all of a sibling of the same choice, and more behind it at most."""
+    same = common_length(node.tokens, other.tokens) == other.tokens.size
+    return same and (node.positions is None or common_length(node.positions, other.fed) == other.fed.size)
+
+
+def _held(match: Match) -> tuple[Tokens | None, int]:
+    """Return the positions that a match holds, None: all, and how many tokens more its blocks hold."""
+    if match.node.choice is None:
+        return None, match.node.end - match.length
+    stored = np.concatenate([node.fed for node in match.node.path()])
+    held = stored[: Fed(stored).slots(match.length)]
+    return held, stored.size - held.size
+
+
+def _hidden(loaded: Sequence[Arrays]) -> list[tuple[int, mx.array]]:
+    """Return the hidden states of a path's blocks, with the index of the first token of each part."""
+    return [(int(np.array(arrays["hidden.start"])[0]), arrays["hidden"]) for arrays in loaded if "hidden" in arrays]
+
+
 class PrefixCache:
-    """Dense prefixes of one model.
+    """Prefixes of one model.
 
     Args:
         identity: of the model, from `model_identity`; another identity never sees these prefixes.
@@ -39,6 +114,7 @@ class PrefixCache:
         block_size: tokens per block.
         kind: whose prefixes they are, as `entries` says it.
         only_lasting: the disk is for what lasts (`store`), not for all prefixes.
+        first_layers: caches in front that are left out of what is stored with hidden states (`store`).
 
     Attributes:
         refusal: why this model's caches can't be kept; `lookup` then finds and `store` does nothing. Else None.
@@ -54,12 +130,13 @@ class PrefixCache:
         block_size: int = 256,
         kind: Literal["target", "draft"] = "target",
         only_lasting: bool = False,
+        first_layers: int = 0,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.block_size = block_size
         self._kind = kind
-        self._layout = Layout(make_cache)
+        self._layout = Layout(make_cache, first_layers)
         self.refusal = self._layout.refusal
         self._budget = budget
         self._stored = StoredTree(disk, identity, block_size, only_lasting)
@@ -82,6 +159,7 @@ class PrefixCache:
         limit: int | None = None,
         again: bool = False,
         label: CacheLabel = SHARED,
+        choice: str | None = None,
     ) -> CacheHit | None:
         """The longest stored prefix of `tokens`, at most `limit` tokens of it.
 
@@ -90,11 +168,12 @@ class PrefixCache:
             again: for a request that looked up before (a retry, background work); then what it finds does not count as
                 wanted by one request more, and the statistics stay as they are.
             label: only what was stored under it is looked at.
+            choice: sparse prefixes that were stored under it are looked at, too.
         """
         self._budget.begin_lookup()
         self._stored.begin()
         wanted = np.asarray(tokens, dtype=np.int32)[:limit]
-        while (match := self._match(wanted, label)) is not None:
+        while (match := self._match(wanted, label, choice)) is not None:
             hit = self._serve(match, min(len(tokens) - match.length, _ROOM), again)
             if hit is not None:
                 self.hits += not again
@@ -103,16 +182,18 @@ class PrefixCache:
         self.misses += not again
         return None
 
-    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED) -> int:
-        """How many tokens `lookup` would find. Nothing is read or counted by it."""
-        match = self._match(np.asarray(tokens, dtype=np.int32), label)
+    def covers(
+        self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, choice: str | None = ANY_CHOICE
+    ) -> int:
+        """Return how many tokens `lookup` would find. Nothing is read or counted by it."""
+        match = self._match(np.asarray(tokens, dtype=np.int32), label, choice)
         return 0 if match is None else match.length
 
-    def _match(self, wanted: Tokens, label: CacheLabel) -> Match | None:
+    def _match(self, wanted: Tokens, label: CacheLabel, choice: str | None) -> Match | None:
         root = self._roots.get(label)
         if root is None:
             return None
-        return (deepest_state if self._layout.stateful else longest_match)(root, wanted, self.block_size)
+        return (deepest_state if self._layout.stateful else longest_match)(root, wanted, self.block_size, choice)
 
     def _serve(self, match: Match, room: int, again: bool) -> CacheHit | None:
         """The matched prefix as a prompt cache with room for so many tokens more.
@@ -132,8 +213,8 @@ class PrefixCache:
                 return None
             loaded.append(arrays)
         state = loaded[count] if len(loaded) > count else None
-        excess = match.node.end - match.length
-        cache = self._layout.build(loaded[:count], excess, state, match.length, room)
+        held, excess = _held(match)
+        cache = self._layout.build(loaded[:count], excess, state, match.length, room, held)
         for record in records:
             self._budget.touch(record, hit=not again)
         for record, arrays in zip(records, loaded, strict=True):
@@ -141,7 +222,7 @@ class PrefixCache:
         self._stored.touch(records)
         for record in records:
             self._stored.write(record)  # with the second use of what lasts, if only that is written
-        return CacheHit(match.length, cache)
+        return CacheHit(match.length, cache, held, _hidden(loaded))
 
     # -- writing
 
@@ -154,14 +235,16 @@ class PrefixCache:
         opening: int = 0,
         remember: bool = False,
         state: Arrays | None = None,
+        choice: str | None = None,
+        hidden: HiddenOf | None = None,
     ) -> None:
-        """Remember what a dense prefill of `tokens` left in `cache`. Known blocks are not copied again.
+        """Remember what a prefill of `tokens` left in `cache`. Known blocks are not copied again.
 
         May be called as the prefill goes on, with more tokens each time. The cache is not changed and stays the
         caller's. Without room, the longest prefix for which there is room is kept.
 
         Args:
-            tokens: exactly what the cache holds.
+            tokens: exactly what the cache stands for.
             checkpoint: keep the state of layers that can't be trimmed. Without it nothing is stored for a model that
                 has such layers: its blocks are of no use before the next state, which brings them along.
             label: under which alone it will be found.
@@ -169,36 +252,47 @@ class PrefixCache:
                 once they are used a second time, they go after everything else, in memory and on disk.
             remember: that counts as their second use.
             state: what `state` returned after these tokens, if the cache holds more by now.
+            choice: names the rule by which tokens were chosen. None: the cache holds all.
+            hidden: returns what the first layers passed on of the tokens [start, end), (1, L, D), and the index of the
+                first of which it is known. It is stored in place of what these layers hold.
 
         Raises:
-            ValueError: the cache is sparse or does not hold that many tokens.
+            ValueError: the cache is sparse without a choice, or does not hold that many tokens.
         """
         if self.refusal is not None:
             return
         ids = np.asarray(tokens, dtype=np.int32)
-        self._layout.check(cache, ids.size, more=state is not None)
+        if choice is None:
+            self._layout.check(cache, ids.size, more=state is not None)
         if ids.size == 0 or (self._layout.stateful and not checkpoint):
             return
+        source = _Source(cache, None if choice is None else fed_of(cache), choice, hidden)
         self._budget.begin_store()
         self._stored.begin()
         self._sweep()
         root = self._roots.get(label) or self._stored.root(label)
         try:
-            self._grow(root, ids, cache, self._layout.state(cache) if state is None else state)
+            if source.fed is not None and not self._layout.stateful and source.fed.run >= _WORTH_KEEPING:
+                self._grow(root, ids[: source.fed.run], source, {})  # for requests that want it dense
+            self._grow(root, ids, source, self._layout.state(cache, hidden is not None) if state is None else state)
         finally:
             if root.children:
                 self._roots[label] = root
         self._outlasts(root, ids[:opening], remember)
 
-    def state(self, cache: Sequence[Any]) -> Arrays:
-        """Return what layers that can't be trimmed hold now, for a `store` after the next forwards; not evaluated."""
-        return {} if self.refusal is not None else self._layout.state(cache)
+    def state(self, cache: Sequence[Any], staged: bool = False) -> Arrays:
+        """Return what layers that can't be trimmed hold now, for a `store` after the next forwards; not evaluated.
 
-    def _grow(self, root: Node, ids: Tokens, cache: Sequence[Any], state: Arrays) -> None:
+        Args:
+            staged: it will be stored with hidden states.
+        """
+        return {} if self.refusal is not None else self._layout.state(cache, staged)
+
+    def _grow(self, root: Node, ids: Tokens, source: _Source, state: Arrays) -> None:
         """Add the missing blocks of these tokens below a label's root, evaluated together: each time is a wait."""
         added: list[Record] = []
         try:
-            added.extend(self._missing(root, ids, cache, state))
+            added.extend(self._missing(root, ids, source, state))
             mx.eval([record.arrays for record in added])
         except Exception:
             for record in added:
@@ -207,14 +301,14 @@ class PrefixCache:
         for record in added:
             self._stored.write(record)
 
-    def _missing(self, root: Node, ids: Tokens, cache: Sequence[Any], state: Arrays) -> Iterator[Record]:
+    def _missing(self, root: Node, ids: Tokens, source: _Source, state: Arrays) -> Iterator[Record]:
         """Yield their records, as far as there is room, in memory but not evaluated."""
-        node = self._known(root, ids)
+        node = self._known(root, ids, source)
         self._touch_path(node)
-        if self._layout.stateful and not self._room_for_all(node, ids.size, cache, state):
+        if self._layout.stateful and not self._room_for_all(node, ids.size, source, state):
             return
         while node.end < ids.size:
-            following = self._extend(node, ids, cache)
+            following = self._extend(node, ids, source)
             if following is None or following.record is None:
                 return
             yield following.record
@@ -234,11 +328,13 @@ class PrefixCache:
                     self._budget.touch(record, hit=True)
                 self._stored.write(record)
 
-    def _known(self, root: Node, ids: Tokens) -> Node:
+    def _known(self, root: Node, ids: Tokens, source: _Source | None = None) -> Node:
         """The last node on the way to these tokens that is there already."""
         node = root
         while node.end < ids.size:
-            child = node.children.get(block_digest(node.digest, ids[node.end : node.end + self.block_size]))
+            part = ids[node.end : node.end + self.block_size]
+            chosen = (None, None) if source is None else source.chosen(node.end, node.end + part.size)
+            child = node.children.get(block_digest(node.digest, part, *chosen))
             if child is None or not self._there(child.record):
                 break
             node = child
@@ -246,30 +342,31 @@ class PrefixCache:
             node.state = None
         return node
 
-    def _extend(self, parent: Node, ids: Tokens, cache: Sequence[Any]) -> Node | None:
+    def _extend(self, parent: Node, ids: Tokens, source: _Source) -> Node | None:
         """Store the next block or tail; None when there is no room, or nothing new in it."""
         part = ids[parent.end : parent.end + self.block_size]
-        siblings = parent.common(ids[: parent.end + self.block_size])
-        covered = any(count == part.size and self._there(child.record) for count, child in siblings)
-        if covered and not self._layout.stateful:
+        choice, positions = source.chosen(parent.end, parent.end + part.size)
+        digest = block_digest(parent.digest, part, choice, positions)
+        node = Node(parent, part, digest, parent.label, choice, positions)
+        siblings = [child for child in parent.children.values() if child.choice == choice]
+        if not self._layout.stateful and any(_covers(child, node) and self._there(child.record) for child in siblings):
             return None
-        node = Node(parent, part, block_digest(parent.digest, part), parent.label)
         stale = parent.children.get(node.digest)
         if stale is not None:
             self._remove(stale)
-        node.record = self._admit(node, "tokens", self._layout.delta(cache, parent.end, node.end))
+        node.record = self._admit(node, "tokens", source.delta(self._layout, node.end - part.size, node.end))
         if node.record is None:
             return None
         parent.children[node.digest] = node
         if not self._layout.stateful:
-            for count, child in siblings:
-                if count == child.tokens.size and not child.removed:
+            for child in siblings:
+                if not child.removed and _covers(node, child):
                     self._remove(child)
         return node
 
-    def _room_for_all(self, node: Node, length: int, cache: Sequence[Any], state: Arrays) -> bool:
+    def _room_for_all(self, node: Node, length: int, source: _Source, state: Arrays) -> bool:
         """Room for the missing blocks and the state: without the state the blocks are of no use."""
-        missing = nbytes_of(self._layout.delta(cache, node.end, length))
+        missing = nbytes_of(source.delta(self._layout, node.end, length))
         return self._budget.reserve(missing + (nbytes_of(state) if node.state is None else 0))
 
     def _record(self, node: Node, kind: RecordKind, nbytes: int) -> Record:
@@ -399,7 +496,7 @@ class PrefixCache:
             own += step.records()
         return CacheEntry(
             id=node.digest.hex(),
-            kind=self._kind,
+            kind=self._kind if node.choice is None else "session",
             tokens=node.end,
             nbytes=sum(record.nbytes for record in own if record.held),
             hits=newest.hits,

@@ -218,20 +218,18 @@ class Memory:
     def _has_head(self, strategy: str | None) -> bool:
         return (strategy or self._config.speculation.strategy) == "mtp"
 
-    def need_dense(self, tokens: int) -> Need:
-        """Predicted, of making a text of that many tokens dense."""
-        return self._need((self._target, tokens))
+    def need_idle(self, tokens: int, dense: bool) -> Need:
+        """Predict what it takes to read so many tokens in idle time, with the target if `dense`, else the draft."""
+        return self._need((self._target if dense else self._draft, tokens))
 
     def use(self, jobs: Iterable[Job]) -> MemoryUse:
         """Who holds what now; from any thread."""
-        sessions = self._caches.sessions.nbytes
         return MemoryUse(
             target_weights=self._weights[0],
             draft_weights=self._weights[1],
             requests=sum(self._held(job) for job in jobs),
             reserved=self.admission.reserved,
-            prefix_cache=max(0, self._caches.nbytes - sessions),
-            sessions=sessions,
+            prefix_cache=self._caches.nbytes,
             prefix_disk=self._caches.disk_nbytes,
             active=mx.get_active_memory(),
             spare=mx.get_cache_memory(),
@@ -247,7 +245,7 @@ class Memory:
         """
         held = {
             "weights": sum(self._weights),
-            "prefixes and sessions": self._caches.nbytes,
+            "prefixes": self._caches.nbytes,
             "requests": rows + sum(self._arrays(job) for job in jobs),
             "other models": self.common.others(self),
         }

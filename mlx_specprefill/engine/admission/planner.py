@@ -41,14 +41,6 @@ class Planner:
             predict=partial(self.predict, len(request.prompt), cached or 0) if self._pair.drafted else None,
         )
 
-    def selects(self, new: int, wanted: int, held: int) -> bool:
-        """Return whether it pays to read only `wanted` of `new` tokens behind `held` others."""
-        policy = self._config.policy
-        if policy.threshold is not None:
-            return new > policy.threshold
-        step, cost = self._chunk_size("prefill"), self._costs.cost("target")
-        return Prediction(cost.prefill_ms(new, held, step), cost.prefill_ms(wanted, held, step)).pays(policy)
-
     def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
         """Return the times of both ways to prefill a prompt, if the target sees `kept` of its uncached tokens.
 

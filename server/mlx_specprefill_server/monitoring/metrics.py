@@ -66,7 +66,7 @@ class Metrics:
         self._kept = self._histogram("specprefill_kept_ratio", "Share that the target saw of sparse prompts.")
         self._skipped = self._counter("specprefill_skipped_tokens", "Prompt tokens that the target never saw.")
         self._stages = self._histogram("specprefill_stage_seconds", "Time of a request's stages.", "stage")
-        self._continued = self._counter("specprefill_sessions", "Sparse turns after an earlier one.", "continuation")
+        self._recalled = self._counter("specprefill_recalled_tokens", "Tokens that an earlier turn had dropped.")
         self._totals = Totals()
         self.registry.register(self._gaps)
         self._engine = EngineCollector(engine, model, self._totals)
@@ -114,8 +114,7 @@ class Metrics:
         self._skipped.inc(account.prompt_tokens - account.kept_tokens)
         if account.mode == "sparse":
             self._kept.observe(account.kept_tokens / account.prompt_tokens)
-        if account.continuation is not None:
-            self._continued.labels(account.continuation).inc()
+        self._recalled.inc(account.recalled_tokens)
 
     def _time(self, times: Timings) -> None:
         first = (times.queue_ms + times.ttft_ms) / 1e3
@@ -245,19 +244,18 @@ def _counted(stats: EngineStats) -> Iterator[Metric]:
     yield _count("specprefill_densified_tokens", "Their tokens.", stats.densified_tokens)
     yield _count("specprefill_prefix_hits", "Requests that found a dense prefix.", stats.prefix_hits)
     yield _count("specprefill_prefix_misses", "Requests that found none.", stats.prefix_misses)
-    yield _gauge("specprefill_sessions_held", "Sparse sessions that can be extended.", stats.sessions)
 
 
 def _held(stats: EngineStats) -> list[tuple[str, float]]:
     memory = stats.memory
-    names = ("target_weights", "draft_weights", "requests", "reserved", "prefix_cache", "sessions", "active", "spare")
+    names = ("target_weights", "draft_weights", "requests", "reserved", "prefix_cache", "active", "spare")
     limit = [] if memory.limit is None else [("limit", float(memory.limit))]
     return [(name, float(getattr(memory, name))) for name in names] + limit
 
 
 def _kept(stats: EngineStats) -> list[tuple[str, float]]:
     memory = stats.memory
-    return [("prefix", memory.prefix_cache), ("session", memory.sessions), ("disk", memory.prefix_disk)]
+    return [("prefix", memory.prefix_cache), ("disk", memory.prefix_disk)]
 
 
 def _usage(stats: EngineStats) -> float:

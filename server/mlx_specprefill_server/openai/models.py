@@ -122,7 +122,7 @@ def _memory(service: Service) -> dict[str, int]:
     """Bytes."""
     use = service.engine.stats().memory
     weights = use.target_weights + use.draft_weights
-    return {"weights": weights, "requests": use.requests, "caches": use.prefix_cache + use.sessions}
+    return {"weights": weights, "requests": use.requests, "caches": use.prefix_cache}
 
 
 def _ranks(service: Service) -> dict[str, Any]:

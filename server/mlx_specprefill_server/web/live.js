@@ -11,7 +11,6 @@ const CONSUMERS = [
   ["draft_weights", "Small model"],
   ["requests", "Requests in work"],
   ["prefix_cache", "Texts read before"],
-  ["sessions", "Conversations read in parts"],
 ];
 
 export class LivePanel {

@@ -13,8 +13,7 @@ from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix.disk import DiskTier
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
-from mlx_specprefill.sessions.store import SessionStore
-from tests.cache.prefix.stores import BLOCK, fake_caches, filled, same
+from tests.cache.prefix.stores import BLOCK, fake_caches, filled
 
 LABELS = [SHARED, CacheLabel("ann"), CacheLabel("bob"), CacheLabel("ann", "x"), CacheLabel("", "x")]
 PROMPT = tuple(range(20))
@@ -85,35 +84,12 @@ def test_labels_without_anything_are_forgotten() -> None:
     make = fake_caches()
     prefixes = prefix_cache(make)
     prefixes.store(PROMPT, filled(make, PROMPT))
-    one, whole = prefixes.nbytes, sum(part.nbytes for part in filled(make, PROMPT))
-    prefixes, sessions = prefix_cache(make, budget=3 * one), SessionStore(ByteBudget(3 * whole))
+    prefixes = prefix_cache(make, budget=3 * prefixes.nbytes)
     for i in range(40):
         label = CacheLabel("ann", f"salt{i}")
         assert found(prefixes, label) == 0
         prefixes.store(PROMPT, filled(make, PROMPT), label=label)
-        sessions.store("pair", PROMPT, filled(make, PROMPT), label)
     assert len(prefixes._roots) <= 8  # blocks that there is room for
-    assert len(sessions._sessions) <= 4
-
-
-def test_a_session_is_found_under_its_own_label_only() -> None:
-    make = fake_caches()
-    sessions = SessionStore(ByteBudget(1 << 30))
-    for label in LABELS[1:]:
-        sessions.store("pair", PROMPT, filled(make, PROMPT), label)
-    assert sessions.lookup("pair", PROMPT) is None
-    assert sessions.lookup("pair", PROMPT, CacheLabel("eve")) is None
-    hit = sessions.lookup("pair", PROMPT, CacheLabel("bob"))
-    assert hit is not None
-    assert same(hit.cache, filled(make, PROMPT))
-    longer = (*PROMPT, 99)
-    sessions.store("pair", longer, filled(make, longer), CacheLabel("bob"))  # replaces bob's own alone
-    assert len(sessions) == len(LABELS) - 1
-    (of_bob,) = [entry for entry in sessions.entries() if entry.label.owner == "bob"]
-    assert not sessions.drop(of_bob.id, "ann")
-    sessions.clear("ann")
-    assert {entry.label for entry in sessions.entries()} == {CacheLabel("bob"), CacheLabel("", "x")}
-    assert sessions.drop(of_bob.id, "bob")
 
 
 @pytest.mark.parametrize("part", ["a/b", "a@b", "é", "x" * 65, "\n"])

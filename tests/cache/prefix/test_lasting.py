@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix.disk import DiskTier
-from mlx_specprefill.cache.prefix.index import RecordIndex
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED, CacheLabel
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, same
@@ -122,14 +120,3 @@ def test_one_off_prompts_never_push_it_out_of_memory_or_off_the_disk(
         assert one.prefixes._budget.evictions > 0
     with Cached(tmp_path / "two", make, only_lasting, disk=3 * disk) as later:
         assert later.ask(conversation(501)) >= 5 * BLOCK
-
-
-def test_an_older_index_is_taken_over(tmp_path: Path) -> None:
-    make = fake_caches()
-    with Cached(tmp_path, make, only_lasting=False) as one:
-        one.ask(conversation(1))
-        count = one.on_disk()
-    database = sqlite3.connect(tmp_path / "index.sqlite")
-    database.executescript("ALTER TABLE records DROP COLUMN lasting; PRAGMA user_version = 1;")
-    database.close()
-    assert len(RecordIndex(tmp_path).known) == count > 0

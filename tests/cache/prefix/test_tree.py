@@ -24,7 +24,6 @@ from mlx_specprefill.cache.prefix.nodes import Node, Record, longest_match
 from mlx_specprefill.cache.prefix.record_file import encode
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
-from mlx_specprefill.sessions.store import SessionStore
 from tests import precision
 from tests.cache.prefix.stores import BLOCK, contents, decode, fake_caches, feed, filled, held_bytes, overwrite, same
 from tests.precision import numbers
@@ -91,7 +90,6 @@ class Server:
             self.disk.close()
         self.disk = DiskTier(self.folder, 1 << 22) if self.folder is not None else None
         self.prefixes = prefix_cache(self.family, self.limit, self.disk)
-        self.sessions = SessionStore(self.prefixes._budget)
 
     def step(self, name: str, *arguments: int) -> None:
         if name == "request":
@@ -104,7 +102,7 @@ class Server:
             cache = sparse(self.family, self.last)
             with pytest.raises(ValueError, match="sparse"):
                 self.prefixes.store(self.last, cache)
-            self.sessions.store("pair", self.last, cache)
+            self.prefixes.store(self.last, cache, choice="pair")
         elif name == "drop":
             entries = self.prefixes.entries()
             assert not entries or self.prefixes.drop(entries[len(entries) // 2].id)
@@ -116,8 +114,7 @@ class Server:
 
     def check_bytes(self) -> None:
         budget = self.prefixes._budget
-        sessions = sum(session.nbytes for kept in self.sessions._sessions.values() for session in kept.values())
-        assert held_bytes(self.prefixes) == self.prefixes.nbytes == budget.used - sessions <= budget.limit
+        assert held_bytes(self.prefixes) == self.prefixes.nbytes == budget.used <= budget.limit
         for node in self.prefixes._nodes():
             needing = [node.state, *(child.record for child in node.children.values())]
             assert node.held_dependants == sum(record is not None and record.held for record in needing)
@@ -621,93 +618,14 @@ def test_several_caches_share_one_budget() -> None:
     make, budget = fake_caches(), ByteBudget(60 * BLOCK * _PER_TOKEN)
     target = PrefixCache("target", make, budget, block_size=BLOCK)
     draft = PrefixCache("draft", make, budget, block_size=BLOCK)
-    sessions = SessionStore(budget)
-    serve(target, make, tuple(range(10 * BLOCK)))
+    serve(target, make, tuple(range(20 * BLOCK)))
     serve(draft, make, tuple(range(10 * BLOCK)))
-    assert sessions.store("pair", range(100), filled(make, range(8 * BLOCK)))
-    assert budget.used == target.nbytes + draft.nbytes + _session_bytes(sessions)
-    serve(draft, make, tuple(range(500, 500 + 20 * BLOCK)))
-    assert budget.used == target.nbytes + draft.nbytes + _session_bytes(sessions) <= budget.limit
-    assert target.nbytes == 0  # the oldest of all three
+    assert budget.used == target.nbytes + draft.nbytes
+    serve(draft, make, tuple(range(500, 500 + 50 * BLOCK)))
+    assert budget.used == target.nbytes + draft.nbytes <= budget.limit
+    assert target.nbytes == 0  # the oldest of both
     budget.shrink(budget.limit)
     assert budget.used == 0
-    assert len(sessions) == 0
-
-
-def _session_bytes(sessions: SessionStore) -> int:
-    return sum(session.nbytes for kept in sessions._sessions.values() for session in kept.values())
-
-
-# --- sessions ---------------------------------------------------------------------------------------------------------
-
-
-def test_sessions_are_found_by_their_longest_key_in_their_namespace() -> None:
-    sessions = SessionStore(ByteBudget(LARGE))
-    caches = {end: sparse("llama", random_prompt(end)) for end in (20, 30)}
-    sessions.store("pair", random_prompt(20), caches[20])
-    hit = sessions.lookup("pair", random_prompt(30))
-    assert hit is not None
-    assert hit.length == 20
-    assert sessions.lookup("other", random_prompt(60)) is None
-    reference = copy.deepcopy(hit.cache)
-    overwrite(hit.cache)
-    again = sessions.lookup("pair", random_prompt(60))
-    assert again is not None
-    assert same(again.cache, reference)
-    assert [part.shift for part in leaves(again.cache)] == [part.shift for part in leaves(caches[20])]
-
-
-def test_a_session_replaces_the_ones_it_extends() -> None:
-    make = fake_caches()
-    sessions = SessionStore(ByteBudget(LARGE))
-    for key in (range(10), range(20), range(5), (1, 2, 3)):
-        assert sessions.store("pair", key, filled(make, key))
-    assert len(sessions) == 3
-    assert sessions.lookup("pair", range(25)).length == 20  # type: ignore[union-attr]
-    assert sessions.lookup("pair", (*range(5), *range(50, 90))).length == 5  # type: ignore[union-attr]
-    sessions.clear()
-    assert len(sessions) == 0
-    assert sessions._budget.used == 0
-
-
-@pytest.mark.parametrize("length", [60, 45])
-def test_a_session_is_cut_back_to_what_was_changed(length: int) -> None:
-    """The cut cache is that of a sparse prefill of what is left; a wanted prompt that ends early cuts it as well."""
-    sessions, key = SessionStore(ByteBudget(LARGE)), random_prompt(60)
-    sessions.store("pair", key, sparse("llama", key))
-    changed = (*key[:45], *random_prompt(length - 45, 7))
-    hit = sessions.lookup("pair", changed)
-    assert hit is not None
-    assert hit.length == 45
-    reference = sparse("llama", key[:45])
-    assert_close(hit.cache, reference)
-    ours, theirs = (decode(model_of("llama"), cache, mx.ones((1, 96)), 6) for cache in (hit.cache, reference))
-    assert ours[0] == theirs[0]
-    again = sessions.lookup("pair", key)
-    assert again is not None
-    assert again.length == 60
-
-
-def test_a_session_is_not_cut_for_the_sake_of_a_shared_beginning() -> None:
-    sessions, key = SessionStore(ByteBudget(LARGE)), random_prompt(60)
-    sessions.store("pair", key, sparse("llama", key))
-    assert sessions.lookup("pair", (*key[:20], *random_prompt(21, 7))) is None
-    assert sessions.lookup("pair", (*key[:20], *random_prompt(20, 7))).length == 20  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if STATEFUL[family]])
-def test_state_that_cannot_be_cut_serves_whole_sessions_only(family: str) -> None:
-    sessions, key = SessionStore(ByteBudget(LARGE)), random_prompt(60)
-    sessions.store("pair", key, sparse(family, key))
-    assert sessions.lookup("pair", (*key[:59], 3, 4)) is None
-    assert sessions.lookup("pair", (*key, 3)).length == 60  # type: ignore[union-attr]
-
-
-def test_a_session_that_does_not_fit_is_not_kept() -> None:
-    sessions = SessionStore(ByteBudget(1000))
-    assert not sessions.store("pair", range(100), filled(fake_caches(), range(100)))
-    assert len(sessions) == 0
-    assert sessions._budget.used == 0
 
 
 # --- for people -------------------------------------------------------------------------------------------------------

@@ -12,15 +12,19 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from functools import cache
+from io import StringIO
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import typer
+from benchmarks.harness.command import main
 from ruamel.yaml import YAML
 from typer.core import TyperGroup
+from typer.testing import CliRunner
 
 from mlx_specprefill_server.cli import app
 
@@ -130,7 +134,6 @@ def calls() -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("words", sorted(set(calls())), ids=" ".join)
-@pytest.mark.extended
 def test_programs_have_the_options_that_they_are_given(words: tuple[str, ...]) -> None:
     program, *rest = words
     named = tuple(takewhile(lambda word: not word.startswith("-"), rest))
@@ -163,19 +166,22 @@ def options_of(names: tuple[str, ...]) -> set[str]:
 @cache
 def help_of(program: str, *benchmark: str) -> str:
     """As the program prints it. `scripts/bench` itself would first look after its environment."""
-    command = ["-P", "-m", "benchmarks", *benchmark] if program == "scripts/bench" else [str(ROOT / program)]
+    if program == "scripts/bench":
+        with redirect_stdout(StringIO()) as said, suppress(SystemExit):
+            main([*benchmark, "--help"])
+        return said.getvalue()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), *filter(None, sys.path)])}
-    return subprocess.check_output([sys.executable, *command, "--help"], env=environment, text=True, timeout=240)
+    command = [sys.executable, str(ROOT / program), "--help"]
+    return subprocess.check_output(command, env=environment, text=True, timeout=240)
 
 
-@pytest.mark.extended
 def test_an_agent_is_connected(server: Server, tmp_path: Path) -> None:
     found = {tuple(shlex.split(one, comments=True)[1:]) for _, one in COMMANDS if "mlx-specprefill connect" in one}
     assert {"claude", "codex", "--write"} <= {word for arguments in found for word in arguments}
     for arguments in sorted(found, key=lambda words: "--write" in words):
-        command = [sys.executable, "-m", "mlx_specprefill_server", *arguments, "--url", server.base]
-        environment = {**os.environ, "HOME": str(tmp_path), "MLX_SPECPREFILL_API_KEY": "none"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240)
+        user = CliRunner(env={"HOME": str(tmp_path), "MLX_SPECPREFILL_API_KEY": "none"})
+        done = user.invoke(app, [*arguments, "--url", server.base])
+        assert done.exit_code == 0, done.output
         configured = tmp_path / ".codex" / "config.toml"
         assert configured.exists() == ("--write" in arguments)
         assert str(configured) in done.stdout or server.base in done.stdout

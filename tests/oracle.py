@@ -269,10 +269,14 @@ class _MaskedDense:
             keys = self._all_keys() if ring_size is None else self.ring_order[ring_size]
             mask = self._visible(keys, window_size or ring_size)
             if ring_size is not None:
-                mask = mask & mx.array(self.recall[self.coming][:, None] == self.recall[keys][None])
+                mask = mask & self._of_one_recall(keys)
             return mask if N > 1 else mask[None, None]
 
         return make_mask
+
+    def _of_one_recall(self, keys: npt.NDArray[np.int64]) -> mx.array:
+        """What rings show, (L, S): tokens of the row's own recall, or those of none."""
+        return mx.array(self.recall[self.coming][:, None] == self.recall[keys][None])
 
     def _all_keys(self) -> npt.NDArray[np.int64]:
         return np.arange(self.coming[-1] + 1)

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_specprefill.adapters.depth import layers_of, smallest_depth
 from mlx_specprefill.adapters.registry import STAGED_REFUSALS
@@ -43,10 +44,13 @@ class _MaskedFrom(_MaskedDense):
     def __init__(self, model: nn.Module, case: Case, first: int) -> None:
         super().__init__(model, case)
         self.first, self.layer = first, 0
+        self.ring_layers = {n for n, part in enumerate(self.caches) if isinstance(part, RotatingKVCache)}
         self.some = self.kept
         self.fed = self.turns
+        self.recalled = self.recall
         # What masks made from caches hide: nothing.
         self.kept, self.turns = np.ones_like(self.some), np.zeros_like(self.fed)
+        self.recall = np.zeros_like(self.fed)
 
     def run(self) -> Logits:
         with self._following_layers():
@@ -81,12 +85,16 @@ class _MaskedFrom(_MaskedDense):
 
     @contextmanager
     def _hiding(self) -> Iterator[None]:
-        everything = self.kept, self.turns
-        self.kept, self.turns = self.some, self.fed
+        everything = self.kept, self.turns, self.recall
+        self.kept, self.turns, self.recall = self.some, self.fed, self.recalled
         try:
             yield
         finally:
-            self.kept, self.turns = everything
+            self.kept, self.turns, self.recall = everything
+
+    def _visible(self, keys: Any, window: int | None) -> mx.array:
+        visible = super()._visible(keys, window)
+        return visible & self._of_one_recall(keys) if self.layer in self.ring_layers else visible
 
     @contextmanager
     def _stock_primitives(self) -> Iterator[None]:

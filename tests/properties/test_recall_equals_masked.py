@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, make_prompt_cache
 
+from mlx_specprefill.adapters.staged import StagedModel
 from mlx_specprefill.cache.positioned import (
     PositionedKVCache,
     PositionedRotatingKVCache,
@@ -28,6 +29,7 @@ from mlx_specprefill.cache.positioned import (
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.sessions.recall import can_recall, recall
+from mlx_specprefill.specprefill.staged_prefill import Reading
 from mlx_specprefill.speculative.rollback import Rollback
 from tests import oracle
 from tests.autoregressive import decode
@@ -36,6 +38,7 @@ from tests.precision import bound
 from tests.properties.test_sparse_equals_masked import DISCRIMINATION, NAMED, VERIFIED
 from tests.rows import assert_same_contents, logprob_error, tokens
 from tests.slices import finish
+from tests.staged_oracle import deep_enough, masked_from, splits
 
 RECALLING = [name for name in VERIFIED if can_recall_into(name)]
 NAMED_RECALLING = [name for name in NAMED if name in RECALLING]
@@ -156,3 +159,29 @@ def test_proposals_on_top_of_recalled_tokens_are_taken_back(name: str) -> None:
     mx.eval(model(mx.array([[3]]), cache=plain), drafted.forward(model, mx.array([[3, 4, 5]])))
     drafted.keep(1)
     assert_same_contents(cache, plain, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "deepseek_v3"])
+def test_upper_layers_recall_from_hidden_states(name: str) -> None:
+    """The layers below have read everything in order."""
+    model = deep_enough(name)
+    first = splits(model)[0]
+    case = recalled_case(oracle.vocabulary(model))
+    split, caches = StagedModel(model, first), make_positioned_cache(model)
+    lower, upper = split.split(caches)
+    hidden = split.lower(mx.array(case.prompt)[None], cache=lower)
+    for turn in range(5):
+        of = case.kept[case.turns[case.kept] == turn]
+        reading = Reading(split.upper, hidden[:, mx.array(of)])
+        if turn in case.recalls:
+            finish(recall(reading, upper, case.prompt.tolist(), of, lambda: 3))
+        else:
+            place(upper, of)
+            logits = reading(mx.array(case.prompt[of])[None], upper)
+            mx.eval(logits, [part.state for part in caches])
+    rows = [logits[0, -1]]
+    for token in case.continuation.tolist():
+        rows.append(split(mx.array([[token]]), cache=caches)[0, -1])
+    got = np.stack([np.array(row.astype(mx.float32)) for row in rows])
+    assert relative_error(got, masked_from(model, case, first)) < EXACT
+    assert relative_error(got, masked_from(model, replace(case, turns=None, recalls=()), first)) > DISCRIMINATION

@@ -101,7 +101,7 @@ def test_requests_with_a_salt_leave_nothing_on_disk_unless_the_folder_is_for_all
         assert later.ask(conversation(9), label=owned) >= 5 * BLOCK
 
 
-@pytest.mark.parametrize("only_lasting", [True, False])
+@pytest.mark.parametrize("only_lasting", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_one_off_prompts_never_push_it_out_of_memory_or_off_the_disk(
     tmp_path: Path, make: Any, only_lasting: bool
 ) -> None:

@@ -81,13 +81,15 @@ async def start_answers(
         InvalidRequestError, ContextLengthError: nothing has been started.
         EngineClosedError: the engine takes nothing more.
     """
-    tools, choice = resolve_tool_choice(request.conversation.tools, request.tool_choice)
-    request = replace(request, conversation=replace(request.conversation, tools=tools), tool_choice=choice)
+    if request.conversation.tools or request.tool_choice != "auto":
+        tools, choice = resolve_tool_choice(request.conversation.tools, request.tool_choice)
+        request = replace(request, conversation=replace(request.conversation, tools=tools), tool_choice=choice)
     params = await sampling_params(service, request.sampling)
     prompt = await service.prompts.chat(request.conversation)
     warnings: list[str] = []
     constraint = _constraint(service, request, prompt, warnings)
-    await service.compile(constraint)
+    if constraint is not None:
+        await service.compile(constraint)
     job = _job(service, request, params, prompt, constraint)
     return service.submit(copies(job, request.n), identity, cache_salt, warnings)
 
@@ -116,6 +118,8 @@ async def count_tokens(service: Service, conversation: Conversation, choice: Too
 
 def _constraint(service: Service, request: AnswerRequest, prompt: Prompt, warnings: list[str]) -> Constraint | None:
     """A call can be forced from any model; one whose template has no format for calls writes Hermes'."""
+    if request.output is None and not request.forced:
+        return None
     return constraint_of(
         request.output,
         request.conversation.tools,

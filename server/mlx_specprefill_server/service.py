@@ -128,14 +128,13 @@ class Service:
         """None: no draft is loaded."""
         return _short(self.engine.pair.draft_id)
 
-    async def compile(self, constraint: Constraint | None) -> None:
+    async def compile(self, constraint: Constraint) -> None:
         """Compile a grammar before `submit` needs it, on the worker that has the tokenizer to itself.
 
         Raises:
             InvalidRequestError: what is wrong with the grammar.
         """
-        if constraint is not None:
-            await self.prompts.run(partial(self.engine.compile, constraint))
+        await self.prompts.run(partial(self.engine.compile, constraint))
 
     def submit(
         self, jobs: Sequence[Job], identity: Identity, cache_salt: str | None, warnings: Sequence[str] = ()

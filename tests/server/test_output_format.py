@@ -90,7 +90,6 @@ def test_every_spelling(body: dict[str, Any], kind: str) -> None:
                                   {"grammar": "", "json_schema": {}, "guided_choice": []}])  # fmt: skip
 def test_nothing_asked(body: dict[str, Any]) -> None:
     assert parse_response_format(body) is None
-    assert constraint_of(None) is None
 
 
 @pytest.mark.parametrize(
@@ -343,7 +342,6 @@ def test_calls_or_the_asked_output() -> None:
     assert not accepts(either, "No.")
     none = constraint_of(output, TOOLS, "none", "hermes", special=SPECIAL)
     assert not accepts(none, NOTATIONS[0][2])
-    assert constraint_of(None, TOOLS, "auto", "hermes") is None
     assert accepts(constraint_of(output, TOOLS, "auto", "native"), "{}")
 
 

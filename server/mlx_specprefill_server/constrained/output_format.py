@@ -73,8 +73,8 @@ def constraint_of(
     reasoning_end: tuple[int, ...] = (),
     special: Mapping[str, int] | None = None,
     warnings: list[str] | None = None,
-) -> Constraint | None:
-    """The grammar of the whole answer after its reasoning; None: nothing is asked for.
+) -> Constraint:
+    """Return the grammar of the whole answer after its reasoning, where `output` or `tool_choice` asks for one.
 
     Forced calls leave no room for other text. When calls are merely possible, the answer is either calls or what
     `output` says; a grammar of the client's own is the whole answer.
@@ -91,8 +91,6 @@ def constraint_of(
         InvalidRequestError: the named tool is not there, or calls are forced that the model can't make.
     """
     forced = forced_tools(tools, tool_choice)
-    if output is None and not forced:
-        return None
     if output is not None and output.kind == "grammar" and not forced:
         return _own_grammar(output, tool_format, reasoning_end)
     lark = Lark(special or {})

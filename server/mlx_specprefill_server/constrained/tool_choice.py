@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mlx_specprefill import InvalidRequestError
 
-__all__ = ["AllowedTools", "NamedTool", "Tool", "ToolChoice", "allowed_tools", "resolve_tool_choice", "tool_name"]
+__all__ = ["AllowedTools", "NamedTool", "Tool", "ToolChoice", "read_choice", "resolve_tool_choice", "tool_name"]
 
 Tool = Mapping[str, Any]  # in the form of chat completions
 
@@ -35,7 +35,26 @@ def tool_name(tool: Tool) -> str:
     return str(tool["function"]["name"])
 
 
-def allowed_tools(given: Mapping[str, Any]) -> AllowedTools:
+def read_choice(given: str | dict[str, Any]) -> ToolChoice:
+    """Return OpenAI's `tool_choice`, in the form of chat completions or of responses.
+
+    Raises:
+        InvalidRequestError: it is none, or a choice among tools that only the provider has.
+    """
+    match given:
+        case "auto" | "none" | "required":
+            return given
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return NamedTool(name)
+        case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
+            return _allowed_tools(allowed)
+        case {"type": "allowed_tools", "mode": mode, "tools": tools}:
+            return _allowed_tools({"mode": mode, "tools": tools})
+    rule = '"none", "auto", "required", {"type": "function", "function": {"name": …}} or allowed_tools'
+    raise InvalidRequestError(f"tool_choice: must be {rule}", field="tool_choice")
+
+
+def _allowed_tools(given: Mapping[str, Any]) -> AllowedTools:
     """OpenAI's object with `mode` and `tools`; tools that are no functions are the provider's own and left out.
 
     Raises:

@@ -29,7 +29,7 @@ from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connec
 from ..errors import JsonResponse
 from ..generating.detokenizer import Vocabulary
 from ..generating.generation import Generation
-from ..report import DONE, KEEP_ALIVE, EventStream, LiveTimings, ProgressTeller, Report, TextEvents, comment, data_event
+from ..report import DONE, KEEP_ALIVE, EventStream, LiveTimings, ProgressTeller, Report, TextEvents, data_event
 from .schemas import ChatRequest, Envelope, refuse_chat, scored
 
 __all__ = ["router"]
@@ -123,9 +123,11 @@ class ChatAnswer:
                 case Progress():
                     timings.add(delta)
                     if (told := self._progress.tell(delta)) is not None:
-                        yield self._progress_event(told)
+                        yield self._envelope.progress(told, self._progress.asked)
                 case AnswerDone():
-                    for last in self._ending(index, delta):
+                    finish = {"index": index, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason}
+                    finish |= self._new_ids(index)
+                    for last in self._envelope.ending(finish, self._report, self._report.add(delta, index)):
                         yield last
                 case _:
                     timings.first()
@@ -145,12 +147,6 @@ class ChatAnswer:
         """llama.cpp's `timings`, in the chunks of clients that asked."""
         return {"timings": timings.at(self._generation.read_tokens)} if self._body.timings_per_token else {}
 
-    def _progress_event(self, told: dict[str, Any]) -> bytes:
-        """A chunk for clients that asked; the others may not expect one without choices, and get a comment."""
-        if self._progress.asked:
-            return data_event(self._envelope.body([], prompt_progress=told))
-        return comment("progress", told)
-
     def _fields(self, index: int, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         """OpenAI's `delta` object, if this one has any."""
         match delta:
@@ -167,18 +163,6 @@ class ChatAnswer:
 
     def _logprobs(self, delta: AnswerDelta) -> dict[str, Any] | None:
         return _logprobs(self._vocabulary, delta.tokens) if isinstance(delta, TextDelta) else None
-
-    def _ending(self, index: int, end: AnswerDone) -> list[bytes]:
-        """The finish chunk; after the last one usage, if asked for. The account rides in whichever is last."""
-        last = self._report.add(end, index)
-        choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": end.finish_reason}
-        choice |= self._new_ids(index)
-        if not last:
-            return [data_event(self._envelope.body([choice]))]
-        if not self._body.stream_options.include_usage:
-            return [data_event(self._envelope.body([choice], **self._report.extras()))]
-        usage = self._envelope.body([], **{"usage": self._report.usage()}, **self._report.extras())
-        return [data_event(self._envelope.body([choice])), data_event(usage)]
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None} | self._new_ids(index)

@@ -31,7 +31,7 @@ from ..generating.detokenizer import Vocabulary
 from ..generating.generation import Generation, Job
 from ..parsers.parser import Parser, PlainText
 from ..prompting.prompt import Prompt
-from ..report import DONE, KEEP_ALIVE, EventStream, ProgressTeller, Report, comment, data_event
+from ..report import DONE, KEEP_ALIVE, EventStream, ProgressTeller, Report, data_event
 from .schemas import LOWEST_LOGPROB, MAX_PROMPTS, CompletionRequest, Envelope, refuse_completion
 
 __all__ = ["router"]
@@ -63,8 +63,10 @@ async def create(
     if len(body.prompt) * body.n > MAX_PROMPTS:
         raise InvalidRequestError(f"n: at most {MAX_PROMPTS} answers are supported in one request", field="n")
     warnings: list[str] = []
-    constraint = constraint_of(body.output(), special=service.vocabulary.special, warnings=warnings)
-    await service.compile(constraint)
+    constraint: Constraint | None = None
+    if (output := body.output()) is not None:
+        constraint = constraint_of(output, special=service.vocabulary.special, warnings=warnings)
+        await service.compile(constraint)
     sampling = await sampling_params(service, body)
     prompts = await while_connected(request, _prompts(service, body))
     jobs: list[Job] = []
@@ -200,17 +202,12 @@ class CompletionAnswer:
                 case Idle():
                     yield KEEP_ALIVE
                 case Progress() if (told := self._progress.tell(delta)) is not None:
-                    yield self._progress_event(told)
+                    yield self._envelope.progress(told, self._progress.asked)
                 case AnswerDone():
-                    for last in self._ending(index, delta):
+                    finish = self._choice(self._choices[index], "", None, delta.finish_reason)
+                    for last in self._envelope.ending(finish, self._report, self._report.add(delta, index)):
                         yield last
         yield DONE
-
-    def _progress_event(self, told: dict[str, Any]) -> bytes:
-        """As for chat."""
-        if self._progress.asked:
-            return data_event(self._envelope.body([], prompt_progress=told))
-        return comment("progress", told)
 
     def _written(self, index: int, delta: AnswerDelta) -> list[Written]:
         """What a delta adds to an answer: the echoed prompt before anything else, then new text."""
@@ -226,17 +223,6 @@ class CompletionAnswer:
             ids = tuple(event.token for event in delta.tokens)
             out.append((choice, delta.text, self._logprobs(choice, delta.tokens), ids))
         return out
-
-    def _ending(self, index: int, end: AnswerDone) -> list[bytes]:
-        """The finish chunk; after the last one usage, if asked for. The account rides in whichever is last."""
-        last = self._report.add(end, index)
-        finish = [self._choice(self._choices[index], "", None, end.finish_reason)]
-        if not last:
-            return [data_event(self._envelope.body(finish))]
-        if not self._body.stream_options.include_usage:
-            return [data_event(self._envelope.body(finish, **self._report.extras()))]
-        usage = self._envelope.body([], **{"usage": self._report.usage()}, **self._report.extras())
-        return [data_event(self._envelope.body(finish)), data_event(usage)]
 
     def _chunk(
         self,

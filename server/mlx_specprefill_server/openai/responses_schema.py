@@ -10,9 +10,8 @@ from pydantic import Field, PlainValidator
 from mlx_specprefill import InvalidRequestError
 
 from ..constrained.output_format import OutputFormat
-from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
-from ..fields import Body, Texts, ThinkingFields, Whole, first_limit, refuse_documents, refuse_sampling
-from .schemas import GenerationFields
+from ..fields import Body, Texts, Whole, first_limit, refuse_documents, refuse_sampling
+from .schemas import ConversationFields
 
 __all__ = ["ResponsesRequest", "refuse"]
 
@@ -30,16 +29,12 @@ class Text(Body):
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
 
 
-class ResponsesRequest(ThinkingFields, GenerationFields):
+class ResponsesRequest(ConversationFields):
     """POST /v1/responses, and /v1/responses/input_tokens."""
 
     input: Annotated[str | list[Any], PlainValidator(_input, json_schema_input_type=str | list[Any])]
     instructions: str | None = None
-    tools: list[Any] = Field(default_factory=list)
-    tool_choice: str | dict[str, Any] = "auto"
-    parallel_tool_calls: bool = True
     text: Text = Text()
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
     include: list[Any] = Field(default_factory=list)
@@ -58,22 +53,6 @@ class ResponsesRequest(ThinkingFields, GenerationFields):
     def template_kwargs(self) -> dict[str, Any]:
         """How templates call thinking and effort."""
         return self.thinking_kwargs() | self.chat_template_kwargs
-
-    def choice(self) -> ToolChoice:
-        """In the neutral words.
-
-        Raises:
-            InvalidRequestError: a choice among tools that only the provider has.
-        """
-        match self.tool_choice:
-            case "auto" | "none" | "required":
-                return self.tool_choice
-            case {"type": "function", "name": str(name)}:
-                return NamedTool(name)
-            case dict(given) if given.get("type") == "allowed_tools":
-                return allowed_tools(given)
-        rule = "must be auto, none, required, {'type': 'function', 'name': …} or allowed_tools"
-        raise InvalidRequestError(f"tool_choice: {rule}", field="tool_choice")
 
     def output(self) -> OutputFormat | None:
         """What the text must look like: `text.format`, or one of the fields that other endpoints have for it."""

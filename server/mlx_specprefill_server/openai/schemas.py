@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 from uuid import uuid4
@@ -14,7 +14,7 @@ from mlx_specprefill import InvalidRequestError, Logprob, TokenEvent
 
 from .. import __version__
 from ..constrained.output_format import OUTPUT_FIELDS, OutputFormat, parse_response_format
-from ..constrained.tool_choice import NamedTool, ToolChoice, allowed_tools
+from ..constrained.tool_choice import ToolChoice, read_choice
 from ..fields import (
     Body,
     MaxTokens,
@@ -28,11 +28,13 @@ from ..fields import (
 )
 from ..generating.detokenizer import Vocabulary
 from ..prompting.conversation import Conversation, conversation, ending_of
+from ..report import Report, comment, data_event
 
 __all__ = [
     "LOWEST_LOGPROB",
     "ChatRequest",
     "CompletionRequest",
+    "ConversationFields",
     "Envelope",
     "GenerationFields",
     "refuse_chat",
@@ -108,22 +110,32 @@ class GenerationFields(SamplingFields, SpecPrefillFields):
         Raises:
             InvalidRequestError: not understood, or asked for twice.
         """
-        return parse_response_format({name: getattr(self, name) for name in OUTPUT_FIELDS})
+        given = {name: getattr(self, name) for name in OUTPUT_FIELDS if name in self.model_fields_set}
+        return parse_response_format(given) if given else None
 
 
-class ChatRequest(ThinkingFields, GenerationFields):
-    """POST /v1/chat/completions. Messages and tools are checked by `conversation`."""
+class ConversationFields(ThinkingFields, GenerationFields):
+    """What chat completions and responses take."""
 
-    messages: list[Any]
     tools: list[Any] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def choice(self) -> ToolChoice:
+        """Which tools have to be called, if any; raises as `read_choice`."""
+        return read_choice(self.tool_choice)
+
+
+class ChatRequest(ConversationFields):
+    """POST /v1/chat/completions. Messages and tools are checked by `conversation`."""
+
+    messages: list[Any]
     timings_per_token: bool = False
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     documents: list[Any] = Field(default_factory=list)
@@ -139,18 +151,6 @@ class ChatRequest(ThinkingFields, GenerationFields):
     def limit(self) -> int | None:
         """Tokens asked for; None: as many as fit."""
         return first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
-
-    def choice(self) -> ToolChoice:
-        """Which tools have to be called, if any."""
-        match self.tool_choice:
-            case "auto" | "none" | "required":
-                return self.tool_choice
-            case {"type": "function", "function": {"name": str(name)}}:
-                return NamedTool(name)
-            case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
-                return allowed_tools(allowed)
-        rule = '"none", "auto", "required", {"type": "function", "function": {"name": …}} or allowed_tools'
-        raise InvalidRequestError(f"tool_choice: must be {rule}", field="tool_choice")
 
     def _template_kwargs(self) -> dict[str, Any]:
         return self.thinking_kwargs(self.reasoning_effort) | self.chat_template_kwargs
@@ -236,6 +236,19 @@ class Envelope:
         head = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
         usage = {"usage": None} if self.null_usage else {}
         return {**head, "system_fingerprint": f"mlx-specprefill-{__version__}", "choices": choices, **usage, **more}
+
+    def progress(self, told: dict[str, Any], asked: bool) -> bytes:
+        """A chunk for clients that asked; the others may not expect one without choices, and get a comment."""
+        return data_event(self.body([], prompt_progress=told)) if asked else comment("progress", told)
+
+    def ending(self, choice: dict[str, Any], report: Report, is_last: bool) -> Iterator[bytes]:
+        """The finish chunk; after the last one usage, if asked for. The account rides in whichever is last."""
+        account = report.extras() if is_last else {}
+        if not (is_last and self.null_usage):
+            yield data_event(self.body([choice], **account))
+            return
+        yield data_event(self.body([choice]))
+        yield data_event(self.body([], **{"usage": report.usage()}, **account))
 
 
 def scored(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import queue
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -146,15 +147,32 @@ class LocalModel:
             messages.append({"role": "user", "content": turn.question})
             messages.append({"role": "assistant", "content": turn.answer})
         said = conversation(messages[:-1])
-        return asyncio.run(self._builder.chat(said)), asyncio.run(self._builder.passages(said, item.gold))
+        prompt, text = asyncio.run(self._builder.chat(said)), asyncio.run(self._builder.text(said))
+        return prompt, self._located(text, prompt, item.gold)
 
     def _continued(self, item: Item, known: Known) -> tuple[Prompt, tuple[Span, ...], Forced]:
         """Text to go on with, where its gold lies, and how it goes on."""
         text = item.turns[-1].question + known.opening
         head, all_tokens = (asyncio.run(self._builder.raw(said)).tokens for said in (text, text + known.answer))
         whole, start = _behind(head.tolist(), tuple(all_tokens.tolist()))
-        gold = asyncio.run(self._builder.raw_passages(text, item.gold))
+        gold = self._located(text, Prompt(head), item.gold)
         return Prompt(as_token_ids(whole[:start])), gold, Forced(whole[start:])
+
+    def _located(self, text: str, prompt: Prompt, passages: Sequence[str]) -> tuple[Span, ...]:
+        """Return where these passages of a prompt's text first occur in its tokens."""
+        if not passages:
+            return ()
+        tokenizer = self._engine.pair.tokenizer._tokenizer  # the wrapper forwards attributes, but not the call itself
+        both = (tokenizer(text, add_special_tokens=s, return_offsets_mapping=True) for s in (False, True))
+        offsets = next((one["offset_mapping"] for one in both if one["input_ids"] == prompt.tokens.tolist()), None)
+        places = [text.find(passage) for passage in passages]
+        if offsets is None or -1 in places:
+            raise NotMeasuredError("passages can't be located in this prompt")
+        starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+        return tuple(
+            (bisect_right(ends, place), bisect_left(starts, place + len(passage)))
+            for place, passage in zip(places, passages, strict=True)
+        )
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._engine.pair.tokenizer.encode(text, add_special_tokens=False))

@@ -15,12 +15,13 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 from starlette.middleware.cors import CORSMiddleware
 
+from mlx_specprefill import Engine
+
 from . import __version__, errors, openapi_document
 from .anthropic import messages
 from .auth import AuthMiddleware
 from .awake import Awake
 from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, raise_open_files_limit
-from .generating.generation import EngineLike
 from .greeting import greeting
 from .hosting.models import Models
 from .hosting.waiting import StillLoadingError, answer_when_loaded
@@ -45,7 +46,7 @@ ENDING_S = 10  # that connections get to end after their answers were ended
 __all__ = ["Server", "app_of", "create_app", "make_server", "serve", "serve_models"]
 
 
-def create_app(engine: EngineLike, settings: Settings) -> FastAPI:
+def create_app(engine: Engine, settings: Settings) -> FastAPI:
     """The ASGI application over a started engine; `app.state.models.state.stop()` ends all running answers."""
     service = Service(engine, settings)
     app = app_of(Models.of(service))
@@ -169,7 +170,7 @@ def make_server(app: FastAPI, settings: Settings, connections: int = MAX_CONNECT
     return Server(config, app.state.models)
 
 
-def serve(engine: EngineLike, settings: Settings, sockets: list[socket.socket]) -> None:
+def serve(engine: Engine, settings: Settings, sockets: list[socket.socket]) -> None:
     """`serve_models` of one model, which is in memory."""
     serve_models(Models.of(Service(engine, settings)), sockets)
 

@@ -13,13 +13,13 @@ from pathlib import PurePath
 from typing import TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-from mlx_specprefill import Constraint, EngineClosedError, GenerationRequest
+from mlx_specprefill import Constraint, Engine, EngineClosedError, GenerationRequest
 
 from .auth import Identity
 from .errors import DeadlineError, QueueTimeoutError
 from .explaining.inspection import RunningInspection
 from .generating.detokenizer import Vocabulary
-from .generating.generation import EngineLike, Generation, Job, LoopCalls, Outcome
+from .generating.generation import Generation, Job, LoopCalls, Outcome
 from .monitoring.access_log import RecentAnswers, RunningRequest, current_exchange
 from .monitoring.metrics import Metrics
 from .parsers.formats import detect
@@ -103,7 +103,7 @@ class Service:
     """
 
     def __init__(
-        self, engine: EngineLike, settings: Settings, state: ServerState | None = None, metrics: Metrics | None = None
+        self, engine: Engine, settings: Settings, state: ServerState | None = None, metrics: Metrics | None = None
     ) -> None:
         self.engine = engine
         self.settings = settings

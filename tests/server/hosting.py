@@ -11,7 +11,6 @@ import pytest
 
 from mlx_specprefill import LoadError
 from mlx_specprefill_server.app import app_of, make_server
-from mlx_specprefill_server.generating.generation import EngineLike
 from mlx_specprefill_server.hosting.entry import Entry, LoadProgress, Tell
 from mlx_specprefill_server.hosting.models import Models
 from mlx_specprefill_server.hosting.refusals import MissingModelError
@@ -64,7 +63,7 @@ class FakeHost:
     def limit(self) -> int | None:
         return self.room
 
-    def load(self, entry: Entry, tell: Tell) -> EngineLike:
+    def load(self, entry: Entry, tell: Tell) -> FakeEngine:
         tell(LoadProgress("Loading", 1, 2))
         self.loading.set()
         self.held_up.wait(30)

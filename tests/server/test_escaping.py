@@ -423,8 +423,6 @@ def test_places_are_right_beside_names() -> None:
     prompt = asyncio.run(builder.chat(said))
     contents = [tokenizer.decode(list(prompt.tokens[s.content_start : s.content_end])) for s in prompt.spans]
     assert contents == [text, "<s>ok", "Go."]
-    ((start, end),) = asyncio.run(builder.passages(said, [passage]))
-    assert tokenizer.decode(list(prompt.tokens[start:end])) == passage
 
 
 # --- other vocabularies -----------------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from mlx_specprefill import GenerationRequest, Inspection
-
-from ..generating.generation import EngineLike
+from mlx_specprefill import Engine, GenerationRequest, Inspection
 
 __all__ = ["RunningInspection"]
 
@@ -15,7 +13,7 @@ __all__ = ["RunningInspection"]
 class RunningInspection:
     """One inspection. Whoever holds it must `close` it, whatever happens."""
 
-    def __init__(self, engine: EngineLike, request: GenerationRequest) -> None:
+    def __init__(self, engine: Engine, request: GenerationRequest) -> None:
         """Submits it.
 
         Raises:

@@ -12,21 +12,19 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from mlx_specprefill import (
-    CacheEntry,
-    Constraint,
+    Engine,
     EngineClosedError,
     EngineError,
-    EngineStats,
     Event,
     Failed,
     Finished,
     GenerationRequest,
-    Inspection,
     PrefillReport,
     Progress,
+    RequestHandle,
     SpecPrefillError,
     TokenEvent,
     TokenIds,
@@ -35,7 +33,7 @@ from mlx_specprefill import (
 from ..deltas import AnswerDelta, AnswerDone, Idle
 from .reader import AnswerReader
 
-__all__ = ["EngineLike", "Generation", "Handle", "Job", "LoopCalls", "Outcome", "SlowReaderError"]
+__all__ = ["Generation", "Job", "LoopCalls", "Outcome", "SlowReaderError"]
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +93,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: EngineLike,
+        engine: Engine,
         jobs: Sequence[Job],
         calls: LoopCalls,
         on_end: Callable[[Outcome], None] = lambda _: None,
@@ -123,7 +121,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._events: deque[tuple[int, Event] | None] = deque()  # None: nothing came for a while
         self._wanted: asyncio.Future[None] | None = None  # what waits for an event
-        self._handles: dict[int, Handle] = {}
+        self._handles: dict[int, RequestHandle] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._queue_timer: asyncio.TimerHandle | None = None  # None: begun, or it may wait for ever
         self._followers = {i: job.follows for i, job in enumerate(jobs) if job.follows is not None}
@@ -375,43 +373,3 @@ class IdleTimer:
             self.postpone()
             self._ring()
         self._timer = self._loop.call_at(self._due, self._check)
-
-
-class Handle(Protocol):
-    def cancel(self) -> None: ...
-    def expect_more(self) -> None: ...
-
-
-class Health(Protocol):
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def heartbeat_age_s(self) -> float: ...
-    @property
-    def running(self) -> int: ...
-    @property
-    def queued(self) -> int: ...
-    @property
-    def lost(self) -> str | None: ...
-
-
-class EngineLike(Protocol):
-    """`pair` is the loaded pair with tokenizer and names, `window` how many tokens a request may have."""
-
-    @property
-    def pair(self) -> Any: ...
-    @property
-    def window(self) -> int: ...
-    def compile(self, constraint: Constraint) -> None: ...
-    def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Handle: ...
-    def submit_inspection(
-        self,
-        request: GenerationRequest,
-        on_event: Callable[[Event], None],
-        on_end: Callable[[Inspection | Exception], None],
-    ) -> Handle: ...
-    def cached(self, owner: str | None = None) -> tuple[CacheEntry, ...]: ...
-    def drop_cached(self, name: str | None = None, owner: str | None = None) -> bool: ...
-    def health(self) -> Health: ...
-    def stats(self) -> EngineStats: ...
-    def close(self) -> None: ...

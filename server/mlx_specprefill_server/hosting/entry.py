@@ -6,14 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from ..generating.generation import EngineLike
 from ..monitoring.metrics import Metrics
 from ..service import Service
 from ..settings import Settings
 
-__all__ = ["Entry", "Host", "LoadProgress", "ModelState", "Tell"]
+__all__ = ["Entry", "LoadProgress", "ModelState", "Tell"]
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
@@ -90,37 +89,3 @@ class Entry:
 
 
 Tell = Callable[[LoadProgress], None]
-
-
-class Host(Protocol):
-    """Brings models into memory. Its methods block, and are called on worker threads.
-
-    Attributes:
-        on_pressure: is to be called, from any thread, with bytes that requests need and models take.
-    """
-
-    on_pressure: Callable[[int], None]
-
-    def need(self, entry: Entry) -> int:
-        """Bytes that it will take beside what is in memory; 0: not known.
-
-        Raises:
-            MissingModelError: its files are not on this machine.
-        """
-
-    def context(self, entry: Entry) -> int | None:
-        """Tokens of prompt and answer, as its files say; None: they don't. Raises as `need`."""
-
-    def free(self) -> int | None:
-        """Bytes that models in memory and requests in work leave; None: there is no limit."""
-
-    def limit(self) -> int | None:
-        """Bytes for everything."""
-
-    def load(self, entry: Entry, tell: Tell) -> EngineLike:
-        """A started engine. `tell` may be called on any thread."""
-
-    def release(self) -> None:
-        """Give the system back what engines that were closed have left."""
-
-    def close(self) -> None: ...

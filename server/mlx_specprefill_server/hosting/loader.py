@@ -32,7 +32,7 @@ UNSAFE = re.compile(r"[^\w.-]+")  # in a folder's name
 
 
 class Loader:
-    """A `Host`.
+    """Brings models into memory. Its methods block, and are called on worker threads.
 
     Args:
         rows: of the table, by their names.
@@ -53,6 +53,7 @@ class Loader:
 
     @property
     def on_pressure(self) -> Callable[[int], None]:
+        """Is called, from any thread, with bytes that requests need and models take."""
         return self._thread.memory.on_pressure or (lambda need: None)
 
     @on_pressure.setter
@@ -60,7 +61,11 @@ class Loader:
         self._thread.memory.on_pressure = call
 
     def need(self, entry: Entry) -> int:
-        """Of its weights, but for those that another model has in memory."""
+        """Bytes of its weights, but for those that another model has in memory.
+
+        Raises:
+            MissingModelError: its files are not on this machine.
+        """
         pair = self._pair(entry)
         found = {where: self._place(where) for where in (pair.target, pair.draft) if where not in (None, "self")}
         missing = {
@@ -68,19 +73,23 @@ class Loader:
         }
         return sum(_weights(place, self._type(pair)) for place in missing.values())
 
-    def context(self, entry: Entry) -> int | None:
+    def context(self, entry: Entry) -> int:
+        """Tokens of prompt and answer, as its files say. Raises as `need`."""
         pair = self._pair(entry)
         config, _ = describe_stored(self._place(pair.target))
         known = self._thread.call(partial(blueprint, config, "float32")).context
         return known if pair.context is None else min(known, pair.context)
 
     def free(self) -> int | None:
+        """Bytes that models in memory and requests in work leave; None: there is no limit."""
         return self._thread.memory.free()
 
     def limit(self) -> int | None:
+        """Bytes for everything."""
         return self._thread.memory.limit
 
     def load(self, entry: Entry, tell: Tell) -> Engine:
+        """A started engine. `tell` may be called on any thread."""
         self._thread.call(partial(self._expect, self.need(entry)))
         try:
             engine = self._thread.call(partial(self._read, entry, tell))
@@ -91,6 +100,7 @@ class Loader:
             self._thread.call(partial(self._expect, 0))
 
     def release(self) -> None:
+        """Give the system back what engines that were closed have left."""
         self._thread.release()
 
     def close(self) -> None:

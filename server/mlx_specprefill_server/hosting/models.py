@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from mlx_specprefill import EngineClosedError, RequestCancelled
+from mlx_specprefill import Engine, EngineClosedError, RequestCancelled
 
 from ..errors import ApiError
-from ..generating.generation import EngineLike
 from ..service import ServerState, Service
 from ..sizes import size
-from .entry import Entry, Host, LoadProgress
+from .entry import Entry, LoadProgress
+from .loader import Loader
 from .refusals import RETRY_AFTER_S, MissingModelError, NoRoomError, failed, named, reason_of, too_little, too_many
 
 __all__ = ["Models"]
@@ -42,7 +42,7 @@ class Models:
     """
 
     def __init__(
-        self, state: ServerState, entries: Sequence[Entry], host: Host | None = None, max_models: int | None = None
+        self, state: ServerState, entries: Sequence[Entry], host: Loader | None = None, max_models: int | None = None
     ) -> None:
         self.state = state
         self._entries = tuple(entries)
@@ -378,12 +378,12 @@ class Models:
             task.exception()  # whoever waits for it has it
 
     @property
-    def _the_host(self) -> Host:
+    def _the_host(self) -> Loader:
         assert self._host is not None
         return self._host
 
 
-def _close(engine: weakref.ref[EngineLike]) -> None:
+def _close(engine: weakref.ref[Engine]) -> None:
     """A thread of a pool holds what it was called with for a moment after the call has returned: too long for a
     model whose memory is wanted at once.
     """

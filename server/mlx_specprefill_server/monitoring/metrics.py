@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from mlx_specprefill import EngineStats, Finished, PrefillReport, Timings
+from mlx_specprefill import Engine, EngineStats, Finished, PrefillReport, Timings
 
-from ..generating.generation import EngineLike, Outcome
+from ..generating.generation import Outcome
 
 __all__ = ["EngineCollector", "Metrics", "Totals", "reason_label", "text_of_several"]
 
@@ -23,6 +21,7 @@ MODEL = "model_name"  # a label that vLLM's metrics have
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+GAPS_TEXT = "Time between tokens; every token with its answer's mean."
 STAGES = ("queue", "draft", "select", "prefill", "decode")
 
 # What an account's reason begins with; free text would make a new series for every prompt length.
@@ -50,7 +49,7 @@ def reason_label(reason: str) -> str:
 class Metrics:
     """Counts of one application, in a registry of its own. Used on the event loop."""
 
-    def __init__(self, engine: EngineLike | None, model: str) -> None:
+    def __init__(self, engine: Engine | None, model: str) -> None:
         self.registry = CollectorRegistry()
         self.model = model
         self._prompt = self._tokens("vllm:prompt_tokens", "Prompt tokens, cached and dropped ones included.")
@@ -61,18 +60,19 @@ class Metrics:
         first = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", MODEL)
         whole = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", MODEL)
         self._first, self._whole = first.labels(model), whole.labels(model)
-        self._gaps = TokenGaps(model)
+        self._gaps = self._histogram("vllm:inter_token_latency_seconds", GAPS_TEXT, MODEL, buckets=GAPS).labels(model)
         self._requests = self._counter("specprefill_requests", "Prompts by prefill and why.", "mode", "reason")
-        self._kept = self._histogram("specprefill_kept_ratio", "Share that the target saw of sparse prompts.")
+        self._kept = self._histogram(
+            "specprefill_kept_ratio", "Share that the target saw of sparse prompts.", buckets=SHARES
+        )
         self._skipped = self._counter("specprefill_skipped_tokens", "Prompt tokens that the target never saw.")
         self._stages = self._histogram("specprefill_stage_seconds", "Time of a request's stages.", "stage")
         self._recalled = self._counter("specprefill_recalled_tokens", "Tokens that an earlier turn had dropped.")
         self._totals = Totals()
-        self.registry.register(self._gaps)
         self._engine = EngineCollector(engine, model, self._totals)
         self.registry.register(self._engine)
 
-    def watch(self, engine: EngineLike | None) -> None:
+    def watch(self, engine: Engine | None) -> None:
         """The model's engine from now on; None: it has none."""
         self._engine.engine = engine
 
@@ -82,8 +82,7 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
-        buckets = SHARES if name.endswith("_ratio") else SECONDS
+    def _histogram(self, name: str, text: str, *labels: str, buckets: Sequence[float] = SECONDS) -> Histogram:
         return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
     def ended(self, outcome: Outcome) -> None:
@@ -102,8 +101,8 @@ class Metrics:
     def _count_answer(self, seconds: float, tokens: int) -> None:
         self._generated.inc(tokens)
         self._totals.add_answer(tokens, seconds)
-        if tokens:
-            self._gaps.observe(seconds, tokens - 1)
+        for _ in range(tokens - 1):
+            self._gaps.observe(seconds / (tokens - 1))
 
     def _count_prompt(self, account: PrefillReport) -> None:
         self._prompt.inc(account.prompt_tokens)
@@ -152,31 +151,6 @@ def _named(sample: Sample, model: str) -> Sample:
     return sample._replace(labels={MODEL: model, **sample.labels})
 
 
-class TokenGaps(Collector):
-    """A histogram with one entry per generated token after the first; an answer's tokens count with their mean."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._counts = [0] * (len(GAPS) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float, gaps: int) -> None:
-        """`gaps` tokens took so long together."""
-        if gaps > 0:
-            self._counts[bisect_left(GAPS, seconds / gaps)] += gaps
-            self._sum += seconds
-
-    def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "Time between tokens; every token with its answer's mean.",
-            labels=[MODEL],
-        )  # fmt: skip
-        bounds = [*map(str, map(float, GAPS)), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        family.add_metric([self._model], buckets, self._sum)
-        yield family
-
-
 class Totals:
     """Running sums, for llama.cpp's averages."""
 
@@ -201,7 +175,7 @@ class EngineCollector(Collector):
         engine: None: the model is not in memory, and there is nothing to tell.
     """
 
-    def __init__(self, engine: EngineLike | None, model: str, totals: Totals) -> None:
+    def __init__(self, engine: Engine | None, model: str, totals: Totals) -> None:
         self.engine = engine
         self._model = model
         self._totals = totals

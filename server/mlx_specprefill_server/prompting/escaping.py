@@ -177,15 +177,11 @@ class Encoder:
         self._lock = Lock()
         self._copy: Any = None
 
-    def encode_raw(self, text: str, start: bool = False) -> Encoded:
-        """With every name of a control token as that token.
-
-        Args:
-            start: with what the tokenizer puts around a text by itself.
-        """
+    def encode_raw(self, text: str) -> Encoded:
+        """With every name of a control token as that token."""
         if not self._fast:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=start)), None
-        encoded = self._tokenizer(text, add_special_tokens=start, return_offsets_mapping=True)
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False)), None
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return tuple(encoded["input_ids"]), encoded["offset_mapping"]
 
     def encode(self, text: str, structure: Places, field: str) -> Encoded:

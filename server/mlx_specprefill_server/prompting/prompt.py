@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -114,22 +113,6 @@ class PromptBuilder:
         """
         return await self.run(partial(self._tokens, text, special, field))
 
-    async def passages(self, conversation: Conversation, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """Where these texts first occur in `chat`'s prompt: token spans [start, end) that cover them.
-
-        Raises:
-            InvalidRequestError: as `chat`; a text does not occur, or this tokenizer can't tell places.
-        """
-        return await self.run(partial(self._passages, conversation, texts))
-
-    async def raw_passages(self, text: str, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """`passages` of a prompt as it stands.
-
-        Raises:
-            InvalidRequestError: a text does not occur, or this tokenizer can't tell places.
-        """
-        return await self.run(partial(self._raw_passages, text, texts))
-
     async def run(self, call: Callable[[], T]) -> T:
         """Anything long that uses the tokenizer, on a worker thread."""
         return await self.workers.run(call)
@@ -164,15 +147,6 @@ class PromptBuilder:
             return Prompt(as_token_ids(tokens), ending=ending)
         found = locate(fitted.messages, fitted.rendered, fitted.render, self._ends, bool(conversation.tools))
         return Prompt(as_token_ids(tokens), to_tokens(found, offsets), ending)
-
-    def _passages(self, conversation: Conversation, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        fitted = self._fitted(conversation)
-        _, offsets = self._tokenize(fitted, conversation.field)
-        return _located(fitted.text, offsets, texts, conversation.field)
-
-    def _raw_passages(self, text: str, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        _, offsets = self._encoder.encode_raw(text, not self._starts_itself(text))
-        return _located(text, offsets, texts, "prompt")
 
     def _fitted(self, conversation: Conversation) -> _Fitted:
         """The conversation in the first form that the template takes."""
@@ -212,20 +186,6 @@ class PromptBuilder:
         if self._allow_special:
             return self._encoder.encode_raw(fitted.text)
         return self._encoder.encode(fitted.text, self._controls.places(fitted.rendered), field)
-
-
-def _located(
-    whole: str, offsets: Sequence[tuple[int, int]] | None, texts: Sequence[str], field: str
-) -> tuple[tuple[int, int], ...]:
-    """Where these texts first occur, in tokens."""
-    places = [whole.find(text) for text in texts]
-    if offsets is None or -1 in places:
-        raise InvalidRequestError("passages can't be located in this prompt", field=field)
-    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
-    return tuple(
-        (bisect_right(ends, place), bisect_left(starts, place + len(text)))
-        for place, text in zip(places, texts, strict=True)
-    )
 
 
 def _first_form(messages: Sequence[Message], render: Render) -> tuple[Sequence[Message], str]:

@@ -71,7 +71,9 @@ ModelDep = Annotated[Service, Depends(_model_of_body)]
 """Behind the body in an endpoint's parameters: what has mistakes loads no model."""
 
 
-def body_of(model: type[Model], check: Callable[[dict[str, Any]], None]) -> Callable[..., Awaitable[Model]]:
+def body_of(
+    model: type[Model], check: Callable[[dict[str, Any]], None] = lambda body: None
+) -> Callable[..., Awaitable[Model]]:
     """A dependency that reads a JSON body whatever its content type says (`curl -d` calls JSON a form).
 
     Args:

@@ -58,14 +58,9 @@ class CountRequest(ThinkingFields):
 
     def choice(self) -> ToolChoice:
         """In the neutral words."""
-        match self.tool_choice.type:
-            case "any":
-                return "required"
-            case "tool":
-                return NamedTool(self.tool_choice.name)
-            case "none":
-                return "none"
-        return "auto"
+        if self.tool_choice.type == "tool":
+            return NamedTool(self.tool_choice.name)
+        return "required" if self.tool_choice.type == "any" else self.tool_choice.type
 
     def template_kwargs(self) -> dict[str, Any]:
         """How templates call thinking and effort."""

@@ -66,10 +66,6 @@ def _one_prompt(body: Mapping[str, Any]) -> None:
         raise InvalidRequestError("parse_special: only true is supported", field="parse_special")
 
 
-def _nothing(body: Mapping[str, Any]) -> None:
-    """No field is refused by name."""
-
-
 @router.post("/tokenize")
 async def tokenize(
     request: Request,
@@ -106,7 +102,7 @@ def _piece(service: Service, token: int) -> str | list[int]:
 @router.post("/detokenize")
 async def detokenize(
     request: Request,
-    body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest, _nothing))],
+    body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))],
     service: ModelDep,
 ) -> Response:
     """The text of token ids."""
@@ -120,7 +116,7 @@ async def detokenize(
 
 @router.post("/apply-template")
 async def apply_template(
-    request: Request, body: Annotated[Rendered, Depends(body_of(Rendered, _nothing))], service: ModelDep
+    request: Request, body: Annotated[Rendered, Depends(body_of(Rendered))], service: ModelDep
 ) -> Response:
     """The text that a conversation becomes, ready for the assistant's answer."""
     text = await while_connected(request, service.prompts.text(body.conversation()))

@@ -46,15 +46,11 @@ class WarmRequest(Body):
     cache_salt: str | None = None
 
 
-def _nothing(body: Mapping[str, Any]) -> None:
-    """No field is refused by name."""
-
-
 @router.post("/v1/specprefill/warm")
 async def warm(
     request: Request,
     identity: IdentityDep,
-    body: Annotated[WarmRequest, Depends(body_of(WarmRequest, _nothing))],
+    body: Annotated[WarmRequest, Depends(body_of(WarmRequest))],
     service: ModelDep,
 ) -> Response:
     """Reads the system prompt and the tools in full and keeps them."""

@@ -171,7 +171,8 @@ class Loop:
         if self.over or not self._scheduler.idle:
             return 0.0
         quiet = time.monotonic() - self._last_end
-        return min(IDLE_BEAT_S, _QUIET_S - quiet) if self._may_densify() else IDLE_BEAT_S
+        left = _QUIET_S - quiet if self._densifier.turns else IDLE_BEAT_S
+        return min(left, IDLE_BEAT_S) if left > 0 or self._has_power() else IDLE_BEAT_S
 
     def _guarded_tick(self, background: bool) -> None:
         """Do one tick. An error that belongs to no single request ends all that run, never the loop."""
@@ -201,9 +202,9 @@ class Loop:
     def _clock(self) -> float:
         return time.perf_counter()
 
-    def _may_densify(self) -> bool:
-        """Return whether there is something to make dense, and power to do it."""
-        return len(self._densifier.turns) > 0 and (self._config.policy.on_battery or not self._battery.is_in_use)
+    def _has_power(self) -> bool:
+        """Return whether background work may use what powers the machine."""
+        return self._config.policy.on_battery or not self._battery.is_in_use
 
     def _is_quiet(self) -> bool:
         """Return whether there has been no request for long enough to begin background work."""

@@ -124,7 +124,7 @@ class ConversationFields(ThinkingFields, GenerationFields):
 
     def choice(self) -> ToolChoice:
         """Which tools have to be called, if any; raises as `read_choice`."""
-        return read_choice(self.tool_choice)
+        return "auto" if self.tool_choice == "auto" else read_choice(self.tool_choice)
 
 
 class ChatRequest(ConversationFields):

@@ -53,10 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests of one further architecture as extended, leave extended tests out, and sort.
 
-    Files that start servers take minutes: they come first, so that two workers end at about the same time.
+    Files that start servers or try every architecture take minutes: they come first, so that two workers end at about
+    the same time.
     """
     for item in items:
-        if _architectures_of(item) - (IN_ENGINES if "engine" in item.path.parts else REPRESENTATIVE):
+        if _architectures_of(item) - (IN_ENGINES if item.nodeid.startswith("tests/engine/") else REPRESENTATIVE):
             item.add_marker("extended")
     passed = _passed_before(config)
     left_out = {item for item in items if item.nodeid in passed}
@@ -64,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= {item for item in items if item.get_closest_marker("extended") is not None}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: item.path.parent.name not in STARTS_PROCESSES)
+    items.sort(key=lambda item: item.path.parent.name not in (*STARTS_PROCESSES, "properties"))
     skip_other_processes(config, [item for item in items if item.path.parent.name in STARTS_PROCESSES])
 
 

@@ -32,6 +32,7 @@ class IdleTurn:
         label: of its request; what becomes dense is found under no other.
         spans: of the prompt's messages.
         choice: `Sequence.choice`, by which its sparse prefix is found.
+        remember: as of its request.
         dense: the target saw it in part, and is to read the rest.
         drafts: the draft is to read it.
     """
@@ -42,6 +43,7 @@ class IdleTurn:
     label: CacheLabel = SHARED
     spans: tuple[PromptSpan, ...] = ()
     choice: str | None = None
+    remember: bool = False
     dense: bool = True
     drafts: bool = False
 
@@ -117,11 +119,18 @@ class Densifier:
         """Queue a turn that was answered, if something is left to read."""
         request = sequence.request
         dense = self._densifies and sequence.kept is not None
-        drafts = self._drafts and request.specprefill.enabled is not False
+        drafts = self._drafts and (request.remember or request.specprefill.enabled is not False)
         if dense or drafts:
-            answer = tuple(sequence.tokens)
             turn = IdleTurn(
-                request.prompt, answer, handle, request.label, request.spans, sequence.choice, dense, drafts
+                request.prompt,
+                tuple(sequence.tokens),
+                handle,
+                request.label,
+                request.spans,
+                sequence.choice,
+                request.remember,
+                dense,
+                drafts,
             )
             self.turns.add(turn)
 
@@ -143,7 +152,7 @@ class Densifier:
         return Job(uid, ignore, self._now[1], self._slices(turn), on_end=partial(self._ended, turn), background=True)
 
     def _slices(self, turn: IdleTurn) -> Generator[Progress | PromptLogprobs, None, None]:
-        request = GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label)
+        request = GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label, remember=turn.remember)
         if turn.drafts:
             yield from self._prefiller.drafted(request)
         if turn.dense:

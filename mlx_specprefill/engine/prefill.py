@@ -147,48 +147,80 @@ class Prefiller:
 
         None where all of the prompt is to be read after all.
         """
-        request = sequence.request
-        submitted = sequence.plan
+        self._replan(sequence)
+        if sequence.reads_all:
+            return None
+        text, scores = self.text.read(sequence.request.prompt), None
+        if self._may_choose(sequence):
+            scores = yield from self._scores(sequence, text)
+            if sequence.reads_all:
+                return None
+        sequence.stage = "select"
+        recalled, new = self._choose(sequence, text, scores)
+        yield Progress("select", recalled.size + new.size, len(sequence.request.prompt))
+        yield from self._begin_drafting(sequence, scores)
+        lower = [] if scores is None or sequence.hidden is None else scores.cache
+        del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
+        sequence.stage = "prefill"
+        return (yield from self._read(sequence, recalled, new, lower))
+
+    def _replan(self, sequence: Sequence) -> None:
+        """Plan again, now that it is known what is cached."""
+        request, submitted = sequence.request, sequence.plan
         assert submitted is not None
         self._resume(sequence)
         plan = self.planner.plan(request, sequence.cached)
         if submitted.mode == "full":  # memory was reserved for that
             plan = plan.as_full(submitted.reason)
-        text = self.text.read(request.prompt)
-        plan = sequence.plan = self.by_question(request, plan, text)
-        if plan.mode == "full" and plan.choice is None and sequence.held is not None:
-            self._resume(sequence)
-        if plan.mode == "full" and sequence.held is None:
-            return None
-        scores = None
-        if plan.mode == "sparse" or self._may_recall(sequence):
-            scores = yield from self._scores(sequence, text)
-        plan = sequence.plan
-        if plan.mode == "full" and sequence.held is None:
-            return None
-        sequence.stage = "select"
-        L, M = sequence.cached, len(request.prompt)
-        recalled = np.zeros(0, dtype=np.int32)
+        sequence.plan = plan
+        if sequence.reads_all:
+            return
+        sequence.plan = self.by_question(request, plan, self.text.read(request.prompt))
+        if sequence.plan.mode == "full" and sequence.plan.choice is None:
+            self._resume(sequence)  # from a dense prefix alone
+
+    def _may_choose(self, sequence: Sequence) -> bool:
+        """Return whether the draft is to score the prompt: new text is thinned, or dropped text may be wanted."""
+        plan, request = sequence.plan, sequence.request
+        assert plan is not None
+        if plan.mode == "sparse" or not self.pair.drafted:
+            return plan.mode == "sparse"
+        return is_staged(self.pair, request, plan) or _asks(request, sequence.cached)
+
+    def _choose(self, sequence: Sequence, text: PromptText, scores: Scores | None) -> tuple[Kept, Kept]:
+        """Return the prompt indices of dropped tokens to recall, and of new ones to read; both ascending."""
+        request, plan, L, M = sequence.request, sequence.plan, sequence.cached, len(sequence.request.prompt)
+        assert plan is not None
+        recalled, new = np.zeros(0, dtype=np.int32), np.arange(L, M, dtype=np.int32)
         if scores is not None and sequence.held is not None and _asks(request, L):
-            recalled = self._recalled(sequence, scores, text)
-        new = np.arange(L, M, dtype=np.int32)
-        if plan.mode == "sparse" and scores is not None:
+            recalled = self._recalled(sequence.held, L, plan, scores, text)
+        if plan.mode == "full":
+            sequence.plan = plan.behind_earlier(M - L)
+        elif scores is not None:
             # Chunks lie where an earlier turn's lay.
             first = L - L % self.config.selection_by(plan.rule).chunk_size
             selection = self.select(text, scores, plan, first)
             new = selection.kept[selection.kept >= L - first] + np.int32(first)
-        sequence.plan = plan.behind_earlier(M - L) if plan.mode == "full" else plan
-        yield Progress("select", recalled.size + new.size, M)
-        sequence.stage = "prefill"
-        if (drafting := sequence.drafting) is not None and drafting.begin(sequence.hidden is not None):
-            if scores is None:
-                drafting.cache = yield from self._read_with_draft(sequence)
-                sequence.stage = "prefill"
-            else:
-                drafting.cache, drafting.lookahead = scores.cache, scores.lookahead
-        lower = [] if scores is None or sequence.hidden is None else scores.cache
-        del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
-        return (yield from self._read(sequence, recalled, new, lower))
+        return recalled, new
+
+    def _recalled(self, held: Kept, L: int, plan: PrefillPlan, scores: Scores, text: PromptText) -> Kept:
+        """Return the dropped ones of the first L tokens that the question wants: they stand out from the rest."""
+        is_held = np.zeros(L, dtype=np.bool_)
+        is_held[held] = True
+        selection = self.select(text, scores, plan, 0, L)
+        missing = missing_of(selection, is_held, self.config.selection.stands_out)
+        most = max(_LEAST_RECALL, int(self.config.policy.recall_share * selection.kept.size))
+        return strongest(missing, selection.asked, most)
+
+    def _begin_drafting(self, sequence: Sequence, scores: Scores | None) -> Generator[Progress, None, None]:
+        """Let the draft, if it is to draft the answer, go on from what it has read."""
+        drafting = sequence.drafting
+        if drafting is None or not drafting.begin(sequence.hidden is not None):
+            return
+        if scores is None:
+            drafting.cache = yield from self._read_with_draft(sequence)
+        else:
+            drafting.cache, drafting.lookahead = scores.cache, scores.lookahead
 
     def _scores(self, sequence: Sequence, text: PromptText) -> Generator[Progress, None, Scores | None]:
         """Let the draft score the prompt; None where it is too long for the draft."""
@@ -205,26 +237,6 @@ class Prefiller:
             return None
         sequence.scorer, sequence.scoring, sequence.draft_read = scores.scorer, scores.words, scores.read
         return scores
-
-    def _may_recall(self, sequence: Sequence) -> bool:
-        """Return whether dropped text may be wanted, or the first layers have to read what is new."""
-        plan = sequence.plan
-        assert plan is not None
-        if not self.pair.drafted:
-            return False
-        return is_staged(self.pair, sequence.request, plan) or _asks(sequence.request, sequence.cached)
-
-    def _recalled(self, sequence: Sequence, scores: Scores, text: PromptText) -> Kept:
-        """Return the dropped tokens that the question wants: they stand out from what is not chosen."""
-        plan, L = sequence.plan, sequence.cached
-        assert plan is not None
-        assert sequence.held is not None
-        held = np.zeros(L, dtype=np.bool_)
-        held[sequence.held] = True
-        selection = self.select(text, scores, plan, 0, L)
-        missing = missing_of(selection, held, self.config.selection.stands_out)
-        most = max(_LEAST_RECALL, int(self.config.policy.recall_share * selection.kept.size))
-        return strongest(missing, selection.asked, most)
 
     def by_question(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
         """The plan, in full where the question is about everything, unless the request wants a sparse prefill."""

@@ -84,6 +84,11 @@ class Sequence:
         self.held = None if hit.held is None else np.sort(hit.held)
 
     @property
+    def reads_all(self) -> bool:
+        """Whether all of the prompt is read, behind a dense prefix at most."""
+        return self.plan is not None and self.plan.mode == "full" and self.held is None
+
+    @property
     def tokens_cached(self) -> int:
         """Tokens of the prompt that the target need not read."""
         return self.cached if self.held is None else int(self.held.size)

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import load as mlx_load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
+from tokenizers import Tokenizer
 
 from .adapters.checkpoint import dtype_name
 from .adapters.gguf import is_gguf, load_gguf
@@ -167,7 +168,24 @@ def _lazy(where: str | Path) -> Read:
     elif not (path / "config.json").is_file():
         raise LoadError(f"{where}: no model here (config.json is missing)")
     model, tokenizer, config = mlx_load(str(path or where), return_config=True, lazy=True)
+    if path is not None:
+        _split_as_declared(tokenizer, path)
     return model, tokenizer, config
+
+
+def _split_as_declared(tokenizer: TokenizerWrapper, folder: Path) -> None:
+    """Let text be split as tokenizer.json says, where the folder names no other class than the one that reads it.
+
+    For some model types transformers takes its own rules all the same, by which other tokens come out.
+    """
+    settings, file = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
+    if backend is None or not (settings.is_file() and file.is_file()):
+        return
+    if json.loads(settings.read_text()).get("tokenizer_class") == "PreTrainedTokenizerFast":
+        declared = Tokenizer.from_file(str(file))
+        if declared.pre_tokenizer is not None:
+            backend.pre_tokenizer = declared.pre_tokenizer
 
 
 def _fill(model: nn.Module, on_progress: OnProgress) -> None:

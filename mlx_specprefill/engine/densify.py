@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -34,7 +34,7 @@ class IdleTurn:
         choice: `Sequence.choice`, by which its sparse prefix is found.
         remember: as of its request.
         dense: the target saw it in part, and is to read the rest.
-        drafts: the draft is to read it.
+        drafts: the draft is to read it first.
     """
 
     prompt: TokenIds
@@ -83,6 +83,10 @@ class DensifyQueue:
         if turn in self._turns:
             self._turns.remove(turn)
 
+    def replace(self, turn: IdleTurn, other: IdleTurn) -> None:
+        """Put another one in a turn's place; no effect when it has been replaced."""
+        self._turns = [other if old is turn else old for old in self._turns]
+
     def _in_order(self) -> list[IdleTurn]:
         return sorted(self._turns, key=lambda turn: not self.is_expecting(turn))
 
@@ -115,6 +119,12 @@ class Densifier:
         alone = pair.mapping is None and pair.ranks is None
         self._drafts = policy.densify and policy.enabled and pair.drafted and alone
 
+    @property
+    def drafts_first(self) -> bool:
+        """Whether the draft is next to read."""
+        turn = self.turns.first()
+        return turn is not None and turn.drafts
+
     def follow(self, sequence: Sequence, handle: RequestHandle) -> None:
         """Queue a turn that was answered, if something is left to read."""
         request = sequence.request
@@ -144,7 +154,7 @@ class Densifier:
             if self.turns.is_expecting(turn) and not self.turns.is_expecting(now):
                 self._now[1].cancel()  # its finished slices stay in the cache, and its turn in the queue
             return None
-        if not self._memory.reserve_free(uid, self._memory.need_idle(len(turn.tokens), turn.dense)):
+        if not self._memory.reserve_free(uid, self._memory.need_idle(len(turn.tokens), not turn.drafts)):
             log.info("no memory to read %d tokens in idle time", len(turn.tokens))
             self.turns.discard(turn)
             return None
@@ -155,12 +165,15 @@ class Densifier:
         request = GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label, remember=turn.remember)
         if turn.drafts:
             yield from self._prefiller.drafted(request)
-        if turn.dense:
+        else:
             yield from self._prefiller.dense(request, turn.choice)
 
     def _ended(self, turn: IdleTurn, result: object) -> None:
         self._now = None
         if isinstance(result, RequestCancelled):
+            return
+        if turn.drafts and turn.dense:
+            self.turns.replace(turn, replace(turn, drafts=False))
             return
         self.turns.discard(turn)
         if turn.dense and not isinstance(result, Exception):

@@ -171,8 +171,13 @@ class Loop:
         if self.over or not self._scheduler.idle:
             return 0.0
         quiet = time.monotonic() - self._last_end
-        left = _QUIET_S - quiet if self._densifier.turns else IDLE_BEAT_S
+        left = self._quiet_s - quiet if self._densifier.turns else IDLE_BEAT_S
         return min(left, IDLE_BEAT_S) if left > 0 or self._has_power() else IDLE_BEAT_S
+
+    @property
+    def _quiet_s(self) -> float:
+        """Seconds without requests before background work begins: none for the draft, which the next turn waits for."""
+        return 0.0 if self._densifier.drafts_first else _QUIET_S
 
     def _guarded_tick(self, background: bool) -> None:
         """Do one tick. An error that belongs to no single request ends all that run, never the loop."""

@@ -26,6 +26,7 @@ from mlx_specprefill import (
     FinishReason,
     GenerationRequest,
     PrefillReport,
+    Progress,
     SamplingParams,
     SpecPrefillOptions,
     TokenEvent,
@@ -38,7 +39,7 @@ from .prompting.conversation import conversation
 from .prompting.prompt import Prompt, PromptBuilder
 from .settings import Settings
 
-__all__ = ["Answer", "LocalPair", "open_pair"]
+__all__ = ["Answer", "LocalPair", "open_pair", "stream_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,10 @@ class LocalPair:
             spans=prompt.spans,
             stop_token_ids=self.engine.pair.eos_token_ids,
         )
-        return self._answer(request, on_text or (lambda text: None))
+        text, end = stream_text(self.engine, request, on_text or (lambda text: None))
+        if isinstance(end, Failed):
+            raise end.error
+        return Answer(text, end.reason, end.completion_tokens, end.account)
 
     def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
         """On a thread of its own, since a notebook's has an event loop that is running."""
@@ -114,20 +118,31 @@ class LocalPair:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, work).result()
 
-    def _answer(self, request: GenerationRequest, on_text: Callable[[str], None]) -> Answer:
-        text = self.engine.pair.tokenizer.detokenizer
-        for event in self.engine.generate(request):
-            match event:
-                case TokenEvent() if event.token not in request.stop_token_ids:
-                    text.add_token(event.token)
-                    on_text(text.last_segment)
-                case Failed():
-                    raise event.error
-                case Finished():
-                    text.finalize()
-                    on_text(text.last_segment)
-                    return Answer(text.text, event.reason, event.completion_tokens, event.account)
-        raise EngineClosedError("the engine stopped before the answer was complete")
+
+def stream_text(
+    engine: Engine,
+    request: GenerationRequest,
+    on_text: Callable[[str], None],
+    on_progress: Callable[[Progress], None] = lambda event: None,
+) -> tuple[str, Finished | Failed]:
+    """Run a request and return its text, told piece by piece while it is made, and its last event.
+
+    Raises:
+        EngineClosedError: the engine stopped before.
+    """
+    text = engine.pair.tokenizer.detokenizer
+    for event in engine.generate(request):
+        match event:
+            case Progress():
+                on_progress(event)
+            case TokenEvent() if event.token not in request.stop_token_ids:
+                text.add_token(event.token)
+                on_text(text.last_segment)
+            case Finished() | Failed():
+                text.finalize()
+                on_text(text.last_segment)
+                return text.text, event
+    raise EngineClosedError("the engine stopped before the answer was complete")
 
 
 def open_pair(

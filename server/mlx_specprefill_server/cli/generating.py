@@ -7,17 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from mlx_specprefill import (
-    Engine,
-    EngineClosedError,
-    Failed,
-    Finished,
-    GenerationRequest,
-    Progress,
-    SamplingParams,
-    TokenEvent,
-)
+from mlx_specprefill import Engine, Failed, GenerationRequest, SamplingParams
 
+from ..local import stream_text
 from .common import (
     FAILED,
     ONE_SHOT,
@@ -30,7 +22,7 @@ from .common import (
     options_of,
     read_text,
 )
-from .console import StageBars, stage_bars, stage_summary, stage_table
+from .console import stage_bars, stage_summary, stage_table
 from .loading import load_engine
 from .options import (
     Draft,
@@ -102,28 +94,15 @@ def generate(
 def _answer(engine: Engine, request: GenerationRequest) -> None:
     console = notes()
     with stage_bars(console) as bars:
-        last = _stream(engine, request, bars)
+
+        def show(text: str) -> None:
+            bars.stop()
+            typer.echo(text, nl=False)
+
+        _, last = stream_text(engine, request, show, bars.update)
     typer.echo()
     if isinstance(last, Failed):
         typer.echo(f"error: {last.error}", err=True)
         raise typer.Exit(FAILED)
     console.print(stage_table(last.account, last.completion_tokens))
     console.print(stage_summary(last.account, last.completion_tokens), markup=False, highlight=False)
-
-
-def _stream(engine: Engine, request: GenerationRequest, bars: StageBars) -> Finished | Failed:
-    """Write the answer as it comes; the request's last event."""
-    text = engine.pair.tokenizer.detokenizer
-    for event in engine.generate(request):
-        match event:
-            case Progress():
-                bars.update(event)
-            case TokenEvent() if event.token not in request.stop_token_ids:
-                bars.stop()
-                text.add_token(event.token)
-                typer.echo(text.last_segment, nl=False)
-            case Finished() | Failed():
-                text.finalize()
-                typer.echo(text.last_segment, nl=False)
-                return event
-    raise EngineClosedError("the engine stopped before the answer was complete")

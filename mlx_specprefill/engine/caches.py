@@ -66,6 +66,7 @@ class EngineCaches:
         self._disk: DiskTier | None = None
         self._target: PrefixCache | None = None
         self._draft: PrefixCache | None = None
+        self._choosing = ""  # names the draft and how it scores
         if not self.enabled:
             return
         if config.prefix_cache_dir is not None:
@@ -81,7 +82,6 @@ class EngineCaches:
             only_lasting=config.prefix_disk_lasting,
             first_layers=_first_layers(pair),
         )
-        self._choosing = ""
         if pair.draft is not None:
             assert draft_identity is not None
             self._draft = PrefixCache(

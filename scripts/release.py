@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the release workflow needs of this repository; tests run it.
+"""Steps of the release workflow; tests run them.
 
     scripts/release.py check v0.1.0          is the tag the version, and does the changelog have a section for it?
     scripts/release.py wheels                has every dependency a wheel for macOS 14 on arm64? uv asks the index
@@ -86,7 +86,7 @@ def notes(version: str, changelog: str) -> str:
 
 
 def wheels(python: str) -> int:
-    """How many packages an installation takes on a Mac with that Python: nothing has to be compiled there.
+    """Return how many packages an installation takes on a Mac with that Python. None of them may need a compiler.
 
     Raises:
         ReleaseError: one of them has no wheel, or uv is missing.

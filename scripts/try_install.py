@@ -48,7 +48,7 @@ def try_install(artefact: Path, installer: str, folder: Path) -> str:
 
 
 def use(command: Path, artefact: Path, folder: Path) -> str:
-    """What is installed, from an empty folder below `folder`, without a network."""
+    """Use the installation from an empty folder below `folder`, without a network, and return a summary."""
     empty = folder / "empty"
     empty.mkdir()
     environment = offline(folder)

@@ -77,7 +77,7 @@ KindOf = Callable[[str], GGMLQuantizationType]
 
 @dataclass
 class Contents:
-    """What a file is written from; tests change it before."""
+    """The contents of a file to write. Tests change them first."""
 
     architecture: str
     metadata: dict[str, Any]
@@ -167,7 +167,7 @@ def tiny(architecture: str, **changes: Any) -> Contents:
 
 
 def rounded(weights: Weights, kind_of: KindOf) -> Weights:
-    """What the gguf package reads back from weights that it packed."""
+    """Return the weights after the gguf package has packed and unpacked them."""
     return {
         name: dequantize(quantize(array, kind_of(name)), kind_of(name)) if array.ndim > 1 else array
         for name, array in weights.items()

@@ -30,7 +30,7 @@ _REPOSITORY = r"(?P<id>[^/]+/[^/]+)"
 
 @dataclass
 class Hub:
-    """What it has, how it behaves, and what was asked of it.
+    """A hub with repositories, settable misbehaviour, and a record of its requests.
 
     Attributes:
         repositories: id -> file name -> content.
@@ -63,7 +63,7 @@ class Hub:
         self.repositories[name] = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
     def variables(self, home: Path) -> dict[str, str]:
-        """Those with which another process uses it."""
+        """Return the variables with which another process uses this hub."""
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
 
 
@@ -87,7 +87,7 @@ def hub_of() -> Iterator[Hub]:
 
 
 def used_by_this_process(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the variables would do if huggingface_hub were not imported yet; its cache."""
+    """Set the constants that huggingface_hub reads from the variables at import. Return its cache folder."""
     cache = home / "hub"
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")

@@ -77,8 +77,11 @@ Indices = npt.NDArray[np.int32]
 
 @contextmanager
 def on_the_cpu_unfused() -> Iterator[None]:
-    """How the property tests run. Bit-identity is promised on the CPU. On a fresh machine mlx compiles fused kernels
-    for a second each; there are a hundred here, and none of them knows about positions."""
+    """Run on the CPU without fused kernels. Bit-identity is promised on the CPU only.
+
+    On a fresh machine mlx compiles each fused kernel for a second. There are a hundred here, and none of them knows
+    about positions.
+    """
     mx.disable_compile()
     try:
         with mx.stream(mx.cpu):
@@ -141,12 +144,12 @@ def _construct(name: str, times: int = 1) -> nn.Module:
 
 
 def can_recall_into(name: str) -> bool:
-    """Whether tokens can be read behind what its sparse cache holds."""
+    """Return whether a sparse cache of the model can take tokens out of order."""
     return can_recall(make_positioned_cache(_construct(name)))
 
 
 def has_experts(name: str) -> bool:
-    """Whether it gathers experts, which mlx's CPU back-end can multiply in float32 only."""
+    """Return whether the model gathers experts, which mlx's CPU back-end can multiply in float32 only."""
     return precision.gathers(_construct(name))
 
 
@@ -275,7 +278,7 @@ class _MaskedDense:
         return make_mask
 
     def _of_one_recall(self, keys: npt.NDArray[np.int64]) -> mx.array:
-        """What rings show, (L, S): tokens of the row's own recall, or those of none."""
+        """Return which ring entries a row may see, bool (L, S): tokens of its own recall, or those of none."""
         return mx.array(self.recall[self.coming][:, None] == self.recall[keys][None])
 
     def _all_keys(self) -> npt.NDArray[np.int64]:
@@ -456,7 +459,7 @@ def captured_layers(model: nn.Module, prompt: Indices) -> int:
 
 
 class _Seen:
-    """What forwards show until they enter a layer for the first time: the arrays that attention was called with.
+    """The arrays of attention calls, recorded until a forward enters a layer for the first time.
 
     `entered[n]` is the hidden state that layer n was given in the current forward, and how many calls came before.
     """
@@ -566,7 +569,7 @@ def _same(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one tiny model says. `failure` is why it could not be run sparsely; the numbers then are None."""
+    """The errors of one tiny model. `failure` is why it could not run sparsely; the numbers then are None."""
 
     failure: str | None
     error: float | None = None
@@ -605,7 +608,7 @@ def measure(name: str) -> Measurement:
 
 @cache
 def measure_depths(name: str) -> list[Depth]:
-    """Of one tiny model; empty if it can't be run at all."""
+    """Return the depths of one tiny model, none if it can't run at all."""
     if measure(name).attention == "":
         return []
     model = build(name)
@@ -636,7 +639,7 @@ def variants(architecture: str) -> list[str]:
 
 
 def table_row(architecture: str) -> dict[str, Any]:
-    """What `verified.json` must say about one architecture; the worst of its variants counts."""
+    """Return the row that `verified.json` must have for an architecture. The worst of its variants counts."""
     measured = [measure(name) for name in variants(architecture)] if architecture not in UNBUILDABLE else []
     compared = [m.error for m in measured if m.error is not None and m.attention != "recurrent"]
     errors = [error for error in compared if np.isfinite(error)]

@@ -45,7 +45,7 @@ def near_ties() -> pytest.MarkDecorator:
 
 
 def gathers(model: nn.Module) -> bool:
-    """Whether a model has experts, which GatherMM multiplies with. MLX's CPU backend has that in float32 only."""
+    """Return whether a model has experts, which GatherMM multiplies with. MLX has that on the CPU in float32 only."""
     return any(isinstance(part, SwitchLinear) for part in model.modules())
 
 
@@ -63,7 +63,7 @@ def numbers(array: mx.array) -> npt.NDArray[Any]:
 
 
 def bound(exact: float, largest: float) -> float:
-    """How far two results may be apart: `exact` in float32, in half precision a part of the largest value."""
+    """Return the largest allowed difference: `exact` in float32, a share of the largest value in half precision."""
     return exact if in_float32() else HALF * largest
 
 

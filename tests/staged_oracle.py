@@ -186,7 +186,7 @@ def _error(model: nn.Module, case: Case, first: int) -> float | str:
 
 
 def can_be_staged(architecture: str) -> bool:
-    """What `verified.json` must say: some split is exact, and none is wrong."""
+    """Return what `verified.json` must say: True if some split is exact and none is wrong."""
     found = [error for name in variants(architecture) for error in staged_errors(name).values()]
     errors = [error for error in found if isinstance(error, float)]
     return bool(errors) and max(errors) < EXACT

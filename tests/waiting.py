@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def eventually(check: Callable[[], bool], within: float = 60.0) -> bool:
-    """Whether it holds now or once within that many seconds; what held once need not hold a moment later."""
+    """Return whether the check holds now or once within that many seconds. It need not hold a moment later."""
     until = time.monotonic() + within
     while not check():
         if time.monotonic() >= until:

@@ -91,7 +91,7 @@ class Turn:
 
 @dataclass
 class Played:
-    """What one arm made of one kind of session, once.
+    """The turns of one arm in one kind of session.
 
     Attributes:
         after: questions, each right behind its end.

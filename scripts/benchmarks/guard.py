@@ -112,7 +112,7 @@ def checked_out(references: Mapping[str, str], repository: Path = ROOT) -> Itera
 
 
 def uncommitted(repository: Path = ROOT) -> bool:
-    """Whether there are changes that no commit has."""
+    """Return whether there are changes without a commit."""
     return bool(_git(repository, "status", "--porcelain", "--untracked-files=no"))
 
 
@@ -147,7 +147,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether the interval leaves no doubt about the direction."""
+        """Return the direction of the difference, if the interval leaves no doubt about it."""
         if self.low is None or self.high is None:
             return "too few pairs"
         return "more" if self.low > 1 else "less" if self.high < 1 else "no difference seen"
@@ -155,7 +155,7 @@ class Comparison:
 
 @dataclass
 class Pairs:
-    """What was measured so far, by figure: old and new, taken right after each other."""
+    """The measurements so far, by figure: pairs of old and new, taken one right after the other."""
 
     taken: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 

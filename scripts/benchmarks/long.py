@@ -175,7 +175,10 @@ def summary(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str
 
 
 def exponent(rows: list[dict[str, Any]], name: str) -> float | None:
-    """Of a figure over the length, by least squares on logarithms; None with one length, or where it isn't positive."""
+    """Fit a figure's exponent over the length by least squares on logarithms.
+
+    Return None with one length, or where a value isn't positive.
+    """
     if len(rows) < 2 or any(row[name] <= 0 for row in rows):
         return None
     slope, _ = np.polyfit(np.log([row["tokens"] for row in rows]), np.log([row[name] for row in rows]), 1)

@@ -52,7 +52,7 @@ PARTS = ("cold", "streams")
 
 @dataclass
 class Figures:
-    """What was measured of one contender, per repetition, and why a part is missing."""
+    """The measurements of one contender, per repetition, and the reasons why a part is missing."""
 
     name: str
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class BareLoop:
         return clock.read()["cpu_ms"] / count
 
     def limit_ms(self, text: str, kept: int) -> float:
-        """What a sparse prefill can't avoid: the draft over everything, the target over `kept` tokens."""
+        """Return the least time of a sparse prefill: the draft over all tokens, the target over `kept` tokens."""
         prompt, step = self.tokens(text), EngineConfig().prefill_step
         return plain_prefill_ms(self.draft, prompt, step) + plain_prefill_ms(self.target, prompt[-kept:], step)
 

@@ -1,4 +1,4 @@
-"""How long short requests wait under load, over HTTP, beside `mlx_lm.server`.
+"""Waiting times of short requests under load, over HTTP, beside `mlx_lm.server`.
 
     behind    time to first token of a short request sent into a long prefill, over the same on an idle server
     crowd     short requests under 64 clients with mixed lengths: p99 of the time to first token against idle

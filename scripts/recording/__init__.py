@@ -1,1 +1,1 @@
-"""What `scripts/record_agent` runs: a real agent whose requests are written down on their way to a server."""
+"""The recorder behind `scripts/record_agent`: it writes down a real agent's requests on their way to a server."""

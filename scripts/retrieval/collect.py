@@ -1,4 +1,4 @@
-"""What a target makes of a prompt: the hidden states after its first layers, and what its retrieval heads look at.
+"""Recording of a target's reading: hidden states after its first layers, and the attention of its retrieval heads.
 
 The forward is that of a llama-type decoder. Several questions follow one document in one pass: each has its own
 positions from the document's end on, and sees the document and itself, as if it had been asked alone.
@@ -42,7 +42,7 @@ class Layout:
     gold: torch.Tensor
 
     def mask(self) -> torch.Tensor:
-        """Who sees whom, bool (N, N)."""
+        """Return the attention mask, bool (N, N)."""
         n = torch.arange(len(self.tokens))
         same = (self.groups[None] == 0) | (self.groups[None] == self.groups[:, None])
         return (n[None] <= n[:, None]) & same

@@ -66,7 +66,7 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What `collect.record` stored of one layout, with the hidden states after the layers that were asked for."""
+    """The record of one layout by `collect.record`, with the hidden states after the requested layers."""
 
     states: torch.Tensor
     groups: torch.Tensor
@@ -127,7 +127,10 @@ def _shuffled(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:
 
 
 def _scales(prompts: Sequence[Prompt]) -> torch.Tensor:
-    """What makes each teacher's mass outside the sink half of all, on average: some give the sink nearly everything."""
+    """Return factors that make each teacher's mass outside the sink half of all, on average.
+
+    Some teachers give the sink nearly everything.
+    """
     taught = [prompt for prompt in prompts if prompt.mass is not None]
     if not taught:
         return torch.empty(0)

@@ -17,7 +17,7 @@ IGNORE, ANSWER, CONTEXT = 0, 1, 2
 
 @dataclass(frozen=True)
 class DataConfig:
-    """How samples are made."""
+    """Shares and lengths of the training samples."""
 
     mixture: tasks.Mixture
     copy_share: float = 0.06  # random-token copy drills; more of them drowns the gradient

@@ -18,7 +18,7 @@ ROLES = ("draft", "target")
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """How the shared tokenizer is trained."""
+    """Options of the shared tokenizer's training."""
 
     vocab_size: int
     seed: int

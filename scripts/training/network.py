@@ -1,4 +1,4 @@
-"""What a trainable network of any family is: embedding, blocks, final norm, output tied to the embedding."""
+"""A trainable network of any family: embedding, blocks, final norm, output tied to the embedding."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Network(nn.Module):
         self.final_norm = nn.Parameter(torch.full((sizes.hidden_size,), sizes.final_norm_gain))
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """What the attention layers rotate by; None where positions play no part."""
+        """Return the rotation of the attention layers, None where positions play no part."""
         return None
 
     def hidden(self, tokens: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:

@@ -81,7 +81,7 @@ class RunConfig:
 
 @dataclass
 class Progress:
-    """What a run has done so far; saved with the checkpoint and quoted in the model card."""
+    """The progress of a run, saved with the checkpoint and quoted in the model card."""
 
     step: int = 0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""What the hand-built initial values of all families have in common: a retrieval circuit that training adapts.
+"""The common part of all families' hand-built initial values: a retrieval circuit that training adapts.
 
 A random start of this size does not learn to retrieve within the budget, so the first layers start as an n-gram
 look-up. The stream is split: the first half of the coordinates (the *content*) holds the token, the second half is
@@ -30,7 +30,7 @@ LAGS = ((0, 1), (0, 1, 2), (1, 2), (0, 1, 2, 3), (0, 1), (1, 2, 3), (0, 1, 2, 3,
 
 @dataclass(frozen=True)
 class Layout:
-    """How the residual stream is divided at the start."""
+    """The division of the residual stream at the start."""
 
     hidden: int
     slots: int

@@ -158,7 +158,7 @@ CROWDS = {  # what crowds the documents in which facts of a kind are looked for
 
 @dataclass(frozen=True)
 class Mixture:
-    """What training samples are made of.
+    """The mixture of the training samples.
 
     Attributes:
         shares: of the kinds of facts, by their names in `FACTS`.

@@ -82,5 +82,5 @@ def rounded(model: Network) -> Network:
 
 
 def close(difference: float) -> bool:
-    """Whether a difference is rounding."""
+    """Return whether a difference is rounding."""
     return math.isfinite(difference) and difference < TOLERANCE

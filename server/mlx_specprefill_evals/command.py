@@ -26,7 +26,7 @@ Predict = Callable[[int, Arm], float]
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure and where to put it. `out` None: nothing is written, and nothing can be resumed."""
+    """Options of one run. If `out` is None, nothing is written and nothing can be resumed."""
 
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -72,7 +72,7 @@ def evaluate(options: Options, model: ModelUnderTest, tell: Tell, predict: Predi
 
 
 def announced(work: Sequence[tuple[Cell, tuple[Arm, ...]]], predict: Predict | None) -> str:
-    """What is still to be measured, and how long its prefills take as far as that can be told."""
+    """Return a line that counts what is left to measure and, given `predict`, estimates the time of its prefills."""
     if not work:
         return "everything has been measured before"
     prefills = [(cell.length, arm) for cell, arms in work for arm in arms]
@@ -107,7 +107,7 @@ def _sources(options: Options, model: ModelUnderTest, tell: Tell) -> tuple[list[
 
 
 def _corpus(sources: Sequence[suite.Source]) -> dict[str, str]:
-    """What real text the tasks are made of, if any are: other text means other items."""
+    """Return the description of the real text if a task uses it. Other text makes other items."""
     return {"corpus": corpus.described()} if any(source.cell.task in REAL | CALLS for source in sources) else {}
 
 

@@ -85,7 +85,7 @@ def described() -> str:
 
 
 def sentences(paragraph: Paragraph) -> list[str]:
-    """Of a paragraph of prose, the whole ones without anything that looks like code."""
+    """Return the whole sentences of a paragraph of prose, without those that look like code."""
     found = _SENTENCE_END.split(paragraph.text) if paragraph.prose else []
     return [sentence for sentence in found if _is_whole(sentence) and _is_prose(sentence)]
 

@@ -1,4 +1,4 @@
-"""What stops a run or an item; the messages are meant for the user.
+"""Errors that stop a run or an item. Their messages are meant for the user.
 
 EvaluationError
     NotMeasuredError    one item can't be measured; the run goes on

@@ -29,7 +29,7 @@ class Forced:
 def forced_replies(
     prompted: Prompted, forced: Forced, arms: Sequence[Arm], decode: Callable[[Sequence[int]], str], keep: bool = False
 ) -> dict[Arm, Reply]:
-    """Of every arm; with `keep` the next turn of the conversation goes on from here.
+    """Return the reply of every arm. With `keep`, the caches stay for the next turn of the conversation.
 
     Measures: `nll` (nats per token of the answer), `right` (share of its tokens that are the likeliest), and with
     respect to full prefill over the same tokens `kl`, `top1` (share with the same likeliest token), `same` (whether

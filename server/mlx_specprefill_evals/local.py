@@ -226,7 +226,7 @@ class _Question(Prompted):
         return self.cut(answer.spans) if arm.kind == "renumbered" else self.request(arm)
 
     def _mass(self, full: Replay, answer: _Answer) -> dict[str, float]:
-        """Of the target's attention to what is open to selection, the share that falls on what was kept."""
+        """Return the share of the target's attention on selectable tokens that falls on kept ones."""
         if full.attention is None:
             return {}
         open_to_choice = ~self.mask([(start, end) for start, end, _ in self.inspection().forced_ranges])

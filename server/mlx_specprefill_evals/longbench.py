@@ -100,7 +100,7 @@ def _common_subsequence(one: Sequence[str], other: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Dataset:
-    """How one of the data sets is asked and scored."""
+    """The prompt and the metric of one data set."""
 
     metric: Metric
     answer_tokens: int

@@ -1,4 +1,4 @@
-"""What the suite asks, whoever answers: an engine in this process or a server."""
+"""The protocol of a model under test: an engine in this process, or a server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelUnderTest(Protocol):
 
     @property
     def described(self) -> Mapping[str, str | int]:
-        """What a report and a resumed run must know of it."""
+        """Return the facts that a report and a resumed run must know about the model."""
         ...
 
     def count(self, text: str) -> int:

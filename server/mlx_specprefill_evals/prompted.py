@@ -67,7 +67,7 @@ class Prompted:
         return self._request(self._options(arm), arm.name.translate(_IN_A_LABEL))
 
     def cut(self, spans: Sequence[Span]) -> GenerationRequest:
-        """What was kept, as if it were the whole prompt."""
+        """Return a request whose whole prompt is the kept tokens."""
         tokens = np.concatenate([self.prompt.tokens[start:end] for start, end in spans])
         request = self._request(SpecPrefillOptions(enabled=False), f"cut-{len(tokens)}")
         return replace(request, prompt=tokens, spans=())

@@ -60,7 +60,7 @@ class Records:
         return iter(self._done.values())
 
     def find(self, cell: Cell, number: int) -> Record | None:
-        """What is known of an item; one that was skipped is tried again."""
+        """Return the record of an item, None if it has none or was skipped."""
         record = self._done.get((cell, number))
         return record if record is not None and record.skipped is None else None
 

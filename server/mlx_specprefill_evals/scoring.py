@@ -17,17 +17,17 @@ def all_values(prediction: str, values: Sequence[str]) -> float:
 
 
 def any_value(prediction: str, values: Sequence[str]) -> float:
-    """Whether one of the values occurs (RULER: string_match_part, for questions)."""
+    """Return 1 if one of the values occurs, else 0 (RULER: string_match_part, for questions)."""
     return float(all_values(prediction, values) > 0)
 
 
 def every_value(prediction: str, values: Sequence[str]) -> float:
-    """Whether all values occur: for answers that are wrong when a part is missing."""
+    """Return 1 if all values occur, else 0. For answers that are wrong when a part is missing."""
     return float(all_values(prediction, values) == 1)
 
 
 def last_number(prediction: str, values: Sequence[str]) -> float:
-    """Whether the last number of the answer is the value: what comes before may restate the text."""
+    """Return 1 if the last number of the answer is the value, else 0. Earlier numbers may restate the text."""
     numbers = re.findall(r"\d+", prediction)
     return float(bool(numbers) and numbers[-1] == values[0])
 

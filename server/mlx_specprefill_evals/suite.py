@@ -22,7 +22,7 @@ Score = Callable[[str], float]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: `number` items per cell through all arms, the first `probes` of them with distributions."""
+    """The size of a run: `number` items per cell through all arms, the first `probes` of them with distributions."""
 
     arms: tuple[Arm, ...]
     number: int

@@ -151,7 +151,7 @@ HELD_OUT_FRAMES = tuple(frame.strip() for frame in HELD_OUT_FRAMES)
 
 
 def is_held_out(word: str) -> bool:
-    """Whether an invented word belongs to evaluation only."""
+    """Return whether an invented word belongs to evaluation only."""
     return zlib.crc32(word.lower().encode()) % HELD_OUT_SHARE == 0
 
 

@@ -68,7 +68,7 @@ class AnswerRequest:
 
     @property
     def forced(self) -> bool:
-        """Whether the answer has to be calls."""
+        """True if the answer must be tool calls."""
         return self.tool_choice not in ("auto", "none")
 
 
@@ -246,7 +246,9 @@ def _seeded(request: GenerationRequest, answer: int) -> GenerationRequest:
 
 
 def max_tokens_within(prompt_tokens: int, asked: int | None, context_length: int, field: str) -> int:
-    """How long an answer may become. More than fits is cut, not refused: agents ask for their maximum on every call.
+    """Return the largest number of tokens an answer may have.
+
+    A limit beyond the window is cut, not refused: agents ask for their maximum on every call.
 
     Raises:
         ContextLengthError: not one token fits.
@@ -261,7 +263,7 @@ def max_tokens_within(prompt_tokens: int, asked: int | None, context_length: int
 
 
 def _stop_ids(service: Service, fields: SamplingFields, constraint: Constraint | None) -> frozenset[int]:
-    """What ends an answer. A grammar ends by itself, so there is nothing to ignore."""
+    """Return the tokens that end an answer. `ignore_eos` has no effect with a grammar, which ends by itself."""
     own = frozenset(fields.stop_token_ids)
     if fields.ignore_eos and constraint is None:
         return own

@@ -1,4 +1,4 @@
-"""Who may talk to the server: the Host header, the API key, and no cross-site posts from a browser."""
+"""Access to the server: the Host header, the API key, and a ban on cross-site posts from a browser."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Identity:
     shares_cache: bool = False
 
     def cache_label(self, cache_salt: str | None) -> CacheLabel:
-        """Of a request's cached prompt; `cache_salt` separates it from other requests with this key."""
+        """Return the label of a request's cached prompt. `cache_salt` separates requests with the same key."""
         owner = "" if self.shares_cache else self.name
         if cache_salt is None:
             return CacheLabel(owner)

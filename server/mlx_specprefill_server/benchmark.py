@@ -128,7 +128,7 @@ def _prefill(engine: Engine, prompt: list[int], options: SpecPrefillOptions) -> 
 
 
 def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: float | None) -> dict[str, Any]:
-    """What can be compared across machines; nothing that names a person, a host or a folder.
+    """Return the figures that can be compared across machines. Nothing names a person, a host or a folder.
 
     Args:
         load: `load_before`.

@@ -73,7 +73,10 @@ class Connections:
         self._open: dict[LimitedProtocol, None] = {}
 
     def opened(self, new: LimitedProtocol) -> bool:
-        """Whether there is room for it. The oldest connection without a request in work is closed to make some."""
+        """Register a connection and return whether there is room for it.
+
+        If there is none, the oldest connection without a running request is closed.
+        """
         self._open[new] = None
         if len(self._open) <= self.most:
             return True

@@ -1,4 +1,4 @@
-"""What an answer is made of in every dialect: text, reasoning, tool calls, and exactly one end.
+"""The parts of an answer in every dialect: text, reasoning, tool calls, and exactly one end.
 
 Parsers yield the content; `AnswerReader` adds tokens and the end; a dialect writes each delta to the wire.
 """
@@ -45,7 +45,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """What the model thinks before it answers; fields as in TextDelta."""
+    """A piece of the model's reasoning before its answer; fields as in TextDelta."""
 
     text: str
     tokens: tuple[TokenEvent, ...] = ()

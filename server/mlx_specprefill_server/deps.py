@@ -1,4 +1,4 @@
-"""What every endpoint shares: the service behind the app, the request body, and the watch on the client."""
+"""Dependencies that the endpoints share: the service behind the app, the request body, and the watch on the client."""
 
 from __future__ import annotations
 

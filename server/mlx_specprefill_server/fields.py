@@ -1,4 +1,4 @@
-"""What the request bodies of all dialects are made of."""
+"""Shared fields of the request bodies of all dialects."""
 
 from __future__ import annotations
 
@@ -130,7 +130,10 @@ class ThinkingFields(Body):
         return self.thinking.budget_tokens if asked is None else asked
 
     def thinking_kwargs(self, effort: str | None = None) -> dict[str, Any]:
-        """How templates call this. Effort "none" turns thinking off; unknown kinds leave it to the template."""
+        """Return the template's arguments for thinking.
+
+        Effort "none" turns thinking off. Unknown kinds leave the choice to the template.
+        """
         kwargs: dict[str, Any] = {}
         enabled = KINDS.get(self.thinking.type, self.reasoning.enabled)
         effort = effort or self.reasoning.effort
@@ -168,7 +171,7 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 class SamplingFields(Body):
-    """How tokens are sampled, and which of them end an answer."""
+    """Fields of sampling and of the tokens that end an answer."""
 
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0  # 0: the likeliest token alone

@@ -1,4 +1,4 @@
-"""What the server says when it is ready: what it serves, where the page is, an example to paste."""
+"""The server's greeting when it is ready: its models, the page's address, and an example to paste."""
 
 from __future__ import annotations
 

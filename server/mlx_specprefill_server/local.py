@@ -44,7 +44,7 @@ __all__ = ["Answer", "LocalPair", "open_pair", "stream_text"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What `LocalPair.chat` returns.
+    """The result of `LocalPair.chat`.
 
     Attributes:
         finish_reason: "stop", or "length" where `max_tokens` ended it.

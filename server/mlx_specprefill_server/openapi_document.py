@@ -84,7 +84,7 @@ def _spelled(schema: Any) -> Any:
 
 
 class Lenient(GenerateJsonSchema):
-    """What only a validator understands is described as any value."""
+    """A schema generator that describes a field as any value if only a validator knows its form."""
 
     def handle_invalid_for_json_schema(self, schema: core_schema.CoreSchema, error_info: str) -> JsonSchemaValue:
         return {}

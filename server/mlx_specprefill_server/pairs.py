@@ -39,7 +39,7 @@ class MissingPairError(PairsError):
 
 
 class Described(BaseModel):
-    """What a pair says beside its models.
+    """Options of a pair beside its models.
 
     `alias` is the id that clients see, `draft_heads` a file of retrieval heads on the draft's first layers, which alone
     are run then, `heads` a file of the draft's calibrated heads.

@@ -215,7 +215,9 @@ class ProgressTeller:
         self._due: float | None = None  # None: the engine has not begun
 
     def tell(self, event: Progress) -> dict[str, Any] | None:
-        """What the stream is to say of this step, if anything. Nothing is said before the cache's share is known."""
+        """Return the event for this step, None if the stream shows none. No event precedes the first one that counts
+        cached tokens.
+        """
         now = self._clock()
         if self._due is None:
             self._due = now + PROGRESS_S

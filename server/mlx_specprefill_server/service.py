@@ -1,4 +1,4 @@
-"""What answers requests: one loaded model, and what all models of a server have in common."""
+"""The service that answers requests: one loaded model, and the state that all models of a server share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class ServerState:
-    """What all models of one server have in common. Used on the event loop.
+    """The state that all models of one server share. Used on the event loop.
 
     Attributes:
         requests: POST requests that have no response yet.
@@ -56,7 +56,7 @@ class ServerState:
         self._converters = ThreadPoolExecutor(CONVERTERS, thread_name_prefix="bodies")
 
     async def convert(self, call: Callable[[], T], large: bool) -> T:
-        """What is made of a body: beside the event loop, unless it takes no time."""
+        """Return the result of `call`. A large body is converted in a thread beside the event loop."""
         if not large:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._converters, call)

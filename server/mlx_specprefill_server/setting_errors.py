@@ -1,4 +1,4 @@
-"""What is wrong with settings, in one line that names the option or the environment variable."""
+"""Errors of settings, in one line that names the option or the environment variable."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ KeepShare = Annotated[Fraction, BeforeValidator(keep_pct)]
 
 
 class Settings(BaseSettings):
-    """What can be set, with the defaults that the documentation states."""
+    """The settings, with their documented defaults."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore", protected_namespaces=())
 

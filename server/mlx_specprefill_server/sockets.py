@@ -43,7 +43,7 @@ def address(listener: socket.socket, reachable: bool = False) -> str:
 
 
 def is_exposed(sockets: Sequence[socket.socket]) -> bool:
-    """Whether other machines can reach one of them."""
+    """Return whether other machines can reach one of the sockets."""
     return not all(ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback for listener in sockets)
 
 
@@ -71,7 +71,7 @@ def _bind(family: int, address: str, port: int) -> socket.socket:
 
 
 def _is_answered(family: int, address: str, port: int) -> bool:
-    """Whether another program listens there.
+    """Return whether another program listens at the address.
 
     On macOS SO_REUSEADDR, which a restart needs, lets 127.0.0.1 be bound while another program listens at all
     addresses, or the other way round. One of the two then gets the other's clients.

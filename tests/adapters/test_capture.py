@@ -161,7 +161,7 @@ def deepseek_v3_rows(layer: Any, x: Rows, config: dict[str, Any]) -> Rows:
 
 @contextmanager
 def recorded_inputs(layers: list[nn.Module]) -> Iterator[dict[int, list[Rows]]]:
-    """What every attention layer is given, forward by forward, as (L, D) by its identity."""
+    """Record the inputs of every attention layer, forward by forward, as (L, D) by the layer's identity."""
     seen: dict[int, list[Rows]] = {id(layer): [] for layer in layers}
     kind = type(layers[0])
     original: Callable[..., mx.array] = kind.__call__
@@ -201,7 +201,7 @@ def self_attn(layer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Family:
-    """How one kind of attention is computed by hand, and in which tiny model it is found."""
+    """A kind of attention: its computation by hand, and the tiny model that has it."""
 
     by_hand: Callable[..., Rows]
     model: str

@@ -1,4 +1,4 @@
-"""What calibration found, written and read."""
+"""Heads found by calibration, written and read."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def formula(model: nn.Module, layer: RetrievalHeads) -> np.ndarray:
 
 
 def captured(draft: nn.Module, rows: slice, step: int) -> np.ndarray:
-    """What these rows attend to on average, (heads, M), from a prompt that is read in slices."""
+    """Return these rows' mean attention, (heads, M), for a prompt that is read in prefill chunks."""
     capture, cache = HeadCapture(PROMPT.size, {LAYERS: range(HEADS)}), make_prompt_cache(draft)
     for start in range(0, PROMPT.size, step):
         end = min(start + step, PROMPT.size)

@@ -296,7 +296,7 @@ def peak(act: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_joining_and_leaving_copy_one_row(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of seventeen; a shorter one, and one longer than all there are but not than the slots that lie in front."""
+    """Seventeen rows: a shorter one joins, and one that is longer than all others but fits the free slots in front."""
     monkeypatch.setattr(batched, "_STEP", 64)
     batch = merge_rows(wide_rows([512, *[450] * 15], ring))
     wide_step(batch)

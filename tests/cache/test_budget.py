@@ -61,7 +61,7 @@ def test_an_entry_that_is_not_counted_any_more_is_not_held(hits: int) -> None:
 
 
 def test_a_budget_that_is_never_full_stays_small() -> None:
-    """What is replaced turn by turn leaves nothing behind, beside entries that stay."""
+    """Entries that are replaced every turn leave nothing behind, beside entries that stay."""
     budget = ByteBudget(LARGE)
     for entry in (staying := [Kept(budget, []) for _ in range(10)]):
         budget.add(entry)

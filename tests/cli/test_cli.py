@@ -143,7 +143,7 @@ class TestServe:
 
     @pytest.fixture
     def several(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Models]:
-        """What would be served, and a home without a table."""
+        """Return the list of served models, with a home that has no table."""
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
         calls: list[Models] = []
         monkeypatch.setattr(serving, "serve_models", lambda models, _: calls.append(models))

@@ -1,4 +1,4 @@
-"""What the doctor says of a healthy machine, and of one where things are wrong."""
+"""Findings of the doctor on a healthy machine, and on one where things are wrong."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_machine_is_one() -> None:
 
 @pytest.fixture
 def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """What the doctor says on a Mac like this, with stand-ins for what the system tells."""
+    """Return a function that runs the doctor on a Mac like this, with stand-ins for the system's answers."""
 
     def doctor(release: str = "15.1", made_for: str = "arm64", metal: bool = True, wired: str = "0") -> Result:
         said = {"mac_ver": (release, ("", "", ""), made_for), "machine": made_for}

@@ -1,4 +1,4 @@
-"""What `--help` says, and what a shell completes."""
+"""The text of `--help`, and the completions of a shell."""
 
 from __future__ import annotations
 

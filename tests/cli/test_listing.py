@@ -206,7 +206,9 @@ def per_token(module: nn.Module, routed: int) -> int:
 
 
 def gain(target: str, draft: Sequence[str]) -> float:
-    """Of a prompt of 32768 tokens, a fifth of it kept; the target's own first layers are a quarter."""
+    """Return the gain for a prompt of 32768 tokens of which a fifth is kept. The target's own first layers are a
+    quarter.
+    """
     full, kept = work(target, 32768), work(target, round(0.2 * 32768))
     return full / (work(draft[0], 32768) + kept) if draft else full / (0.25 * full + 0.75 * kept)
 

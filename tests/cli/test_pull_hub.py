@@ -48,7 +48,7 @@ def pull(*arguments: str) -> Result:
 
 
 def refused(*arguments: str) -> str:
-    """What the one line says."""
+    """Return the one line of the refusal."""
     done = pull(*arguments)
     assert done.exit_code == 2, done.output
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -37,7 +37,7 @@ exit "$status"
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the managers' commands were called with."""
+    """Return the file with the arguments of the managers' commands."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in (("systemctl", RECORDER), ("launchctl", LAUNCHCTL)):

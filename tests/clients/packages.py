@@ -63,7 +63,7 @@ class Package:
         subprocess.run(["npm", "install", *quiet, f"{self.package}@{self.version}"], cwd=self.folder, check=True)
 
     def run(self, home: Path, work: Path, prompt: str, patience: float = PATIENCE_S) -> str:
-        """What it says when it does as the prompt says, with the configuration of `home`."""
+        """Return the agent's output for a prompt, with the configuration of `home`."""
         done = self.ended(home, work, prompt, patience)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -106,7 +106,7 @@ PACKAGES = {
 
 
 def connect(home: Path, agent: str, *options: str) -> str:
-    """What the command says, run for the user of this home."""
+    """Return the output of `connect`, run for the user of this home."""
     command = [sys.executable, "-m", "mlx_specprefill_server", "connect", agent, *options]
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "PYTHONPATH")}
     done = subprocess.run(command, env=kept | {"HOME": str(home)}, capture_output=True, text=True)

@@ -59,7 +59,7 @@ def with_values(text: str, format: str, values: Values, defaults: Values | None 
 
 
 def read(text: str, format: str) -> Any:
-    """What other readers find."""
+    """Parse the text with an independent reader of its format."""
     return {"json": json.loads, "toml": tomllib.loads, "yaml": YAML(typ="safe").load}[format](text)
 
 

@@ -53,7 +53,7 @@ def caller(name: str) -> nn.Module:
 
 
 def logits(model: nn.Module) -> mx.array:
-    """Of a prompt in two chunks and of two tokens after it."""
+    """Return the logits of a prompt in two chunks and of two tokens after it."""
     cache = make_prompt_cache(model)
     chunks = [[5, 9, 2, 7, 11], [3, 8], [6], [4]]
     return mx.concatenate([model(mx.array([chunk]), cache=cache) for chunk in chunks], axis=1)
@@ -146,7 +146,7 @@ def test_nested_recordings_both_get_what_is_theirs(kind: str) -> None:
 
 
 def test_an_inner_capture_leaves_the_outer_one_active() -> None:
-    """Of different kinds: both are shown to by the same wrapper."""
+    """One wrapper feeds two captures of different kinds."""
     model, capture = build("llama"), QueryCapture(1, 1)
     with recorded_attention() as record:
         with capture.row(1):

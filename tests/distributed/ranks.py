@@ -32,7 +32,7 @@ def free_ports(count: int) -> int:
 
 
 def environments(folder: Path, size: int = 2) -> list[dict[str, str]]:
-    """Of the ranks, as `mlx.launch` sets it."""
+    """Return the environments of the ranks, as `mlx.launch` sets them."""
     first = free_ports(size + 1) + 1
     file = folder / "ring.json"
     file.write_text(json.dumps([[f"127.0.0.1:{first + rank}"] for rank in range(size)]))

@@ -27,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What takes as long again."""
+    """Return the results of the second half, which takes as long as the first."""
     return found_in("more", tmp_path_factory.mktemp("ranks"))
 
 

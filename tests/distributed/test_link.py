@@ -1,4 +1,4 @@
-"""What rank 0 says of a rank that no longer answers."""
+"""Rank 0's errors about a rank that no longer answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process's environment says of the others, for each of MLX's backends."""
+"""The ranks in a process's environment, for each of MLX's backends."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def forgetful(engine: Engine) -> dict[str, Any]:
 
 
 def stored(engine: Engine) -> dict[str, Any]:
-    """What an earlier engine has left on disk, if there was one."""
+    """Return the answer to a prompt that an earlier engine may have stored on disk."""
     tokens, report = answered(engine, request(PROMPT, None))
     return {"tokens": tokens, "cached": report.cached_tokens}
 
@@ -257,7 +257,7 @@ def compared(
     config: EngineConfig = CONFIG,
     make: Callable[[Ranks | None], ModelPair] | None = None,
 ) -> Any:
-    """What the ranks found, beside what one process finds."""
+    """Return the ranks' results beside those of one process."""
     make = make or partial(pair, name)
     alone = ranks.agree("alone", lambda: _alone(make, run, config))
     if not ranks.leads and run is forgetful:

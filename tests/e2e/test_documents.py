@@ -153,7 +153,7 @@ def known_options(program: str, named: tuple[str, ...], given: set[str]) -> set[
 
 
 def options_of(names: tuple[str, ...]) -> set[str]:
-    """Of a command of `mlx-specprefill`; what comes behind its name are arguments."""
+    """Return the options of a command of `mlx-specprefill`. Words after its name are arguments."""
     found: Any = typer.main.get_command(app)
     for name in names:
         if not isinstance(found, TyperGroup):

@@ -404,7 +404,7 @@ def test_a_signal_ends_streams_properly(tmp_path: Path, kind: signal.Signals) ->
 
 
 def test_a_forced_call_comes_whole_and_ends(client: openai.OpenAI) -> None:
-    """Of a model that knows no tools: grammar and reader alone make it so."""
+    """Grammar and reader force a call from a model that knows no tools."""
     colours = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
     tools: Any = [{"type": "function", "function": {"name": "paint", "parameters": colours}}]
     answer = client.chat.completions.create(model="any", messages=HI, tools=tools, tool_choice="required")

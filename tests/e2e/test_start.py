@@ -33,7 +33,7 @@ def launch(log: Path, *options: str, limits: Callable[[], None] | None = None) -
 
 
 def refused(log: Path, *options: str, limits: Callable[[], None] | None = None) -> str:
-    """What it says about not starting."""
+    """Return the message of a server that does not start."""
     process = launch(log, "--port", "0", *KNOWN, *options, limits=limits)
     try:
         assert process.wait(240) == 2, log.read_text()

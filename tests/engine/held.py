@@ -1,4 +1,4 @@
-"""What an engine holds, looked at now."""
+"""The memory that an engine holds, measured now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine keeps for later requests: listed, dropped, and asked for while it works."""
+"""Cached prompts of an engine: listed, dropped, and requested while it works."""
 
 from __future__ import annotations
 

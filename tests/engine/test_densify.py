@@ -116,7 +116,7 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int]]:
-    """What is begun, in order: the prompt, and how much of it is dense by then."""
+    """Record each background prefill at its start: the prompt, and how much of it is dense by then."""
     taken: list[tuple[tuple[int, ...], int]] = []
     dense = engine.prefiller.dense
 

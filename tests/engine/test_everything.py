@@ -49,7 +49,7 @@ def request(engine: Engine, messages: Sequence[Mapping[str, str]], enabled: bool
 
 
 def asked(engine: Engine, *contents: str, enabled: bool | None = None) -> PrefillReport:
-    """Of a conversation between user, assistant and tool, in that order."""
+    """Return the report of a conversation between user, assistant and tool, in that order."""
     roles = ("user", "assistant", "tool")
     messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
     _, last = generated(engine.generate(request(engine, messages, enabled)))
@@ -68,7 +68,7 @@ def test_it_is_read_in_full_before_the_draft_is_asked(
 
 
 def test_other_questions_and_requests_that_want_it_are_sparse(engine: Engine) -> None:
-    """What the text says in its middle is no question."""
+    """Text in the middle of the prompt is no question."""
     assert asked(engine, f"{TEXT}\n\n{ONE}").mode == "sparse"
     assert asked(engine, f"{TEXT}\n\n{ALL}", enabled=True).reason == "requested"
     assert asked(engine, f"{TEXT}\n{ALL}\n{TEXT}\n\n{ONE}").mode == "sparse"

@@ -99,7 +99,7 @@ def test_a_guess_is_answered_as_by_a_cold_engine(
 
 
 def _drop_salted(engine: Engine) -> None:
-    """What a guess left of its own; "ann" itself stays."""
+    """Drop the salted entries that a guess left. The entry of "ann" stays."""
     for cache in (engine.caches._target, engine.caches._draft):
         assert cache is not None
         for entry in [entry for entry in cache.entries() if entry.label.salt]:

@@ -30,7 +30,7 @@ COUNTS = (COUNT, 4, 40, 17, COUNT, 30, 9, 12)
 
 
 def named(name: str) -> nn.Module:
-    """Those of `FAMILIES`, with several query heads per key head; others by their name in the oracle's table."""
+    """Return a model of `FAMILIES` with several query heads per key head, or another of the oracle's table, by name."""
     return tiny_model(name, **FAMILIES[name]) if name in FAMILIES else build(name)
 
 
@@ -42,7 +42,7 @@ def triples(cache: Sequence[Any], start: int = 0, stop: int | None = None) -> li
 
 
 def values(cache: Sequence[Any]) -> list[np.ndarray]:
-    """What the triples stand for."""
+    """Return the dequantised values of the cache."""
     return [
         numbers(mx.dequantize(*array, group_size=part.group_size, bits=part.bits))
         for part in cache

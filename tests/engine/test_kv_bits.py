@@ -109,7 +109,9 @@ def test_a_cached_prefix_changes_nothing(engine: Engine, pair: ModelPair, bits: 
 
 
 def test_sparse_answers_are_those_of_a_masked_run(engine: Engine, pair: ModelPair, bits: int) -> None:
-    """Of the whole prompt, on mlx-lm's quantised caches, with dropped tokens hidden; alone and beside others."""
+    """The masked run reads the whole prompt on mlx-lm's quantised caches and hides the dropped tokens. Requests run
+    alone and beside others.
+    """
     requests = [asked(seed, sparse=True) for seed in range(11, 14)]
     with ThreadPoolExecutor(len(requests)) as pool:
         answers = list(pool.map(lambda request: answered(engine, request), requests))

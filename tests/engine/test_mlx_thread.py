@@ -171,7 +171,7 @@ def requests() -> Iterator[GenerationRequest]:
 
 
 def answers(engine: Engine, at_once: bool) -> list[list[int]]:
-    """Of all requests, in their order."""
+    """Return the answers to all requests, in their order."""
     if not at_once:
         return [generated(engine.generate(request))[0] for request in requests()]
     found: dict[int, list[int]] = {}

@@ -104,7 +104,7 @@ def test_a_cached_beginning_does_not_change_the_scores() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_target_scores_for_itself(family: str) -> None:
-    """What is kept is what the first layers of another copy of it look at, and the answer that of just these tokens."""
+    """The first layers of another copy select the same tokens, and the answer is that of these tokens alone."""
     pair = own_pair(family)
     assert pair.sparse_refusal is None
     whole = tiny_model(family, 1)

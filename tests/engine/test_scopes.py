@@ -1,4 +1,4 @@
-"""What competes, in the engine: with a long system prompt, and with one that is cached."""
+"""Tokens open to selection in the engine: with a long system prompt, and with a cached one."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ RULES = "\n".join(f"Rule {number}: never tell anybody what is kept in drawer {nu
 @pytest.mark.parametrize("enabled", [None, pytest.param(True, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("said", ["Say hello.", "The ship met nobody. " * 400 + "\n\nWhere did Emma go?"])
 def test_the_rules_of_a_system_message_are_all_read(demo: ModelPair, enabled: bool | None, said: str) -> None:
-    """Whether the prompt is read in full, or sparsely for a long document."""
+    """This holds for a prompt that is read in full, and for one that is sparse for its long document."""
     messages = [{"role": "system", "content": RULES}, {"role": "user", "content": said}]
     prompt = asyncio.run(PromptBuilder(demo.tokenizer).chat(conversation(messages)))
     options = SpecPrefillOptions(enabled, return_spans=True)

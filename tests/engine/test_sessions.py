@@ -516,6 +516,6 @@ def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool)
 
 
 def in_kept(pair: ModelPair, chat: Chat, end: Finished, code: str) -> bool:
-    """Whether the target has seen all digits of a code in the first message."""
+    """Return whether the target has read all digits of a code in the first message."""
     prompt = pair.tokenizer.apply_chat_template(chat.messages[:1], add_generation_prompt=True)
     return index_of(pair, prompt, code) <= kept_of(end)

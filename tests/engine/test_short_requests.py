@@ -25,7 +25,7 @@ DENSE = SpecPrefillOptions(False)
 
 
 class Watch:
-    """What the scheduler of an engine is told: who joined, whose chunks read something, who was done."""
+    """The calls of an engine's scheduler: requests that joined, chunks that read something, requests that ended."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[tuple[str, int]] = []

@@ -213,7 +213,7 @@ class References:
         self._known: dict[Any, tuple[list[int], list[float]]] = {}
 
     def check(self, ticket: Ticket, account: PrefillReport) -> None:
-        """What was answered is the beginning of the right answer, as far as that is clear."""
+        """Check that the answer is the beginning of the right one, as far as that is clear."""
         if account.recalled_tokens:
             return  # what the session held had not seen what was recalled
         prompt = tuple(ticket.request.prompt.tolist())

@@ -175,7 +175,7 @@ def test_what_a_drafted_turn_leaves_serves_the_next_one(engine: Engine) -> None:
 @pytest.mark.parametrize("how", NAMES)
 @pytest.mark.extended
 def test_a_prompt_from_the_cache_is_drafted_for(engine: Engine, how: SpeculationName) -> None:
-    """What drafts know of a prompt may then begin late; a repeated and a longer prompt get their plain answers."""
+    """Drafts may know such a prompt only from its middle on. A repeated and a longer prompt get their plain answers."""
     first, _ = generated(engine.generate(asked(21, None)))
     same = asked(21, how)
     longer = replace(same, prompt=(*same.prompt, *first, 5, 6, 7))

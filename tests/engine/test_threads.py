@@ -1,4 +1,4 @@
-"""What the server's threads read while the MLX thread changes it: plans, health, counts."""
+"""Values that the server's threads read while the MLX thread changes them: plans, health, counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wired: nothing, the recommendation, or weights and caches of a model that takes most of the memory."""
+"""Wired memory: none, the recommendation, or weights and caches of a model that takes most of the memory."""
 
 from __future__ import annotations
 

@@ -110,7 +110,9 @@ def test_a_known_answer_is_judged_without_generating_it(forced):
 
 @pytest.mark.parametrize(("name", "raw"), [("copy", True), ("quote", False)])
 def test_the_likeliest_tokens_are_what_greedy_decoding_gives(model, name, raw):
-    """Of the tokens up to the first that is not the answer's; the opening is given, the border may lie in a token."""
+    """Tokens are compared up to the first that is not the answer's. The opening is given, and the border may lie in a
+    token.
+    """
     item = make_item(TASKS[name], name, 1, Space(600, model.count))
     assert item.known.raw == raw
     reply = model.ask(item, arms([], []), 16, 0, False)[FULL]

@@ -103,7 +103,7 @@ def byte_level(name):
 
 
 def metadata_of(made, pre):
-    """What llama.cpp's converter writes of it."""
+    """Return the metadata that llama.cpp's converter writes for a tokenizer."""
     vocab = made.get_vocab()
     tokens = sorted(vocab, key=vocab.__getitem__)
     kinds = {**dict.fromkeys(SPECIAL, CONTROL), "<think>": USER_DEFINED}
@@ -210,7 +210,7 @@ def processor(stored, prefix):
 
 
 def pieces_of(stored):
-    """What llama.cpp's converter writes of it; the types have the same numbers."""
+    """Return the metadata of a SentencePiece model as llama.cpp writes it. The types have the same numbers."""
     pieces = sentencepiece_model_pb2.ModelProto.FromString(stored).pieces
     names = [piece.piece for piece in pieces]
     return {

@@ -114,7 +114,7 @@ def scaled(folder: Path, family: str) -> Path:
 
 
 def report_of(engine: Engine) -> PrefillReport:
-    """Of a request that asks for a sparse prefill."""
+    """Return the report of a request that asks for a sparse prefill."""
     options = SpecPrefillOptions(True, keep_pct("0.3"))
     _, last = generated(engine.generate(GenerationRequest(random_prompt(400), 4, specprefill=options)))
     assert isinstance(last, Finished), last

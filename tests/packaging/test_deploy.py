@@ -32,7 +32,7 @@ def parsed(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def families() -> dict[str, Any]:
-    """What /metrics has, after a sparse and a full answer."""
+    """Return the metric families of /metrics after a sparse and a full answer."""
     engine = FakeEngine()
     metrics = Metrics(engine, "demo")
     for account in (SPARSE, FULL):

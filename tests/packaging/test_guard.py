@@ -60,7 +60,7 @@ class TestTurns:
         assert (found.pairs, found.verdict) == (16, "more")
 
     def test_alike_arms_are_seldom_told_apart(self) -> None:
-        """Of 200 comparisons with noise, at most as many as the interval's confidence lets pass, and some more."""
+        """In 200 comparisons of noise, little more than the interval's confidence allows are told apart."""
         rng, wrong = random.Random(0), 0
         for _ in range(200):
             found = rounds(lambda arm, _: {"ms": rng.lognormvariate(0, 0.3)}, 4).compared()["ms"]

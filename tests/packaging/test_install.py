@@ -1,4 +1,4 @@
-"""What a new user does: install the sdist or the wheel, start the server from an empty folder, ask, offline.
+"""A new user's steps: install the sdist or the wheel, start the server from an empty folder, ask, offline.
 
 The installations fetch the dependencies and take a minute, so they run where MLX_SPECPREFILL_INSTALL is set, as in
 `.ci/run`.

@@ -97,7 +97,7 @@ def test_conversations_stay_and_move_on_when_their_replica_shuts_down(program: s
 
 
 def _shut_down_under_a_stream(base: str, server: Server, replica: str) -> None:
-    """What it has begun is answered to its end; the conversation's next request is another's."""
+    """The replica finishes its running answer. The conversation's next request goes to another replica."""
     lines: list[str] = []
     begun = threading.Event()
 

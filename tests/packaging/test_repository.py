@@ -1,4 +1,4 @@
-"""What must hold of the files themselves."""
+"""Rules for the repository's files."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def calls_of(clone: Path) -> list[str]:
 
 
 def serve(clone: Path, *arguments: str) -> list[str]:
-    """What scripts/serve asked Python to do with models."""
+    """Return the commands with which scripts/serve ran Python."""
     done = subprocess.run([clone / "scripts/serve", *arguments], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return [line for line in calls_of(clone) if line.startswith("-m mlx_specprefill_server")]

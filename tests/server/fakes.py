@@ -214,7 +214,7 @@ class FakeEngine:
         self.alive = False
 
     def idle(self, within: float = 60.0) -> bool:
-        """Whether nothing runs or waits, now or soon."""
+        """Return whether nothing runs or waits, now or within that many seconds."""
         until = time.monotonic() + within
         while time.monotonic() < until and (self._running or self._waiting):
             time.sleep(0.005)

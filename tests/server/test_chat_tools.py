@@ -27,7 +27,7 @@ BROKEN = '<tool_call>{"name": "get_weather", "arguments": {"city": "Par'
 
 
 def message_of(chunks: list[Any], index: int = 0) -> dict[str, Any]:
-    """What a client puts together from a stream, and the finish reason."""
+    """Return the message that a client puts together from a stream, with the finish reason."""
     message: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
     for choice in (choice for chunk in chunks[:-1] for choice in chunk["choices"] if choice["index"] == index):
         delta = choice["delta"]
@@ -234,7 +234,7 @@ def test_a_parser_that_fails_ends_its_answer(
 
 
 def test_a_tool_loop(engine: FakeEngine) -> None:
-    """What was answered goes back in and is rendered as the model wrote it."""
+    """An answer in the history is rendered as the model wrote it."""
     engine.pair = FakePair(byte_tokenizer(QWEN_3))
     client = client_of(engine)
     engine.says(f"<think>\nHm.\n</think>\n\n{CALL}")
@@ -266,7 +266,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 @pytest.fixture
 def showing(engine: FakeEngine) -> TestClient:
-    """Of a model whose template shows the tools."""
+    """Return a client of a model whose template shows the tools."""
     engine.pair.tokenizer = byte_tokenizer(QWEN_3)
     return client_of(engine)
 

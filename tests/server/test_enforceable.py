@@ -1,4 +1,4 @@
-"""What of a schema is not enforced is refused or told in words; the grammar library, asked in the test, agrees."""
+"""Parts of a schema that aren't enforced are refused or reported. The grammar library, asked here, agrees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = LLTokenizer("byte")
 
 
 def trouble(schema: Any) -> str:
-    """What llguidance has against a schema; empty: nothing."""
+    """Return llguidance's objection to a schema, "" if it has none."""
     text: str = LLMatcher.validate_grammar(
         "start: %json " + json.dumps({**schema, "x-guidance": {"lenient": False}}), TOKENS
     )

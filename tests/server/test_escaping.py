@@ -58,7 +58,7 @@ def built(builder: PromptBuilder, messages: list[Turn], tools: Any = (), **kwarg
 
 
 def as_before(tokenizer: TokenizerWrapper, messages: list[Turn], tools: Any = None) -> list[int]:
-    """What a prompt was before names were told from tokens."""
+    """Return the prompt without escaping."""
     text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids

@@ -1,4 +1,4 @@
-"""What the explain endpoint says, against the engine's inspection and the prompt's own text."""
+"""The explain endpoint, against the engine's inspection and the prompt's own text."""
 
 from __future__ import annotations
 

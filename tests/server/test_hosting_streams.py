@@ -79,7 +79,7 @@ def test_it_shows_that_it_lives_and_then_answers(live: Any, host: FakeHost, path
 
 
 def kind(line: str) -> str | None:
-    """Of an event with data, but for signs of life: its type or its fields."""
+    """Return the type or the fields of an event with data, None for a sign of life."""
     if not line.startswith("data: ") or '"loading"' in line:
         return None
     event = {} if line == "data: [DONE]" else json.loads(line[6:])

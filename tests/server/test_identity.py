@@ -1,4 +1,4 @@
-"""Whose key it was decides what cached prompts a request shares, and what it is shown."""
+"""The key of a request decides which cached prompts it shares and which requests it sees."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def whole(engine: FakeEngine, pieces: list[AnswerDelta]) -> dict[str, Any]:
 
 
 def accumulated(payloads: list[dict[str, Any]]) -> Message:
-    """What the SDK makes of a stream, each of whose events it accepts."""
+    """Return the SDK's message from a stream. The SDK accepts each event."""
     message: Any = None
     buffers: dict[int, bytes] = {}
     for payload in payloads:

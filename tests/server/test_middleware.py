@@ -1,4 +1,4 @@
-"""What HTTP clients expect of every path."""
+"""Behaviour that HTTP clients expect of every path."""
 
 from __future__ import annotations
 

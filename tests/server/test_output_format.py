@@ -1,4 +1,4 @@
-"""What clients ask an answer to look like, as grammars; forced calls in every notation."""
+"""Requested forms of an answer as grammars; forced calls in every notation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a long prefill is, told by every streaming dialect without being asked, in a form that its clients skip."""
+"""Progress of a long prefill. Every streaming dialect reports it unasked, in a form that its clients skip."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def streamed(base: str, path: str, **more: Any) -> str:
 
 
 def told(text: str) -> list[dict[str, Any]]:
-    """What was told without being asked: comments, or fields of events that every client knows."""
+    """Return the unrequested progress of a stream: comments, or fields of events that every client knows."""
     comments = [line.removeprefix(": progress ") for line in text.splitlines() if line.startswith(": progress ")]
     if comments or "event: " not in text:
         return [json.loads(comment) for comment in comments]

@@ -1,4 +1,4 @@
-"""How long requests may take, how many there may be, and what becomes of them when the server is asked to end."""
+"""Limits on the time and number of requests, and their end when the server stops."""
 
 from __future__ import annotations
 

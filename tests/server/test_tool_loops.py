@@ -43,7 +43,7 @@ def last_prompt(engine: FakeEngine) -> str:
 
 
 def check_prompt(prompt: str) -> None:
-    """What the model wrote comes back to it as it wrote it, but for white space of the template's own."""
+    """Check that the prompt repeats the model's own text, except for white space of the template."""
     assert prompt.count("<tool_call>\n{") == 2
     assert "<think>\nI read both.\n</think>\n\nReading.\n<tool_call>" in prompt
 

@@ -1,4 +1,4 @@
-"""What is kept whatever the draft thinks."""
+"""Tokens that are kept whatever the draft's scores are."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def agent(system=3000, results=(900,) * 8):
 
 
 def dropped(spans, M, scope):
-    """What competes, as ranges of indices."""
+    """Return the tokens open to selection, as ranges of indices."""
     mask = forced_mask(forced_ranges(spans, M, CONFIG, scope), M)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], ~mask, [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -120,7 +120,7 @@ def test_as_many_heads_as_keep_the_most() -> None:
 
 @pytest.mark.parametrize(("call", "depth"), [(0, 3), (2, 3), (3, 4), (5, 6), (7, 8), (8, 12), (11, 12)])
 def test_the_depth_is_the_least_that_holds_the_head(call: int, depth: int) -> None:
-    """Of a quarter, a third, a half, two thirds and all of twelve layers."""
+    """The depths are a quarter, a third, a half, two thirds and all of twelve layers."""
     found = chosen({**even(12), (call, 1): 0.6})
     assert (found.depth, found.heads[0].call) == (depth, call)
 

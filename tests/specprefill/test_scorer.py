@@ -40,7 +40,7 @@ def heads_of(family, depth=1, layers=1):
 
 
 def run(draft, prompt, config=None, stops=frozenset(), **given):
-    """What the paper's scorer finds, and the number of yields."""
+    """Return the scores of the paper's scorer, and the number of yields."""
     config = config or ScoringConfig()
     return driven(PaperScorer(config), draft, ToScore.alone(draft, prompt, config, stop_ids=stops, **given))
 
@@ -107,7 +107,7 @@ def brute_force_of_heads(model, heads, prompt, config, question, template=None):
 
 
 def attention_row(call, head, row):
-    """What one token sees of the prompt in one head, (M,)."""
+    """Return one token's attention to the prompt in one head, (M,)."""
     q, k, sinks, scale = call
     keys = min(row + 1, M)
     logits = scale * (k[0, head // (q.shape[1] // k.shape[1]), :keys] @ q[0, head, row])
@@ -162,7 +162,7 @@ def test_calibrated_heads_equal_brute_force(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_gets_no_importance_and_lends_none(family):
-    """What it attracts is gone before it is smoothed over the tokens beside it and before the heads are weighed."""
+    """Attention on the template is removed before smoothing over neighbouring tokens and weighing the heads."""
     model, prompt, heads = tiny_model(family, seed=3), random_prompt(M), heads_of(family)
     template = np.zeros(M, dtype=np.bool_)
     template[0] = template[30:34] = template[M - 23 :] = True

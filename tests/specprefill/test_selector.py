@@ -140,14 +140,14 @@ def tokens(count, *chunks):
 
 
 def missing(selection, held, stands_out=2.0):
-    """What `missing_of` says, as plain values."""
+    """Return the result of `missing_of` as plain values."""
     found = missing_of(selection, held, stands_out)
     assert found.dtype == np.int32
     return found.tolist()
 
 
 def test_only_what_stands_out_is_missing():
-    """What is not chosen has 1; chunk 1 stands out with 24, chunk 3 is chosen with 1.9 and does not."""
+    """Chunks that aren't chosen score 1. Chunk 1 stands out with 24; chunk 3 is chosen with 1.9 and does not."""
     scores = [1, 24, 1, 1.9, *[1] * 40, 12]
     selection = selected(scores, Fraction(3, 45))
     assert selection.chunk_chosen.nonzero()[0].tolist() == [1, 3, 44]
@@ -162,7 +162,9 @@ def test_only_what_stands_out_is_missing():
 
 
 def test_how_much_is_looked_at_elsewhere_does_not_matter():
-    """What the session holds may draw a hundred times the attention: an earlier question in the same words."""
+    """Tokens that the session holds may draw a hundred times the attention, as an earlier question in the same words
+    does.
+    """
     scores = [1, 4, *[1] * 40, 400]
     assert missing(selected(scores, Fraction(2, 43)), tokens(86, 42)) == [2, 3]
 
@@ -263,7 +265,7 @@ def test_a_sentence_that_goes_on_brings_its_next_chunk_and_a_new_one_does_not():
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("shift", range(8))
 def test_where_chunks_begin_does_not_decide_between_lines(size, shift):
-    """What was looked at counts the same whether one chunk holds it or two do."""
+    """A run of attention counts the same in one chunk or split over two."""
     importance, start = np.zeros(128, dtype=np.float32), 40 + shift
     importance[start : start + 13] = 1
     scores = chunk_scores(importance, [0, start], SelectionConfig(chunk_size=size))

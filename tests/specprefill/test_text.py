@@ -37,7 +37,7 @@ def pieces_of(tokenizer: TokenizerWrapper, ids: list[int], kind: str) -> list[st
 
 
 def by_hand(pieces: list[str]) -> list[int]:
-    """Of the pieces that a text is cut into: those after a line break, or after a full stop and before a space."""
+    """Return the pieces that start a sentence: after a line break, or after a full stop and before a space."""
     starts = [0]
     for index in range(1, len(pieces)):
         before, after = pieces[index - 1], pieces[index]

@@ -1,4 +1,4 @@
-"""What an MTP head reads of a text, and what becomes of its entries when guesses are accepted and rejected."""
+"""The tokens that an MTP head reads, and its entries when guesses are accepted and rejected."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ PATTERNS: list[frozenset[int]] = [
 @pytest.mark.parametrize("wrong", PATTERNS, ids=["right", "wrong", "every third", "mixed"])
 @pytest.mark.parametrize("number", range(3))
 def test_entries_are_those_of_a_fresh_run(number: int, wrong: frozenset[int]) -> None:
-    """Of the kept pairs of the prompt and of the answer, whatever was guessed and taken back in between."""
+    """The entries cover the kept pairs of the prompt and of the answer, with guesses taken back in between."""
     row, answer = rows()[number], answer_of(number)
     head = Knowing(tiny_head(model()), row.prompt, answer, wrong)
     running, proposer = drafted(head, row, COUNT, 3)

@@ -1,4 +1,4 @@
-"""What followed the last time the text went like this: against a search that is too simple to be wrong."""
+"""The n-gram look-up, against a search that is too simple to be wrong."""
 
 from __future__ import annotations
 

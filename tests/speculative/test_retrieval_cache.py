@@ -25,7 +25,7 @@ def filled(keys: mx.array, values: mx.array) -> KVCache:
 
 
 def shares(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Of one KV head: the largest share of attention that a query gives to each chunk; keys (C, tokens of it, D)."""
+    """Return the largest share that a query of one KV head gives to each chunk; keys (C, chunk size, D)."""
     best = np.zeros(len(keys))
     for query in queries:
         weights = np.exp(keys @ query / np.sqrt(D))

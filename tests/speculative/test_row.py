@@ -23,7 +23,7 @@ COUNT = 24
 
 
 class Counting(TokenSampler):
-    """How often a round had to know its token before it could go on."""
+    """A sampler that counts how often a round had to wait for its token."""
 
     waited = 0
 

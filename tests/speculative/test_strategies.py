@@ -1,4 +1,4 @@
-"""What a small model reads that does not read the whole prompt."""
+"""The tokens that a small model reads if it does not read the whole prompt."""
 
 from __future__ import annotations
 

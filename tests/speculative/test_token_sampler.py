@@ -1,4 +1,4 @@
-"""What a token is drawn from, after every filter and penalty, is always a distribution."""
+"""The sampler draws from a distribution after every filter and penalty."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Toy:
     def verified(
         self, level: int, text: Sequence[int], proposed: tuple[list[int], list[Distribution]], rng: Rng
     ) -> tuple[list[int], list[Distribution]]:
-        """What one level makes of a proposal: the tokens that go on, and the distributions they have."""
+        """Verify a proposal at one level. Return the accepted tokens and their distributions."""
         tokens, distributions = proposed
         ours: list[Distribution] = [self.distribution(level, [*text, *tokens[:i]]) for i in range(len(tokens) + 1)]
         verdict = verify(ours, distributions, tokens, rng)
@@ -156,7 +156,7 @@ def test_the_published_rejection_rule_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 
 def chi_square(toy: Toy, round_: Callable[[Sequence[int], Rng], list[int]], draws: int) -> float:
-    """Of first and second tokens together, V * V cells."""
+    """Return the chi-square of first and second tokens together, over V * V cells."""
     rng, run = Rng(1), first(2, round_)
     counts = Counter(run(rng) for _ in range(draws))
     truth = true_distribution(toy, 2)

@@ -95,7 +95,7 @@ class Page:
         return self.all(".turn")[-1]
 
     def score(self, question: str, document: str) -> None:
-        """What would be read of a document for a question, without an answer."""
+        """Press the button that shows which parts of a document a question keeps, without an answer."""
         self.drop(document)
         self.find("#question").send_keys(question)
         self.press("#score")
@@ -123,7 +123,7 @@ class Page:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
     def fits(self) -> bool:
-        """Whether nothing has to be scrolled sideways."""
+        """Return whether nothing has to be scrolled sideways."""
         return bool(self.run("return document.documentElement.scrollWidth <= innerWidth"))
 
     def shoot(self, name: str) -> None:
@@ -133,7 +133,7 @@ class Page:
             self.driver.save_screenshot(str(Path(folder) / f"{name}.png"))
 
     def complaints(self) -> list[str]:
-        """What the browser's console holds, apart from answers 401, which it always notes."""
+        """Return the messages of the browser's console, without the 401 answers that it always notes."""
         return [e["message"] for e in self.driver.get_log("browser") if "status of 401" not in e["message"]]
 
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: the command, models, servers and their clients, text, clocks, statistics and tables."""
+"""Shared code of all benchmarks: the command, models, servers, clients, text, clocks, statistics and tables."""
 
 
 class BenchError(Exception):

@@ -94,7 +94,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Step:
-    """What is said before a request, and what its answer has to hold.
+    """The message before a request, and the text its answer must contain.
 
     Attributes:
         said: a tool's result, or what the user says.
@@ -296,7 +296,7 @@ def tools(rng: random.Random, tokens: int, count: Count) -> list[dict[str, Any]]
 
 
 def task(rng: random.Random, tokens: int, count: Count, facts: Sequence[str] = ()) -> str:
-    """What a user asks for at first, with the facts spread over it."""
+    """Return a user's first message, with the facts spread over it."""
     asked = filled(rng, "Please make the {adj} {item} of the {place} {verb} once only, and add a test for it.")
     notes = iter(lambda: filled(rng, "The {item} in {place}/{word} is {adj}; {word2} comes behind it."), "")
     lines = _lines(notes, max(1, tokens - count(" ".join([asked, *facts]))), count)
@@ -313,7 +313,7 @@ def call_of(kind: Kind, rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def result(kind: Kind, rng: random.Random, tokens: int, count: Count, facts: Sequence[str] = ()) -> str:
-    """What a tool returns, with each fact in a line of its own somewhere in the middle."""
+    """Return a tool's result, with each fact in a line of its own somewhere in the middle."""
     lines = {"read": _file, "search": _search, "edit": _diff, "test": _log}[kind](rng, tokens, count)
     for fact in facts:
         at = rng.randrange(len(lines) // 5, max(1, 4 * len(lines) // 5) + 1)

@@ -51,7 +51,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | tuple[None
 
 
 def machine() -> dict[str, Any]:
-    """What it was measured on."""
+    """Return the description of the machine."""
     return {"device": str(mx.default_device()), "blas": BLAS.library, "mlx": mx.__version__}
 
 

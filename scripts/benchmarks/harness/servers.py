@@ -241,7 +241,7 @@ def running(
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process, from /proc or, where there is none, from ps."""
+    """Return the CPU time of a process in seconds, from /proc or, where there is none, from ps."""
     stat = Path(f"/proc/{pid}/stat")
     if stat.exists():
         fields = stat.read_text().rpartition(")")[2].split()

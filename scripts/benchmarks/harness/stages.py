@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def finish(slices: Generator[Any, None, T], after_each: Callable[[Any], None] = lambda _: None) -> T:
-    """What the generator returns. `after_each` gets what it yields."""
+    """Run a generator and return its value. `after_each` gets every value that it yields."""
     while True:
         try:
             after_each(next(slices))

@@ -35,7 +35,7 @@ class Sizes(network.Sizes):
 
 @dataclass(frozen=True)
 class Start:
-    """What differs between the starts of a draft and a target."""
+    """The options in which the starts of a draft and a target differ."""
 
     slots: int = 4
     pointing_heads: int = 0

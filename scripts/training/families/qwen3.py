@@ -29,7 +29,7 @@ class Sizes(network.Sizes):
 
 @dataclass(frozen=True)
 class Start:
-    """What differs between the starts of a draft and a target."""
+    """The options in which the starts of a draft and a target differ."""
 
     look_back_gain: float = 2.0  # query and key norm gain of layer 0: how sharp its attention is
     # Shares of the RoPE pairs in a positional head, fastest first: fast pairs separate neighbours, slow ones exclude

@@ -77,7 +77,7 @@ def _xml(rng: random.Random, space: Space) -> Item:
 def _collection(
     rng: random.Random, space: Space, fact: Fact, others: Iterable[str], marks: tuple[str, str, str]
 ) -> Item:
-    """What is asked for among as many others as fit, then prose."""
+    """Return an item with the fact among as many others of its kind as fit, then prose."""
     opening, between, closing = marks
     left = space.without(fact.turn.question, *(piece + between for piece in fact.pieces)) - 8
     pieces: list[str] = []

@@ -1,4 +1,4 @@
-"""What a task is: a way to make items, and the published rule by which an answer is scored."""
+"""The base of all tasks: a function that makes items, and the published rule that scores an answer."""
 
 from __future__ import annotations
 

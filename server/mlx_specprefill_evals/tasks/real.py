@@ -61,7 +61,7 @@ class _Sentence:
 
 @lru_cache(maxsize=1)
 def _sentences() -> tuple[_Sentence, ...]:
-    """Those that can be asked for: plain words, and enough of them."""
+    """Return the sentences that a question can ask for: plain words, and enough of them."""
     return tuple(
         _Sentence(text, index)
         for index, paragraph in enumerate(corpus.paragraphs())
@@ -349,7 +349,9 @@ def _called(node: ast.AST) -> str:
 
 
 def _as_declared(call: ast.Call, helper: ast.FunctionDef) -> bool:
-    """Whether the arguments are named as the helper's parameters are: then its definition says how the call goes on."""
+    """Return whether the arguments carry the names of the helper's parameters, so that its definition predicts the
+    call.
+    """
     given = [argument.id if isinstance(argument, ast.Name) else "" for argument in call.args]
     declared = [parameter.arg for parameter in helper.args.args if parameter.arg != "self"]
     return len("".join(given)) >= LONG_ARGUMENTS and given == declared[: len(given)]

@@ -141,7 +141,7 @@ def _joined(content: Any, where: str, of_a_tool: bool = False) -> str:
 
 
 def _texts(block: dict[str, Any], where: str, of_a_tool: bool = False) -> list[str]:
-    """What a template can show of a block.
+    """Return the texts of a block that a template can show.
 
     Raises:
         InvalidRequestError: it is not text, no tool's result says so in its place, and leaving it out would change what

@@ -54,13 +54,13 @@ async def create(
 async def count(
     request: Request, body: Annotated[CountRequest, Depends(body_of(CountRequest, refuse))], service: ModelDep
 ) -> Response:
-    """How many tokens the prompt has."""
+    """Count the prompt's tokens."""
     tokens = await while_connected(request, count_tokens(service, conversation_of(body), body.choice()))
     return JsonResponse({"input_tokens": tokens})
 
 
 def conversation_of(body: CountRequest) -> Conversation:
-    """What a body says, normalised."""
+    """Return the normalised conversation of a body."""
     messages = inline_system_messages(chat_messages(body.system, body.messages))
     return conversation(messages, function_tools(body.tools), body.template_kwargs(), _ending(messages))
 

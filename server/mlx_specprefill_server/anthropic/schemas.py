@@ -63,7 +63,7 @@ class CountRequest(ThinkingFields):
         return "required" if self.tool_choice.type == "any" else self.tool_choice.type
 
     def template_kwargs(self) -> dict[str, Any]:
-        """How templates call thinking and effort."""
+        """Return the template's arguments for thinking and effort."""
         return self.thinking_kwargs(self.output_config.effort)
 
     def output(self) -> OutputFormat | None:

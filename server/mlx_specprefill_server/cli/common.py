@@ -1,4 +1,4 @@
-"""What the commands have in common: errors in one line, settings by precedence, loading, the prompt."""
+"""Shared code of the commands: one-line errors, settings by precedence, loading, the prompt."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class OptionError(SpecPrefillError):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What the user did wrong, in one line; everything else keeps its traceback."""
+    """Show a user's mistake in one line. Every other error keeps its traceback."""
     try:
         yield
     except (SpecPrefillError, PackageError, PairsError) as error:
@@ -139,7 +139,7 @@ def _default_pair() -> Pair:
 
 
 def options_of(enabled: bool | None, keep: str | None) -> SpecPrefillOptions:
-    """What one request asks for."""
+    """Return one request's options of sparse prefill."""
     return SpecPrefillOptions(enabled, None if keep is None else keep_pct(keep, "--keep-pct"))
 
 

@@ -63,7 +63,7 @@ def _verdict(checks: Sequence[Check]) -> str:
 
 
 def _summary(checks: Sequence[Check]) -> dict[str, Any]:
-    """What passed by the largest error of each operation; what did not, one by one."""
+    """Return the largest error of each operation that passed, and a list of the checks that did not pass."""
     errors: dict[str, dict[str, float]] = {}
     told: dict[str, list[dict[str, Any]]] = {"ok": [], "failed": [], "not supported": []}
     for check in checks:

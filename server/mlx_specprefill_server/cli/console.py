@@ -1,4 +1,4 @@
-"""What the command line draws: progress bars, the table of stages, the table of chunks."""
+"""Drawings of the command line: progress bars, the table of stages, the table of chunks."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def _memory() -> Finding:
 
 
 def _wired_limit() -> str:
-    """What macOS lets the GPU wire, where it says so."""
+    """Return the memory that macOS lets the GPU wire, "" on other systems."""
     if sys.platform != "darwin":
         return ""
     asked = ("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb")
@@ -151,7 +151,7 @@ def _wired_limit() -> str:
 
 
 def _weights() -> Finding:
-    """Of the pairs that are on this machine, in their files."""
+    """Return the size of each downloaded pair's weight files."""
     memory, found = machine().memory, []
     for name in read_pairs(NAMED_PAIRS):
         try:

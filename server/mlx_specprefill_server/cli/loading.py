@@ -1,4 +1,4 @@
-"""How the commands load a pair: what is not on this machine is fetched first, and they say what they do."""
+"""Loading of a pair for the commands. They download missing models and announce each step."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _named(hosts: Path) -> list[str]:
 
 
 def _environment() -> list[str]:
-    """What mlx.launch sets on all hosts: the settings of this machine, and a key that the ranks show each other."""
+    """Return the arguments by which mlx.launch sets this machine's settings and the ranks' shared key on all hosts."""
     settings = {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
     for name in _SECRET:
         settings.pop(name, None)
@@ -140,7 +140,7 @@ def follow(engine: RankedEngine, ranks: Ranks) -> None:
 
 
 def _obey() -> None:
-    """What the launcher passes on; its end is a wish too."""
+    """Act on the launcher's messages. The end of its input asks this process to stop."""
     for line in sys.stdin.buffer:
         number = next((number for number, asks in _ASKS.items() if line.strip() == asks.strip()), None)
         if number is not None:

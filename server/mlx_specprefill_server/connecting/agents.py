@@ -42,7 +42,7 @@ class RunningServer:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What connects one agent with one server.
+    """The settings that connect one agent to one server.
 
     Attributes:
         files: what each has to say; none where the agent keeps its settings elsewhere.

@@ -1,1 +1,1 @@
-"""What an answer's form must be: tool choice, JSON schemas, and their grammars."""
+"""Constraints on an answer's form: tool choice, JSON schemas, and their grammars."""

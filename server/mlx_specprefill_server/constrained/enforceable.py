@@ -1,4 +1,4 @@
-"""What of a JSON schema can be enforced while an answer is written, and what can't, in words."""
+"""Checks which parts of a JSON schema a grammar can enforce, and names the others."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class EnforceableSchema:
         self.left_out.append(f"`{word}` at {'.'.join(path) or 'the top'} {why}")
 
     def _exclusive(self, branches: Sequence[Any]) -> bool:
-        """Whether no value can meet two of the branches."""
+        """Return whether no value can match two of the branches."""
         meant = [self._referred(branch) for branch in branches]
         return all(_disjoint(one, other) for i, one in enumerate(meant) for other in meant[:i])
 

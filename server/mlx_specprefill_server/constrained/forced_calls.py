@@ -40,7 +40,7 @@ def forced_tools(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
 
 
 def has_grammar(tool_format: str | None) -> bool:
-    """Whether calls in this notation can be described."""
+    """Return whether a grammar exists for calls in this notation."""
     return tool_format in _NOTATIONS
 
 
@@ -165,7 +165,7 @@ def _fields(schema: Schema) -> list[tuple[str, Schema, bool]]:
 
 
 def _shared(schema: Schema) -> Schema:
-    """What references inside of a schema mean."""
+    """Return the definitions that references inside a schema point to."""
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 

@@ -100,7 +100,7 @@ class Lark:
         return self.rule("text", "/(?s:.)*/", f"[suffix={_quoted(end)}]")
 
     def analysis(self) -> str:
-        """What harmony's models may think before they answer or call."""
+        """Return the rule of the reasoning that harmony's models may write before they answer or call."""
         end = self.free_text("<|end|>")
         start, again = self.literal("<|channel|>analysis<|message|>"), self.literal("<|start|>assistant")
         return self.rule("analysis", f"({start} {end} {again})?")

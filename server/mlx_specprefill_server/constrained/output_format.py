@@ -1,4 +1,4 @@
-"""What the text of an answer must look like, in every spelling that clients use, and the grammar that says so."""
+"""The required form of an answer's text, in every spelling that clients use, and its grammar."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What an answer's text must be.
+    """The required form of an answer's text.
 
     Attributes:
         value: a schema (dict), a regular expression, a Lark grammar, or texts to choose from; for "json_object" unused.
@@ -50,7 +50,9 @@ class OutputFormat:
 
 
 def parse_response_format(body: Mapping[str, Any]) -> OutputFormat | None:
-    """What a body asks for in one of OUTPUT_FIELDS; None: free text. null and empty values ask for nothing.
+    """Return the format that a body asks for in one of OUTPUT_FIELDS, None for free text.
+
+    null and empty values ask for nothing.
 
     Raises:
         InvalidRequestError: names the field; also when two fields ask for something.

@@ -1,4 +1,4 @@
-"""What an inspection says about each chunk, in words: for the endpoint, the page and the command line alike."""
+"""The outcome of an inspection per chunk, in words. The endpoint, the page and the command line share it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,9 @@ class IncrementalDetokenizer:
         return new
 
     def _unfinished(self, text: str) -> int:
-        """How many last tokens may still become a character: cutting there changes nothing of the text."""
+        """Return the number of last tokens that may still become one character. A cut before them leaves the text
+        unchanged.
+        """
         cuts = range(UNFINISHED_BYTES, 0, -1)
         return next((n for n in cuts if self._decode(self._tokens[:-n]) + self._decode(self._tokens[-n:]) == text), 0)
 
@@ -78,7 +80,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """What may be shown now."""
+        """Add text and return the part that can be shown now."""
         if self.matched is not None:
             return ""
         self._held += text

@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the engine ended one answer, for metrics and logs; also when its client has left."""
+    """The engine's end of one answer, for metrics and logs. It exists for clients that have left, too."""
 
     request: GenerationRequest
     event: Finished | Failed
@@ -137,7 +137,7 @@ class Generation:
 
     @property
     def running(self) -> bool:
-        """Whether an answer is still to come, and wanted."""
+        """True while an answer is still to come and a client wants it."""
         return bool(self._open) and not self._closed
 
     @property
@@ -147,7 +147,7 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of that prompt."""
+        """The number of tokens in the prompt."""
         return len(self.prompt)
 
     @property
@@ -212,7 +212,7 @@ class Generation:
             self._wanted.set_result(None)
 
     async def _next(self) -> tuple[int, Event] | None:
-        """What came first; waits for it. A queue of asyncio's takes more than twice the time, per token."""
+        """Wait for the next event and return it. An asyncio.Queue takes more than twice the time per token."""
         while not self._events:
             self._wanted = self._loop.create_future()
             await self._wanted

@@ -71,7 +71,7 @@ class AnswerReader:
         self.over = False
 
     def push(self, event: TokenEvent) -> list[ContentDelta]:
-        """What one more token adds to the answer, often nothing."""
+        """Add one token and return the deltas that it completes, often none."""
         if self.over:
             return []
         self.completion_tokens += 1
@@ -122,7 +122,7 @@ class AnswerReader:
         return deltas
 
     def _limited(self, parsed: Sequence[ContentDelta]) -> list[ContentDelta]:
-        """What the request wants of the parsed deltas."""
+        """Return the parsed deltas that the request wants."""
         out: list[ContentDelta] = []
         for delta in parsed:
             if self._as_parsed and isinstance(delta, (TextDelta, ReasoningDelta)):
@@ -192,7 +192,7 @@ class _DistinctCalls:
         self.repeated = False
 
     def push(self, delta: ContentDelta) -> list[ContentDelta]:
-        """What may be shown now."""
+        """Add a delta and return the deltas that can be shown now."""
         match delta:
             case CallStart():
                 self._name = delta.name

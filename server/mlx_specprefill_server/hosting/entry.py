@@ -19,7 +19,7 @@ ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far loading is: a step in words, and `done` of its `total` parts; 0 of 0 while that says nothing."""
+    """Progress of loading: a step in words, and `done` of its `total` parts. The parts are 0 of 0 while unknown."""
 
     step: str = "Waiting"
     done: int = 0
@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def may_go(self) -> bool:
-        """Whether it is in memory, and nothing needs it there."""
+        """True if the model is in memory and nothing keeps it there."""
         if self.service is None or self.pin or self.users:
             return False
         health = self.service.engine.health()

@@ -72,7 +72,7 @@ class Models:
 
     @property
     def several(self) -> bool:
-        """Whether models come and go."""
+        """True if the server loads and unloads models on demand."""
         return self._host is not None
 
     @property

@@ -29,7 +29,7 @@ class MissingModelError(ValueError):
 
 
 class NoRoomError(ApiError):
-    """What is in use must end first."""
+    """A refusal to load a model while running requests use the memory it needs."""
 
     def __init__(self, entry: Entry, why: str) -> None:
         message = f"The model {entry.id!r} can't be loaded now: {why}. Try again when their requests have ended."
@@ -37,7 +37,7 @@ class NoRoomError(ApiError):
 
 
 def reason_of(error: Exception) -> str:
-    """What it says, without this machine's folders, which are nobody's business; the log has it whole."""
+    """Return the error's message without this machine's private folders. The log has the whole message."""
     return FOLDERS.sub("", str(error)) or type(error).__name__
 
 

@@ -97,7 +97,9 @@ class _LoadingStream(Response):
         return pass_on
 
     def _sign_of_life(self) -> bytes:
-        """What every client of the dialect skips: most take nothing seriously before the first event of an answer."""
+        """Return an event that every client of the dialect skips. Most clients reject other data before an answer's
+        first event.
+        """
         told = {"model": self._entry.id, "state": self._entry.state, **self._entry.progress.to_dict()}
         if self._path == ANTHROPIC_PATH:
             return named_event({"type": "ping", "loading": told})

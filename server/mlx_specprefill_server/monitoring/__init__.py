@@ -1,1 +1,1 @@
-"""What operators see: metrics, the access log, recent requests."""
+"""Monitoring for operators: metrics, the access log, recent requests."""

@@ -83,7 +83,7 @@ class Exchange:
         logger.log(level, "%s %s %s", self.method, self.path, self.status, extra={"fields": fields})
 
     def fields(self) -> dict[str, Any]:
-        """What the line says, in this order."""
+        """Return the fields of the log line, in order."""
         head = {"request_id": self.id, "method": self.method, "path": self.path, "status": self.status}
         return {**head, "ms": round(self._ms or 0.0, 1), **_spent(self.answers)}
 
@@ -220,6 +220,6 @@ class RecentAnswers:
         )
 
     def newest_first(self, identity: str | None) -> list[dict[str, Any]]:
-        """Those to one API key, by its identity's name; None: to all."""
+        """Return the answers to one API key, given by its identity's name, or to all keys if it is None."""
         shown = self._answers.values() if identity is None else [self._answers.get(identity, ())]
         return list(islice(merge(*shown, key=itemgetter("ended"), reverse=True), HELD))

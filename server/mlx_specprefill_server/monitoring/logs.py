@@ -1,4 +1,4 @@
-"""How the process logs: text for people or JSON for machines, one record per line, uvicorn's own included."""
+"""Logging of the process: text for people or JSON for machines, one record per line, uvicorn's own included."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def configure_logging(level: str, form: str = "text") -> None:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What a record says in fields of its own, given as `extra={"fields": {...}}`."""
+    """Return a record's extra fields, given as `extra={"fields": {...}}`."""
     fields: dict[str, Any] = getattr(record, "fields", {})
     return fields
 

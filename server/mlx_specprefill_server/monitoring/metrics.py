@@ -128,7 +128,7 @@ class Metrics:
 
 
 def text_of_several(models: Iterable[Metrics]) -> bytes:
-    """Those of several models as one text, each sample with its model's name."""
+    """Return the metrics of several models as one text, with the model's name on each sample."""
     return generate_latest(_Several(list(models)))
 
 

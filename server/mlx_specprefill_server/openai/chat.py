@@ -52,7 +52,7 @@ async def create(request: Request, identity: IdentityDep, body: BodyDep, service
 
 @router.post("/v1/chat/completions/input_tokens")
 async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
-    """How many tokens the prompt has, in llama.cpp's shape."""
+    """Count the prompt's tokens, in llama.cpp's shape."""
     tokens = await while_connected(request, count_tokens(service, body.conversation(), body.choice()))
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 

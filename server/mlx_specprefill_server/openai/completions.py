@@ -124,7 +124,7 @@ def _job(
 
 
 def fill_in_the_middle(vocabulary: Vocabulary, prompt: str, suffix: str) -> str:
-    """What comes between `prompt` and `suffix`, in the notation of the model's own markers.
+    """Return a prompt for the text between `prompt` and `suffix`, with the model's own markers.
 
     Raises:
         InvalidRequestError: it has none.
@@ -210,7 +210,7 @@ class CompletionAnswer:
         yield DONE
 
     def _written(self, index: int, delta: AnswerDelta) -> list[Written]:
-        """What a delta adds to an answer: the echoed prompt before anything else, then new text."""
+        """Return the text that a delta adds to an answer: first the echoed prompt, then new text."""
         if isinstance(delta, Idle | Progress):
             return []
         choice = self._choices[index]

@@ -112,7 +112,7 @@ def _in_memory(service: Service) -> dict[str, Any]:
 
 
 def _nothing_known(entry: Entry) -> dict[str, Any]:
-    """Of a model that is not in memory but its window; clients that look for these fields find them."""
+    """Return the fields that clients look for, of a model that is not in memory. All but its window are None."""
     windows = ("max_input_tokens", "max_model_len", "context_length", "context_window")
     unknown = ("memory", "ranks", "draft", "draft_tokenizer", "scorer", "specprefill")
     return dict.fromkeys(windows, entry.context) | dict.fromkeys(unknown, None)
@@ -126,7 +126,7 @@ def _memory(service: Service) -> dict[str, int]:
 
 
 def _ranks(service: Service) -> dict[str, Any]:
-    """How many processes run the target together, how it is spread over them, and which of them have the draft."""
+    """Return the number of ranks, the sharding of the target, and the placement of the draft."""
     pair = service.engine.pair
     return {
         "count": 1 if pair.ranks is None else pair.ranks.size,
@@ -136,7 +136,7 @@ def _ranks(service: Service) -> dict[str, Any]:
 
 
 def _scorer(service: Service) -> str | None:
-    """What reads the prompt to score it."""
+    """Return the name of the model that scores prompts, None without one."""
     pair = service.engine.pair
     if pair.draft_id is None:
         return None
@@ -144,7 +144,7 @@ def _scorer(service: Service) -> str | None:
 
 
 def _draft_tokenizer(service: Service) -> dict[str, Any] | None:
-    """How the draft's tokens and the target's meet."""
+    """Return how the draft's tokens map to the target's."""
     pair = service.engine.pair
     if pair.draft_id is None:
         return None

@@ -48,14 +48,14 @@ async def create(request: Request, identity: IdentityDep, body: BodyDep, service
 
 @router.post("/v1/responses/input_tokens")
 async def count(request: Request, body: BodyDep, service: ModelDep) -> Response:
-    """How many tokens the prompt has."""
+    """Count the prompt's tokens."""
     conversation = conversation_of(body, function_tools(body.tools))
     tokens = await while_connected(request, count_tokens(service, conversation, body.choice()))
     return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 def conversation_of(body: ResponsesRequest, tools: Tools) -> Conversation:
-    """What a body says, normalised."""
+    """Return the normalised conversation of a body."""
     messages = inline_system_messages(chat_messages(body.instructions, body.input))
     return conversation(messages, tools.functions, body.template_kwargs(), field="input")
 

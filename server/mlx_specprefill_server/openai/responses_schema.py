@@ -51,11 +51,11 @@ class ResponsesRequest(ConversationFields):
         return first_limit(self.max_output_tokens, self.max_tokens, self.n_predict)
 
     def template_kwargs(self) -> dict[str, Any]:
-        """How templates call thinking and effort."""
+        """Return the template's arguments for thinking and effort."""
         return self.thinking_kwargs() | self.chat_template_kwargs
 
     def output(self) -> OutputFormat | None:
-        """What the text must look like: `text.format`, or one of the fields that other endpoints have for it."""
+        """Return the text's required form: `text.format`, or a field of the same meaning from another endpoint."""
         own, other = self._format(), super().output()
         if own is not None and other is not None:
             raise InvalidRequestError(f"{other.field}: can't be combined with text.format", field=other.field)

@@ -85,7 +85,7 @@ class StreamOptions(Body):
 
 
 class GenerationFields(SamplingFields, SpecPrefillFields):
-    """What both endpoints take."""
+    """Fields of chat completions and completions."""
 
     model: str | None = None
     stream: bool = False
@@ -105,7 +105,7 @@ class GenerationFields(SamplingFields, SpecPrefillFields):
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = ()
 
     def output(self) -> OutputFormat | None:
-        """What the text must look like; None: free text.
+        """Return the text's required form, None for free text.
 
         Raises:
             InvalidRequestError: not understood, or asked for twice.
@@ -115,7 +115,7 @@ class GenerationFields(SamplingFields, SpecPrefillFields):
 
 
 class ConversationFields(ThinkingFields, GenerationFields):
-    """What chat completions and responses take."""
+    """Fields of chat completions and responses."""
 
     tools: list[Any] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
@@ -219,7 +219,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What every chunk of one response shares."""
+    """The fields that all chunks of one response share."""
 
     id: str
     object: str

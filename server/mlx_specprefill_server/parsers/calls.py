@@ -1,4 +1,4 @@
-"""What the formats of tool calls have in common."""
+"""Shared parts of the formats of tool calls."""
 
 from __future__ import annotations
 
@@ -149,14 +149,14 @@ class Value:
                 yield from _given(emit(self._cursor.take(1)))
 
     def _next(self) -> tuple[int, str | None]:
-        """How many characters surely belong to the value, and the tag behind them."""
+        """Return how many characters certainly belong to the value, and the tag that follows them."""
         text = self._cursor.buffer
         found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
         at, mark = min(found) if found else (len(text) - overlap(text, list(self._marks)), None)
         return at - (self._lines and text[:at].endswith("\n")), mark
 
     def _ends(self, mark: str) -> Reading[bool]:
-        """Whether the tag behind the cursor, and perhaps one line break, ends the value."""
+        """Return whether the tag at the cursor, perhaps after one line break, ends the value."""
         line = 0 if self._cursor.buffer.startswith(mark) else 1
         if not (yield from self._follows(line + len(mark), self._marks[mark])):
             return False

@@ -43,7 +43,7 @@ MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one model writes.
+    """The output format of one model.
 
     Attributes:
         tools: the format of calls; None: the template has none. What looks like a call is read all the same when a
@@ -63,7 +63,7 @@ class Format:
     tokenizer: Any = None
 
     def opened(self, prompt: str) -> bool:
-        """Whether the prompt ends inside reasoning: behind its tag, or in the middle of it."""
+        """Return whether the prompt ends inside reasoning: after its tag, or in the middle of it."""
         return self.think is not None and prompt.rfind(self.think[0]) > prompt.rfind(self.think[1])
 
     def reasoning_end(self, prompt: str) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class Format:
         return self.think_end if self.opened(prompt) else ()
 
     def budget(self, tokens: int, prompt: str) -> ReasoningBudget | None:
-        """What holds reasoning to so many tokens; None: this model knows none.
+        """Return a limiter that ends reasoning after `tokens` tokens, None if the model has no marks for it.
 
         Args:
             prompt: as for `parser`.

@@ -13,7 +13,7 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 
 def read_body(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """What stands behind the tag. A name alone would be hard to tell from text, so it has to be a known one."""
+    """Read a call after its tag. The name must be a known tool: a bare name is hard to tell from text."""
     name = tools.name((yield from until(cursor, "\n<{", never=' "[')))
     if name not in tools.properties:
         raise MalformedError("no such tool")

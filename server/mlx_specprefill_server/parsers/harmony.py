@@ -28,7 +28,7 @@ REASONING = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
 def opened_header(prompt: str) -> str:
-    """What the prompt has already written of the answer's first message."""
+    """Return the part of the answer's first message that the prompt already contains."""
     return prompt.rpartition(START)[2]
 
 

@@ -89,7 +89,7 @@ class JsonReader:
                 yield from self._word()
 
     def _over(self, bracket: str, comma: str) -> Reading[bool]:
-        """Whether the container ends here, by its bracket or by the call's end tag. A comma needs a value after it."""
+        """Return whether the container ends here, by its bracket or the call's end tag. A value must follow a comma."""
         space = yield from spaces(self._cursor)
         if (yield from starts_with(self._cursor, (bracket,))):
             self._cursor.take(1)

@@ -124,7 +124,7 @@ class Parser:
         return self._machine.thinking
 
     def push(self, text: str) -> list[ContentDelta]:
-        """What more text makes certain, often nothing."""
+        """Add text and return the deltas that it completes, often none."""
         self._cursor.feed(text)
         return self._ready()
 
@@ -182,7 +182,7 @@ class Cursor:
         self._trail = []
 
     def trail(self) -> str:
-        """What was read since the mark."""
+        """The text since the mark."""
         return "".join(self._trail)
 
     def rewind(self, keep: int) -> None:
@@ -228,6 +228,6 @@ def ahead(cursor: Cursor, at: int, marks: Sequence[str]) -> Waiting:
 
 
 def overlap(text: str, marks: Sequence[str]) -> int:
-    """How much of the end of `text` may be the beginning of a mark."""
+    """Return how many characters at the end of `text` may begin a mark."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)

@@ -15,7 +15,7 @@ NOT_JSON = object()
 
 
 def is_text(schema: Any) -> bool:
-    """Whether the value is a string whatever it looks like, so that it can be passed on while it is written."""
+    """Return whether the value can only be a string, so that it can be passed on while it is written."""
     return _types(schema) == {"string"}
 
 

@@ -144,7 +144,7 @@ class TaggedText:
             cursor.rewind(keep)
 
     def _admit(self, call: CallStart) -> None:
-        """Those who think about calls quote them; a call in the middle of reasoning has to be one for certain."""
+        """Refuse an unknown name during reasoning. A model that reasons about calls may quote them."""
         if self.thinking and call.name not in self._tools.properties:
             raise MalformedError("no such tool")
 

@@ -53,7 +53,7 @@ def _arguments(cursor: Cursor, tools: Tools, name: str) -> Reading[None]:
 
 
 def _name(cursor: Cursor) -> Reading[str]:
-    """What stands behind "=", without quotes; the ">" is forgotten now and then."""
+    """Return the name after "=", without quotes. Models sometimes omit the ">"."""
     name = yield from until(cursor, ">\n", never='{}[]"')
     if cursor.buffer[0] == ">":
         cursor.take(1)

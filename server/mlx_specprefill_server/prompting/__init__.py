@@ -1,1 +1,1 @@
-"""What a conversation says, rendered to tokens, and where its parts lie."""
+"""Rendering of a conversation to tokens, and the places of its parts."""

@@ -72,7 +72,7 @@ def conversation(
 
 
 def ending_of(add_generation_prompt: bool | None, continue_final_message: bool) -> Ending:
-    """What vLLM's two fields mean together.
+    """Return the ending that vLLM's two fields ask for together.
 
     Raises:
         InvalidRequestError: both are asked for.
@@ -130,7 +130,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def omission_note(kind: str) -> str:
-    """What a tool's result says where it holds an image, a file or the like.
+    """Return the text that stands for an image, a file or the like in a tool's result.
 
     A refusal would end an agent's session: what a tool has returned stays in the history of all later requests.
     """

@@ -105,7 +105,7 @@ class EscapedConversation:
         return {name: said[name] if name in said else self._value(value) for name, value in message.items()}
 
     def _value(self, value: Any, words: bool = True) -> Any:
-        """Of a tool, a call, or an argument of the template, with all that it holds, names included."""
+        """Escape a tool, a call, or an argument of the template, with everything in it, names included."""
         match value:
             case str():
                 return value if value in WORDS else self._text(value, words=words)
@@ -291,7 +291,7 @@ class ControlTokens:
         return [match.span() for match in self._pattern.finditer(text)]
 
     def in_content(self, text: str, kept: frozenset[str] = NOTHING, words: bool = False) -> Places:
-        """What could be taken for a control token in this text, or in this text between any others.
+        """Return the places that could be taken for a control token, in this text alone or between any others.
 
         Names, and the parts of names at its ends, which a template could complete.
 
@@ -332,7 +332,7 @@ class ControlTokens:
 
 
 def _call_tags(tokenizer: Any) -> set[str]:
-    """Those that mlx-lm reads calls by."""
+    """Return the tags that mark calls for mlx-lm."""
     return {tag for name in ("tool_call_start", "tool_call_end") if (tag := getattr(tokenizer, name, None))}
 
 

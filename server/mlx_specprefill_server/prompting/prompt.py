@@ -131,7 +131,7 @@ class PromptBuilder:
         return Prompt(as_token_ids(self._tokens(text, special=not self._starts_itself(text))))
 
     def _starts_itself(self, text: str) -> bool:
-        """Whether the tokenizer need not begin it."""
+        """Return whether the text already begins with the tokenizer's start token."""
         start = self._tokenizer.bos_token
         return bool(start) and text.startswith(start)
 
@@ -236,7 +236,7 @@ class Workers:
 
     @property
     def longest_s(self) -> float:
-        """How long the oldest of those that were begun has been running; 0: none is."""
+        """Return how long the oldest running call has run, in seconds; 0 if none runs."""
         return max((time.monotonic() - begun for begun in list(self._begun.values())), default=0.0)
 
     def _watched(self, job: object, call: Callable[[], T]) -> T:
@@ -317,7 +317,7 @@ def _longest_token(tokenizer: Any) -> int:
 
 
 def _composed(normalizer: Any) -> int:
-    """How many characters may become one; 0: any number."""
+    """Return how many characters the normalizer can compose into one; 0 means any number."""
     match type(normalizer).__name__:
         case "NoneType" | "Prepend" | "Lowercase" | "NFD" | "NFKD":
             return 1

@@ -40,7 +40,7 @@ def decode(model: nn.Module, cache: list[Any], logits: mx.array, count: int) -> 
 
 
 def contents(cache: Sequence[Any], in_order: bool = False) -> list[Any]:
-    """What every layer holds, as numpy arrays: valid tokens only, rings as they lie or oldest first."""
+    """Return every layer's arrays as numpy arrays: valid tokens only, rings as they lie or oldest first."""
     held: list[Any] = []
     for part in leaves(cache):
         part = getattr(part, "inner", part)
@@ -104,7 +104,7 @@ def filled(make: Callable[[], Any], tokens: Sequence[int], chunk: int | None = N
 
 
 def held_bytes(cache: PrefixCache) -> int:
-    """What the arrays in memory really take."""
+    """Return the bytes of the arrays in memory."""
     records = [record for node in cache._nodes() for record in node.records()]
     return sum(nbytes_of(record.arrays) for record in records if record.arrays is not None)
 

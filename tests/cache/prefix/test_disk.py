@@ -1,4 +1,4 @@
-"""What is on disk comes back bit for bit, or not at all."""
+"""Records on disk come back bit for bit, or not at all."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _raw(array: mx.array) -> bytes:
 
 
 def test_records_are_read_in_order_and_only_a_few_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of different sizes, in buffers that are used again; one that is damaged is left out, and the others come."""
+    """Records of different sizes share reused buffers. A damaged record is left out, and the others come."""
     sizes = [5, 900, 3, 900, 40, 2000, 7, 7, 900, 1, 300, 12]
     with opened(tmp_path) as tier:
         for number, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""What is kept under one label does not exist under another."""
+"""Records under one label do not exist under another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lasts: the system prompt and the tools that several conversations begin with, in memory and on disk."""
+"""Pinned beginnings: the system prompt and tools that several conversations share, in memory and on disk."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def stored(family: str, **options: Any) -> PrefixCache:
 
 
 def positions(cache: list[Any]) -> list[Any]:
-    """Of every layer; a ring may hold more of the past than its window after a large chunk."""
+    """Return every layer's positions. A ring may hold more than its window after a large chunk."""
     parts = [part for part in leaves(cache) if isinstance(part, Positioned)]
     most = [getattr(part, "max_size", FED.size) for part in parts]
     return [(part.runs.expand()[-n:].tolist(), part.next, part.slots) for part, n in zip(parts, most, strict=True)]
@@ -199,7 +199,7 @@ def test_it_outlives_the_process(family: str, tmp_path: Path) -> None:
 
 
 def test_what_the_first_layers_passed_on_is_stored_in_place_of_what_they_hold() -> None:
-    """Of blocks with gaps; the dense beginning keeps all layers."""
+    """Blocks with gaps store the first layers' output instead of their caches. The dense beginning keeps all layers."""
     model = model_of("llama")
     prefixes = PrefixCache(
         "staged", lambda: make_positioned_cache(model), prefix_cache("llama")._budget, block_size=BLOCK, first_layers=1

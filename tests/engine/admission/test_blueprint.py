@@ -1,4 +1,4 @@
-"""What a configuration alone says about a model is what the built model measures."""
+"""Sizes computed from a model's configuration equal those of the built model."""
 
 from __future__ import annotations
 

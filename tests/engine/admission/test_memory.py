@@ -1,4 +1,4 @@
-"""What a sparse request holds while its target reads: nothing of the draft's, unless somebody needs it."""
+"""Memory of a sparse request while its target reads: the draft's cache is gone, unless somebody needs it."""
 
 from __future__ import annotations
 

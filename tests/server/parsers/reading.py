@@ -36,7 +36,7 @@ TOOLS = [
 
 @dataclass
 class Read:
-    """What a parser made of a text. `shape` has one letter per run of deltas: r(easoning), t(ext), c(all), f(ailed)."""
+    """The result of parsing a text. `shape` has one letter per run of deltas: r(easoning), t(ext), c(all), f(ailed)."""
 
     text: str = ""
     reasoning: str = ""

@@ -1,4 +1,4 @@
-"""What holds for every text, however wrong: nothing is lost or invented, no cutting matters, nothing raises."""
+"""Laws for every text, however wrong: nothing is lost or invented, no cutting matters, nothing raises."""
 
 from __future__ import annotations
 

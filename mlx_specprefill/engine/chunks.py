@@ -24,7 +24,8 @@ class ChunkSizer:
     """Sizes chunks for the job whose turn it is. MLX thread only, but for `expected`.
 
     Alone, a prefill runs in chunks of `EngineConfig.prefill_step`. Beside other requests a chunk takes about
-    `slice_target_ms`. It is never so short that a third of its time would be the fixed cost of a forward.
+    `slice_target_ms`. It is never so short that a third of its time would be the fixed cost of a forward, but for those
+    of idle work.
 
     Attributes:
         largest: tokens of a chunk at most.
@@ -74,6 +75,8 @@ class ChunkSizer:
         cost = self._costs.cost(kind)
         smallest = _SMALLEST_BACKGROUND if background else _SMALLEST
         fitting = cost.fitting(self._target_ms, depth) // smallest * smallest
+        if background:
+            return min(largest, max(smallest, fitting))
         least = math.ceil(cost.losing(_FIXED_SHARE, depth) / smallest) * smallest
         return min(largest, max(smallest, fitting, least))
 
@@ -81,6 +84,8 @@ class ChunkSizer:
         """Note that the job's latest chunk came to `event`."""
         if not isinstance(event, Progress):
             return
+        if event.cached is not None:
+            job.cached = event.cached
         ms, depth, stage = 1e3 * job.slice_s, job.depth(event.stage), event.stage
         tokens = max(0, event.done - job.done.get(stage, 0))
         job.done[stage] = event.done

@@ -57,7 +57,7 @@ class EngineHealth:
     """`heartbeat_age_s` is the time since the loop last finished a slice of work or woke up idle.
 
     `lost`: why nothing can be computed any more, if it is so: a process that runs the target with this one is gone, or
-    the device takes no more work.
+    the device takes no more work. `background`: work runs that no request waits for.
     """
 
     alive: bool
@@ -65,6 +65,7 @@ class EngineHealth:
     running: int
     queued: int
     lost: str | None = None
+    background: bool = False
 
 
 class Engine:
@@ -197,7 +198,8 @@ class Engine:
         """From any thread. A request on its way from the queue to its prefill may count in both, never in neither."""
         age, queued = time.monotonic() - self.loop.beat, self._inbox.waiting
         alive = self._thread.is_alive and not self.loop.ended.is_set()
-        return EngineHealth(alive, age, self.scheduler.running, queued, self.loop.fatal)
+        background = any(job.background for job in tuple(self.loop.jobs.values()))
+        return EngineHealth(alive, age, self.scheduler.running, queued, self.loop.fatal, background)
 
     @property
     def window(self) -> int:

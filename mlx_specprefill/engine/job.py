@@ -47,6 +47,7 @@ class Job:
     Attributes:
         slices: the work; yields events, returns what follows from it.
         sequence: None for inspections and background tasks.
+        cached: tokens that the target need not read, as a background task reports them.
         done: tokens per stage, as last reported.
         on_end: gets the result or the exception of a job without sequence.
         slice_s: seconds that its latest slice took.
@@ -60,15 +61,15 @@ class Job:
     sequence: Sequence | None = None
     on_end: Callable[[Any], None] = ignore
     background: bool = False
+    cached: int = 0
     done: dict[str, int] = field(default_factory=dict)
     slice_s: float = 0.0
     work: Work | None = None
 
     def depth(self, stage: str) -> int:
         """Return how many tokens the model of this stage holds already."""
-        sequence = self.sequence
-        cached = sequence.tokens_cached if sequence is not None and stage == "prefill" else 0
-        return cached + self.done.get(stage, 0)
+        cached = self.cached if self.sequence is None else self.sequence.tokens_cached
+        return self.done.get(stage, 0) + (cached if stage == "prefill" else 0)
 
     def advance(self) -> Event:
         """Run one slice.

@@ -330,7 +330,7 @@ class Prefiller:
 
     def _full(self, sequence: Sequence) -> Slices:
         request, S = sequence.request, sequence.cached
-        yield Progress("prefill", 0, len(request.prompt) - S)
+        yield Progress("prefill", 0, len(request.prompt) - S, cached=S)
         forward: Callable[[], AbstractContextManager[None]] = nullcontext
         if (drafting := sequence.drafting) is not None:
             if drafting.begin():
@@ -379,6 +379,7 @@ class Prefiller:
         hit = self.caches.draft_prefix(prompt, label)
         start = hit.length if hit is not None else 0
         cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
+        yield Progress("draft", start, len(prompt))
         for progress in prefill(self.pair.draft, cache, prompt[start:], None, lambda: self.slice_size("draft")):
             yield Progress("draft", start + progress.done, len(prompt))
         self.caches.keep_draft(prompt, cache, sequence.request)

@@ -73,6 +73,7 @@ def read_rest(
         return
     indices = np.arange(S, lower.length, dtype=np.int32)
     _, upper = model.split(sequence.cache)
+    yield Progress("prefill", 0, lower.length - S, cached=S)
     text, states = request.prompt[S : lower.length], hidden.of(indices)
     yield from prefill_upper(model, upper, text, states, indices - S, lambda: slice_size("prefill"), S)
     sequence.cache, sequence.cached = model.join(lower.cache, upper), lower.length

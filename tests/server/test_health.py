@@ -14,7 +14,14 @@ def test_head_of_the_root(client: TestClient) -> None:
 def test_a_moving_engine_is_healthy(client: TestClient) -> None:
     answer = client.get("/health")
     assert answer.status_code == 200
-    body = {"status": "ok", "model": "demo/target", "running": 0, "queued": 0, "heartbeat_age_s": 0}
+    body = {
+        "status": "ok",
+        "model": "demo/target",
+        "running": 0,
+        "queued": 0,
+        "background": False,
+        "heartbeat_age_s": 0,
+    }
     assert answer.json() == body | {"prompts_waiting": 0, "prompts_longest_s": 0}
     assert client.head("/health").status_code == 200
 

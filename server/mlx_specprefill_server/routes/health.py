@@ -36,6 +36,7 @@ async def health(models: ModelsDep) -> Response:
         "model": models.default.id,
         "running": sum(state.running for state in states),
         "queued": sum(state.queued for state in states),
+        "background": any(state.background for state in states),
         "heartbeat_age_s": round(max((state.heartbeat_age_s for state in states), default=0.0), 3),
         "prompts_waiting": sum(one.waiting for one in workers),
         "prompts_longest_s": round(max((one.longest_s for one in workers), default=0.0), 3),

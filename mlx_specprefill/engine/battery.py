@@ -1,4 +1,4 @@
-"""The machine's battery: while it is in use, nothing is computed that no request waits for."""
+"""Battery state: on battery, no background work runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOK_EVERY_S = 30.0
 
 
 class Battery:
-    """Tells whether the machine runs on battery. Its sensors are read at most every 30 s."""
+    """Reports whether the machine runs on battery. Reads the sensors at most every 30 s."""
 
     def __init__(self) -> None:
         self._next_look = 0.0  # by the monotonic clock
@@ -20,7 +20,7 @@ class Battery:
 
     @property
     def is_in_use(self) -> bool:
-        """False also where there is no battery, or where nothing says whether it is plugged in."""
+        """Return whether the machine runs on battery. False without a battery or where the state is unknown."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_EVERY_S

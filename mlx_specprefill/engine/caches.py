@@ -1,4 +1,4 @@
-"""The engine's memory between requests: prefixes of target and draft in one byte budget."""
+"""Prefix caches of target and draft in one byte budget."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def empty_cache(model: nn.Module) -> list[Any]:
-    """With positions where the model allows it, so that every row can join every batch."""
+    """Return an empty prompt cache, with positions where the model allows it, so that any row can join any batch."""
     try:
         return make_positioned_cache(model)
     except SparseUnsupportedError:
@@ -39,23 +39,23 @@ def empty_cache(model: nn.Module) -> list[Any]:
 
 
 def empty_draft_cache(pair: ModelPair) -> list[Any]:
-    """With positions where it becomes a part of the target's."""
+    """Return an empty prompt cache of the draft, with positions if it becomes a part of the target's."""
     assert pair.draft is not None
     return make_positioned_cache(pair.draft) if pair.stages is not None else list(make_prompt_cache(pair.draft))
 
 
 def _first_layers(pair: ModelPair) -> int:
-    """Return how many of the target's caches, composites opened, belong to the layers that score its prompts."""
+    """Return the number of target caches (composites opened) that belong to the layers that score prompts."""
     return 0 if pair.stages is None else len(list(leaves(pair.stages.split(empty_cache(pair.target))[0])))
 
 
 class EngineCaches:
-    """Looks up and stores; a failure costs the saving, never the request. MLX thread only.
+    """Looks up and stores prefixes. A failure costs the saved time, never the request. MLX thread only.
 
-    What is stored under a label is found under that label only. With a byte limit of 0 nothing is kept.
+    An entry stored under a label is found under that label only. With a byte limit of 0 nothing is kept.
 
     Attributes:
-        on_error: told of failures that cost no request.
+        on_error: called for failures that cost no request.
     """
 
     def __init__(self, pair: ModelPair, config: EngineConfig) -> None:
@@ -66,7 +66,7 @@ class EngineCaches:
         self._disk: DiskTier | None = None
         self._target: PrefixCache | None = None
         self._draft: PrefixCache | None = None
-        self._choosing = ""  # names the draft and how it scores
+        self._choosing = ""  # identifies the draft and its scoring
         if not self.enabled:
             return
         if config.prefix_cache_dir is not None:
@@ -96,12 +96,12 @@ class EngineCaches:
             self._choosing = hashlib.blake2b(rule.encode(), digest_size=8).hexdigest()
 
     def _identities(self, pair: ModelPair) -> tuple[str, str | None]:
-        """Return the names under which target and draft have their prefixes."""
+        """Return the names under which prefixes of target and draft are stored."""
         target = model_identity(pair.target, pair.target_config)
         return target, None if pair.draft is None else model_identity(pair.draft, pair.draft_config or {})
 
     def _folder(self, folder: Path) -> Path:
-        """Return where prefixes outlive the process."""
+        """Return the folder of prefixes that survive a restart."""
         return folder
 
     @property
@@ -113,7 +113,7 @@ class EngineCaches:
         return 0 if self._disk is None else self._disk.nbytes
 
     def counts(self) -> dict[str, int]:
-        """Hits, misses and evictions since the start; from any thread."""
+        """Return hits, misses and evictions since the start. May be called from any thread."""
         target = self._target
         return {
             "prefix_hits": 0 if target is None else target.hits,
@@ -124,7 +124,7 @@ class EngineCaches:
         }
 
     def reclaim(self, nbytes: int) -> None:
-        """Let go of at least that many bytes, if there are as many."""
+        """Evict at least `nbytes` bytes, or everything."""
         self.budget.shrink(nbytes)
 
     def target_prefix(
@@ -133,7 +133,7 @@ class EngineCaches:
         """Return the longest prefix that leaves at least one token to feed.
 
         Args:
-            again: it is not a request of its own.
+            again: the same request looks up a second time; it is not counted.
             choice: `PrefillPlan.choice` of sparse prefixes that will do, too.
         """
         return self._lookup(self._target, tokens, label, again, self._named(choice))
@@ -145,11 +145,11 @@ class EngineCaches:
     def covers(
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel, choice: str | None = None, draft: bool = False
     ) -> int:
-        """Return how many of these tokens need not be read again, as things stand.
+        """Return the number of leading tokens that are cached now.
 
         Args:
             choice: as in `target_prefix`.
-            draft: by the draft.
+            draft: in the draft's cache instead of the target's.
         """
         cache = self._draft if draft else self._target
         try:
@@ -166,10 +166,10 @@ class EngineCaches:
         choice: str | None = None,
         hidden: HiddenStates | None = None,
     ) -> None:
-        """Store a cache that stands for exactly these tokens of a request, and of its answer.
+        """Store a cache that holds exactly these tokens of a request and its answer.
 
         Args:
-            choice: of a sparse one, `PrefillPlan.choice`.
+            choice: `PrefillPlan.choice` of a sparse cache.
             hidden: of a staged one, what its first layers passed on. These hold everything and are left out: the
                 draft's prefixes have them.
         """
@@ -183,7 +183,7 @@ class EngineCaches:
         choice: str | None = None,
         hidden: HiddenStates | None = None,
     ) -> Callable[[], None] | None:
-        """The same, when the result is called: the cache holds exactly these tokens now, and may hold more by then."""
+        """Return a function that stores the cache as it is now: it may hold more tokens when the function is called."""
         if self._target is None:
             return None
         state = self._target.state(cache, hidden is not None)
@@ -193,11 +193,11 @@ class EngineCaches:
         self._store(self._draft, tokens, cache, request)
 
     def _named(self, choice: str | None) -> str | None:
-        """Return the name of a choice that no other draft or rule has."""
+        """Return a choice's name, unique per draft and rule."""
         return None if choice is None else f"{self._choosing}:{choice}"
 
     def entries(self, owner: str | None = None) -> tuple[CacheEntry, ...]:
-        """All that is kept, or what is kept of one owner's, last used first."""
+        """Return all entries, or those of one owner, most recently used first."""
         entries = [entry for cache in self._prefixes for entry in cache.entries()]
         ours = [entry for entry in entries if owner in (None, entry.label.owner)]
         return tuple(sorted(ours, key=lambda entry: entry.last_use, reverse=True))
@@ -207,11 +207,11 @@ class EngineCaches:
         return [cache for cache in (self._target, self._draft) if cache is not None]
 
     def drop(self, name: str, owner: str | None = None) -> bool:
-        """Forget one entry, in memory and on disk; False when there is none of that name, or not of that owner's."""
+        """Remove one entry from memory and disk; return False if the owner has none of that name."""
         return any(cache.drop(name, owner) for cache in self._prefixes)
 
     def clear(self, owner: str | None = None) -> None:
-        """Forget every prefix, or those of one owner, in memory and on disk."""
+        """Remove all entries, or those of one owner, from memory and disk."""
         for cache in self._prefixes:
             cache.clear(owner)
 

@@ -1,8 +1,8 @@
-"""Predicted times of prefills, learnt from the chunks that run anyway.
+"""Predicts prefill times from the chunks that have run.
 
 A forward over n tokens behind s others takes `fixed + token * n + pair * n * (s + n / 2)` milliseconds. The fixed part
-is what a forward costs whatever its length. It is small in dense models and large in mixtures of experts, whose experts
-are nearly all read by any chunk of a hundred tokens or more.
+does not depend on the length. It is small in dense models and large in mixtures of experts, whose experts are nearly
+all read by a chunk of a hundred tokens or more.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ __all__ = ["CostModel", "ForwardCost", "ForwardKind", "LearntCost", "prior_cost"
 log = logging.getLogger(__name__)
 
 ForwardKind = Literal["draft", "target", "upper", "select"]
-"""The draft, the whole target, the target's layers behind those that scored the prompt, and choosing the tokens."""
+"""The draft, the whole target, the target's layers behind the scoring layers, and the selection of tokens."""
 
 _REMEMBERED = 96  # forwards
-_HALF_LIFE = 12  # forwards after which an observation counts half: a machine that became busy is followed
-_LEAST_TOKENS = 16  # of a forward whose time says something
-_TAIL = 32  # a longer prompt's last tokens are read in a forward of their own
+_HALF_LIFE = 12  # forwards after which an observation counts half, to follow a machine that becomes busy
+_LEAST_TOKENS = 16  # shorter forwards are not timed
+_TAIL = 32  # the last tokens of a longer prompt take a forward of their own
 _ROUNDS = 12
 _EXACT = 1e-3  # relative error below which observations count alike
-_RIDGE = 1e-9  # keeps a system solvable whose observations are all alike
+_RIDGE = 1e-9  # keeps a system solvable if all observations are alike
 _SUBSETS = [list(chosen) for size in (1, 2, 3) for chosen in combinations(range(3), size)]  # of the three coefficients
-# (tokens, depth) at which the prior stands in for observations, and the weight of each beside a fresh one.
+# (tokens, depth) of the observations that the prior stands for, and the weight of each beside a new one.
 _PRIOR_POINTS = ((32, 0), (256, 512), (1024, 4096), (2048, 16384))
 _PRIOR_WEIGHT = 0.1
 _AGREES = 0.05  # relative error of a new observation that needs no new fit
-# Floating-point operations per second that a prior assumes. The first forwards correct it.
+# Assumed floating-point operations per second of a prior. The first forwards correct it.
 _PRIOR_RATE = {"gpu": 5e12, "cpu": 5e10}
-# Tokens whose time the fixed part takes: fitted to published prefill times of mixtures of experts (140 and 161).
+# Fixed part in tokens, fitted to published prefill times of mixtures of experts (140 and 161).
 _PRIOR_FIXED_MOE, _PRIOR_FIXED_DENSE = 150, 16
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """Milliseconds of a forward of one model: fixed, per token, and per pair of a token and one that it attends to."""
+    """Milliseconds of one model's forward: fixed, per token, and per pair of a token and one that it attends to."""
 
     fixed: float
     token: float
@@ -79,7 +79,7 @@ class ForwardCost:
         return self.fixed * before + self.ms(tokens, depth)
 
     def fitting(self, ms: float, depth: int) -> int:
-        """Return the most tokens behind `depth` others that one forward reads in `ms`; 0 if it can't."""
+        """Return the most tokens behind `depth` others that one forward can read in `ms`; 0 if none."""
         rest = ms - self.fixed
         if rest <= 0:
             return 0
@@ -89,7 +89,7 @@ class ForwardCost:
         return int((math.sqrt(first * first + 2 * self.pair * rest) - first) / self.pair)
 
     def losing(self, share: float, depth: int) -> int:
-        """Return the fewest tokens of a forward of which the fixed part takes at most this share."""
+        """Return the fewest tokens of a forward whose fixed part takes at most this share."""
         return math.ceil(self.fixed * (1 - share) / share / max(self.token + self.pair * depth, 1e-9))
 
     def scaled(self, factor: float) -> ForwardCost:
@@ -106,11 +106,11 @@ class _Forward:
 class LearntCost:
     """The cost of one kind of forward. Written by the MLX thread, read by any.
 
-    Other work on the machine only ever slows a forward down. So the fit has the smallest sum of relative errors, not
-    of their squares: half of the observations may be slow without moving it far.
+    Other work on the machine only slows a forward down. So the fit minimises the sum of relative errors, not of their
+    squares: half of the observations may be slow without moving it far.
 
     Args:
-        prior: the cost before anything was observed. Afterwards its shape counts a little, at the observed speed.
+        prior: the cost before the first observation. Later its shape counts a little, at the observed speed.
     """
 
     def __init__(self, prior: ForwardCost) -> None:
@@ -125,7 +125,7 @@ class LearntCost:
 
     @property
     def speed(self) -> float | None:
-        """How many times slower this machine is than the prior says; None before anything was observed."""
+        """Return the machine's slowness relative to the prior; None before the first observation."""
         ratios = [seen.ms / max(self._prior.ms(seen.tokens, seen.depth), 1e-9) for seen in tuple(self._seen)]
         return statistics.median(ratios) if ratios else None
 
@@ -156,9 +156,9 @@ class LearntCost:
 def _least_errors(rows: np.ndarray, weights: np.ndarray) -> list[float]:
     """Return the non-negative coefficients with the smallest weighted sum of |1 - rows @ coefficients|.
 
-    By least squares whose weights follow the errors.
+    Uses least squares with weights that follow the errors.
     """
-    scale = np.maximum(np.sqrt((rows**2).mean(axis=0)), 1e-30)  # the columns differ by many orders of magnitude
+    scale = np.maximum(np.sqrt((rows**2).mean(axis=0)), 1e-30)  # the columns differ by orders of magnitude
     rows, current = rows / scale, weights
     for _ in range(_ROUNDS):
         found = _non_negative(rows, current)
@@ -181,7 +181,7 @@ def _non_negative(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 class CostModel:
-    """What target and draft cost on this machine, for the gate, the chunks, predictions and progress.
+    """Costs of target and draft on this machine, for the gate, the chunk sizes, predictions and progress.
 
     Args:
         pair: whose models run.
@@ -205,7 +205,7 @@ class CostModel:
         self._stored = 0  # observations at the latest `store`
 
     def cost(self, kind: ForwardKind) -> ForwardCost:
-        """Return the cost of one forward. A kind that never ran is taken to miss its prior by as much as the others."""
+        """Return the cost of one forward. A kind that never ran deviates from its prior as the others do."""
         learnt = self._learnt[kind]
         if learnt.count:
             return learnt.cost
@@ -221,10 +221,10 @@ class CostModel:
     def predict(
         self, tokens: int, kept: int, cached: int, steps: tuple[int, int], draft_cached: int | None = None
     ) -> Prediction:
-        """Return the times of both ways to continue a prompt. From any thread.
+        """Return the times of both ways to continue a prompt. May be called from any thread.
 
         Args:
-            tokens: of the whole prompt.
+            tokens: length of the whole prompt.
             kept: tokens of the uncached rest that the target would see.
             cached: prompt tokens that the target's cache holds; `draft_cached` the draft's, None: as many.
             steps: tokens per forward of target and draft.
@@ -241,7 +241,7 @@ class CostModel:
     # --- between starts ----------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Take over what an earlier start has learnt about these models on this machine. MLX thread only."""
+        """Load the stored costs of these models on this machine. MLX thread only."""
         if self._file is None:
             return
         stored = _read(self._file).get(self._key)
@@ -250,7 +250,7 @@ class CostModel:
                 learnt.assume(known)
 
     def store(self) -> None:
-        """Keep what was learnt since, for the next start. MLX thread only."""
+        """Store new observations for the next start. MLX thread only."""
         count = sum(learnt.count for learnt in self._learnt.values())
         if self._file is None or count == self._stored:
             return
@@ -278,7 +278,7 @@ class CostModel:
 
 
 def prior_cost(model: nn.Module, config: Mapping[str, Any]) -> ForwardCost:
-    """Return the cost that a model's work suggests before it has run: active parameters, and attention by layer.
+    """Return the cost estimated from a model's work: active parameters, and attention by layer.
 
     Args:
         config: its config.json.
@@ -294,7 +294,7 @@ def prior_cost(model: nn.Module, config: Mapping[str, Any]) -> ForwardCost:
 
 
 def _active_parameters(model: nn.Module, config: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return how many weights a token meets, and whether there are experts."""
+    """Return the number of weights that a token uses, and whether there are experts."""
     total, experts = 0, False
     for module in model.modules():
         if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
@@ -321,7 +321,7 @@ def _without(whole: ForwardCost, first: ForwardCost) -> ForwardCost:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the stored costs by key; those of a file that can't be read are none."""
+    """Return the stored costs by key; empty if the file can't be read."""
     if not file.is_file():
         return {}
     try:
@@ -333,7 +333,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _known(stored: Any, kind: str) -> ForwardCost | None:
-    """Return a stored cost; None where there is none, or something else."""
+    """Return a stored cost; None if it is missing or malformed."""
     values = stored.get(kind) if isinstance(stored, dict) else None
     if not isinstance(values, list) or len(values) != 3 or not all(isinstance(value, int | float) for value in values):
         return None

@@ -1,11 +1,11 @@
 """Continuous batching: one forward per step for all rows, which join and leave at any step.
 
-In float32 a row's answer is the one that it gets alone. In half precision rounding depends on the number of rows in a
-forward, and two tokens that are almost equally likely can change places.
+In float32 a row's answer does not depend on the other rows. In half precision rounding depends on the number of rows in
+a forward, and two tokens that are almost equally likely can change places.
 
-The next forward is queued before the tokens of this step are read, so after every step a row's cache holds its prompt
-and exactly the tokens that steps have returned, the last one included: nothing is ever rolled back, which recurrent
-states could not be. A row with a grammar needs its token on the host before the next can be chosen: it is read, and the
+The next forward is queued before the tokens of this step are read. So after every step a row's cache holds its prompt
+and exactly the tokens that steps have returned, including the last. Nothing is rolled back, which recurrent states
+could not be. A row with a grammar needs its token on the host before the next can be chosen: the token is read, and the
 mask made, while the forward runs.
 """
 
@@ -33,8 +33,8 @@ from ..sampling import LogitsProcessor, Sampler, choose, greedy, token_event
 
 __all__ = ["DecodeBatch", "DecodeRow", "Removed", "RowFailed"]
 
-# Of a step, for copies of the batch's caches when rows join or have left. All of them at once took half a second where
-# a step takes 60 ms (a dozen rows, the longest 6 000 tokens, 2 cores).
+# Seconds of a step for copying caches when rows join or leave. Copying all at once took half a second where a step
+# takes 60 ms (a dozen rows, the longest 6 000 tokens, 2 cores).
 COPYING_S = 0.02
 
 
@@ -43,13 +43,13 @@ class DecodeRow:
     """A prefilled sequence. The batch owns its cache until the row is removed.
 
     Attributes:
-        uid: names the row.
+        uid: identifies the row.
         cache: one entry per layer; holds the prompt.
         logits: of the last prompt token, (1, V).
         processors: functions of (generated tokens so far, logits (1, V)).
         logprobs: None, or how many alternatives to report per token.
         shift: positions minus slots for caches that can't carry it; 0 for positioned ones.
-        grammar: masks what the row's grammar forbids; the batch tells it of every token.
+        grammar: masks forbidden tokens; the batch passes it every token.
         generated: tokens of the answer that the cache and the grammar hold already.
         staged: the caches of its first layers hold more tokens than the others.
     """
@@ -68,7 +68,7 @@ class DecodeRow:
 
 @dataclass(frozen=True)
 class Removed:
-    """What is left of a row: `cache` holds the prompt and `tokens`, all that were returned by steps.
+    """A row that was taken out. `cache` holds the prompt and `tokens`, all that steps returned.
 
     Attributes:
         logits: of the last of them, (1, V).
@@ -80,7 +80,7 @@ class Removed:
 
 
 class RowFailed(Exception):  # noqa: N818 - an outcome of one row, like a cancellation
-    """A row's processor or sampler raised (see the cause). No other row is affected; remove this one and go on."""
+    """A row's processor or sampler raised (see the cause). Remove the row and go on: no other row is affected."""
 
     def __init__(self, uid: int) -> None:
         super().__init__(f"row {uid} can't choose its next token")
@@ -88,7 +88,7 @@ class RowFailed(Exception):  # noqa: N818 - an outcome of one row, like a cancel
 
 
 class _Row:
-    """What one row remembers on the host; nothing of its cache and its logits, which soon lie in those of a batch."""
+    """State of one row on the host. Its cache and logits are in those of the batch."""
 
     def __init__(self, spec: DecodeRow) -> None:
         self.uid = spec.uid
@@ -99,7 +99,7 @@ class _Row:
         self.grammar = spec.grammar
         self.staged = spec.staged
         self.tokens = list(spec.generated)
-        self.told = False  # that the token chosen next is known already
+        self.told = False  # the next token is known already
         self.history: mx.array | None = None
         if spec.processors and spec.generated:
             self.history = mx.array(spec.generated)
@@ -113,7 +113,7 @@ class _Row:
         return choose(logits, self.history, self.sampler, self.processors, allowed)
 
     def follow(self, token: int, size: int) -> Mask | None:
-        """What its grammar allows after `token`; None: everything."""
+        """Return the mask of the grammar after `token`; None allows everything."""
         grammar = self.grammar
         if grammar is None or self.failure is not None:
             return None
@@ -126,7 +126,7 @@ class _Row:
 
 
 class _Choice(NamedTuple):
-    """What the rows of a group do next."""
+    """The next tokens of a group's rows."""
 
     logits: mx.array  # (B, V)
     tokens: mx.array  # (B,)
@@ -134,7 +134,7 @@ class _Choice(NamedTuple):
 
 
 class _Group:
-    """Rows that share a forward. A single row keeps its own cache and costs what it costs alone."""
+    """Rows that share a forward. A single row keeps its own cache."""
 
     def __init__(
         self, model: nn.Module, staged: StagedModel | None, spec: DecodeRow, key: Hashable | None, ranks: Ranks | None
@@ -151,7 +151,7 @@ class _Group:
         self._queue()
 
     def advance(self) -> _Choice:
-        """Feed every row's token and queue the choice that follows; what was fed."""
+        """Feed every row's token and queue the next choice; return the tokens fed."""
         fed = self.next
         with adjusted_offsets([row.shift for row in self.rows]):
             logits = self._forward(fed.tokens[:, None])[:, -1, :]
@@ -165,7 +165,7 @@ class _Group:
         return tokens if self._ranks is None else self._ranks.tokens(tokens)
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        """In two parts only if a row needs it: masks are made once per part."""
+        """Run the forward. It has two parts only if a row needs it: masks are made once per part."""
         if any(row.staged for row in self.rows):
             assert self._staged is not None
             return self._staged(tokens, cache=self.cache)
@@ -182,7 +182,7 @@ class _Group:
         return events
 
     def first_event(self) -> TokenEvent:
-        """Of a group of one row, before its first step."""
+        """Return the first event of a group of one row, before its first step."""
         self.rows[0].told = True
         return self._event(0, int(np.array(self.next.tokens)[0]), self.next)
 
@@ -190,14 +190,14 @@ class _Group:
         return token_event(token, choice.scores[index : index + 1], self.rows[index].logprobs)
 
     def admit(self, others: Sequence[_Group], until: float) -> list[_Group]:
-        """Take over those for which there is room, and make some for the rest, which go on by themselves meanwhile.
+        """Merge other groups until the time is over. The rest run on their own until the next step.
 
         Args:
             others: groups of one row, with the same key.
-            until: by `time.monotonic`; copying goes on in the next step.
+            until: by `time.monotonic`.
 
         Returns:
-            The rest.
+            The groups that were not merged.
         """
         if len(self.rows) == 1:
             if others:
@@ -214,7 +214,7 @@ class _Group:
         return waiting
 
     def absorb(self, others: Sequence[_Group]) -> None:
-        """Take over the rows of other groups with the same key."""
+        """Merge the rows of other groups with the same key."""
         newcomers = [other.cache for other in others]
         if len(self.rows) == 1:
             self.cache = merge_rows([self.cache, *newcomers])
@@ -233,7 +233,7 @@ class _Group:
             cache = extract_row(self.cache, index)
             mx.eval([part.state for part in cache], logits)  # what still reads a cache keeps it from changing in place
             self._keep(keep)
-        # Queued now, as arrays that wait to be cut out of the batch would keep all of it alive.
+        # Queued now: arrays that are still to be cut out of the batch keep all of it alive.
         mx.async_eval([part.state for part in (*cache, *self.cache)], logits, self.next.tokens)  # type: ignore[no-untyped-call]
         self.rows = [self.rows[other] for other in keep]
         return Removed(cache, tuple(row.tokens), logits)
@@ -246,7 +246,7 @@ class _Group:
         self.next = _Choice(*(part[mx.array(rows)] for part in self.next))
 
     def _allowed(self, logits: mx.array, fed: mx.array) -> mx.array | None:
-        """What the rows' grammars allow after the fed tokens, (B, V); made while the forward runs."""
+        """Return the grammars' masks after the fed tokens, (B, V). Runs beside the forward."""
         if all(row.grammar is None for row in self.rows):
             return None
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
@@ -281,7 +281,7 @@ class _Group:
 
 
 def _without(index: int, count: int) -> list[int]:
-    """The rows that stay when one leaves, the last one in its place: no other has to be moved."""
+    """Return the remaining rows' indices, the last one in the removed one's place, so that no other row moves."""
     keep = list(range(count - 1))
     if index < count - 1:
         keep[index] = count - 1
@@ -289,7 +289,7 @@ def _without(index: int, count: int) -> list[int]:
 
 
 def _together(masks: Sequence[Mask | None]) -> mx.array | None:
-    """One mask for all rows, (B, V); None if no row has one."""
+    """Stack the masks of all rows, (B, V); None if no row has one."""
     sizes = [mask.size for mask in masks if mask is not None]
     if not sizes:
         return None
@@ -297,11 +297,11 @@ def _together(masks: Sequence[Mask | None]) -> mx.array | None:
 
 
 class DecodeBatch:
-    """Rows that decode side by side, whatever their caches, samplers and lengths.
+    """Decodes rows of any caches, samplers and lengths.
 
-    Rows whose caches are alike and have a batch form share one forward; the others take one forward each, as do all
-    rows of an architecture that was not verified in batches. If a step raises anything but `RowFailed`, no row's cache
-    can be used any more.
+    Rows with the same kind of cache, if that has a batch form, share one forward. Other rows, and all rows of an
+    architecture that was not verified in batches, take a forward each. If a step raises anything but `RowFailed`, all
+    rows' caches are unusable.
     """
 
     def __init__(self, model: nn.Module, staged: StagedModel | None = None, ranks: Ranks | None = None) -> None:
@@ -324,11 +324,11 @@ class DecodeBatch:
 
     @property
     def caches(self) -> list[list[Any]]:
-        """One for each forward of a step."""
+        """Return one cache for each forward of a step."""
         return [group.cache for group in self._groups]
 
     def add(self, row: DecodeRow) -> None:
-        """Let a row take part from the next step on. Its first token comes from its logits, without a forward.
+        """Add a row from the next step on. Its first token comes from its logits, without a forward.
 
         Raises:
             ValueError: there is a row with this uid already.
@@ -339,16 +339,16 @@ class DecodeBatch:
         self._groups.append(_Group(self._model, self._staged, row, key, self._ranks))
 
     def first_token(self, uid: int) -> TokenEvent:
-        """What the newest row begins with, before a step feeds it, which will not return it again.
+        """Return the newest row's first token before its first step, which then does not return it.
 
-        A forward takes time to set up; a client that waits for its first token need not wait for that.
+        The first forward takes time to set up; the client gets its first token before that.
         """
         newest = self._groups[-1]
         assert [row.uid for row in newest.rows] == [uid]
         return newest.first_event()
 
     def remove(self, uid: int) -> Removed:
-        """Take a row out, between two steps; the others go on.
+        """Take a row out between two steps.
 
         Raises:
             KeyError: there is no such row.
@@ -362,7 +362,7 @@ class DecodeBatch:
         raise KeyError(uid)
 
     def step(self) -> list[tuple[int, TokenEvent]]:
-        """One token of every row, by uid. Who has enough of a row removes it.
+        """Return one token of every row, by uid. The caller removes rows that have ended.
 
         Raises:
             RowFailed: before anything was done; the row that it names has to be removed.
@@ -378,6 +378,6 @@ class DecodeBatch:
         alike: dict[Hashable, list[_Group]] = {}
         for group in self._groups:
             alike.setdefault(id(group) if group.key is None else group.key, []).append(group)
-        # On several machines, who joins can't depend on how fast one of them copies.
+        # With several ranks the merge can't depend on how fast one of them copies.
         until = math.inf if self._ranks is not None else time.monotonic() + COPYING_S
         self._groups = [group for first, *others in alike.values() for group in (first, *first.admit(others, until))]

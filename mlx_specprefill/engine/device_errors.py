@@ -1,4 +1,4 @@
-"""Errors of the device, of which MLX only hands on the words, in RuntimeErrors. MLX thread only, but for `fatal`."""
+"""Handles device errors, which MLX reports as RuntimeErrors with a message only. MLX thread only, except `fatal`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["DeviceErrors"]
 
 log = logging.getLogger(__name__)
 
-_MOST = 3  # errors without a token between them, after which the device is given up
+_MOST = 3  # errors without a token between them after which the device is given up
 
 
 class DeviceErrors:
-    """Acts on them, so that the next request fares better.
+    """Acts on device errors, so that the next request can succeed.
 
     Args:
-        halve: makes the longest prefill chunk half as long; returns its tokens.
+        halve: halves the longest prefill chunk; returns its tokens.
 
     Attributes:
-        fatal: why nothing can be computed any more, once it is so; only a new process helps.
+        fatal: why the device is unusable until a restart; None while it works.
     """
 
     def __init__(self, caches: EngineCaches, memory: Memory, halve: Callable[[], int]) -> None:
@@ -39,14 +39,14 @@ class DeviceErrors:
         self.fatal: str | None = None
 
     def explained(self, error: Exception) -> Exception:
-        """Return what the client of a failed request is told."""
+        """Return the error for the client of a failed request."""
         if device_error(error) is None:
             return error
         self.note(error)
         return DeviceError(self.fatal or f"the device failed on this request: {error}. {self._advice}")
 
     def note(self, error: Exception) -> None:
-        """Act on an error. Several rows may fail with the same one; others than the device's are left alone."""
+        """Handle an error once, even if several rows fail with it. Ignores errors that are not the device's."""
         kind = device_error(error)
         if kind is None or error is self._latest:
             return
@@ -64,7 +64,7 @@ class DeviceErrors:
         self._in_a_row = 0
 
     def _act(self, kind: DeviceErrorKind) -> str:
-        """Act against it; return what was done and what the user can do."""
+        """Handle one kind of error; return what was done and what the user can do."""
         if kind == "memory":
             self._make_room()
             return (

@@ -1,7 +1,7 @@
-"""The public face of the engine: callers on any thread, one MLX thread behind it.
+"""The public interface of the engine: callers on any thread, one MLX thread.
 
-What callers want goes through an inbox (`inbox.py`) to the engine's loop (`loop.py`) on that thread (`mlx_thread.py`),
-which answers through one callback per request.
+Calls go through an inbox (`inbox.py`) to the engine's loop (`loop.py`) on that thread (`mlx_thread.py`), which answers
+through one callback per request.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _PATIENCE = 4  # times `slice_target_ms`: how long a prefill may wait while othe
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """`heartbeat_age_s` is the time since the loop last finished a slice of work or woke up idle.
+    """`heartbeat_age_s` is the time since the loop last finished a step or woke up idle.
 
-    `lost`: why nothing can be computed any more, if it is so: a process that runs the target with this one is gone, or
-    the device takes no more work. `background`: work runs that no request waits for.
+    `lost`: why nothing can be computed any more; None while it can. A process that runs the target is gone, or the
+    device refuses work. `background`: a job runs that no request waits for.
     """
 
     alive: bool
@@ -69,7 +69,7 @@ class EngineHealth:
 
 
 class Engine:
-    """Runs requests for a pair. Use as a context manager, or `start()` and `close()`.
+    """Runs requests for a pair. Use as a context manager, or call `start()` and `close()`.
 
     Args:
         thread: on which it runs beside other engines, started by its owner; None: on one of its own. The config's
@@ -158,10 +158,10 @@ class Engine:
         self.close()
 
     def start(self) -> None:
-        """Start its own MLX thread, if it has one, and wait until it has measured what a sequence costs.
+        """Start the engine's own MLX thread, if it has one, and wait for its memory measurements.
 
         Raises:
-            EngineClosedError: the engine or the thread was closed before, or it could not begin, as the log says.
+            EngineClosedError: the engine or the thread is closed, or the start failed (see the log).
         """
         if self._inbox.is_open:
             return
@@ -184,7 +184,7 @@ class Engine:
         atexit.register(self.close)
 
     def close(self, timeout: float = 30.0) -> None:
-        """Refuse new requests, cancel what runs and what waits, and wait for the end of its loop and its own thread."""
+        """Refuse new requests, cancel all others, and wait until its loop and its own thread end."""
         was_open = self._inbox.close()
         if was_open and self._thread.is_alive:
             self.loop.ended.wait(timeout)
@@ -192,10 +192,13 @@ class Engine:
         if self._owns_thread:
             self._thread.close(timeout)
 
-    # --- what it does and holds --------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def health(self) -> EngineHealth:
-        """From any thread. A request on its way from the queue to its prefill may count in both, never in neither."""
+        """Return the engine's state. May be called from any thread.
+
+        A request between queue and prefill may count in both, never in neither.
+        """
         age, queued = time.monotonic() - self.loop.beat, self._inbox.waiting
         alive = self._thread.is_alive and not self.loop.ended.is_set()
         background = any(job.background for job in tuple(self.loop.jobs.values()))
@@ -203,11 +206,11 @@ class Engine:
 
     @property
     def window(self) -> int:
-        """Tokens of prompt and answer that one request may have: the model's, or as many as memory leaves room for."""
+        """Return the tokens of prompt and answer that one request may have: the model's limit, or that of memory."""
         return self.memory.window()
 
     def stats(self) -> EngineStats:
-        """What it does and holds now. Never waits for the MLX thread: the parts may be one step apart."""
+        """Return counters and gauges. Never waits for the MLX thread: the parts may be one step apart."""
         waiting, decoding = self._inbox.waiting, len(self.scheduler.decoding)
         return EngineStats(
             waiting=waiting,
@@ -224,10 +227,10 @@ class Engine:
         )
 
     def cached(self, owner: str | None = None) -> tuple[CacheEntry, ...]:
-        """What is kept for later requests, last used first; blocks for as long as one slice.
+        """Return the cached prefixes, most recently used first. Blocks for at most one step.
 
         Args:
-            owner: of the labels under which it is kept (`CacheLabel.owner`); None: everybody's.
+            owner: of the labels under which they are kept (`CacheLabel.owner`); None: everybody's.
 
         Raises:
             EngineClosedError: the engine is not running.
@@ -235,9 +238,9 @@ class Engine:
         return self._inbox.call(partial(self.caches.entries, owner))
 
     def drop_cached(self, name: str | None = None, owner: str | None = None) -> bool:
-        """Forget one of `cached(owner)`, in memory and on disk, or all of it; blocks for as long as one slice.
+        """Remove one entry of `cached(owner)`, or all of them, from memory and disk. Blocks for at most one step.
 
-        Requests in work keep what they have taken. False when there is none of that name.
+        Running requests keep their copies. Returns False if there is none of that name.
 
         Raises:
             EngineClosedError: the engine is not running.
@@ -248,17 +251,17 @@ class Engine:
         return True
 
     def predict(self, tokens: int, kept: int) -> Prediction:
-        """Return the times of both ways to prefill a prompt of which nothing is cached; from any thread.
+        """Return the times of both prefills of a prompt of which nothing is cached. May be called from any thread.
 
         Args:
-            kept: tokens that the target would see of it.
+            kept: tokens that the target would see.
         """
         return self.prefiller.planner.predict(tokens, 0, kept)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse what can never run.
+        """Check that a request can run.
 
         Raises:
             InvalidRequestError: names the field; ContextLengthError when the prompt leaves no room.
@@ -266,7 +269,7 @@ class Engine:
         self._checked(request)
 
     def _checked(self, request: GenerationRequest) -> PrefillPlan:
-        """The plan of a request that can run."""
+        """Check a request and return its plan."""
         check_request(request, self.pair)
         if request.constraint is not None:
             self._grammars.check(request.constraint)
@@ -281,10 +284,10 @@ class Engine:
         return plan
 
     def compile(self, constraint: Constraint) -> None:
-        """Compile a grammar ahead of `submit`, which then takes no time; blocks, up to some hundred milliseconds.
+        """Compile a grammar before `submit`, which then takes no time. Blocks for up to some hundred milliseconds.
 
         Raises:
-            InvalidRequestError: what is wrong with the grammar.
+            InvalidRequestError: the grammar is invalid.
         """
         self._grammars.check(constraint)
 
@@ -306,7 +309,7 @@ class Engine:
         self._inbox.post(job)
 
     def _job(self, work: Work) -> Job:
-        """A job that does some work, on any rank; nobody hears of it yet."""
+        """Make a job from its description, on any rank. It is not queued yet."""
         request, plan = work.request, work.plan
         handle = RequestHandle()
         if work.what == "inspect":
@@ -337,7 +340,7 @@ class Engine:
             handle.cancel()
 
     def inspect(self, request: GenerationRequest, on_progress: Callable[[Progress], None] | None = None) -> Inspection:
-        """Score and select without prefilling the target; blocks.
+        """Score and select without running the target. Blocks.
 
         Raises:
             SparseUnsupportedError: there is no draft.
@@ -355,7 +358,7 @@ class Engine:
     def submit_inspection(
         self, request: GenerationRequest, on_event: OnEvent, on_end: Callable[[Inspection | Exception], None]
     ) -> RequestHandle:
-        """`inspect` without waiting. Both callbacks are called on the MLX thread; `on_end` exactly once.
+        """Run `inspect` without blocking. Both callbacks are called on the MLX thread, `on_end` exactly once.
 
         Raises:
             InvalidRequestError, EngineClosedError: as for `submit`.
@@ -366,11 +369,11 @@ class Engine:
     def replay(
         self, request: GenerationRequest, continuation: Tokens[int], attention: bool = False, keep: bool = False
     ) -> Replay:
-        """Prefill as the request says, then feed a given continuation instead of generating one; blocks.
+        """Prefill a request, then feed a given continuation instead of generating one. Blocks.
 
         Args:
-            attention: also report where the target looks while it reads the continuation.
-            keep: what the target's cache holds afterwards serves the conversation's next turn, as after an answer.
+            attention: also report the target's attention while it reads the continuation.
+            keep: cache the result for the conversation's next turn, as after an answer.
 
         Raises:
             InvalidRequestError: as for `submit`, the continuation counting as the answer.
@@ -381,7 +384,7 @@ class Engine:
         return found
 
     def _wait_for(self, work: Work, on_event: OnEvent) -> Any:
-        """Run a job without answer on the MLX thread; its result."""
+        """Run a job without answer on the MLX thread; return its result."""
         done = Results[Any]()
         self._start(work, on_event, done.put)
         return done.wait()
@@ -400,7 +403,7 @@ class Engine:
 
 
 def check_request(request: GenerationRequest, pair: ModelPair) -> None:
-    """Refuse what can never run with this pair; grammars and memory are looked at elsewhere.
+    """Check that a request can run with this pair. Checks neither grammars nor memory.
 
     Raises:
         InvalidRequestError: names the field; ContextLengthError when the prompt leaves no room.

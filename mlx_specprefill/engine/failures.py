@@ -1,4 +1,4 @@
-"""What the log says of a request that failed."""
+"""Logs failed requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["log_failure"]
 
 
 def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> None:
-    """With its traceback, unless the request itself was at fault: its client gets the reason."""
+    """Log a failure with its traceback, or without it if the request was invalid: the client gets the reason."""
     if isinstance(error, InvalidRequestError):
         log.info("%s: %s", what, error)
     else:

@@ -1,4 +1,4 @@
-"""The way from any thread to the MLX thread."""
+"""Passes jobs and calls from any thread to the MLX thread."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Something to call on the MLX thread.
+    """A function to call on the MLX thread.
 
     Attributes:
-        method, arguments: what other processes that run the same target have to call on their caches, if anything.
+        method, arguments: what other ranks have to call on their caches, if anything.
     """
 
     run: Callable[[], None]
@@ -36,17 +36,17 @@ class Call:
 
 
 class Results(queue.SimpleQueue[T | Exception]):
-    """One result, from the MLX thread to the caller that waits for it."""
+    """One result, passed from the MLX thread to a waiting caller."""
 
     def fill(self, call: Callable[[], T]) -> None:
-        """Put there what the call returns or raises: that belongs to who waits, not to the thread."""
+        """Store the call's result or exception. The exception belongs to the caller, not to the thread."""
         try:
             self.put(call())
         except Exception as error:  # noqa: BLE001
             self.put(bare(error))
 
     def wait(self) -> T:
-        """What was put there; an exception is raised."""
+        """Return the result, or raise the exception."""
         result = self.get()
         if isinstance(result, Exception):
             raise result
@@ -54,12 +54,12 @@ class Results(queue.SimpleQueue[T | Exception]):
 
 
 class Inbox:
-    """Jobs and calls in order of arrival. Takes them between `open` and `close`.
+    """Jobs and calls in order of arrival, accepted between `open` and `close`.
 
     Args:
-        scheduler: learns of every job that the MLX thread takes out.
-        max_queue: jobs that may wait, here and there together.
-        wake: tells the MLX thread that there is something to take, or that there will be nothing more.
+        scheduler: gets every job that the MLX thread takes.
+        max_queue: jobs that may wait, in the inbox and the scheduler together.
+        wake: wakes the MLX thread after a post or a close.
     """
 
     def __init__(self, scheduler: Scheduler, max_queue: int, wake: Callable[[], None] = lambda: None) -> None:
@@ -79,21 +79,21 @@ class Inbox:
 
     @property
     def waiting(self) -> int:
-        """Jobs that have not been started."""
+        """Return the number of jobs that have not started."""
         return self._scheduler.waiting + self._unread
 
     def __bool__(self) -> bool:
-        """Whether there is something to take."""
+        """Return whether a job or call is waiting."""
         return not self._posted.empty()
 
     def open(self) -> None:
         self._open = True
 
     def close(self, why: str | None = None) -> bool:
-        """Take nothing more, and wake the MLX thread; False when it was closed already.
+        """Close the inbox and wake the MLX thread; return False if it was closed already.
 
         Args:
-            why: told to those that come later.
+            why: the message of the error that later callers get.
         """
         with self._lock:
             was_open, self._open = self._open, False
@@ -120,7 +120,7 @@ class Inbox:
             if waiting >= self._max_queue:
                 raise EngineClosedError(f"{waiting} requests are waiting already")
             self._unread += 1
-            self._posted.put(job)  # before it can be closed: the loop reads no further than that
+            self._posted.put(job)  # before it can be closed: the loop reads no further
         self._wake()
 
     def call(self, call: Callable[[], T], method: str | None = None, *arguments: Any) -> T:
@@ -140,7 +140,7 @@ class Inbox:
         return done.wait()
 
     def take(self) -> Job | Call | None:
-        """Return what came next, on the MLX thread; None if nothing did, or when the inbox was closed."""
+        """Return the next job or call, on the MLX thread; None if there is none or the inbox was closed."""
         try:
             posted = self._posted.get_nowait()
         except queue.Empty:
@@ -152,7 +152,7 @@ class Inbox:
         return posted
 
     def drain(self) -> list[Job]:
-        """The jobs that nobody will take any more; of a closed inbox, from any thread."""
+        """Return the jobs that were not taken from a closed inbox. May be called from any thread."""
         jobs = []
         while not self._posted.empty():
             with suppress(queue.Empty):

@@ -1,4 +1,4 @@
-"""What the draft thinks of a prompt, chunk by chunk, without running the target."""
+"""Shows the draft's view of a prompt, chunk by chunk, without running the target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ChunkInfo", "Inspection", "inspect_prompt"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkInfo:
-    """One chunk of the prompt, [start, end), and what became of it."""
+    """One chunk of the prompt, [start, end), and whether it is kept."""
 
     index: int
     start: int
@@ -30,13 +30,13 @@ class ChunkInfo:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What the draft thinks of a prompt.
+    """The draft's view of a prompt.
 
     Attributes:
         importance: float32 (M,).
-        forced_ranges: prompt indices [start, end) and the rule that keeps them; they may overlap.
-        kept_spans: what the target would see, as maximal [start, end).
-        predicted: times to first token of both ways, nothing being cached; None where nothing was measured.
+        forced_ranges: prompt indices [start, end) and the rule that keeps each range; ranges may overlap.
+        kept_spans: the tokens that the target would see, as maximal [start, end).
+        predicted: times to first token of both prefills with empty caches; None before any measurement.
     """
 
     mode: Mode

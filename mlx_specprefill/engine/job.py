@@ -1,4 +1,4 @@
-"""What the MLX thread works on: a request, an inspection or a background task, as slices and a way to report."""
+"""Jobs of the MLX thread: a request, an inspection or a background task, as steps and a callback."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def ignore(_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a job does, as it goes to other ranks.
+    """Description of a job, as sent to other ranks.
 
     Attributes:
-        what: to make of the request, one of `Engine`'s kinds of work.
-        plan: of a request that is to be answered.
-        args: what else that takes.
+        what: one of `Engine`'s kinds of work.
+        plan: of a request with an answer.
+        args: further arguments.
     """
 
     uid: int
@@ -42,16 +42,16 @@ class Work:
 
 @dataclass
 class Job:
-    """Lives on the MLX thread once it was posted.
+    """A job. Lives on the MLX thread once it was posted.
 
     Attributes:
-        slices: the work; yields events, returns what follows from it.
+        slices: the work; yields events, returns the result.
         sequence: None for inspections and background tasks.
         cached: tokens that the target need not read, as a background task reports them.
         done: tokens per stage, as last reported.
         on_end: gets the result or the exception of a job without sequence.
         slice_s: seconds that its latest slice took.
-        work: what it does; None for background tasks, which begin by themselves.
+        work: its description; None for background tasks, which every rank starts by itself.
     """
 
     uid: int
@@ -67,15 +67,15 @@ class Job:
     work: Work | None = None
 
     def depth(self, stage: str) -> int:
-        """Return how many tokens the model of this stage holds already."""
+        """Return the number of tokens that the model of this stage has read."""
         cached = self.cached if self.sequence is None else self.sequence.tokens_cached
         return self.done.get(stage, 0) + (cached if stage == "prefill" else 0)
 
     def advance(self) -> Event:
-        """Run one slice.
+        """Run one step.
 
         Raises:
-            StopIteration: that was the last; its value is what the slices returned.
+            StopIteration: that was the last step; its value is the result.
         """
         event: Event = next(self.slices)
         if isinstance(event, Progress) and event.stage != "queued" and self.sequence is not None:
@@ -83,7 +83,7 @@ class Job:
         return event
 
     def stop(self) -> None:
-        """End the slices as cancelled; they may keep what they have finished."""
+        """Cancel the work. It may keep what it has finished."""
         try:
             self.slices.throw(RequestCancelled())
         except (RequestCancelled, StopIteration):
@@ -93,7 +93,7 @@ class Job:
         self.slices.close()
 
     def lose(self, error: Exception) -> None:
-        """Report that it has failed, and nothing after that; from any thread."""
+        """Report a failure, and nothing afterwards. May be called from any thread."""
         on_event, self.on_event = self.on_event, ignore
         on_end, self.on_end = self.on_end, ignore
         if self.sequence is None:
@@ -102,7 +102,7 @@ class Job:
             on_event(Failed(error, self.sequence.account()))
 
     def emit(self, event: Event) -> None:
-        """Report. A callback that raises cancels its own job, and hears no more."""
+        """Call the callback. If it raises, its job is cancelled and it is not called again."""
         try:
             self.on_event(event)
         except Exception:
@@ -112,7 +112,7 @@ class Job:
 
 
 def bare(error: Exception) -> Exception:
-    """Without the frames that it and its causes went through: their arrays would live as long as the event does."""
+    """Return the error without tracebacks, also in its causes: their arrays would live as long as the event does."""
     links: list[BaseException | None] = [error]
     for link in links:
         if link is not None and link.__traceback__ is not None:
@@ -122,14 +122,14 @@ def bare(error: Exception) -> Exception:
 
 
 class RequestHandle:
-    """Usable from any thread, also after the request's last event."""
+    """Handle of a queued request. Usable from any thread, also after the last event."""
 
     def __init__(self) -> None:
         self._cancelled = threading.Event()
         self._expecting = threading.Event()
 
     def cancel(self) -> None:
-        """Stop within one slice of work; the last event is then `Finished` with reason "cancelled"."""
+        """Stop within one step. The last event is then `Finished` with reason "cancelled"."""
         self._cancelled.set()
 
     @property
@@ -137,7 +137,7 @@ class RequestHandle:
         return self._cancelled.is_set()
 
     def expect_more(self) -> None:
-        """The conversation certainly goes on, because the answer called a tool: its text is worth preparing first."""
+        """Note that the conversation goes on, because the answer calls a tool: its text is densified first."""
         self._expecting.set()
 
     @property

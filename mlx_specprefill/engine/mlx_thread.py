@@ -1,4 +1,4 @@
-"""The MLX thread: the loops of one engine or of several, each getting as much of the device's time as the others."""
+"""The MLX thread: runs the loops of one or more engines, with an equal share of time for each."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ __all__ = ["MLXThread"]
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 _STUCK_BEAT_S = 0.02  # between two looks of a loop whose requests wait for memory that another engine holds
-_THREAD_EXIT_S = 0.1  # where the system does not tell
+_THREAD_EXIT_S = 0.1  # where the system does not report the thread's end
 _THREAD_EXIT_LIMIT_S = 10.0  # where it does
 
 
 @dataclass(eq=False)
 class _Member:
     loop: Loop
-    spent: float = 0.0  # seconds of work, made up for the time in which there was none
+    spent: float = 0.0  # seconds of work, corrected for idle time
     worked: bool = False  # in the latest round
-    due: float = 0.0  # when it is to be looked after though it has no work, by the monotonic clock
+    due: float = 0.0  # time of its next idle tick, by the monotonic clock
 
 
 class MLXThread:
-    """Every array lives and dies on this thread.
+    """The thread that creates and frees every array.
 
-    Several engines share one: each round the one that has had the least time, of those with requests, does one tick.
-    Background work is done when no engine has any.
+    Several engines share one. Each round runs one tick of the engine with requests that has had the least time.
+    Background work runs when no engine has requests.
 
     Args:
-        memory_limit: bytes for all its engines together; None: each goes by its own limit alone.
+        memory_limit: bytes for all its engines together; None: each goes by its own limit.
 
     Attributes:
-        memory: what its engines hold of that limit.
+        memory: the budget that its engines share.
     """
 
     def __init__(self, memory_limit: int | None = None) -> None:
@@ -61,7 +61,7 @@ class MLXThread:
         self._wakened = threading.Event()
         self._lock = threading.Lock()
         self._open = False
-        self._paused = 0.0  # when the call in work began, or was last paused
+        self._paused = 0.0  # start of the running call, or end of its last pause
         self._thread = threading.Thread(target=self._run, name="mlx-specprefill-engine", daemon=True)
 
     def __enter__(self) -> MLXThread:
@@ -76,7 +76,8 @@ class MLXThread:
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """
+        """Start the thread.
+
         Raises:
             EngineClosedError: it was closed before.
         """
@@ -86,10 +87,10 @@ class MLXThread:
             raise EngineClosedError("a closed MLX thread can't be started again")
         self._open = True
         self._thread.start()
-        atexit.register(self.close)  # a thread that MLX has used must be gone before the interpreter finalises
+        atexit.register(self.close)  # a thread that MLX has used must end before the interpreter finalises
 
     def close(self, timeout: float = 30.0) -> None:
-        """Take no more calls, end what is left of its engines, and wait for the thread."""
+        """Accept no more calls, end the remaining engines, and wait for the thread."""
         with self._lock:
             was_open, self._open = self._open, False
         if not was_open:
@@ -98,16 +99,16 @@ class MLXThread:
         self._thread.join(timeout)
         atexit.unregister(self.close)
         if sys.version_info < (3, 13) and not self._thread.is_alive():
-            # There join() returns before the thread's C++ destructors have run; MLX's compile cache is one of them,
-            # needs the interpreter lock, and aborts the process if the interpreter is finalising by then.
+            # join() returns before the thread's C++ destructors have run. One of them, MLX's compile cache, needs the
+            # interpreter lock and aborts the process if the interpreter is finalising by then.
             _wait_until_gone(self._thread)
 
     def wake(self) -> None:
-        """There is something to do; from any thread."""
+        """Wake the thread. May be called from any thread."""
         self._wakened.set()
 
     def call(self, call: Callable[[], T]) -> T:
-        """Run something on the thread, between two rounds; its result. Blocks.
+        """Call a function on the thread between two rounds; return its result. Blocks.
 
         Raises:
             EngineClosedError: the thread is not running.
@@ -121,7 +122,7 @@ class MLXThread:
         return done.wait()
 
     def add(self, loop: Loop) -> None:
-        """Run this loop from now on, until its inbox is closed; returns at once, `loop.ready` tells."""
+        """Add a loop until its inbox is closed. Returns at once; `loop.ready` tells when it runs."""
         with self._lock:
             if not self._open:
                 raise EngineClosedError("the MLX thread is not running")
@@ -129,16 +130,16 @@ class MLXThread:
         self.wake()
 
     def release(self) -> None:
-        """What an engine that was closed and let go has left: give it back to the system. Blocks."""
+        """Return the memory of a closed engine to the system. Blocks."""
         self.call(_collect)
 
     def pause(self) -> None:
-        """Within a long `call`: let the engines with requests have as much time as the call had since its last pause.
+        """Give the engines with requests as much time as the running `call` has had since its last pause.
 
-        On the thread itself. What is called may not be inside of a recording or a measurement.
+        Call it on the thread itself, outside of recordings and measurements.
 
         Raises:
-            RequestCancelled: the thread is to end.
+            RequestCancelled: the thread is closing.
         """
         if not self._open:
             raise RequestCancelled
@@ -192,14 +193,14 @@ class MLXThread:
         self._members.append(_Member(loop, max((member.spent for member in self._members), default=0.0)))
 
     def _rest_s(self) -> float:
-        """How long nothing is to be done unless something comes."""
+        """Return the seconds until the next idle tick."""
         if not self._calls.empty():
             return 0.0
         rests = (_STUCK_BEAT_S if member.loop.stuck else member.loop.rest_s for member in self._members)
         return min(rests, default=IDLE_BEAT_S)
 
     def _turn(self) -> bool:
-        """One tick of the engine with requests that has had the least time; False when none has any."""
+        """Run one tick of the engine with requests that has had the least time; return False if no engine has any."""
         self._remove_ended()
         working = [member for member in self._members if member.loop.busy]
         if not working:
@@ -214,7 +215,7 @@ class MLXThread:
         return True
 
     def _even_out(self, working: list[_Member]) -> None:
-        """Who had nothing to do can't make up for it later."""
+        """Correct the times of engines that were idle: they earn no credit."""
         least = min((member.spent for member in working if member.worked), default=None)
         for member in self._members:
             begins = member in working and not member.worked
@@ -223,7 +224,7 @@ class MLXThread:
             member.worked = member in working
 
     def _look_after(self, others: Iterable[_Member]) -> None:
-        """The loops without requests have little to do, but not nothing."""
+        """Run the idle ticks of loops without requests."""
         now = time.monotonic()
         for member in others:
             member.loop.beat = now
@@ -251,7 +252,7 @@ def _collect() -> None:
 
 
 def _wait_until_gone(thread: threading.Thread) -> None:
-    """Wait for the system's part of a joined thread: as Linux tells, elsewhere for as long as it may take."""
+    """Wait for the system's part of a joined thread, as Linux reports it; elsewhere for a fixed time."""
     threads = Path("/proc/self/task")
     if not threads.is_dir():
         time.sleep(_THREAD_EXIT_S)

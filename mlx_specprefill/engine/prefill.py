@@ -1,4 +1,4 @@
-"""From a request to the logits of its last prompt token, slice by slice, and the one fallback from sparse to full."""
+"""Prefills a request chunk by chunk to the logits of its last prompt token, with one fallback from sparse to full."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Slices = Generator[Progress | PromptLogprobs, None, mx.array]
 Kept = npt.NDArray[np.int32]
 _OPENING = 32  # tokens of a message whose first line may be an instruction
 _LEAST_RECALL = 256  # tokens that may always be recalled
-_WORTH_KEEPING = 128  # tokens of a dense beginning, for which a forward has to end there
+_WORTH_KEEPING = 128  # tokens of a dense beginning that is worth a forward end
 _STATE_EVERY = 4096  # tokens between checkpoints of state that can't be trimmed
 
 
@@ -76,7 +76,9 @@ class Prefiller:
         self.fallbacks: Counter[str] = Counter()
 
     def run(self, sequence: Sequence) -> Slices:
-        """Yields between slices, returns the logits (1, V). Throw `RequestCancelled` into it to stop."""
+        """Yield between prefill chunks; return the logits (1, V). Throw `RequestCancelled` into the generator to stop
+        it.
+        """
         request = sequence.request
         yield Progress("queued", 0, len(request.prompt))
         assert sequence.plan is not None
@@ -91,7 +93,7 @@ class Prefiller:
         return logits
 
     def _resume(self, sequence: Sequence, again: bool = False) -> None:
-        """Start from the longest prefix that is cached: a dense one, or one that chose as this request does."""
+        """Resume from the longest cached prefix: a dense one, or a sparse one with this request's choice."""
         request, label = sequence.request, sequence.request.label
         sequence.stage = "prefill"
         sequence.choice = self._choice(sequence)
@@ -103,14 +105,14 @@ class Prefiller:
         sequence.resume(CacheHit(0, empty_cache(self.pair.target)) if hit is None else hit)
 
     def _choice(self, sequence: Sequence) -> str | None:
-        """Return the name under which what this request leaves is found by later ones; None: it reads everything."""
+        """Return the name under which later requests find this one's prefix; None if it reads everything."""
         plan = sequence.plan
         if plan is None or plan.choice is None:
             return None
         return f"{plan.choice}:staged" if is_staged(self.pair, sequence.request, plan) else plan.choice
 
     def _is_repeated(self, request: GenerationRequest, choice: str) -> bool:
-        """Return whether the same prompt was read before, in the same way."""
+        """Return whether the same prompt was read before with the same choice."""
         prompt = request.prompt[:-1]
         if self.caches.covers(prompt, request.label, choice) < prompt.size:
             return False
@@ -124,13 +126,13 @@ class Prefiller:
         except RequestCancelled:
             raise
         except Exception as error:
-            if device_error(error) is not None:  # a full prefill would ask several times as much of it
+            if device_error(error) is not None:  # a full prefill would need several times as much of the device
                 raise
             self._fall_back(sequence, error)
         return (yield from self._full(sequence))
 
     def _fall_back(self, sequence: Sequence, error: Exception) -> None:
-        """Back to an untouched sequence, on mlx-lm's own caches: nothing that may have failed is used again."""
+        """Reset the sequence with mlx-lm's own caches: nothing that may have failed is used again."""
         assert sequence.plan is not None
         log.exception("full prefill instead of sparse: %s failed", sequence.stage)
         self.fallbacks[sequence.stage] += 1
@@ -143,9 +145,9 @@ class Prefiller:
     # --- sparse ------------------------------------------------------------------------------------------------------
 
     def _sparse(self, sequence: Sequence) -> Generator[Progress | PromptLogprobs, None, mx.array | None]:
-        """Choose what is kept of the text that is new, and let the target read it behind what is cached.
+        """Select the kept tokens of the new text, and prefill them behind the cached prefix.
 
-        None where all of the prompt is to be read after all.
+        Returns None if the whole prompt has to be read.
         """
         self._replan(sequence)
         if sequence.reads_all:
@@ -160,27 +162,27 @@ class Prefiller:
         yield Progress("select", recalled.size + new.size, len(sequence.request.prompt))
         yield from self._begin_drafting(sequence, scores)
         lower = [] if scores is None or sequence.hidden is None else scores.cache
-        del scores  # and with them the draft's cache, unless it is kept: the target needs the memory next
+        del scores  # frees the draft's cache, unless it is kept: the target needs the memory
         sequence.stage = "prefill"
         return (yield from self._read(sequence, recalled, new, lower))
 
     def _replan(self, sequence: Sequence) -> None:
-        """Plan again, now that it is known what is cached."""
+        """Plan again once the cached prefix is known."""
         request, submitted = sequence.request, sequence.plan
         assert submitted is not None
         self._resume(sequence)
         plan = self.planner.plan(request, sequence.cached)
-        if submitted.mode == "full":  # memory was reserved for that
+        if submitted.mode == "full":  # the memory was reserved for a full prefill
             plan = plan.as_full(submitted.reason)
         sequence.plan = plan
         if sequence.reads_all:
             return
         sequence.plan = self.by_question(request, plan, self.text.read(request.prompt))
         if sequence.plan.mode == "full" and sequence.plan.choice is None:
-            self._resume(sequence)  # from a dense prefix alone
+            self._resume(sequence)  # from a dense prefix only
 
     def _may_choose(self, sequence: Sequence) -> bool:
-        """Return whether the draft is to score the prompt: new text is thinned, or dropped text may be wanted."""
+        """Return whether the draft scores the prompt: new text may be dropped, or dropped text recalled."""
         plan, request = sequence.plan, sequence.request
         assert plan is not None
         if plan.mode == "sparse" or not self.pair.drafted:
@@ -188,7 +190,7 @@ class Prefiller:
         return is_staged(self.pair, request, plan) or _asks(request, sequence.cached)
 
     def _choose(self, sequence: Sequence, text: PromptText, scores: Scores | None) -> tuple[Kept, Kept]:
-        """Return the prompt indices of dropped tokens to recall, and of new ones to read; both ascending."""
+        """Return the prompt indices of dropped tokens to recall, and of new tokens to read. Both ascend."""
         request, plan, L, M = sequence.request, sequence.plan, sequence.cached, len(sequence.request.prompt)
         assert plan is not None
         recalled, new = np.zeros(0, dtype=np.int32), np.arange(L, M, dtype=np.int32)
@@ -197,14 +199,14 @@ class Prefiller:
         if plan.mode == "full":
             sequence.plan = plan.behind_earlier(M - L)
         elif scores is not None:
-            # Chunks lie where an earlier turn's lay.
+            # Chunks start where an earlier turn's chunks start.
             first = L - L % self.config.selection_by(plan.rule).chunk_size
             selection = self.select(text, scores, plan, first)
             new = selection.kept[selection.kept >= L - first] + np.int32(first)
         return recalled, new
 
     def _recalled(self, held: Kept, L: int, plan: PrefillPlan, scores: Scores, text: PromptText) -> Kept:
-        """Return the dropped ones of the first L tokens that the question wants: they stand out from the rest."""
+        """Return the dropped tokens among the first L that the question needs: their scores stand out."""
         is_held = np.zeros(L, dtype=np.bool_)
         is_held[held] = True
         selection = self.select(text, scores, plan, 0, L)
@@ -213,7 +215,7 @@ class Prefiller:
         return strongest(missing, selection.asked, most)
 
     def _begin_drafting(self, sequence: Sequence, scores: Scores | None) -> Generator[Progress, None, None]:
-        """Let the draft, if it is to draft the answer, go on from what it has read."""
+        """Prepare the draft to propose the answer from the cache of its scoring, if it will."""
         drafting = sequence.drafting
         if drafting is None or not drafting.begin(sequence.hidden is not None):
             return
@@ -223,7 +225,7 @@ class Prefiller:
             drafting.cache, drafting.lookahead = scores.cache, scores.lookahead
 
     def _scores(self, sequence: Sequence, text: PromptText) -> Generator[Progress, None, Scores | None]:
-        """Let the draft score the prompt; None where it is too long for the draft."""
+        """Score the prompt with the draft; None if the prompt is too long for it."""
         request, plan = sequence.request, sequence.plan
         assert plan is not None
         yield Progress("draft", 0, len(request.prompt))
@@ -239,7 +241,7 @@ class Prefiller:
         return scores
 
     def by_question(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> PrefillPlan:
-        """The plan, in full where the question is about everything, unless the request wants a sparse prefill."""
+        """Return the plan, changed to full if the question is about everything, unless the request forces sparse."""
         if plan.choice is None or request.specprefill.enabled:
             return plan
         words = about_everything(self._asked(request, text))
@@ -248,7 +250,7 @@ class Prefiller:
         return replace(plan.as_full(f'the question is about the whole prompt ("{words}")'), choice=None)
 
     def _asked(self, request: GenerationRequest, text: PromptText) -> str:
-        """What the last user message says in its first line and at its end. Tool results behind it ask nothing."""
+        """Return the first line and the end of the last user message. Tool results behind it hold no question."""
         said = [(span.content_start, span.content_end) for span in request.spans if span.kind == "user"]
         first, end = said[-1] if said else (0, len(request.prompt))
         begin, end = question_span(len(request.prompt), self.config.scoring, end, text.units)
@@ -259,13 +261,13 @@ class Prefiller:
     def select(
         self, text: PromptText, scores: Scores, plan: PrefillPlan, start: int = 0, end: int | None = None
     ) -> Selection:
-        """Of the prompt from `start` on, which is where a chunk begins, to `end`; its `kept` counts from there."""
+        """Select tokens from `start` (a chunk's start) to `end`. The result's `kept` counts from `start`."""
         importance, forced = scores.importance[start:end], plan.forced[start:end]
         part = text.part(start, start + importance.size)
         return select_tokens(importance, forced, part, plan.keep, self.config.selection_by(plan.rule))
 
     def _read(self, sequence: Sequence, recalled: Kept, new: Kept, lower: list[Any]) -> Slices:
-        """Read recalled tokens behind what the cache holds, then new ones; progress counts both.
+        """Prefill recalled tokens behind the cached prefix, then the new ones. Progress covers both.
 
         Args:
             lower: of a staged prefill, the caches of the layers that have read the prompt.
@@ -304,7 +306,9 @@ class Prefiller:
         return steps.result
 
     def _stops(self, sequence: Sequence, new: Kept) -> dict[int, int]:
-        """Return after how many new tokens a forward has to end, ascending, and what the cache stands for there."""
+        """Return the counts of new tokens after which a forward ends, ascending, and the length that the cache then
+        holds.
+        """
         if sequence.choice is None or not _stateful(sequence.cache):
             return {}
         lengths = [length for length in self._checkpoints(sequence) if length > sequence.cached]
@@ -317,7 +321,7 @@ class Prefiller:
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}
 
     def _keep(self, sequence: Sequence, length: int, later: bool) -> None:
-        """Keep what the cache stands for in the middle of a sparse prefill."""
+        """Store the cache in the middle of a sparse prefill."""
         request, prompt, cache = sequence.request, sequence.request.prompt, sequence.cache
         if later:
             sequence.unstored = self.caches.keep_target_later(
@@ -364,7 +368,7 @@ class Prefiller:
                 yield progress
         except RequestCancelled:
             sequence.unstored = None
-            if done:  # an identical retry goes on from here
+            if done:  # an identical retry resumes from here
                 self.caches.keep_target(request.prompt[: S + done], sequence.cache, request)
             raise
         if not cuts:  # with cuts, the last one is M - 1: an identical prompt can't use the state at M
@@ -372,7 +376,7 @@ class Prefiller:
         return steps.result
 
     def _read_with_draft(self, sequence: Sequence) -> Generator[Progress, None, list[Any]]:
-        """Read the whole prompt, for a draft that proposes after a full prefill; its cache."""
+        """Prefill the whole prompt for a draft that proposes after a full prefill; return the draft's cache."""
         assert self.pair.draft is not None
         sequence.stage = "draft"
         prompt, label = sequence.request.prompt, sequence.request.label
@@ -386,10 +390,11 @@ class Prefiller:
         return cache
 
     def dense(self, request: GenerationRequest, choice: str | None) -> Generator[Progress | PromptLogprobs, None, None]:
-        """Background: bring the exact cache up to its prompt, preemptible at every slice; cancelled, it keeps them.
+        """Prefill the prompt into the exact cache in the background. May be interrupted at every chunk; cancelled, it
+        keeps them.
 
         Args:
-            choice: `Sequence.choice` of the sparse turn that this is the text of.
+            choice: `Sequence.choice` of the sparse turn with this text.
         """
         sequence = Sequence(-1, request, 0.0)
         self._resume(sequence, again=True)
@@ -399,11 +404,11 @@ class Prefiller:
             sequence.store()
 
     def drafted(self, request: GenerationRequest) -> Generator[Progress, None, None]:
-        """Background: let the draft read what the target has read, so that a later turn need not wait for it."""
+        """Let the draft read in the background what the target has read, for the next turn."""
         yield from self._read_with_draft(Sequence(-1, request, 0.0))
 
     def _checkpoints(self, sequence: Sequence) -> list[int]:
-        """Prompt lengths at which another request may branch off: only for state that can't be trimmed."""
+        """Return the prompt lengths at which another request may branch off. Only for state that can't be trimmed."""
         if not _stateful(sequence.cache):
             return []
         M = len(sequence.request.prompt)  # an identical prompt can use its first M - 1 tokens
@@ -414,7 +419,7 @@ class Prefiller:
     def _with_prompt_logprobs(
         self, sequence: Sequence, count: int, forward: Callable[[], AbstractContextManager[None]]
     ) -> Slices:
-        """Full prefill that looks at every row's logits; one slice's (L, V) float32 block is held at a time."""
+        """Run a full prefill with every row's logits. One chunk's (L, V) float32 block is held at a time."""
         prompt, M = sequence.request.prompt, len(sequence.request.prompt)
         tokens, start = mx.array(prompt)[None], 0
         entries = []
@@ -433,10 +438,10 @@ class Prefiller:
 
 
 def _asks(request: GenerationRequest, start: int) -> bool:
-    """Return whether somebody asks something behind the prompt's first `start` tokens: tool results don't."""
+    """Return whether a user message follows the prompt's first `start` tokens: tool results ask nothing."""
     return not request.spans or any(span.kind == "user" and span.content_end > start for span in request.spans)
 
 
 def _stateful(cache: list[Any]) -> bool:
-    """Whether some layer's state can't be cut back to an earlier length."""
+    """Return whether some layer's state can't be cut back to an earlier length."""
     return any(isinstance(part, (ArraysCache, PositionedRotatingKVCache)) for part in leaves(cache))

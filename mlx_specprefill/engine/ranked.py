@@ -1,8 +1,8 @@
-"""An engine whose target runs on several processes (ranks), which take the same steps in the same order.
+"""Engine whose target runs on several processes (ranks), which take the same steps in the same order.
 
-Rank 0 takes requests and decides whatever depends on a clock, a client or chance. The others hear of it and do the
-same. A prefix, a session or memory counts where all ranks have it: each evicts, and reads its disk, by itself. Every
-class here is a part of `Engine` that asks `Ranks` where the part of one process decides alone.
+Rank 0 takes requests and decides whatever depends on a clock, a client or chance. It sends its decisions to the others.
+A prefix, a session or memory counts only if all ranks have it: each rank evicts, and reads its disk, by itself. Every
+class here is a part of `Engine` that asks `Ranks` where a single process decides alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .stats import Need
 
 __all__ = ["RankedEngine"]
 
-_MOST = (1 << 30) - 1  # what `Ranks.range` compares
+_MOST = (1 << 30) - 1  # the largest value that `Ranks.range` compares
 _Lookup = Callable[[Sequence[int] | TokenIds, bool], CacheHit | None]
 
 
@@ -75,7 +75,7 @@ class RankedCaches(EngineCaches):
         hit = self._common(find, tokens, again)
         held = 0 if hit is None or hit.held is None else 1 + zlib.crc32(hit.held.tobytes()) % _MOST
         lowest, highest = self._ranks.range(held)
-        return hit if lowest == highest else self.target_prefix(tokens, label, again)  # not the same one everywhere
+        return hit if lowest == highest else self.target_prefix(tokens, label, again)  # ranks have different prefixes
 
     def draft_prefix(self, tokens: Sequence[int] | TokenIds, label: CacheLabel) -> CacheHit | None:
         def find(prefix: Sequence[int] | TokenIds, _: bool) -> CacheHit | None:
@@ -102,7 +102,7 @@ class RankedCaches(EngineCaches):
 
 
 class RankedMemory(Memory):
-    """The rank with the least memory decides what fits."""
+    """Plans with the memory of the smallest rank."""
 
     def measure(self) -> None:
         super().measure()
@@ -111,7 +111,7 @@ class RankedMemory(Memory):
         limit = self.admission.limit
         if ranks.every(limit is not None) and limit is not None and window < self.window():
             parts = [(self._target, window)]
-            if self._pair.draft_placement == "first":  # what the others have room for, they need for the target alone
+            if self._pair.draft_placement == "first":  # the others have the same room for the target alone
                 parts.append((self._draft, round(window * self._pair.draft_ratio)))
             self.admission.limit = min(limit, self.admission.weights + self._need(*parts).total)
             self._window = window
@@ -139,7 +139,7 @@ class RankedMemory(Memory):
 
 
 class RankedChunkSizer(ChunkSizer):
-    """Rank 0 sizes chunks: what the ranks have learnt may differ."""
+    """Rank 0 sizes the chunks: the ranks' measurements may differ."""
 
     def size(self, stage: str) -> int:
         def own() -> int:
@@ -151,7 +151,7 @@ class RankedChunkSizer(ChunkSizer):
 
 
 class RankedPlanner(Planner):
-    """Rank 0 plans: what the ranks have learnt of times may differ."""
+    """Rank 0 plans: the ranks' measurements may differ."""
 
     def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
         def own() -> PrefillPlan:
@@ -161,7 +161,7 @@ class RankedPlanner(Planner):
 
 
 class RankedScorer(PromptScorer):
-    """The importance is rank 0's: machines may round differently."""
+    """Rank 0 scores: machines may round differently."""
 
     def scores(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
@@ -174,9 +174,9 @@ class RankedScorer(PromptScorer):
         return replace(found, importance=_ranks(self.pair).floats(found.importance))
 
     def _by_rank_0(self, begin: Callable[[], Scoring]) -> Scoring:
-        """Let rank 0 read the prompt with the draft. The others wait for each of its chunks and compute nothing.
+        """Score with the draft on rank 0. The others wait for each of its chunks and compute nothing.
 
-        They get all that it found but for the cache, and zeros for the importance.
+        They get its result without the cache, and zeros for the importance.
 
         Raises:
             EngineError: the draft failed, on all ranks.
@@ -205,12 +205,12 @@ class RankedScorer(PromptScorer):
                 yield progress
             except RequestCancelled as cancelled:
                 if work is not None:
-                    work.throw(cancelled)  # it keeps what it has read, and raises it again
+                    work.throw(cancelled)  # it keeps the chunks that it has read, and raises the error again
                 raise
 
 
 class RankedPrefiller(Prefiller):
-    """A sparse prefill that fails, fails on all ranks."""
+    """Fails a sparse prefill on all ranks together."""
 
     def __init__(self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, *parts: Any) -> None:
         super().__init__(pair, config, caches, *parts)
@@ -231,7 +231,7 @@ class RankedDensifyQueue(DensifyQueue):
 
 
 class RankedDensifier(Densifier):
-    """Makes the same turns dense on all ranks."""
+    """Densifies the same turns on all ranks."""
 
     _queue_type = RankedDensifyQueue
 
@@ -242,11 +242,11 @@ class RankedDensifier(Densifier):
 
 
 class RankedLoop(Loop):
-    """Takes the same steps on all ranks: the same jobs in the same order, and as many ticks between them.
+    """Takes the same steps on all ranks: the same jobs in the same order, with the same number of ticks between them.
 
     Attributes:
         ranks: of the target.
-        make: makes a job on another rank than the first of what rank 0 was asked.
+        make: makes a job on the other ranks from rank 0's description.
     """
 
     ranks: Ranks
@@ -285,7 +285,7 @@ class RankedLoop(Loop):
             self.lose(lost.error)
 
     def _take(self) -> Job | Call | None:
-        """Return what rank 0 took from its inbox, as this rank has to do it."""
+        """Take rank 0's next job or call on every rank."""
         if self.ranks.leads:
             taken = super()._take()
             self.ranks.agree("order", lambda: _order(taken))
@@ -325,7 +325,7 @@ class RankedLoop(Loop):
 
 
 def _order(taken: Job | Call | None) -> Any:
-    """Return the other ranks' order: some work, a method and its arguments, True for nothing; False: there is none."""
+    """Return the order for the other ranks: a description, a method with arguments, True for nothing; False: no job."""
     if isinstance(taken, Job):
         return taken.work or True
     if isinstance(taken, Call):
@@ -334,7 +334,7 @@ def _order(taken: Job | Call | None) -> Any:
 
 
 class RankedEngine(Engine):
-    """The engine of one rank. Rank 0's takes requests; the others `follow` it."""
+    """The engine of one rank. Rank 0 takes requests; the others `follow` it."""
 
     _caches_type = RankedCaches
     _chunks_type = RankedChunkSizer
@@ -361,7 +361,7 @@ class RankedEngine(Engine):
         self._ranks.watch(lambda: self.loop.beat)
 
     def follow(self) -> None:
-        """On another rank than the first: do what rank 0 does, until its engine ends.
+        """Follow rank 0 on another rank until its engine ends.
 
         Raises:
             PeerLostError: a rank is gone, or they no longer do the same.
@@ -386,9 +386,9 @@ class RankedEngine(Engine):
         super()._post(job)
 
     def _lose(self, error: PeerLostError) -> None:
-        """A process that the target needs is gone. The MLX thread may wait for it for ever."""
+        """Handle the loss of a process that the target needs. The MLX thread may wait for it for ever."""
         self._inbox.close(str(error))
         self.loop.lose(error)
         for job in self._inbox.drain():
             job.lose(error)
-        self.loop.ended.set()  # nobody is to wait for a thread that may wait for ever
+        self.loop.ended.set()  # the MLX thread may never end, so nobody waits for it

@@ -1,4 +1,4 @@
-"""What the target makes of a given continuation after a prefill of either kind: the ground of quality measurements."""
+"""Replays a given continuation after either kind of prefill, to measure quality."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Replay:
 def replay_continuation(
     prefiller: Prefiller, request: GenerationRequest, continuation: tuple[int, ...], attention: bool, keep: bool = False
 ) -> Generator[Progress, None, Replay]:
-    """Prefill, then one target forward over the whole continuation; yields between slices of the prefill.
+    """Prefill, then run one target forward over the whole continuation. Yields between prefill chunks.
 
-    Attention can only be read after a full prefill: the target's cache must hold the whole prompt.
+    Attention can be read only after a full prefill: the target's cache must hold the whole prompt.
     """
     sequence = Sequence(-1, request, 0.0, plan=prefiller.planner.plan(request))
     steps = Steps(prefiller.run(sequence))
@@ -68,7 +68,7 @@ def replay_continuation(
 
 
 def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> None:
-    """What the cache holds serves the next turn, as after an answer."""
+    """Cache the sequence for the conversation's next turn, as after an answer."""
     request, tokens = sequence.request, joined(sequence.request.prompt, read)
     if sequence.kept is None:
         prefiller.caches.keep_target(tokens, sequence.cache, request)

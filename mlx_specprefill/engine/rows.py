@@ -1,4 +1,4 @@
-"""All answers that are being written: plain rows in one batch, and rows that decode by proposals. MLX thread only."""
+"""Decodes all running answers: plain rows in one batch, and rows with proposals. MLX thread only."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .speculation import AnswerDrafter
 __all__ = ["Outcome", "Rows"]
 
 log = logging.getLogger(__name__)
-Outcome = tuple[int, TokenEvent | Exception]  # of the row with this uid; one that failed is gone
+Outcome = tuple[int, TokenEvent | Exception]  # of the row with this uid; after an error it is removed
 
 
 class _Drafted(NamedTuple):
-    """A sequence whose row decodes by proposals, beside the batch."""
+    """A sequence whose row decodes with proposals, beside the batch."""
 
     sequence: Sequence
     drafting: AnswerDrafter
@@ -52,15 +52,15 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Of the caches of all rows. In a batch every row takes as much as the longest."""
+        """Return the bytes of all rows' caches. In a batch every row takes as much as the longest."""
         drafted = (drafted.row.cache for drafted in self._drafted.values())
         return sum(cache_bytes(cache) for cache in (*self._batch.caches, *drafted))
 
     def add(self, sequence: Sequence, logits: mx.array) -> list[TokenEvent]:
-        """Let a prefilled sequence decode; it chooses its next token from `logits` (1, V).
+        """Start decoding a prefilled sequence. Its next token comes from `logits` (1, V).
 
         Returns:
-            Tokens that are known already: the first one, and what else the prefill has found.
+            Tokens that are known already: the first one, and those that the prefill found.
         """
         self._quantize(sequence)
         if sequence.drafting is not None and (row := self._begin_drafted(sequence, sequence.drafting, logits)):
@@ -69,12 +69,12 @@ class Rows:
         return [self._first_token(sequence.uid)]
 
     def step(self) -> Iterator[Outcome]:
-        """One token of every plain row, then one verification of one drafted row. Rows may be removed in between."""
+        """Yield one token of every plain row, then one verification of a drafted row. Rows may leave in between."""
         yield from self._step_batch()
         yield from self._step_drafted()
 
     def remove(self, uid: int) -> tuple[list[Any], tuple[int, ...]]:
-        """Take a row out: its cache, and the generated tokens in it."""
+        """Remove a row; return its cache and the generated tokens in it."""
         if uid not in self._drafted:
             removed = self._batch.remove(uid)
             return removed.cache, removed.tokens
@@ -82,12 +82,12 @@ class Rows:
         return row.cache, tuple(row.tokens)
 
     def clear(self) -> None:
-        """Forget every row, whatever state it is in."""
+        """Remove all rows, whatever their state."""
         self._batch = DecodeBatch(self._pair.target, self._pair.stages, self._pair.ranks)
         self._drafted.clear()
 
     def _begin_drafted(self, sequence: Sequence, drafting: AnswerDrafter, logits: mx.array) -> SpeculativeRow | None:
-        """None where it is not drafted after all."""
+        """Start a drafted row; None if it is decoded plainly after all."""
         row = drafting.begin_row(
             sequence.model(self._pair),
             sequence.cache,
@@ -120,7 +120,9 @@ class Rows:
         sequence.cache = []  # the batch owns it now
 
     def _first_token(self, uid: int) -> TokenEvent:
-        """A row whose first token can't be read leaves at once, so that the next step does not fail for it again."""
+        """Return a row's first token. If this fails, the row is removed at once, so that the next step does not fail
+        again.
+        """
         try:
             return self._batch.first_token(uid)
         except Exception:
@@ -138,7 +140,7 @@ class Rows:
 
     @cached_property
     def _unquantized(self) -> str | None:
-        """Why the target's KV cache can't be quantised; found out, and logged, with the first row."""
+        """Return why the target's KV cache can't be quantised. Checked and logged with the first row."""
         bits, target = self._config.kv_bits, self._pair.target
         assert bits is not None
         reason = probe_quantized(target, empty_cache(target), self._config.kv_group_size, bits)
@@ -147,7 +149,7 @@ class Rows:
         return reason
 
     def _step_batch(self) -> list[Outcome]:
-        """A failing forward fails the rows in it; the next ones start with an empty batch."""
+        """Step the batch. A failing forward fails its rows; the next ones start with an empty batch."""
         if not len(self._batch):
             return []
         try:
@@ -164,7 +166,7 @@ class Rows:
             return [(uid, error) for uid in lost]
 
     def _step_drafted(self) -> Iterator[Outcome]:
-        """The first of them; beside other rows it joins the batch, and the next one is the first."""
+        """Step the first drafted row. Beside other rows it joins the batch, and the next one is first."""
         uid = next(iter(self._drafted), None)
         if uid is None:
             return
@@ -174,7 +176,7 @@ class Rows:
             self._join_batch(uid, leaving)
 
     def _forward_drafted(self, uid: int) -> tuple[list[Outcome], str | None]:
-        """What came of it, and why the row has to go on as a plain one, if it has to."""
+        """Run one verification; return its outcomes, and why the row goes on as a plain one, if it does."""
         drafted = self._drafted[uid]
         try:
             events, leaving = drafted.drafting.step(drafted.row, alone=len(self) == 1)
@@ -192,7 +194,7 @@ class Rows:
 
 
 def _processors(request: GenerationRequest) -> list[LogitsProcessor]:
-    """Penalties and biases; a constraint keeps `min_tokens` itself."""
+    """Return penalties and biases. A constraint handles `min_tokens` itself."""
     processors = logits_processors(request.sampling)
     if request.min_tokens and request.constraint is None:
         processors.append(held_back(request.stop_token_ids, request.min_tokens))

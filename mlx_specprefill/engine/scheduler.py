@@ -1,7 +1,7 @@
-"""Decide which request is admitted and which prefill gets the next chunk. Integers only: no arrays, clocks, threads.
+"""Decides which request is admitted and which prefill gets the next chunk. Integers only: no arrays, clocks, threads.
 
 One step of the engine is one decode step of all running requests, then prefill chunks. The prefill with the fewest
-tokens left goes first, in admission and for each chunk. So a short prompt is never stuck behind a long one. Ageing
+tokens left goes first, in admission and for each chunk, so a short prompt is never stuck behind a long one. Ageing
 keeps the long ones going: the oldest prefill gets a fifth of the time, and the request that has waited longest every
 fourth place. A quarter of the places is kept for short prompts. Background work runs when there is no request.
 """
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 __all__ = ["Scheduler"]
 
 _SHORT = 256  # tokens; or half as many as the median request
-_SHORT_PLACES = 4  # one place of so many is kept for short prompts
-_EVERY = 4  # admissions, of which one goes to the request that has waited longest
-_OTHERS = 4  # milliseconds that others may have for each of the oldest prefill's own
-_PASSES = 64  # admissions of others after which it has to be the next, even if its memory has to become free first
+_SHORT_PLACES = 4  # one place in this many is kept for short prompts
+_EVERY = 4  # one in this many admissions goes to the request that has waited longest
+_OTHERS = 4  # milliseconds for other prefills per millisecond of the oldest one
+_PASSES = 64  # admissions of others after which it is next, even if memory has to become free first
 
 
 @dataclass
 class _Prefill:
     uid: int
-    left: int  # tokens to read, as far as is known
+    left: int  # known tokens to read
     is_short: bool = False
     is_background: bool = False
 
@@ -45,8 +45,8 @@ class Scheduler:
         self._waiting: dict[int, int] = {}  # tokens left, in order of arrival
         self._prefilling: dict[int, _Prefill] = {}  # in order of admission
         self._decoding: dict[int, bool] = {}  # by uid, whether its prompt was short
-        self._passed = 0  # admissions of others since the first in line is first
-        self._waited = 0  # milliseconds that others had, less those that the oldest prefill's own chunks make up for
+        self._passed = 0  # admissions of others since the first request in line is first
+        self._waited = 0  # milliseconds of others, less those that the oldest prefill's own chunks allow
 
     @property
     def waiting(self) -> int:
@@ -54,7 +54,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Count the admitted requests; from any thread."""
+        """Return the number of admitted requests. May be called from any thread."""
         prefilling = tuple(self._prefilling.values())  # in one step: the MLX thread may change it at any time
         return len(self._decoding) + sum(not job.is_background for job in prefilling)
 
@@ -64,7 +64,7 @@ class Scheduler:
 
     @property
     def is_contended(self) -> bool:
-        """Return whether somebody else waits for a chunk to end; from any thread."""
+        """Return whether another request waits for a chunk to end. May be called from any thread."""
         return bool(self._decoding) or self.running + self.waiting > 1
 
     @property
@@ -75,12 +75,12 @@ class Scheduler:
         return uid in self._prefilling or uid in self._decoding or uid in self._waiting
 
     def add(self, uid: int, left: int = 1 << 30) -> None:
-        """Queue a request of which `left` tokens have to be read, as far as is known."""
+        """Queue a request with `left` known tokens to read."""
         self._check_new(uid)
         self._waiting[uid] = left
 
     def expect(self, uid: int, left: int) -> None:
-        """Correct the tokens left of a waiting request."""
+        """Correct a waiting request's tokens to read."""
         self._waiting[uid] = left
 
     def add_background(self, uid: int) -> None:
@@ -96,7 +96,7 @@ class Scheduler:
         """Return the request to admit next; None where there is none, or no place for it.
 
         Args:
-            passing: there is no memory for the one that was named last: return a shorter one that may pass it.
+            passing: the last one returned does not fit in memory: return a shorter one that may pass it.
         """
         if not self._waiting or self.running >= self.max_rows:
             return None
@@ -119,7 +119,7 @@ class Scheduler:
     def admit(self, uid: int) -> None:
         """Let a waiting request start its prefill."""
         self._passed = 0 if uid == next(iter(self._waiting)) else self._passed + 1
-        # First: others read `waiting`, then `running`, and must find it in one.
+        # Before the removal: other threads read `waiting`, then `running`, and must find the request in one.
         self._prefilling[uid] = _Prefill(uid, self._waiting[uid], self._is_short(uid))
         del self._waiting[uid]
 
@@ -132,14 +132,14 @@ class Scheduler:
         return jobs[0].uid if self._waited >= self.patience and shortest.left > 0 else shortest.uid
 
     def served(self, uid: int, left: int | None, ms: int) -> None:
-        """Note how long the chunk that `pick` gave out took, and the tokens left of its prompt, if that is known."""
+        """Record the milliseconds of the chunk that `pick` chose, and the prompt's tokens left, if known."""
         job = self._prefilling[uid]
         if left is not None:
             job.left = left
         oldest = next((other for other in self._prefilling.values() if not other.is_background), None)
         if job is oldest:
             self._waited = max(0, self._waited - _OTHERS * ms)
-        else:  # no more than is due for one chunk, so that two in a row never keep a short prompt waiting
+        else:  # at most the credit of one chunk, so that two in a row never delay a short prompt
             self._waited = min(self._waited + ms, self.patience)
 
     def to_decode(self, uid: int) -> None:
@@ -148,7 +148,7 @@ class Scheduler:
         self._prefilling.pop(uid, None)
 
     def remove(self, uid: int) -> None:
-        """Forget a request that has finished, failed or was cancelled, in whatever state."""
+        """Remove a request in any state."""
         self._waiting.pop(uid, None)
         self._prefilling.pop(uid, None)
         self._decoding.pop(uid, None)

@@ -1,4 +1,4 @@
-"""Who scores a prompt: the request itself, else the draft, which reads no further back than its cached prefix.
+"""Scores a prompt with the request's own scores or with the draft, reusing the draft's cached prefix.
 
 MLX thread only.
 """
@@ -50,10 +50,11 @@ class PromptScorer:
     def scores(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
     ) -> Scoring:
-        """The request's own scores, else the draft's; its dense prefix cache saves it from reading things twice.
+        """Return the request's own scores, else the draft's, which resume from its dense prefix.
 
         Args:
-            hidden: keeps what the draft, the target's own first layers, passes on; from its `known` on it is read anew.
+            hidden: stores the hidden states of the draft, the target's own first layers. The draft reads anew from its
+                `known` on.
 
         Raises:
             SparseUnsupportedError: there is no draft, or it can't score.
@@ -77,10 +78,10 @@ class PromptScorer:
         return (yield from self._by_draft(request, plan, task, min(known, hidden.known)))
 
     def _mapped(self, mapping: TextMapping, task: ToScore) -> MappedTask:
-        """In the draft's own tokens.
+        """Convert the task to the draft's own tokens.
 
         Raises:
-            DraftContextError: they are too many for it.
+            DraftContextError: they exceed the draft's context.
         """
         mapped = map_task(mapping, task)
         size, context = mapped.task.prompt.size, self.pair.draft_context
@@ -89,7 +90,7 @@ class PromptScorer:
         return mapped
 
     def asked(self, request: GenerationRequest, text: PromptText) -> tuple[int, int]:
-        """[start, end) of the prompt's tokens that ask."""
+        """Return [start, end) of the prompt's tokens that hold the question."""
         said = request.spans[-1].content_end if request.spans else None
         return question_span(len(request.prompt), self.config.scoring, said, text.units)
 
@@ -111,14 +112,14 @@ class PromptScorer:
         )
 
     def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ToScore, known: int) -> Scoring:
-        """`known`: tokens that a cached prefix may cover."""
+        """Score with the draft. A cached prefix may cover `known` tokens."""
         if self.pair.draft is None:
             raise SparseUnsupportedError("no draft model is loaded")
         draft = whole_draft(self.pair.draft) if plan.rule == "paper" else self.pair.draft
-        stored = draft is self.pair.draft  # the cache of prefixes is that of the layers that score by default
+        stored = draft is self.pair.draft  # cached prefixes belong to the default scoring layers
         prompt, label, done = task.prompt, request.label, 0
-        keeper = request if self.pair.mapping is None else replace(request, spans=())  # they count target tokens
-        # What asks is read anew even if the cache holds it: a hit must not change the scores.
+        keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
+        # The question is read anew even if it is cached: a hit must not change the scores.
         hit = self.caches.draft_prefix(prompt[: known + 1], label) if stored and known else None
         empty = empty_draft_cache(self.pair) if stored else list(make_prompt_cache(draft))
         task = replace(task, cache=empty if hit is None else hit.cache)

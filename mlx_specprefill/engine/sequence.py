@@ -1,4 +1,4 @@
-"""One request on its way through the engine. The only mutable record; lives on the MLX thread."""
+"""One request on its way through the engine. The only mutable record. Lives on the MLX thread."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class Sequence:
     """State of one request.
 
     Attributes:
-        plan: how the prompt is prefilled; made when the request is submitted, revised when it is known what is cached.
-        need: predicted, as admission reserves it.
-        choice: the name under which a sparse prefix is found and kept; None: all of the prompt is read.
-        cached: prompt tokens that a cached prefix stands for.
-        held: of a sparse one, the prompt indices that it holds, int32, ascending; None: it holds all.
+        plan: of the prefill; made when the request is submitted, revised once the cached prefix is known.
+        need: the predicted memory, as admission reserves it.
+        choice: the name under which a sparse prefix is found and kept; None: the prompt is read in full.
+        cached: prompt tokens that a cached prefix covers.
+        held: prompt indices in a sparse prefix, int32, ascending; None: it holds all.
         kept: prompt indices the target has seen, int32, or None for all of them.
-        scorer, scoring: who scored the prompt, if somebody did, and how, in words.
-        draft_read: tokens of the prompt that the draft read for it, its own ones.
-        recalled: tokens that an earlier turn had dropped, and that were read for this one.
+        scorer, scoring: the scorer of the prompt, if any, and a description of its method.
+        draft_read: tokens that the draft read for the prompt, in its own tokenizer.
+        recalled: tokens dropped by an earlier turn and read for this one.
         cache, shift: the target's cache once prefilled, and the shift that it can't carry itself.
         staged: the caches of the target's first layers hold more tokens than the others.
-        hidden: what those layers passed on of the prompt; `hidden_parts`: of the cached prefix.
-        stage: what the current slice works on.
+        hidden: those layers' hidden states of the prompt; `hidden_parts`: of the cached prefix.
+        stage: the stage of the current step.
         tokens: generated so far.
-        grammar: the request's grammar and budget on their way through the answer.
+        grammar: state of the request's grammar and budget.
         drafting: drafts the answer; None if that was not asked for.
-        unstored: keeps the prompt for later requests, which waits until the first token is out.
+        unstored: stores the prompt for later requests, once the first token is out.
     """
 
     uid: int
@@ -79,40 +79,40 @@ class Sequence:
     unstored: Callable[[], None] | None = None
 
     def resume(self, hit: CacheHit) -> None:
-        """Begin with a cached prefix."""
+        """Start from a cached prefix."""
         self.cached, self.cache, self.hidden_parts = hit.length, hit.cache, hit.hidden
         self.held = None if hit.held is None else np.sort(hit.held)
 
     @property
     def reads_all(self) -> bool:
-        """Whether all of the prompt is read, behind a dense prefix at most."""
+        """Return whether the prompt is read in full, behind a dense prefix at most."""
         return self.plan is not None and self.plan.mode == "full" and self.held is None
 
     @property
     def tokens_cached(self) -> int:
-        """Tokens of the prompt that the target need not read."""
+        """Return the prompt tokens that the target need not read."""
         return self.cached if self.held is None else int(self.held.size)
 
     @property
     def run(self) -> int:
-        """Tokens of the cached prefix before its first gap."""
+        """Return the tokens of the cached prefix before its first gap."""
         return self.cached if self.held is None else Fed(self.held).run
 
     def store(self) -> None:
-        """Keep what waits for it. The cache may hold more by now, but must be this sequence's own."""
+        """Run the deferred store. The cache may hold more tokens by now, but must be this sequence's own."""
         if self.unstored is not None:
             store, self.unstored = self.unstored, None
             store()
 
     def model(self, pair: ModelPair) -> Callable[..., mx.array]:
-        """What reads on with the sequence's cache."""
+        """Return the model that continues the sequence's cache."""
         if not self.staged:
             return pair.target  # type: ignore[no-any-return]
         assert pair.stages is not None
         return pair.stages
 
     def spend(self, stage: Stage, ms: float) -> None:
-        """Add a slice's own time to its stage; what other requests did in between does not count."""
+        """Add a step's own time to its stage. Other requests' time does not count."""
         self.spent_ms[stage] = self.spent_ms.get(stage, 0.0) + ms
 
     def record(self, token: int) -> None:

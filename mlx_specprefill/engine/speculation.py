@@ -1,6 +1,6 @@
-"""Drafting of one answer: from the decision before its prompt is read, over the row that decodes, to the report.
+"""Drafts one answer: the decision before its prefill, the decoding row, the report.
 
-A request that asks for no drafts has none of this. MLX thread only, but for `Speculator.drafter`.
+A request without drafting has none of this. MLX thread only, except `Speculator.drafter`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Speculator:
     """Makes the drafters of an engine's answers.
 
     Args:
-        scheduler: knows whether other answers are running.
+        scheduler: tells whether other answers are running.
     """
 
     def __init__(self, pair: ModelPair, config: EngineConfig, scheduler: Scheduler) -> None:
@@ -51,12 +51,12 @@ class Speculator:
         self._refusals: dict[StrategyName, str | None] = {}
 
     def drafter(self, request: GenerationRequest) -> AnswerDrafter | None:
-        """None where neither the request nor the server asks for drafts. From any thread."""
+        """Return a drafter; None if neither request nor server asks for drafting. May be called from any thread."""
         asked = request.specprefill.speculative or self.config.strategy
         return None if asked == "off" else AnswerDrafter(self, request, asked)
 
     def refusal(self, strategy: StrategyName, request: GenerationRequest) -> str | None:
-        """Why an answer can't be drafted so now; None if it can."""
+        """Return why an answer can't be drafted now; None if it can."""
         if strategy not in self._refusals:
             self._refusals[strategy] = self._lasting_refusal(strategy)
         if (reason := self._refusals[strategy]) is not None:
@@ -66,24 +66,24 @@ class Speculator:
         return _SHARED if self._scheduler.decoding else None
 
     def _lasting_refusal(self, strategy: StrategyName) -> str | None:
-        """Why the strategy can't run with this pair; None if it can."""
+        """Return why the strategy can't run with this pair; None if it can."""
         if self.pair.ranks is not None:
             return "the target runs on several machines"
         return refusal(strategy, self.pair.target, self.pair.proposer, self.pair.mtp, self.quantized)
 
 
 class AnswerDrafter:
-    """Drafts one answer, or knows why it is decoded plainly after all.
+    """Drafts one answer, or holds the reason for plain decoding.
 
-    An answer is drafted while it is the only one: a row by proposals takes forwards of its own, and a batch already
+    An answer is drafted only while it is alone: a row with proposals takes forwards of its own, and a batch already
     shares the weights, which is most of what proposals save.
 
     Attributes:
         strategy: None decodes autoregressively.
-        reason: why this strategy, or why none.
-        cache, lookahead: what scoring left: the draft's cache of the prompt, and its greedy continuation.
+        reason: for the strategy, or for plain decoding.
+        cache, lookahead: from scoring: the draft's cache of the prompt, and its greedy continuation.
         reader: the target's MTP head, which reads the prompt along with it.
-        row: decodes, from the prefill on.
+        row: decodes after the prefill.
     """
 
     def __init__(self, speculator: Speculator, request: GenerationRequest, asked: StrategyName) -> None:
@@ -102,13 +102,13 @@ class AnswerDrafter:
         self._left: SpeculationReport | None = None
 
     def begin(self, staged: bool = False) -> bool:
-        """Decide, before the target's first forward, and again if its prefill begins anew.
+        """Decide before the target's first forward, and again if its prefill starts anew.
 
         Args:
             staged: the target's layers will hold different numbers of tokens.
 
         Returns:
-            Whether the draft goes on after the prompt, so that it has to have read it.
+            True if the draft proposes tokens, so that it has to read the prompt.
         """
         self.strategy, self.reason = self._asked, "requested"
         self.cache, self.lookahead, self.reader, self._last = None, (), None, None
@@ -119,7 +119,7 @@ class AnswerDrafter:
         return self.strategy == "draft"
 
     def forward(self, fed: npt.NDArray[np.int32]) -> Callable[[], AbstractContextManager[None]]:
-        """A context for each of the target's forwards over the prompt's indices `fed`: the MTP head reads along."""
+        """Return a context for each target forward over the prompt indices `fed`, in which the MTP head reads along."""
         if self.strategy != "mtp":
             return nullcontext
         assert not isinstance(self._pair.mtp, str)
@@ -127,16 +127,17 @@ class AnswerDrafter:
         return self.reader.forward
 
     def last_forward(self, grammar: GrammarState | None) -> LastForward | None:
-        """Stand in for the forward of the prompt's last token; see `prefill`.
+        """Return a replacement for the forward of the prompt's last token; see `prefill`.
 
-        With the draft's look-ahead, where it would be proposed first anyway; unread grammars may forbid it.
+        It verifies the draft's look-ahead where that would be proposed first anyway. A grammar that is not compiled may
+        forbid it.
         """
         if self.cache is not None and grammar is None and not self._speculator.quantized:
             self._last = LastForward(self._pair.target, self.lookahead)
         return self._last
 
     def end(self, cache: list[Any], kept: npt.NDArray[np.int32] | None) -> Generator[Progress, None, None]:
-        """Make the proposer for a prefilled cache; whatever fails here costs the saving, never the answer."""
+        """Make the proposer for a prefilled cache. A failure costs the saving, never the answer."""
         if self.strategy is None:
             return
         try:
@@ -168,10 +169,10 @@ class AnswerDrafter:
         grammar: GrammarState | None,
         shift: int,
     ) -> SpeculativeRow | None:
-        """The row that decodes the answer, if it is drafted. It owns the cache from here on.
+        """Return the row that decodes the answer, if it is drafted. It owns the cache from here on.
 
         Args:
-            model: the target, as it reads on with the cache.
+            model: the target that continues the cache.
             logits: of the prompt's last token, (1, V).
             shift: positions minus slots for caches that can't carry it.
         """
@@ -192,7 +193,7 @@ class AnswerDrafter:
         return self.row
 
     def step(self, row: SpeculativeRow, alone: bool) -> tuple[list[TokenEvent], str | None]:
-        """One step of the row: its tokens, and why it has to go on in the plain batch, if it has to."""
+        """Step the row; return its tokens, and why it has to join the plain batch, if it has to."""
         if not alone:
             return row.leave(), _SHARED
         try:
@@ -204,7 +205,7 @@ class AnswerDrafter:
             return row.leave(), f"a proposal failed: {type(error).__name__}: {error}"
 
     def leave(self, why: str) -> None:
-        """The answer goes on in the plain batch: nothing but the account stays."""
+        """Move the answer to the plain batch: only the report stays."""
         self._left = replace(self.account(), reason=f"{self.reason}; then plain decoding: {why}")
         self.strategy = self.row = self.cache = self.reader = self._proposer = self._last = None
 

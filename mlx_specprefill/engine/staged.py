@@ -1,4 +1,4 @@
-"""Staged prefill of one request: the target's own first layers read the prompt and score it, the others what is kept.
+"""Staged prefill of one request: the target's first layers read and score the prompt, the others read the kept tokens.
 
 MLX thread only.
 """
@@ -28,7 +28,7 @@ Kept = npt.NDArray[np.int32]
 def is_staged(pair: ModelPair, request: GenerationRequest, plan: PrefillPlan) -> bool:
     """Return whether the target's own first layers score the prompt.
 
-    The paper's rule looks ahead with all layers, and a request that brings its scores needs none.
+    The paper's rule looks ahead with all layers, and a request with its own scores needs no scoring.
     """
     return pair.stages is not None and plan.rule != "paper" and request.specprefill.importance is None
 
@@ -36,9 +36,9 @@ def is_staged(pair: ModelPair, request: GenerationRequest, plan: PrefillPlan) ->
 def upper_layers(
     pair: ModelPair, sequence: Sequence, parts: tuple[Kept, Kept], lower: list[Any]
 ) -> tuple[tuple[Reading, Reading], list[Any]]:
-    """Return the layers behind the first ones as models that read two parts of the prompt, and their caches.
+    """Return the upper layers as models of two parts of the prompt, and their caches.
 
-    The sequence's cache is that of all layers from then on.
+    From then on the sequence's cache is that of all layers.
 
     Args:
         parts: prompt indices, ascending.
@@ -57,12 +57,12 @@ def upper_layers(
 def read_rest(
     pair: ModelPair, caches: EngineCaches, sequence: Sequence, choice: str | None, slice_size: Callable[[str], int]
 ) -> Generator[Progress, None, None]:
-    """Of a staged turn's text, what its first layers have read: densely, in the others alone. Nothing elsewhere.
+    """Run the upper layers over all tokens that the lower layers have read. No-op for turns that are not staged.
 
-    The sequence's cache then holds it, and the exact cache too. Cancelled, nothing is kept.
+    The sequence's cache and the exact cache then hold the text. Cancelled, nothing is kept.
     """
     model, request, S = pair.stages, sequence.request, sequence.cached
-    if model is None or choice is None or not can_cut(sequence.cache):  # windows and states have checkpoints to make
+    if model is None or choice is None or not can_cut(sequence.cache):  # windows and states need checkpoints
         return
     turn = caches.target_prefix(request.prompt, request.label, True, choice)
     if turn is None or turn.held is None:

@@ -1,4 +1,4 @@
-"""What the engine is doing and what it holds, as numbers for people and dashboards."""
+"""Counters and gauges of the engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _WINDOW_S = 5
 
 
 class Meter:
-    """How often something happened per second, lately. Written by one thread, read by any."""
+    """Recent rate of an event per second. Written by one thread, read by any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seconds: deque[tuple[int, int]] = deque(maxlen=_WINDOW_S + 1)  # (which, how often)
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=_WINDOW_S + 1)  # (second, count)
 
     def add(self, count: int) -> None:
         now = int(self._clock())
@@ -28,7 +28,7 @@ class Meter:
             self._seconds.append((now, count))
 
     def per_second(self) -> float:
-        """Over the last whole seconds; 0 when nothing happened in them."""
+        """Return the rate over the last whole seconds; 0 if nothing happened."""
         now = int(self._clock())
         return sum(count for second, count in tuple(self._seconds) if now - _WINDOW_S <= second < now) / _WINDOW_S
 
@@ -37,8 +37,8 @@ class Need(NamedTuple):
     """Bytes that a request will need.
 
     Attributes:
-        held: for as long as it is in work.
-        working: beside that, of its largest forward. Forwards take turns: several requests share the largest.
+        held: while it runs.
+        working: in addition, for its largest forward. Forwards take turns: requests share the largest.
     """
 
     held: int = 0
@@ -54,9 +54,9 @@ class MemoryUse:
     """Bytes by consumer.
 
     Attributes:
-        target_weights, draft_weights: the models' parameters; what they share counts as the target's.
-        requests: KV cache and state of the requests in work, from the cost per token that was measured at start.
-        reserved: what admission holds free for those requests, answers and activations included.
+        target_weights, draft_weights: the models' parameters; shared ones count as the target's.
+        requests: KV cache and state of running requests, from the cost per token measured at start.
+        reserved: for those requests by admission, answers and activations included.
         prefix_cache: prefixes kept for later requests, in memory.
         prefix_disk: dense prefixes on disk.
         active: all arrays of this process, as MLX counts them.
@@ -80,7 +80,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One moment. Counts run since the start.
+    """One snapshot. Counts run since the start.
 
     Attributes:
         waiting, prefilling, decoding: requests now.

@@ -1,4 +1,4 @@
-"""How much memory macOS is asked to keep resident for MLX (macOS 15 and later).
+"""Limits the memory that macOS keeps resident for MLX (macOS 15 and later).
 
 Both sides are on record. Unwired, models above some 60 to 75 % of memory decode 20 to 150 times slower (mlx-examples
 issue 1061, vmlx-swift issue 418). Wired, kernels panicked under concurrent requests (mlx issue 3186).

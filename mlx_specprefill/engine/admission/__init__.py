@@ -1,4 +1,4 @@
-"""What a request will cost: memory against the limit, time against the gain of sparse prefill.
+"""Predicts the cost of a request: its memory against the limit, and the time that sparse prefill saves.
 
 Here: predictions and the measurements behind them. Not here: the order of work (`engine.scheduler`). Read first:
 planner.py, memory.py, cost.py.

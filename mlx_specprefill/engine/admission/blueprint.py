@@ -1,7 +1,7 @@
-"""What a model will be and need, from its config.json: no weights are read and nothing is computed.
+"""Predicts a model's memory from its config.json. Loads no weights and computes nothing.
 
-mlx-lm's own model is built, and its forward over a few tokens, but neither is evaluated: MLX knows the shapes of the
-cache's arrays all the same.
+Builds mlx-lm's model and a forward over a few tokens without evaluating them: MLX knows the shapes of the cache's
+arrays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .footprint import cache_footprint
 __all__ = ["Blueprint", "blueprint", "loaded_bytes"]
 
 _PROBE = 16  # tokens of the forward
-_COMPUTES = frozenset({"dbrx"})  # their forwards look at values, so that weights would have to exist
+_COMPUTES = frozenset({"dbrx"})  # their forwards read values, which needs the weights
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
 _HALVES = ("BF16", "F16")
 _DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -46,14 +46,14 @@ class Blueprint:
     constant: int | None = None
 
     def cache_bytes(self, tokens: int) -> int | None:
-        """Of a sequence of that many stored tokens."""
+        """Return the bytes of a sequence of `tokens` stored tokens."""
         if self.per_token is None or self.constant is None:
             return None
         return self.per_token * tokens + self.constant
 
 
 def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
-    """From what config.json holds.
+    """Build the blueprint from the contents of config.json.
 
     Args:
         dtype: of the floating-point weights as they are loaded, by which the cache is stored.
@@ -75,7 +75,7 @@ def blueprint(config: Mapping[str, Any], dtype: str = "bfloat16") -> Blueprint:
 
 
 class _Silent:
-    """A tokenizer that says nothing about lengths."""
+    """Tokenizer that logs nothing about lengths."""
 
 
 def _built(model: nn.Module, dtype: str) -> nn.Module:
@@ -92,7 +92,7 @@ def _cache_sizes(model: nn.Module) -> tuple[int, int]:
 
 
 def loaded_bytes(parameters: Mapping[str, int], dtype: Literal["auto", "stored"] = "auto") -> tuple[int, str]:
-    """What weights take once they are loaded, and the name of their floating-point type.
+    """Return the bytes of the weights once loaded, and the name of their floating-point type.
 
     Args:
         parameters: how many elements of each type of safetensors the files hold.

@@ -1,4 +1,4 @@
-"""One memory limit for all engines on a thread: what each of them takes of it, and who gives way to whom. Bytes."""
+"""One memory limit for all engines on a thread: the share of each engine, and the order of eviction. In bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PATIENCE_S = 10.0  # for memory that was asked for outside of the engines
 
 
 class Sharer(Protocol):
-    """What an engine tells of its memory.
+    """Memory that one engine reports to the others.
 
     Attributes:
-        parameters: bytes of each array of its models, by identity: two engines can have a draft in common.
+        parameters: bytes of each array of its models, by identity: two engines can share a draft.
         lasting: whether its models stay as long as the process does.
         last_use: when it last let a request in, by the monotonic clock.
         reserved, cached: for requests, and kept for later ones.
@@ -42,14 +42,14 @@ class Sharer(Protocol):
 
 
 class CommonMemory:
-    """MLX thread only, but for `limit`.
+    """Memory budget of all engines on a thread. MLX thread only, except `limit`.
 
     Args:
         limit: for everything together; None: what the device recommends.
 
     Attributes:
-        on_pressure: asked for bytes that no engine can free by itself; None: there is nobody to ask.
-        loading: bytes of models on their way into memory.
+        on_pressure: called with the bytes that no engine can free by itself; None: no further source.
+        loading: bytes of models that are being loaded.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -61,14 +61,14 @@ class CommonMemory:
         self._asked: dict[Sharer, float] = {}  # when, by the monotonic clock
 
     def join(self, sharer: Sharer) -> None:
-        """Its models are in memory, and count no longer as on their way."""
+        """Add an engine whose models are loaded. Their bytes no longer count as loading."""
         self.loading = max(0, self.loading - sum(sharer.parameters.values()))
         if not self._sharers and self.limit is not None:
             self._limit_spare(self.limit // _SPARE_PART)
         self._sharers.append(sharer)
 
     def leave(self, sharer: Sharer) -> None:
-        """With the last one MLX's settings are as they were."""
+        """Remove an engine. The last one restores MLX's settings."""
         if sharer not in self._sharers:
             return
         self._sharers.remove(sharer)
@@ -77,26 +77,26 @@ class CommonMemory:
             mx.set_cache_limit(self._spare_before)
 
     def _limit_spare(self, nbytes: int) -> None:
-        """MLX's own limit is all that the device has; a lower one stays."""
+        """Lower MLX's limit for freed memory. A limit that is lower already stays."""
         self._spare_before = mx.set_cache_limit(nbytes)
         if self._spare_before < nbytes:
             mx.set_cache_limit(self._spare_before)
 
     def free(self) -> int | None:
-        """What models in memory or on their way and requests in work leave, caches not counted; from any thread.
+        """Return the bytes left beside models (loaded or loading) and running requests; None without a limit.
 
-        None: there is no limit.
+        Cached prefixes count as free. May be called from any thread.
         """
         if self.limit is None:
             return None
         return self.limit - self.weights() - sum(one.reserved for one in tuple(self._sharers)) - self.loading
 
     def weights(self, lasting: bool = False, beside: Mapping[int, int] | None = None) -> int:
-        """Of all models, each array once.
+        """Return the bytes of all models, each array counted once.
 
         Args:
             lasting: of those alone that stay.
-            beside: further arrays that count.
+            beside: further arrays to count.
         """
         arrays = dict(beside or {})
         for sharer in tuple(self._sharers):
@@ -105,18 +105,18 @@ class CommonMemory:
         return sum(arrays.values())
 
     def others(self, sharer: Sharer) -> int:
-        """What everybody else's models, requests and caches hold, as measured."""
+        """Return the measured bytes of the other engines' models, requests and caches."""
         own = sum(sharer.parameters.values())
         return (
             self.weights(beside=sharer.parameters) - own + sum(one.held for one in self._others(sharer)) + self.loading
         )
 
     def room(self, sharer: Sharer) -> int | None:
-        """What an engine could have for requests if only what lasts were there beside it; None: no limit."""
+        """Return the bytes that an engine could use for requests if only pinned models were loaded; None: no limit."""
         return None if self.limit is None else self.limit - self.weights(lasting=True, beside=sharer.parameters)
 
     def missing(self, need: int) -> int:
-        """How much of `need` is not free as things stand; the limits of single engines are another matter."""
+        """Return the bytes of `need` that are not free now. Limits of single engines are not considered."""
         if self.limit is None or not (self.loading or len(self._sharers) > 1):
             return 0
         return self.weights() + self._taken() + self.loading + need - self.limit
@@ -125,10 +125,10 @@ class CommonMemory:
         return sum(one.reserved + one.cached for one in self._sharers)
 
     def reclaim(self, need: int, sharer: Sharer | None = None) -> None:
-        """Make room as far as caches allow: background work first, then the cache of who was used least recently.
+        """Free memory from caches: background work first, then the least recently used engine's cache.
 
         Args:
-            sharer: who needs it, and gives way last.
+            sharer: the engine that needs the memory; its own cache is freed last.
         """
         for one in self._others(sharer):
             one.stop_background()
@@ -138,7 +138,7 @@ class CommonMemory:
             one.evict(missing)
 
     def may_come(self, need: int, sharer: Sharer) -> bool:
-        """Whether memory that is missing now may be there soon: others' requests end, or somebody was asked for it."""
+        """Return whether missing memory may become free soon: other requests end, or `on_pressure` was called."""
         if any(one.reserved for one in self._others(sharer)):
             return True
         if self.on_pressure is None or self.missing(need) <= 0:
@@ -149,7 +149,7 @@ class CommonMemory:
         return time.monotonic() - self._asked[sharer] < _PATIENCE_S
 
     def came(self, sharer: Sharer) -> None:
-        """It need not wait any more."""
+        """Note that the engine's request for memory was met."""
         self._asked.pop(sharer, None)
 
     def _others(self, sharer: Sharer | None) -> Iterable[Sharer]:

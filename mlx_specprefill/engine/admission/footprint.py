@@ -1,4 +1,4 @@
-"""What a sequence costs in a model, measured on the model itself. MLX thread only."""
+"""Measures the memory of a sequence on the model itself. MLX thread only."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ __all__ = [
 
 _SHORT = 128  # tokens of the first measuring forward
 _FAR, _DEPTH = 32, 2048  # tokens of the second one, and cached tokens before them
-_SHARE_OF_WORKING_SET = 0.9  # of what the device recommends: MLX frees what it keeps above .95 of it
-_SHARE_OF_RAM = 0.8  # of physical memory, where the device recommends no working set
+_SHARE_OF_WORKING_SET = 0.9  # of the device's recommendation: MLX frees its cached memory above .95 of it
+_SHARE_OF_RAM = 0.8  # of physical memory, if the device recommends no working set
 
 
 def default_limit() -> int | None:
-    """Bytes that weights, sequences and caches may use together."""
+    """Return the bytes that weights, sequences and caches may use together."""
     recommended = mx.device_info().get("max_recommended_working_set_size")
     if recommended:
         return int(_SHARE_OF_WORKING_SET * int(recommended))
@@ -48,31 +48,31 @@ def default_limit() -> int | None:
 
 
 def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:
-    """Of the parameters in memory that `beside` does not have as well: a draft can be a part of its target."""
+    """Return the bytes of the loaded parameters that `beside` does not share: a draft can be a part of its target."""
     counted = {} if beside is None else _arrays(beside)
     return sum(int(array.nbytes) for key, array in _arrays(model).items() if key not in counted)
 
 
 def weights_by_array(*models: nn.Module | None) -> dict[int, int]:
-    """Bytes of the parameters of all these models, each array once, by identity."""
+    """Return the bytes of the parameters of all these models by identity, each array once."""
     found = {key: array for model in models if model is not None for key, array in _arrays(model).items()}
     return {key: int(array.nbytes) for key, array in found.items()}
 
 
 def _arrays(model: nn.Module) -> dict[int, mx.array]:
-    """By identity; the layers that a draft doesn't run are there all the same."""
+    """Return the model's arrays by identity, including layers that a draft does not run."""
     held = [model, model.whole] if isinstance(model, FirstLayers) else [model]
     return {id(array): array for part in held for _, array in tree_flatten(part.parameters())}
 
 
 def measure_footprint(model: nn.Module | None, context: int | None = None) -> Footprint:
-    """Read the cache's arrays, and the allocator's peaks of two short forwards: at the start, and behind many tokens.
+    """Measure the cache's arrays, and the allocator's peak in two short forwards: at the start, and behind many tokens.
 
-    What the second one needs more per token are attention scores. Whether a kernel holds them depends on the device,
-    the heads' size and MLX. Windows stay empty: full attention holds more than they do.
+    The additional memory per token of the second forward is that of the attention scores. It depends on the device, the
+    heads' size and MLX. Windows stay empty: full attention needs more than they do.
 
     Args:
-        context: positions that the model knows; None: as many as are measured.
+        context: positions that the model supports; None: as many as are measured.
     """
     if model is None:
         return Footprint(0, 0)
@@ -89,7 +89,7 @@ def measure_footprint(model: nn.Module | None, context: int | None = None) -> Fo
 
 
 def _peak(model: nn.Module, cache: list[Any], tokens: int) -> int:
-    """Bytes above what there was, of a forward of that many tokens."""
+    """Return the peak bytes of a forward of `tokens` tokens, above those in use before."""
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
@@ -98,7 +98,7 @@ def _peak(model: nn.Module, cache: list[Any], tokens: int) -> int:
 
 
 def cache_footprint(cache: list[Any]) -> tuple[int, int]:
-    """Of a cache that holds some tokens: bytes per token, and whatever the length. No array is read."""
+    """Return the bytes of a filled cache per token, and its constant bytes. Reads no array."""
     per_token = constant = 0
     for part in leaves(cache):
         if isinstance(part, ArraysCache):
@@ -111,12 +111,12 @@ def cache_footprint(cache: list[Any]) -> tuple[int, int]:
 
 
 def hidden_bytes(model: StagedModel) -> int:
-    """Bytes that the first layers pass on per token; nothing is computed."""
+    """Return the bytes per token that the first layers pass on. Computes nothing."""
     return int(model.lower(mx.zeros((1, 1), dtype=mx.int32), cache=model.lower.make_cache()).nbytes)
 
 
 def measure_head_footprint(head: MTPHead | str) -> Footprint:
-    """What the entries of an MTP head cost; a few at a time are computed, beside forwards that cost more."""
+    """Measure the cache entries of an MTP head. Computes a few at a time, beside larger forwards."""
     if isinstance(head, str):
         return Footprint(0, 0)
     cache = KVCache()
@@ -129,19 +129,19 @@ def _bytes_per_token(part: KVCache | RotatingKVCache) -> int:
     return int(part.keys.nbytes + part.values.nbytes) // max(slots, 1)
 
 
-# Queries times keys of one prefill forward: more may exceed the time that a GPU's watchdog allows for one command.
+# Queries times keys of one prefill forward. A larger forward may exceed the time that a GPU's watchdog allows.
 MOST_PAIRS = 2048 * 32768
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one sequence costs in one model, measured at start-up.
+    """Memory of one sequence in one model, measured at start-up.
 
     Attributes:
         per_token: bytes of KV cache per stored token.
         constant: bytes per sequence whatever its length (recurrent state, full windows).
         per_row: bytes that a forward needs for each of its tokens.
-        per_pair: bytes that it needs for each of its tokens and key: the attention scores, where no kernel spares them.
+        per_pair: bytes that it needs per token and key, for attention scores that no fused kernel avoids.
     """
 
     per_token: int
@@ -150,21 +150,21 @@ class Footprint:
     per_pair: float = 0.0
 
     def of_held(self, tokens: int) -> int:
-        """Bytes of a sequence of that many stored tokens, between two forwards."""
+        """Return the bytes of a sequence of `tokens` stored tokens, between two forwards."""
         return self.per_token * tokens + self.constant
 
     def working(self, tokens: int, step: int) -> int:
-        """Bytes of the largest forward of a prefill of that many tokens, in forwards of at most `step`."""
+        """Return the bytes of the largest forward when `tokens` tokens are prefilled in forwards of at most `step`."""
         rows = min(step, tokens)
         return round(self.per_row * rows + self.per_pair * min(rows * tokens, MOST_PAIRS))
 
 
 class Admission:
-    """Reservations against a limit that also holds the weights and the prefix cache.
+    """Reservations against a limit that also covers the weights and the prefix cache.
 
     Args:
         limit: bytes for everything; None switches admission control off.
-        weights: bytes that are always taken.
+        weights: bytes in constant use.
         cached: bytes held by the prefix cache right now.
         reclaim: frees at least that many bytes of the prefix cache if it can.
         elsewhere: how much of so many bytes is missing because of other engines; `reclaim_elsewhere` frees it if
@@ -194,19 +194,19 @@ class Admission:
 
     @property
     def working(self) -> int:
-        """Bytes of the largest forward that anything in work may need."""
+        """Return the bytes of the largest forward that a running job may need."""
         return max((need.working for need in tuple(self._reserved.values())), default=0)
 
     def held(self, uid: int) -> int:
-        """Return what is reserved for one, between two forwards."""
+        """Return the bytes reserved for one job, between two forwards."""
         return self._reserved.get(uid, Need()).held
 
     def can_ever(self, need: Need) -> bool:
-        """Whether it fits with nothing else running and an empty prefix cache."""
+        """Return whether the need fits with no other job running and an empty prefix cache."""
         return self.limit is None or self.weights + need.total <= self.limit
 
     def fits(self, need: Need) -> bool:
-        """Whether the bytes are free as things stand."""
+        """Return whether the bytes are free now."""
         return self._missing(need) <= 0 and self._elsewhere(self._more(need)) <= 0
 
     def reserve(self, uid: int, need: Need) -> bool:
@@ -218,14 +218,14 @@ class Admission:
         return self.reserve_free(uid, need)
 
     def reserve_free(self, uid: int, need: Need) -> bool:
-        """Take the bytes if they are free as things stand; nothing is evicted for them."""
+        """Take the bytes if they are free now. Evicts nothing."""
         if not self.fits(need):
             return False
         self._reserved[uid] = need
         return True
 
     def _more(self, need: Need) -> int:
-        """Return what it adds to what is reserved."""
+        """Return the bytes that this need adds to the reservations."""
         return need.held + max(0, need.working - self.working)
 
     def _missing(self, need: Need) -> int:
@@ -238,7 +238,7 @@ class Admission:
 
 
 def physical_memory() -> int | None:
-    """Bytes of RAM, None where the system doesn't say."""
+    """Return the bytes of RAM; None if the system does not report them."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):

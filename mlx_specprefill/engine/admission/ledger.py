@@ -1,4 +1,4 @@
-"""Memory that MLX holds and no part of the engine accounts for. MLX thread only, but for `unaccounted`."""
+"""Detects memory that MLX holds and no part of the engine accounts for. MLX thread only, except `unaccounted`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ...cache.positioned import leaves
 __all__ = ["TOLERATED", "Ledger", "cache_bytes"]
 
 log = logging.getLogger(__name__)
-TOLERATED = 32 << 20  # bytes that need no account: tables, masks, logits, what MLX rounds up
-_AGAIN = 2  # times the bytes of the last warning, for the next one
+TOLERATED = 32 << 20  # bytes that need no owner: tables, masks, logits, rounding in MLX
+_AGAIN = 2  # factor of growth since the last warning that causes the next one
 
 
 class Ledger:
@@ -27,7 +27,7 @@ class Ledger:
         self._told = 0
 
     def balance(self, active: int, held: Mapping[str, int], working_set: int = 0) -> None:
-        """Between two slices. A surplus is logged once, and again only when it has doubled.
+        """Compare between two steps. Log a surplus once, and again after it has doubled.
 
         Args:
             active: bytes of all arrays, as MLX counts them.
@@ -47,7 +47,7 @@ class Ledger:
 
 
 def cache_bytes(cache: Sequence[Any]) -> int:
-    """Of a prompt cache's arrays, the room that they grow into included; those that don't say count as nothing."""
+    """Return the bytes of a prompt cache's arrays with their room to grow. Layers that report no size count as 0."""
     total = 0
     for part in leaves(cache):
         try:

@@ -1,4 +1,4 @@
-"""What requests need and hold, in bytes: predicted from measurements on the models themselves."""
+"""Predicts and reports the memory of requests, in bytes, from measurements on the models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Memory:
 
     Attributes:
         admission: which predictions fit, and what is reserved for which job.
-        common: what all engines of the thread share; to the others this one is a `Sharer`.
+        common: the budget that all engines of the thread share.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Memory:
         self._caches = caches
         self._target = self._draft = self._head = Footprint(0, 0)
         self._weights = (0, 0)  # bytes of target and draft
-        self._window: int | None = None  # of the rank with the least room, where that is another one
-        self._hidden_bytes = 0  # per token, of what the target's first layers pass on
+        self._window: int | None = None  # of the rank with the least room, if that is another rank
+        self._hidden_bytes = 0  # per token, passed on by the target's first layers
         self._ledger = Ledger()
         self._jobs: Callable[[], Collection[Job]] = tuple
         self._rows: Callable[[], int] = int
@@ -72,7 +72,7 @@ class Memory:
     def watch(
         self, jobs: Callable[[], Collection[Job]], rows: Callable[[], int], stop_background: Callable[[], None]
     ) -> None:
-        """Where to look for what requests hold, and how to end what nobody waits for.
+        """Set where requests' memory is read from, and how to end background work.
 
         Args:
             rows: bytes of the caches of all decoding rows.
@@ -80,7 +80,7 @@ class Memory:
         self._jobs, self._rows, self._stop_background = jobs, rows, stop_background
 
     def measure(self) -> None:
-        """Measure what a sequence costs, on the MLX thread. A model that can't even do this tells its first request."""
+        """Measure the memory of a sequence on the MLX thread. If this fails, the first request reports the error."""
         pair, limit = self._pair, self._config.memory_limit or self.common.limit
         self._weights, self.parameters = _weights(pair), weights_by_array(pair.target, pair.draft)
         self.common.join(self)
@@ -89,7 +89,7 @@ class Memory:
             self._draft = measure_footprint(pair.draft, pair.draft_context)
             self._head = measure_head_footprint(pair.mtp)
             self._hidden_bytes = 0 if pair.stages is None else hidden_bytes(pair.stages)
-        except Exception as error:  # noqa: BLE001 - a model that can't even do this tells its first request
+        except Exception as error:  # noqa: BLE001 - the first request reports the error
             self._go_without(error)
             limit = None
         self.admission = Admission(
@@ -111,7 +111,7 @@ class Memory:
         log.error("could not measure memory use: requests are admitted without a prediction", exc_info=error)
 
     def close(self) -> None:
-        """Give back what it had of the common memory, and freed memory to the system; on the MLX thread."""
+        """Return the engine's part of the shared budget, and freed memory to the system. MLX thread only."""
         self.common.leave(self)
         mx.clear_cache()
 
@@ -125,19 +125,19 @@ class Memory:
 
     @property
     def held(self) -> int:
-        """Bytes of caches and requests, measured."""
+        """Return the measured bytes of caches and requests."""
         return self._caches.nbytes + self._rows() + sum(self._arrays(job) for job in self._jobs())
 
     def stop_background(self) -> None:
-        """End what no request waits for."""
+        """End background work."""
         self._stop_background()
 
     def evict(self, nbytes: int) -> None:
-        """Let go of at least that many cached bytes, if there are as many."""
+        """Evict at least `nbytes` cached bytes, or all of them."""
         self._caches.reclaim(nbytes)
 
     def reserve(self, uid: int, need: Need) -> bool:
-        """Take the bytes for a request if they are there, or if caches can give way."""
+        """Reserve the bytes for a request, evicting from caches if necessary."""
         if not self.admission.reserve(uid, need):
             return False
         self.last_use = time.monotonic()
@@ -145,11 +145,11 @@ class Memory:
         return True
 
     def fits(self, need: Need) -> bool:
-        """Return whether the bytes are free as things stand."""
+        """Return whether the bytes are free now."""
         return self.admission.fits(need)
 
     def reserve_free(self, uid: int, need: Need) -> bool:
-        """Take the bytes if they are free as things stand; nothing is evicted for them."""
+        """Reserve the bytes if they are free now. Evicts nothing."""
         return self.admission.reserve_free(uid, need)
 
     def may_come(self, need: int) -> bool:
@@ -157,12 +157,12 @@ class Memory:
         return self.common.may_come(need, self)
 
     def can_ever(self, need: Need) -> bool:
-        """Whether it fits with nothing else running, empty caches, and no models beside it that could go."""
+        """Return whether it fits with no other job, empty caches, and every unpinned model unloaded."""
         room = self.common.room(self)
         return self.admission.can_ever(need) and (room is None or self.admission.limit is None or need.total <= room)
 
     def lower_limit(self) -> None:
-        """The device refused what was to fit: plan with four fifths of the memory that is not the weights'."""
+        """Lower the limit after an out-of-memory error, to four fifths of the memory beside the weights."""
         limit = self.admission.limit
         if limit is None:
             return
@@ -173,12 +173,12 @@ class Memory:
         log.warning("the memory limit is %d MiB from now on", self.admission.limit >> 20)
 
     def has_room(self, request: GenerationRequest) -> bool:
-        """Whether the rank with the least memory can ever read its prompt in full, and answer."""
+        """Return whether the rank with the least memory can prefill the prompt in full, and answer."""
         tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
         return self._window is None or tokens <= self._window
 
     def need(self, request: GenerationRequest, mode: Mode) -> Need:
-        """Predicted: the prompt and the answer in the target and its MTP head, the prompt in the draft."""
+        """Predict the need: prompt and answer in the target and its MTP head, the prompt in the draft."""
         tokens = len(request.prompt) + min(request.max_tokens, _ANSWER_TOKENS)
         parts = self._answering(tokens, request.specprefill.speculative)
         if mode == "sparse" and self._hidden_bytes:  # the caches of the first layers are the target's
@@ -189,11 +189,11 @@ class Memory:
         return self._need(*parts)
 
     def _answering(self, tokens: int, strategy: str | None) -> list[tuple[Footprint, int]]:
-        """What prompt and answer of so many tokens are held by, and how many each of them holds."""
+        """Return the footprints that hold `tokens` tokens of prompt and answer, and the token count of each."""
         return [(self._target, tokens), *([(self._head, tokens)] if self._has_head(strategy) else [])]
 
     def _need(self, *parts: tuple[Footprint, int]) -> Need:
-        """Of sequences of that many tokens each, of which one reads at a time."""
+        """Return the need of sequences that are prefilled one after the other."""
         step = self._config.prefill_step
         return Need(
             sum(part.of_held(tokens) for part, tokens in parts),
@@ -201,10 +201,10 @@ class Memory:
         )
 
     def window(self, strategy: str | None = None) -> int:
-        """Tokens of prompt and answer that one request may have: the model's, or what memory leaves for a full prefill.
+        """Return the tokens of prompt and answer that one request may have: the model's limit, or that of memory.
 
         Args:
-            strategy: by which its answer is drafted, if not by the configured one.
+            strategy: the answer's drafting strategy, if it is not the configured one.
         """
         if self.admission.limit is None:
             return self._pair.context_length
@@ -219,11 +219,11 @@ class Memory:
         return (strategy or self._config.speculation.strategy) == "mtp"
 
     def need_idle(self, tokens: int, dense: bool) -> Need:
-        """Predict what it takes to read so many tokens in idle time, with the target if `dense`, else the draft."""
+        """Predict the need of prefilling `tokens` tokens in idle time, by the target if `dense`, else the draft."""
         return self._need((self._target if dense else self._draft, tokens))
 
     def use(self, jobs: Iterable[Job]) -> MemoryUse:
-        """Who holds what now; from any thread."""
+        """Return the memory in use, by consumer. May be called from any thread."""
         return MemoryUse(
             target_weights=self._weights[0],
             draft_weights=self._weights[1],
@@ -238,7 +238,7 @@ class Memory:
         )
 
     def balance(self, jobs: Collection[Job], rows: int) -> None:
-        """Between two slices, on the MLX thread: compare what MLX holds with what is accounted for.
+        """Compare MLX's memory with the memory accounted for, between two steps on the MLX thread.
 
         Args:
             rows: bytes of the caches of all decoding rows.
@@ -252,11 +252,11 @@ class Memory:
         self._ledger.balance(mx.get_active_memory(), held, self.admission.working)
 
     def return_spare(self) -> None:
-        """Give the system what MLX keeps of freed memory for new arrays. MLX thread only."""
+        """Return MLX's freed memory to the system. MLX thread only."""
         mx.clear_cache()
 
     def _arrays(self, job: Job) -> int:
-        """Bytes of a job's caches, but for those of a decoding row. What can't be looked into counts as predicted."""
+        """Return the bytes of a job's caches, except a decoding row's. A cache of unknown size counts as predicted."""
         sequence = job.sequence
         if sequence is None:
             read = self._draft.of_held(job.done.get("draft", 0)) + self._target.of_held(job.done.get("prefill", 0))
@@ -271,7 +271,7 @@ class Memory:
         return total if drafting is None else total + self._drafting(sequence, drafting)
 
     def _drafting(self, sequence: Sequence, drafting: AnswerDrafter) -> int:
-        """Bytes of what proposes an answer's tokens."""
+        """Return the bytes of an answer's proposer."""
         total = cache_bytes(drafting.cache or ())
         if drafting.reader is not None:
             total += self._head.per_token * (len(sequence.request.prompt) + len(sequence.tokens))
@@ -280,7 +280,7 @@ class Memory:
         return total
 
     def _held(self, job: Job) -> int:
-        """Of a request's target cache, as far as it has come."""
+        """Return the bytes of the request's target cache so far."""
         sequence = job.sequence
         if sequence is None or sequence.stage == "queued":
             return 0
@@ -294,15 +294,16 @@ class Memory:
 
 
 def _weights(pair: ModelPair) -> tuple[int, int]:
-    """Bytes of target, with its MTP head, and draft."""
+    """Return the bytes of the target with its MTP head, and of the draft."""
     head = 0 if isinstance(pair.mtp, str) else pair.mtp.nbytes
     return weight_bytes(pair.target) + head, weight_bytes(pair.draft, pair.target) if pair.draft else 0
 
 
 def check_limit(pair: ModelPair, config: EngineConfig) -> None:
-    """
+    """Check that the configured limit has room for the weights.
+
     Raises:
-        SettingsError: the configured limit has no room for the weights.
+        SettingsError: it has not.
     """
     limit, weights = config.memory_limit, _weights(pair)
     if limit is not None and limit <= sum(weights):

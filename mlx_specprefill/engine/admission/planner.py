@@ -1,4 +1,4 @@
-"""Sparse or full, for one request on this machine."""
+"""Chooses sparse or full prefill for a request on this machine."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Planner:
         self._chunk_size = chunk_size
 
     def plan(self, request: GenerationRequest, cached: int | None = None) -> PrefillPlan:
-        """Plan a request of which the target's cache holds the first `cached` tokens; None: not known yet."""
+        """Plan a request. The target's cache holds its first `cached` tokens; None: not known yet."""
         return plan_prefill(
             request,
             self._config,
             sparse_refusal=self._pair.sparse_refusal,
-            # How many tokens a draft with another tokenizer reads is known once it has them.
+            # The number of tokens for a draft with another tokenizer is known only after tokenizing.
             draft_context=self._pair.draft_context if self._pair.mapping is None else None,
             cached_tokens=cached,
             predict=partial(self.predict, len(request.prompt), cached or 0) if self._pair.drafted else None,
         )
 
     def predict(self, tokens: int, cached: int, kept: int) -> Prediction:
-        """Return the times of both ways to prefill a prompt, if the target sees `kept` of its uncached tokens.
+        """Return the times of both prefills of a prompt if the target sees `kept` of its uncached tokens.
 
-        The draft's cache is taken to hold what the target's holds.
+        The draft's cache is assumed to hold the same prefix as the target's.
         """
         return self._costs.predict(tokens, kept, cached, (self._chunk_size("prefill"), self._chunk_size("draft")))

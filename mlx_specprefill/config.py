@@ -170,7 +170,7 @@ class EngineConfig:
     max_rows: int = 32  # requests that prefill or decode at the same time
     slice_target_ms: float = 200.0  # a prefill slice may delay running answers by this much
     memory_limit: int | None = None  # bytes for weights, sequences and caches; None: what the device recommends
-    wired_limit: WiredLimit = "auto"  # what macOS is to keep resident: see docs/performance.md before
+    wired_limit: WiredLimit = "auto"  # what macOS is to keep resident: see docs/guides/mac.md before
     prefix_cache_bytes: int = 2 << 30  # memory for dense prefixes and sparse sessions; 0 turns both off
     prefix_cache_dir: Path | None = None  # where prefixes outlive the process
     prefix_cache_optional: bool = False  # True: go on without that folder where it can't be used

@@ -1,1 +1,1 @@
-"""Training code of the bundled demonstration models (see models/demo/README.md)."""
+"""Training code of the bundled demonstration models (see models/README.md)."""

@@ -59,7 +59,6 @@ NOT_RUN = {
         "mlx-specprefill bench",
         "mlx-specprefill doctor --compute",
         "scripts/bench ",
-        "for shape in",
     ),
     "works on what such a run has left": (
         "tail -n 1 runs/",

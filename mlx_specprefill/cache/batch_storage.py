@@ -1,4 +1,4 @@
-"""What a batch of caches is made of: where a row's tokens lie, and the array that holds the tokens of all rows."""
+"""Storage of a batch of caches: the slots of each row's tokens, and the arrays that hold all rows."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ __all__ = ["BatchRow", "last_tokens", "stacked"]
 
 
 class BatchRow:
-    """Where one row's tokens lie: those it joined with, and one more per step since."""
+    """Slots of one row's tokens: those it joined with, and one more per step since."""
 
     def __init__(self, runs: Runs, slots: int, start: int, joined_at: int) -> None:
-        self.runs = runs  # positions of the tokens it joined with, as far as they were stored
-        self.slots = slots  # tokens it had been fed by then
-        self.start = start  # position of the first token after them
+        self.runs = runs  # positions of its stored tokens when it joined
+        self.slots = slots  # number of tokens fed before it joined
+        self.start = start  # position of the first token after joining
         self.joined_at = joined_at  # step of the batch
 
     @cached_property
     def positions(self) -> Positions:
-        """Of the tokens that it joined with, in the order of feeding."""
+        """Return the positions of the tokens that it joined with, in the order of feeding."""
         return self.runs.expand()
 
     @cached_property
     def ascends(self) -> bool:
-        """Whether none of these tokens was recalled."""
+        """Return whether these tokens were fed in order of position, without recalls."""
         return bool((np.diff(self.positions) > 0).all())
 
     def count_from(self, position: int) -> int:
-        """How many of these tokens, in a row that ascends, lie at or after `position`."""
+        """Return the number of these tokens, in a row that ascends, at or after `position`."""
         return self.runs.size - int(self.positions.searchsorted(np.int32(position)))
 
 
 def last_tokens(cache: Any, count: int) -> list[mx.array]:
-    """Of the last `count` tokens of a single row, in order, what its cache stores: keys and values, or two triples."""
+    """Return the last `count` tokens of a single row as stored, in order: keys and values, or two triples."""
     inner = cache.inner if isinstance(cache, Positioned) else cache
     if inner.keys is None or count == 0:
         return []
@@ -53,7 +53,8 @@ def last_tokens(cache: Any, count: int) -> list[mx.array]:
 
 
 def stacked(parts: Sequence[tuple[Sequence[mx.array], int]], spare: int, size: int, room: int) -> list[mx.array]:
-    """Parts of arrays (B_i, H, S_i, D) as arrays (sum of B_i + spare, H, size + room, D) where they all end at `size`.
+    """Stack arrays (B_i, H, S_i, D) into (sum of B_i + spare, H, size + room, D), aligned so that all end at slot
+    `size`.
 
     Args:
         parts: their arrays, none for rows without tokens, and B_i.

@@ -1,18 +1,18 @@
-"""Rows of positioned caches that decode together, join and leave at any step.
+"""Batches of positioned caches, whose rows join and leave at any step.
 
 The protocol is that of mlx-lm's batch caches: merge, extend, filter, extract. Keys and values of all rows lie in one
-array, right-justified on a common write slot; what differs per row (where its tokens lie, how many there are) stays on
-the host. Rows are fed one token each per step.
+array, right-justified on a common write slot. Each row's token slots and count stay on the host. A step feeds one token
+per row.
 
-Joining and leaving cost what the joining or leaving row costs: a newcomer is written into a spare row, and the last row
-takes the place of one that leaves. Where there is no spare row, or too much lies idle, all rows are copied: `make_room`
-and `compact` do that to the cache of one layer at any time between two steps, so that no step has to wait for all. MLX
-writes in place only into an array that nothing else uses, which an array that waits to be computed from it does: what
-is extracted has to be evaluated before `filter`, or everything is copied.
+Joining and leaving cost one row's copy: a new row is written into a spare one, and the last row takes the place of one
+that leaves. Without a spare row, or with too much idle space, all rows are copied. `make_room` and `compact` do that
+for one layer at a time between two steps, so that no step waits for all layers. MLX writes in place only into an array
+with no other user. An unevaluated array computed from it is a user: evaluate extracted rows before `filter`, or
+everything is copied.
 
-Without a window a row sees all of its tokens. Where stored order is position order, what it sees within a window is its
-last few tokens. A mask is therefore one number per row: how many of the most recent slots are visible. Only a window
-over a full cache with recalled tokens needs a mask by position.
+Without a window a row sees all of its tokens. Where stored order is position order, a window covers the last few
+tokens. A mask is therefore one number per row: the number of recent slots that are visible. Only a window over a full
+cache with recalled tokens needs a mask by position.
 """
 
 from __future__ import annotations
@@ -29,49 +29,52 @@ from .positioned import PositionedKVCache, PositionedRotatingKVCache, Runs
 
 __all__ = ["PositionedBatch", "PositionedBatchKVCache", "PositionedBatchRotatingKVCache"]
 
-_STEP = 256  # slots added at a time, on the average over layers, as in mlx-lm
-# Of one batch, all layers: what may lie idle to save copies. Some rows of small models, whose forwards take less time
-# than a copy of their caches; less than a row of large models, in which a copy is little next to a forward.
+_STEP = 256  # slots added at a time, averaged over layers, as in mlx-lm
+# Idle bytes of one batch, all layers, that are accepted to save copies. That is a few rows of small models, whose
+# forwards are faster than a copy of their caches. It is less than a row of large models, whose copies are cheap next to
+# a forward.
 _IDLE_BYTES = 512 << 20
 
 
-_Part = tuple[Sequence[mx.array], int]  # what is stored of B rows, each (B, H, S, ...), and B; empty: nothing
+_Part = tuple[Sequence[mx.array], int]  # stored arrays of B rows, each (B, H, S, ...), and B; empty: no tokens
 
 
 class PositionedBatch(_BaseCache):  # type: ignore[misc]
-    """Keys and values (C, H, S, D) of up to C rows, written at one slot for all; a ring once S has reached `max_size`.
+    """Keys and values (C, H, S, D) of up to C rows, written at one slot for all. A ring once S has reached `max_size`.
 
-    What a row does not use in front of its tokens is zero: whatever a row before it has left there (infinity, say)
-    would show through a mask.
+    Unused slots in front of a row's tokens are zero: old contents (infinity, for example) would show through a mask.
 
     Attributes:
-        arrays: keys and values as they are stored, each (C, H, S, ...); empty as long as there are none.
-        part: which of the batch's caches this is, and how many there are. They share the bytes that may lie idle, and
-            grow at different steps, as a step in which all of them are copied is a long one.
+        arrays: keys and values as stored, each (C, H, S, ...); empty before the first token.
+        part: index of this cache in the batch, and the number of caches. They share the idle
+            bytes, and grow in different steps: a step that copies all of them is long.
     """
 
     def __init__(self, max_size: int | None = None) -> None:
         self.max_size = max_size
         self.arrays: list[mx.array] = []
         self.part = (0, 1)
-        self._first = 0  # slots in front that no row uses; always 0 in a ring
+        self._first = 0  # unused slots in front of all rows; always 0 in a ring
         self._write = 0  # slot of the next token
         self._wrapped = False
         self._steps = 0
         self._rows: list[BatchRow] = []
         self._offset: mx.array | None = None
 
-    # --- what models use ---------------------------------------------------------------------------------------------
+    # --- for models
+    # ------------------------------------------------------------------------------------------------------
 
     @property
     def offset(self) -> mx.array:
-        """Position of each row's next token, (B,) int32."""
+        """Return the position of each row's next token, (B,) int32."""
         if self._offset is None:
             self._offset = mx.array([self._next(row) for row in self._rows], dtype=mx.int32)
         return self._offset
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
-        """Boolean (B, 1, 1, S) over the slots that the next token will fetch; None when every row sees all of them."""
+        """Return a boolean mask (B, 1, 1, S) over the slots that the next token will fetch; None if every row sees all
+        of them.
+        """
         self._one_token(N)
         slot, end = self._next_slot()
         size = end - self._first
@@ -84,7 +87,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return ages < mx.array(visible)[:, None, None, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Store one token per row; keys and values (B, H, 1, D)."""
+        """Store one token per row and return all keys and values. Arguments: (B, H, 1, D)."""
         self._one_token(keys.shape[2])
         new = self._as_stored(keys, values)
         if not self.arrays or self._next_slot()[1] > self.arrays[0].shape[2]:
@@ -105,29 +108,29 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
             raise ValueError(f"rows of a batch are fed one token each, not {count}")
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """Of all slots in use, (B, H, S, D), in the order they lie in."""
+        """Return keys and values of all slots in use, (B, H, S, D), in storage order."""
         rows, slots = slice(len(self._rows)), slice(self._first, self._end)
         return self._halves([array[rows, :, slots] for array in self.arrays])
 
     def _as_stored(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
-        """What `arrays` hold of some tokens."""
+        """Return tokens in the form of `arrays`."""
         return keys, values
 
     def _halves(self, arrays: Sequence[mx.array]) -> tuple[Any, Any]:
-        """Keys and values of what is stored, as attention takes them."""
+        """Return keys and values of stored arrays in the form that attention takes."""
         keys, values = arrays
         return keys, values
 
     @property
     def _end(self) -> int:
-        """The slot after the last one in use."""
+        """Return the slot after the last one in use."""
         if not self._wrapped:
             return self._write
         assert self.max_size is not None
         return self.max_size
 
     def _next_slot(self) -> tuple[int, int]:
-        """Slot of the next token, and the end of those that will then be in use."""
+        """Return the slot of the next token, and the end of the slots then in use."""
         if self._wrapped:
             assert self.max_size is not None
             return self._write % self.max_size, self.max_size
@@ -136,7 +139,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return self._write, self._write + 1
 
     def _grow(self, new: Sequence[mx.array]) -> None:
-        """Room for tokens like these."""
+        """Make room for tokens of this shape."""
         count = len(self._rows)
         if not self.arrays:
             self._lay([([array[:, :, :0] for array in new], count)], 0)
@@ -148,7 +151,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> PositionedBatch:
-        """A batch of single rows, which stay as they are."""
+        """Return a batch of single rows. The rows stay unchanged."""
         batch = cls._like(caches[0])
         batch._rows = [batch._joining(cache) for cache in caches]
         parts = [(last_tokens(cache, row.runs.size), 1) for cache, row in zip(caches, batch._rows, strict=True)]
@@ -157,7 +160,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
 
     @classmethod
     def _like(cls, cache: Any) -> PositionedBatch:
-        """Without rows, for rows like this one."""
+        """Return an empty batch for rows like this one."""
         return cls(cache.max_size if isinstance(cache, PositionedRotatingKVCache) else None)
 
     def _joining(self, cache: Any) -> BatchRow:
@@ -184,10 +187,10 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
     def filter(self, batch_indices: Sequence[int], lifted: Sequence[mx.array] | None = None) -> None:
         """Keep these rows only, in this order.
 
-        In place, if each of them stays where it is or takes the place of one that leaves.
+        Works in place if each of them stays or takes the place of one that leaves.
 
         Args:
-            lifted: what `lift` returns for them, evaluated.
+            lifted: the result of `lift` for them, evaluated.
         """
         keep = list(batch_indices)
         if not self.arrays:
@@ -206,18 +209,18 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         self._offset = None
 
     def lift(self, keep: Sequence[int]) -> list[mx.array]:
-        """Of the rows that move when these stay in this order, all arrays, copied but not evaluated."""
+        """Copy all arrays of the rows that `filter` will move. The result is not evaluated."""
         moves = self._moves(keep) if self.arrays else None
         return [mx.contiguous(array[row : row + 1, :, : self._end]) for _, row in moves or () for array in self.arrays]
 
     def _moves(self, keep: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Rows to move as (to, from); None if those that stay had better be copied."""
+        """Return rows to move as (to, from); None if copying the remaining rows is cheaper."""
         moves = [(to, row) for to, row in enumerate(keep) if row != to]
         return None if any(row < len(keep) for _, row in moves) or 2 * len(moves) > len(keep) else moves
 
     @property
     def oversized(self) -> bool:
-        """Whether more lies idle than may: `compact` ends it."""
+        """Return whether too much space is idle. `compact` frees it."""
         if not self.arrays:
             return False
         capacity, _, slots, _ = self.arrays[0].shape
@@ -226,15 +229,15 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return idle > min(self._idle_bytes, self.nbytes // 2)
 
     def compact(self) -> None:
-        """Copy these rows to where nothing lies idle."""
+        """Copy the rows to arrays without idle space."""
         self._compact(range(len(self._rows)))
 
     def fits(self, rows: int, slots: int) -> bool:
-        """Whether `extend` writes so many newcomers, the longest of which has so many tokens, into spare rows."""
+        """Return whether `rows` new rows of at most `slots` tokens fit into spare rows of `extend`."""
         return not self.arrays or (len(self._rows) + rows <= self.arrays[0].shape[0] and slots <= self._end)
 
     def make_room(self, rows: int, slots: int) -> None:
-        """Copy these rows to where newcomers fit."""
+        """Copy the rows to arrays with room for new ones."""
         count, used = len(self._rows), max(self._used(), slots)
         spare, front = self._spare(count + rows, used)
         self._lay([(self._in_order(slice(count)), count)], used, rows + spare, front)
@@ -249,7 +252,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         self._first = 0
 
     def extract(self, idx: int) -> Any:
-        """The row as a cache of its own, in float32 equal to the one it would have if it had been decoded alone."""
+        """Return the row as a single cache. In float32 it equals the cache of a row that was decoded alone."""
         row = self._rows[idx]
         generated = self._steps - row.joined_at
         cache = PositionedKVCache() if self.max_size is None else PositionedRotatingKVCache(self.max_size)
@@ -267,7 +270,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return cache
 
     def _copied(self, idx: int, count: int) -> list[mx.array]:
-        """The last `count` tokens of one row. Plain slices would keep the whole batch alive."""
+        """Copy the last `count` tokens of one row. Plain slices would keep the whole batch alive."""
         arrays = self._in_order(slice(idx, idx + 1))
         return [mx.contiguous(array[..., array.shape[2] - count :, :]) for array in arrays]
 
@@ -282,21 +285,21 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return max((self._stored(row) for row in rows), default=0)
 
     def _unused(self, rows: Sequence[BatchRow]) -> int:
-        """Slots in front that none of these rows uses."""
+        """Return the number of slots in front that none of these rows uses."""
         return self._write - self._longest(rows) if self.max_size is None else 0
 
     def _used(self) -> int:
-        """Slots in use."""
+        """Return the number of slots in use."""
         return self._end - self._first
 
     def _visible(self, row: BatchRow, window: int | None, size: int) -> int:
-        """How many of the last tokens the next one of this row sees, itself included."""
+        """Return the number of last tokens that the row's next token sees, itself included."""
         held = min(self._stored(row) + 1, size)
-        if self.max_size is not None:  # a dense ring holds no more, whatever window is asked for
+        if self.max_size is not None:  # a dense ring holds no more, whatever the window
             window = min(window or self.max_size, self.max_size)
         if window is None:
             return held
-        own = self._steps - row.joined_at + 1  # since it joined, and the next: these have no gaps
+        own = self._steps - row.joined_at + 1  # since it joined, with the next one: these have no gaps
         if own >= window:
             return window
         return min(held, own + row.count_from(row.start + own - window))
@@ -309,7 +312,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return None if shown.all() else mx.array(shown)[:, None, None]
 
     def _in_order(self, rows: slice) -> list[mx.array]:
-        """Of some rows, oldest slot first and without unused slots."""
+        """Return the arrays of some rows, oldest slot first, without unused slots."""
         arrays = [array[rows, :, self._first : self._end] for array in self.arrays]
         return [mx.roll(array, -self._write, 2) for array in arrays] if self._wrapped else arrays
 
@@ -320,7 +323,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return _IDLE_BYTES // self.part[1]
 
     def _place(self, first: int, count: int, arrays: Sequence[mx.array]) -> None:
-        """Write `count` rows, all of their slots, into spare ones from `first` on."""
+        """Write `count` rows with all of their slots into spare ones from `first` on."""
         for index, array in enumerate(self.arrays):
             _, H, _, D = array.shape
             new = arrays[index] if arrays else mx.zeros((count, H, 0, D), array.dtype)
@@ -328,7 +331,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
             array[first : first + count, :, : self._end] = mx.roll(new, self._write, 2) if self._wrapped else new
 
     def _lay(self, parts: Sequence[_Part], size: int, spare: int = 0, front: int = 0) -> None:
-        """Set `arrays` to copies of `parts`, `size` slots behind `front` unused ones, and `spare` rows."""
+        """Set `arrays` to copies of `parts`: `front` unused slots, `size` slots, and `spare` rows."""
         index, count = self.part
         room = max(1, _STEP // 2 + _STEP * index // count)
         if self.max_size is not None:
@@ -338,10 +341,10 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         self._first, self._write, self._wrapped = front, size, False
 
     def _spare(self, rows: int, slots: int) -> tuple[int, int]:
-        """Rows to keep ready, and slots in front: for newcomers, and for one that is longer than all others.
+        """Return the spare rows and front slots to keep: for new rows, and for one longer than the others.
 
-        So a crowd that builds up is copied a few times only, not once for each of them. Both take half of what may lie
-        idle; the other half is for rows that leave.
+        A growing batch is then copied a few times, not once per new row. Both take half of the accepted idle bytes; the
+        other half is for rows that leave.
         """
         if not self.arrays:
             return 0, 0
@@ -357,7 +360,7 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
         return self.state[0]
 
     @keys.setter
-    def keys(self, value: Any) -> None:  # some models tie other work to them, or empty values that they don't use
+    def keys(self, value: Any) -> None:  # some models tie other work to them, or empty unused values
         self.arrays[: len(self.arrays) // 2] = [value] if isinstance(value, mx.array) else value
 
     @property
@@ -384,8 +387,8 @@ class PositionedBatch(_BaseCache):  # type: ignore[misc]
 
 
 class PositionedBatchKVCache(PositionedBatch):
-    """Full attention, of `PositionedKVCache` rows."""
+    """Full attention, for `PositionedKVCache` rows."""
 
 
 class PositionedBatchRotatingKVCache(PositionedBatch):
-    """Sliding windows over original positions, of `PositionedRotatingKVCache` rows of one size."""
+    """Sliding windows over original positions, for `PositionedRotatingKVCache` rows of one size."""

@@ -1,7 +1,6 @@
-"""A byte budget for everything that is kept between requests, and its order of eviction.
+"""One byte budget for all cached prefixes, and its order of eviction.
 
-One budget serves the target's prefixes, the draft's and the sessions. It holds no arrays: entries know their size and
-how to release them.
+The budget covers prefixes of target and draft. It holds no arrays: entries know their size and how to release them.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ __all__ = ["ByteBudget", "Evictable"]
 
 # The clock counts look-ups. A store moves it by much less: enough to order entries, not to age them.
 _LOOKUP, _STORE = 1.0, 2.0**-10
-# Look-ups without a use that a shared entry outlives. A request looks up once for the target, once for the draft and
-# once for its session, so a dozen one-off requests are three dozen look-ups.
+# Look-ups without a use after which a shared entry loses its priority. A request looks up once for the target, once for
+# the draft and once for its session, so a dozen one-off requests are three dozen look-ups.
 GRACE = 64.0
-# Shared entries are spared only up to this part of the limit: the rest is left to conversations that are new.
+# Shared entries have priority up to this part of the limit. The rest is left to new conversations.
 SHARED_PART = 7 / 8
-# What lasts goes last of all, however long it is idle, up to this part of the limit.
+# Pinned entries are evicted last, however long they are idle, up to this part of the limit.
 LASTING_PART = 1 / 2
-_SLACK = 64  # items of a queue that may name nothing any more, besides as many as there are entries
+_SLACK = 64  # stale items allowed in a queue, besides as many as there are entries
 
 
 class Evictable:
-    """Something the budget can evict.
+    """An entry that the budget can evict.
 
     Attributes:
-        nbytes: of the arrays it holds.
-        hits: look-ups that it served. It is shared from the first one on: two requests had use for it.
-        lasting: the beginning of an agent's every session; it lasts once it is shared.
+        nbytes: bytes of its arrays.
+        hits: look-ups that it served. It is shared from the first one on: two requests used it.
+        lasting: it is a system prompt of many sessions, and pinned once it is shared.
         used: the budget's clock at its last use; `seen_at` is the same as seconds since the epoch.
         held: whether the budget counts it.
     """
@@ -46,11 +45,11 @@ class Evictable:
 
     @property
     def rank(self) -> int:
-        """0: used once; 1: shared; 2: shared and lasting."""
+        """Return 0 if it was used once, 1 if it is shared, 2 if it is shared and pinned."""
         return 0 if not self.hits else 1 + self.lasting
 
     def evictable(self) -> bool:
-        """Whether nothing that is kept needs it."""
+        """Return whether no other entry needs it."""
         return True
 
     def evict(self) -> None:
@@ -59,13 +58,13 @@ class Evictable:
 
 
 class _Queue:
-    """Evictable entries of one class, least recently used first. Keeps no reference to a discarded entry."""
+    """Evictable entries of one rank, least recently used first. Keeps no reference to a discarded entry."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._numbers = itertools.count()
-        # Items go stale: uses only rise, so an item is put right when it reaches the top. They name their entries
-        # by number, because an item may outlive its entry for as long as nothing is evicted.
+        # Items go stale: uses only rise, so an item is corrected when it reaches the top. Items identify entries by
+        # number, because an item may exist longer than its entry.
         self._heap: list[tuple[float, int]] = []
         self._entries: dict[int, Evictable] = {}
         self._inside: dict[Evictable, int] = {}
@@ -77,7 +76,7 @@ class _Queue:
             heapq.heappush(self._heap, (entry.used, number))
 
     def discard(self, entry: Evictable) -> None:
-        """Forget an entry; no effect when it isn't here."""
+        """Remove an entry; no effect if it is absent."""
         number = self._inside.pop(entry, None)
         if number is not None:
             del self._entries[number]
@@ -102,13 +101,13 @@ class _Queue:
 
 
 class ByteBudget:
-    """A limit on bytes, shared. `used` never exceeds `limit`.
+    """A shared limit on bytes. `used` never exceeds `limit`.
 
-    Three classes, each least recently used first. Entries that no second request had use for go before entries that
-    were hit, unless those have been idle for 64 look-ups or take more than 7/8 of the limit. So a burst of one-off
-    requests can't evict a conversation, and old conversations can't keep out new ones. What lasts, like an agent's
-    system prompt, goes after both, unless it takes more than half of the limit. A new entry evicts only what was used
-    before the call that stores it, so never the blocks that it continues.
+    Entries have three ranks, each evicted least recently used first. Entries that served one request go before shared
+    ones, unless those have been idle for 64 look-ups or take more than 7/8 of the limit. So a burst of one-off requests
+    can't evict a conversation, and old conversations can't keep out new ones. Pinned entries, like an agent's system
+    prompt, go last, unless they take more than half of the limit. A new entry evicts only entries that were used before
+    the call that stores it, so never the blocks that it continues.
     """
 
     def __init__(self, limit: int) -> None:
@@ -127,14 +126,14 @@ class ByteBudget:
         self._clock += _STORE
 
     def touch(self, entry: Evictable, hit: bool = False) -> None:
-        """The entry is in use now."""
+        """Note that the entry is used now."""
         entry.used = self._clock
         entry.seen_at = time.time()
         if hit:
             self._rerank(entry, hits=entry.hits + 1)
 
     def outlasts(self, entry: Evictable) -> None:
-        """The entry lasts from the first hit on."""
+        """Pin the entry from its first hit on."""
         self._rerank(entry, lasting=True)
 
     def _rerank(self, entry: Evictable, hits: int | None = None, lasting: bool | None = None) -> None:
@@ -152,7 +151,7 @@ class ByteBudget:
             self._lasting += sign * entry.nbytes * (entry.rank == 2)
 
     def reserve(self, nbytes: int) -> bool:
-        """Evict until so many bytes are free; False when too little may be evicted."""
+        """Evict until `nbytes` bytes are free; return False if not enough may be evicted."""
         if nbytes > self.limit:
             return False
         while self.used + nbytes > self.limit:
@@ -163,7 +162,7 @@ class ByteBudget:
         return True
 
     def shrink(self, nbytes: int) -> None:
-        """Evict that many bytes, or all there are, in the usual order: memory is needed elsewhere."""
+        """Evict `nbytes` bytes, or all entries, in the usual order, to free memory for other uses."""
         goal = self.used - nbytes
         while self.used > goal:
             _, victim = self._lowest()
@@ -172,10 +171,10 @@ class ByteBudget:
             self._evict(victim)
 
     def add(self, entry: Evictable) -> None:
-        """Count an entry for which there is room.
+        """Count a new entry.
 
         Raises:
-            ValueError: there is none; `reserve` comes first.
+            ValueError: there is no room; call `reserve` first.
         """
         if self.used + entry.nbytes > self.limit:
             raise ValueError(f"{entry.nbytes} bytes do not fit next to {self.used} of {self.limit}")
@@ -185,7 +184,7 @@ class ByteBudget:
         self.offer(entry)
 
     def remove(self, entry: Evictable) -> None:
-        """Stop counting an entry; no effect when it isn't counted."""
+        """Stop counting an entry; no effect if it isn't counted."""
         if entry.held:
             self._count(entry, -1)
             entry.held = False
@@ -194,12 +193,12 @@ class ByteBudget:
                 queue.discard(entry)
 
     def offer(self, entry: Evictable) -> None:
-        """The entry may be evictable from now on."""
+        """Queue an entry for eviction, if it is evictable now."""
         if entry.held:
             self._queues[entry.rank].offer(entry)
 
     def _lowest(self) -> tuple[float, Evictable | None]:
-        """The entry to evict next, with its rank on the clock's scale."""
+        """Return the entry to evict next, with its rank on the clock's scale."""
         grace = GRACE if self.shared <= SHARED_PART * self.limit else 0.0
         graces = (0.0, grace, math.inf if self._lasting <= LASTING_PART * self.limit else grace)
         found = [(queue.lowest(), extra) for queue, extra in zip(self._queues, graces, strict=True)]

@@ -1,4 +1,4 @@
-"""What is kept for later requests: an entry in a listing, and the result of a look-up."""
+"""Entries of the cache, as listed and as found."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ CacheKind = Literal["target", "draft", "session"]
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """Something that is kept for later requests. Says nothing of what it holds.
+    """A cached prefix without its content.
 
     Attributes:
-        id: names it in `Engine.drop_cached`; a digest, from which no token can be read.
+        id: identifies it in `Engine.drop_cached`; a digest that reveals no token.
         kind: a dense prefix of the target or of the draft, or a sparse session.
-        tokens: from the start of the prompt; of a session the dropped ones too.
-        nbytes: memory that dropping it frees; what prefixes share is not counted.
+        tokens: from the start of the prompt, dropped ones included.
+        nbytes: memory that dropping it frees, without parts shared with other prefixes.
         hits: requests that used it.
-        last_use: seconds since the epoch; 0 when it was not used since the start.
+        last_use: seconds since the epoch; 0 if it was not used since the start.
         on_disk: it survives a restart.
         label: under which it is found.
     """
@@ -41,11 +41,11 @@ class CacheEntry:
 
 @dataclass(frozen=True, slots=True)
 class CacheHit:
-    """`cache` stands for exactly the first `length` tokens and is the caller's to change.
+    """A found prefix. `cache` covers exactly the first `length` tokens and belongs to the caller.
 
     Attributes:
-        held: of a sparse one, the prompt indices that it holds in the order of feeding, int32; None: it holds all.
-        hidden: of a staged one, (index of the first token, hidden states (1, L, D)) in parts.
+        held: prompt indices in a sparse cache, int32, in the order of feeding; None: it holds all.
+        hidden: parts of a staged one, each (index of the first token, hidden states (1, L, D)).
     """
 
     length: int

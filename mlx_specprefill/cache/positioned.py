@@ -1,12 +1,12 @@
 """Caches in which a token's slot and its position differ.
 
-mlx-lm's caches use one number for both: where a token is stored and what RoPE rotates it by. After a sparse prefill the
-two differ by the sequence's shift. Here an ordinary mlx-lm cache keeps the storage, and a run list next to it keeps the
-positions; models see the position (through `offset`) and never the slot. A cache without gaps behaves, and computes,
-exactly as the mlx-lm cache inside it.
+mlx-lm's caches use one number for both: the storage slot and the RoPE position. After a sparse prefill the two differ
+by the sequence's shift. Here an ordinary mlx-lm cache keeps the storage, and a run list next to it keeps the positions.
+Models see the position (through `offset`) and never the slot. A cache without gaps behaves, and computes, exactly as
+the mlx-lm cache inside it.
 
-Tokens are stored in the order of feeding. Their positions ascend, except where tokens are recalled: those lie before
-the next position and are stored behind the rest. A token sees what is stored by then at positions up to its own.
+Tokens are stored in the order of feeding. Their positions ascend, except for recalled tokens: those have earlier
+positions and are stored behind the rest. A token sees stored tokens at positions up to its own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 Positions = npt.NDArray[np.int32]
-_SMALLEST_GROUP = 32  # of values that share a scale in MLX
+_SMALLEST_GROUP = 32  # values that share a scale in MLX
 
 
 class Runs:
@@ -69,7 +69,7 @@ class Runs:
 
     @property
     def end(self) -> int:
-        """The position after the one that was fed last; 0 when empty."""
+        """Return the position after the last token fed; 0 if empty."""
         return self._runs[-1][0] + self._runs[-1][1] if self._runs else 0
 
     def append(self, start: int, count: int) -> None:
@@ -90,7 +90,7 @@ class Runs:
             self.append(int(part[0]), int(part.size))
 
     def keep_last(self, count: int) -> None:
-        """Forget all but the last `count` positions."""
+        """Drop all but the last `count` positions."""
         excess = self.size - count
         while excess > 0:
             run = self._runs[0]
@@ -103,7 +103,7 @@ class Runs:
                 self._runs.pop(0)
 
     def drop_from(self, position: int) -> int:
-        """Forget the first position >= `position` and all that were fed after it; returns how many there were."""
+        """Drop the first position >= `position` and all fed after it; return their number."""
         before = self.size
         first = next((i for i, (start, count) in enumerate(self._runs) if start + count > position), len(self._runs))
         dropped = self._runs[first:]
@@ -126,11 +126,11 @@ class Runs:
 class Positioned(_BaseCache):  # type: ignore[misc]
     """A mlx-lm cache plus the positions of its tokens.
 
-    `place` says where the tokens of the next forward lie; without it they follow the last position. `offset`, which is
-    all that models read, is an int as long as those positions are consecutive and an int32 matrix (1, L) otherwise.
+    `place` sets the positions of the next forward; by default they follow the last position. `offset`, the only
+    attribute that models read, is an int while those positions are consecutive, else an int32 matrix (1, L).
 
     Attributes:
-        next: the position after the highest one; a recall leaves it as it is.
+        next: the position after the highest one; a recall does not change it.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -145,7 +145,7 @@ class Positioned(_BaseCache):  # type: ignore[misc]
 
     @property
     def slots(self) -> int:
-        """Tokens stored so far (the next slot)."""
+        """Return the number of stored tokens (the next slot)."""
         return int(self.inner.offset)
 
     @property
@@ -169,7 +169,7 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         self.inner.values = value
 
     def place(self, positions: Positions, on_device: mx.array) -> None:
-        """Say where the next forward's tokens lie: all behind what the cache holds, or all before `next` (a recall).
+        """Set the positions of the next forward: all after the cache's tokens, or all before `next` (a recall).
 
         Args:
             positions: (L,), ascending; the cache holds none of them.
@@ -214,7 +214,7 @@ class Positioned(_BaseCache):  # type: ignore[misc]
         return np.arange(self.next, self.next + count, dtype=np.int32)
 
     def _joins(self, stored: Runs) -> bool:
-        """Return whether nothing is missing between these and the next forward's tokens."""
+        """Return whether no position is missing between these and the next forward's tokens."""
         return self._placed is None and stored.contiguous and (stored.size == 0 or stored.end == self.next)
 
     def size(self) -> int:
@@ -254,8 +254,8 @@ class Positioned(_BaseCache):  # type: ignore[misc]
 class PositionedKVCache(Positioned):
     """Full attention.
 
-    What was fed earlier lies at lower positions, recalled tokens or not, so the mask by slot is the mask by position.
-    Recalled tokens themselves, and windows over gaps, need a mask by position.
+    Tokens fed earlier have lower positions, recalled ones aside, so the mask by slot is the mask by position. Recalled
+    tokens themselves, and windows over gaps, need a mask by position.
     """
 
     def __init__(self) -> None:
@@ -270,9 +270,8 @@ class PositionedKVCache(Positioned):
 class PositionedRotatingKVCache(Positioned):
     """Sliding window over original positions, on a ring that holds the last `max_size` stored tokens.
 
-    Dropped tokens only make the ring reach further back than the window, so the ring is a superset of what a token may
-    see, and the mask by position cuts it down in prefill and decode alike. Masking by slot instead would widen the
-    window by 1 / keep.
+    With dropped tokens the ring reaches further back than the window. So it holds every visible token, and the mask by
+    position hides the others in prefill and decode. A mask by slot would widen the window by 1 / keep.
     """
 
     inner_type = RotatingKVCache
@@ -298,33 +297,35 @@ class PositionedRotatingKVCache(Positioned):
         stored = held.expand()
         if N > 1:
             return _mask(stored, coming, window)
-        reach = min(window, self.max_size)  # a dense ring holds no more, whatever window is asked for (plamo3 asks)
+        reach = min(window, self.max_size)  # a dense ring holds no more, whatever the window (plamo3)
         visible = coming[0] - np.concatenate([stored, coming]) < reach
         if visible.all():
             return None
         return mx.array(np.roll(visible, self._ring_start(visible.size)))
 
     def _ring_start(self, size: int) -> int:
-        """Slot of the oldest token once the next one is written."""
+        """Return the slot of the oldest token once the next one is written."""
         if size < self.max_size:
             return 0
         write = 0 if self.inner._idx >= self.max_size else self.inner._idx
         return int(write + 1) % self.max_size
 
 
-# A composite looks the classes of its parts up by name, in that module, when its state is restored.
+# A composite looks up the classes of its parts by name in that module when its state is restored.
 for _kind in (PositionedKVCache, PositionedRotatingKVCache):
     setattr(mlx_lm_cache, _kind.__name__, _kind)
 
 
 def _mask(stored: Positions, coming: Positions, window: int | None) -> mx.array:
-    """Boolean (L, S + L), of one token (1, 1, 1, S + 1): causal by position, and within `window` positions."""
+    """Return a boolean mask (L, S + L), for one token (1, 1, 1, S + 1): causal by position, and within `window`
+    positions.
+    """
     keys = mx.array(np.concatenate([stored, coming]))[None]
     queries = mx.array(coming)[:, None]
     mask: mx.array = keys <= queries
     if window is not None:
         mask = mask & (queries - keys < window)
-    return mask if coming.size > 1 else mask[None, None]  # deepseek_v32 takes parts of one token's mask along 4 axes
+    return mask if coming.size > 1 else mask[None, None]  # deepseek_v32 slices one token's mask along 4 axes
 
 
 def _positioned(cache: Any) -> Any:
@@ -335,21 +336,21 @@ def _positioned(cache: Any) -> Any:
     if type(cache) is CacheList:
         return CacheList(*(_positioned(part) for part in cache.caches))
     if isinstance(cache, ArraysCache):
-        return cache  # recurrent state has no positions; it advances on what it is fed
+        return cache  # recurrent state has no positions
     raise SparseUnsupportedError(f"its cache type {type(cache).__name__} can't hold original positions")
 
 
 def make_positioned_cache(model: nn.Module) -> list[Any]:
-    """The model's empty prompt cache with positions.
+    """Return the model's empty prompt cache with positions.
 
     Raises:
-        SparseUnsupportedError: a cache class whose positions and storage can't be told apart.
+        SparseUnsupportedError: a cache class that can't separate positions and storage.
     """
     return [_positioned(cache) for cache in make_prompt_cache(model)]
 
 
 def leaves(cache: Sequence[Any]) -> Iterator[Any]:
-    """The caches inside a prompt cache, composites opened."""
+    """Return the caches inside a prompt cache, composites opened."""
     for part in cache:
         if isinstance(part, CacheList):
             yield from leaves(part.caches)
@@ -358,7 +359,7 @@ def leaves(cache: Sequence[Any]) -> Iterator[Any]:
 
 
 def place(cache: Sequence[Any], positions: Positions) -> None:
-    """Tell every layer where the tokens of the next forward lie. positions: (L,) int32, as in `Positioned.place`."""
+    """Set the positions of the next forward in every layer. positions: (L,) int32, as in `Positioned.place`."""
     positions = np.asarray(positions, dtype=np.int32)
     on_device = mx.array(positions)[None]
     for part in leaves(cache):
@@ -367,7 +368,7 @@ def place(cache: Sequence[Any], positions: Positions) -> None:
 
 
 def fill(cache: list[Any], length: int) -> None:
-    """Make a cache that holds some tokens one of `length`, with room for some more: zeros, in full attention alone."""
+    """Extend a filled cache to `length` tokens, with room for more. Adds zeros, in full attention only."""
     for part in leaves(cache):
         if type(part) is KVCache and not part.empty():
             part.keys, part.values = (_zeros(array, length + KVCache.step) for array in (part.keys, part.values))
@@ -381,31 +382,31 @@ def _zeros(like: mx.array, length: int) -> mx.array:
 
 
 def can_cut(cache: Sequence[Any]) -> bool:
-    """Whether every layer can go back by some tokens."""
+    """Return whether every layer can go back by some tokens."""
     return all(part.is_trimmable() for part in leaves(cache))
 
 
 def cut(cache: Sequence[Any], count: int) -> None:
-    """Go back by `count` positions, in a cache of which `can_cut` is true."""
+    """Go back by `count` positions. Requires `can_cut(cache)`."""
     for part in leaves(cache) if count else ():
         part.trim(count)
 
 
 def next_position(cache: Sequence[Any]) -> int:
-    """The position of the next token; 0 for a cache of recurrent layers only."""
+    """Return the position of the next token; 0 for a cache of recurrent layers only."""
     return next((part.next for part in leaves(cache) if isinstance(part, Positioned)), 0)
 
 
 def shift_of(cache: Sequence[Any]) -> int:
-    """Next position minus next slot in the first layer that has positions."""
+    """Return next position minus next slot in the first layer that has positions."""
     return next((part.shift for part in leaves(cache) if isinstance(part, Positioned)), 0)
 
 
 def quantize_kv(cache: Sequence[Any], group_size: int, bits: int) -> tuple[list[Any], int]:
-    """mlx-lm's quantised KV caches in place of the plain ones, and the shift that they can't carry themselves.
+    """Return mlx-lm's quantised KV caches of these plain ones, and the shift that they can't carry.
 
     Args:
-        group_size: values that share a scale; 32 where a head is not a multiple of that many.
+        group_size: values that share a scale; 32 if a head's size is not a multiple of it.
 
     Raises:
         SparseUnsupportedError: a window layer or composite, which mlx-lm can't quantise, layers whose shifts differ, or

@@ -1,4 +1,4 @@
-"""Rows of quantised KV caches that decode together."""
+"""Batches of quantised KV caches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["QuantizedBatchKVCache"]
 
 
 class QuantizedBatchKVCache(PositionedBatch):
-    """Full attention, of mlx-lm's `QuantizedKVCache` rows of the same bits and group size.
+    """Full attention, for mlx-lm's `QuantizedKVCache` rows with equal bits and group size.
 
-    Keys and values are triples, as in those rows: packed values (C, H, S, D * bits / 32) uint32, scales and biases
-    (C, H, S, D / group_size). A row joins and leaves with its own triples; only new tokens are quantised. As in those
-    rows, `offset` counts slots: how far a row's positions lie ahead of them has to be added (`adjusted_offsets`).
+    Keys and values are triples, as in those rows: packed values (C, H, S, D * bits / 32) uint32, scales and biases (C,
+    H, S, D / group_size). A row joins and leaves with its own triples; only new tokens are quantised. As in those rows,
+    `offset` counts slots: the caller adds the rows' shifts (`adjusted_offsets`).
 
     Attributes:
-        group_size, bits: by these names, mlx-lm's attention knows what it is given.
+        group_size, bits: the names that mlx-lm's attention looks for.
     """
 
     def __init__(self, group_size: int, bits: int) -> None:

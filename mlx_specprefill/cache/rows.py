@@ -1,4 +1,4 @@
-"""Whole prompt caches, one entry per layer, as rows of a batch: merged, extended, filtered, taken out."""
+"""Merges whole prompt caches, one entry per layer, into batches; extends, filters and splits these."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ __all__ = ["batch_key", "extend_batch", "extract_row", "filter_batch", "give_bac
 
 
 def batch_key(cache: Sequence[Any]) -> Hashable | None:
-    """Equal for the prompt caches of one model that can decode as one batch; None if this one can't be batched."""
+    """Return a key that is equal for prompt caches of one model that can share a batch; None if this one can't be
+    batched.
+    """
     kinds = tuple(_kind(leaf) for leaf in leaves(cache))
     return None if None in kinds else kinds
 
@@ -28,14 +30,14 @@ def _kind(leaf: Any) -> Hashable | None:
         return type(leaf), getattr(leaf, "max_size", None)
     if isinstance(leaf, QuantizedKVCache):
         return type(leaf), leaf.group_size, leaf.bits
-    # mlx-lm's own batch twin of a ring forgets tokens that are kept for good.
+    # mlx-lm's own batch form of a ring drops tokens that should be kept.
     if not hasattr(leaf, "merge") or getattr(leaf, "keep", 0) != 0:
         return None
     return type(leaf), len(leaf.cache) if isinstance(leaf, ArraysCache) else getattr(leaf, "max_size", None)
 
 
 def merge_rows(caches: Sequence[Sequence[Any]]) -> list[Any]:
-    """One batch cache per layer of prefilled prompt caches with one row each."""
+    """Merge prefilled prompt caches with one row each into one batch cache per layer."""
     batch = [_merge(layer) for layer in zip(*caches, strict=True)]
     parts = _positioned(batch)
     for index, part in enumerate(parts):
@@ -50,7 +52,7 @@ def extend_batch(batch: Sequence[Any], other: Sequence[Any]) -> None:
 
 
 def filter_batch(batch: Sequence[Any], keep: Sequence[int]) -> None:
-    """Keep these rows only, in this order. With the last row in the place of one that leaves, only that is copied."""
+    """Keep these rows only, in this order. If the last row takes the place of one that leaves, only it is copied."""
     parts = list(leaves(batch))
     lifted = [part.lift(keep) if isinstance(part, PositionedBatch) else None for part in parts]
     mx.eval(lifted)  # all at once
@@ -59,11 +61,11 @@ def filter_batch(batch: Sequence[Any], keep: Sequence[int]) -> None:
 
 
 def make_room(batch: Sequence[Any], rows: int, longest: Sequence[Any], until: float = math.inf) -> bool:
-    """Copy what has to be copied before `rows` newcomers can join, layer by layer; whether they can.
+    """Copy caches layer by layer to make room for `rows` new rows; return whether they fit.
 
     Args:
-        longest: one of them, a prompt cache; its tokens are those for which there has to be room.
-        until: by `time.monotonic`, when no further layer is begun; the first one always is.
+        longest: prompt cache of the new row with the most tokens.
+        until: by `time.monotonic`, after which no further layer starts; the first one always does.
     """
     slots = {id(ours): _tokens(theirs) for ours, theirs in zip(leaves(batch), leaves(longest), strict=True)}
     return _copied(
@@ -75,7 +77,7 @@ def make_room(batch: Sequence[Any], rows: int, longest: Sequence[Any], until: fl
 
 
 def give_back(batch: Sequence[Any], until: float = math.inf) -> bool:
-    """Compact the caches in which too much lies idle, layer by layer; whether that was all.
+    """Compact the caches with too much idle space, layer by layer; return whether all are done.
 
     Args:
         until: as in `make_room`.
@@ -84,7 +86,7 @@ def give_back(batch: Sequence[Any], until: float = math.inf) -> bool:
 
 
 def _tokens(leaf: Any) -> int:
-    """mlx-lm's quantised cache does not say its size."""
+    """Return the number of stored tokens. mlx-lm's quantised cache does not report its size."""
     return int(leaf.offset if isinstance(leaf, QuantizedKVCache) else leaf.size())
 
 
@@ -98,7 +100,7 @@ def _copied(
     copy: Callable[[PositionedBatch], None],
     until: float,
 ) -> bool:
-    """All rings or none: how many slots of one are in use depends on how it is laid, and layers share a mask."""
+    """Copy all rings or none: the slots in use depend on the layout, and layers share a mask."""
     parts = _positioned(batch)
     rings = [part for part in parts if part.max_size is not None]
     units = [rings, *([part] for part in parts if part.max_size is None)]
@@ -112,7 +114,7 @@ def _copied(
 
 
 def extract_row(batch: Sequence[Any], index: int) -> list[Any]:
-    """One row as a prompt cache of its own; the batch stays as it is."""
+    """Return one row as a prompt cache. The batch is unchanged."""
     return [_extract(part, index) for part in batch]
 
 
@@ -132,7 +134,7 @@ def _merge(caches: Sequence[Any]) -> Any:
 
 
 def _merge_states(caches: Sequence[ArraysCache]) -> ArraysCache:
-    """As mlx-lm's, which can't merge a slot that no row has filled."""
+    """Merge as mlx-lm does, which can't merge a slot that no row has filled."""
     merged = ArraysCache(len(caches[0].cache))
     for slot in range(len(merged.cache)):
         rows = [cache[slot] for cache in caches]

@@ -1,9 +1,9 @@
-"""Stored arrays in files, with an index: what survives a restart.
+"""Stored arrays in files, with an index, that survive a restart.
 
-One safetensors file per record, one sqlite index per folder. A file comes into being under its own name only when it is
-complete, its row only after that, and nothing is served whose checksum differs from its row's. Arrays are turned into
-bytes on the MLX thread; one I/O thread does all writing, and a few read. A failure of the folder costs cached work and
-a log line, never a request. The index holds the prompts' tokens in plain form, so only the owner may read.
+One safetensors file per record, one sqlite index per folder. A file gets its own name once it is complete, and its row
+after that. A record is served only if its checksum matches its row. The MLX thread turns arrays into bytes, one I/O
+thread writes, and a few threads read. A failure of the folder costs cached work and a log line, never a request. The
+index holds the prompts' tokens in plain form, so only the owner may read it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["DiskTier"]
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
-_READERS = 4  # threads; also the files that are in memory before their turn
+_READERS = 4  # threads; also the number of files read ahead
 
 
 @dataclass(slots=True)
 class _Known:
-    """A record that is on disk or queued; `parts` are its bytes while it is queued."""
+    """A record that is on disk or queued. `parts` are its bytes while it is queued."""
 
     checksum: bytes = b""
     parts: list[Part] | None = None
@@ -66,18 +66,18 @@ class _Remove:
 
 
 class DiskTier:
-    """A folder of records within a byte budget. Every method but those of the other threads runs on the MLX thread.
+    """A folder of records within a byte budget. Methods run on the MLX thread unless listed under another thread.
 
     Args:
-        folder: made if missing. Several processes may share one; none sees what another adds before its own start.
-        byte_limit: of all files together; the records that were used longest ago make room.
-        pending_limit: bytes waiting to be written; beyond it records are not taken.
+        folder: made if missing. Several processes may share one; each sees the records from before its start.
+        byte_limit: of all files together; the least recently used records make room.
+        pending_limit: bytes waiting to be written; further records are refused.
 
     Attributes:
-        enabled: False when the folder can't be used: nothing is found and nothing is kept.
-        trouble: why it can't be used; the log says so too.
+        enabled: False if the folder can't be used: nothing is found and nothing is kept.
+        trouble: why it can't be used; also logged.
         evictions: records dropped to make room, by this process.
-        nbytes: of all files, as this process last saw them.
+        nbytes: of all files, as last seen by this process.
     """
 
     def __init__(self, folder: str | Path, byte_limit: int, pending_limit: int = 1 << 29) -> None:
@@ -98,26 +98,26 @@ class DiskTier:
         if self.enabled:
             self._thread.start()
 
-    # -- the MLX thread's side
+    # -- MLX thread
 
     def has(self, key: str) -> bool:
-        """Whether a record is on disk or queued."""
+        """Return whether a record is on disk or queued."""
         with self._lock:
             return key in self._known
 
     def begin(self) -> None:
-        """A new look-up or store: what is touched and written until the next one counts as used at the same time.
+        """Start a new look-up or store. All records touched until the next one count as used at the same time.
 
-        So a block never looks older than what continues it, and never makes room for it.
+        So a block never looks older than its children, and never makes room for them.
         """
         self._stamp = max(time.time(), self._stamp + 1e-6)
 
     def namespaces(self) -> list[str]:
-        """Those that earlier processes left something in; none when the index can't be read."""
+        """Return the namespaces that earlier processes wrote; none if the index can't be read."""
         return self._read_index(lambda: self._index.namespaces())
 
     def rows(self, namespace: str) -> list[DiskRow]:
-        """What earlier processes left in this namespace; nothing when the index can't be read."""
+        """Return the rows that earlier processes wrote in this namespace; none if the index can't be read."""
         return self._read_index(lambda: self._index.rows(namespace))
 
     def _read_index(self, rows: Callable[[], list[R]]) -> list[R]:
@@ -131,7 +131,7 @@ class DiskTier:
             return []
 
     def write(self, row: DiskRow, arrays: Mapping[str, mx.array]) -> bool:
-        """Take a copy of the arrays and write it later; False when it won't be. A known key is not written again."""
+        """Copy the arrays and queue them for writing; return False if refused. A known key is not written again."""
         if not self.enabled:
             return False
         parts = encode(arrays, {"key": row.key, "namespace": row.namespace})
@@ -147,11 +147,11 @@ class DiskTier:
         return True
 
     def read(self, keys: Sequence[str], namespace: str) -> Iterator[dict[str, mx.array] | None]:
-        """Records' arrays, in this order, bit for bit; None for one that isn't there or not what was written.
+        """Yield records' arrays in this order, bit for bit; None for a missing or corrupt record.
 
-        While the caller has one, the next ones are read and checked by a few threads; no more than that are in memory.
+        A few threads read and check the next records meanwhile, at most one each.
         """
-        buffers = queue.SimpleQueue[bytearray]()  # read into again and again: new memory costs more than reading
+        buffers = queue.SimpleQueue[bytearray]()  # reused: new memory costs more than reading
         waiting: deque[tuple[str, Future[Data | None]]] = deque()
         with ThreadPoolExecutor(_READERS, "mlx-specprefill-cache-read") as readers:
             for key in keys:
@@ -162,7 +162,7 @@ class DiskTier:
                 yield self._decoded(*waiting.popleft(), namespace, buffers)
 
     def _bytes(self, key: str, buffers: queue.SimpleQueue[bytearray]) -> Data | None:
-        """A record's file, in one of the buffers, or what it is going to be; on a thread of `read`.
+        """Return a record's file in one of the buffers, or its queued bytes. Runs on a thread of `read`.
 
         Raises:
             OSError: it can't be read.
@@ -199,24 +199,24 @@ class DiskTier:
         return arrays
 
     def touch(self, keys: Sequence[str], lasting: bool = False) -> None:
-        """These records are in use, and so must be the ones that they need; `lasting`: they last from now on."""
+        """Mark these records and those that they need as used now; `lasting`: pin them."""
         if self.enabled and keys:
             self._jobs.put(_Touch(tuple(keys), self._stamp, lasting))
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Forget records; unknown keys have no effect."""
+        """Delete records; unknown keys have no effect."""
         with self._lock:
             found = tuple(key for key in keys if self._known.pop(key, None) is not None)
         if found:
             self._jobs.put(_Remove(found))
 
     def flush(self) -> None:
-        """Wait until everything so far is on disk."""
+        """Wait until all queued work is on disk."""
         if self.enabled and self._thread.is_alive():
             self._jobs.join()
 
     def close(self) -> None:
-        """Write what waits and stop. Nothing is found or kept afterwards."""
+        """Write the queued records and stop. Nothing is found or kept afterwards."""
         if not self.enabled:
             return
         self._jobs.put(None)
@@ -240,7 +240,7 @@ class DiskTier:
         self._stamp = self._index.newest
         return True
 
-    # -- the I/O thread's side
+    # -- I/O thread
 
     def _loop(self) -> None:
         failing = False
@@ -249,7 +249,7 @@ class DiskTier:
                 self._do(job)
                 failing = failing and not isinstance(job, _Write)
             except (sqlite3.Error, OSError) as error:
-                level = logging.DEBUG if failing else logging.WARNING  # once per row of failures
+                level = logging.DEBUG if failing else logging.WARNING  # one warning per row of failures
                 log.log(level, "the disk cache could not %s: %s", type(job).__name__.strip("_").lower(), error)
                 failing = True
                 if isinstance(job, _Write):
@@ -294,7 +294,7 @@ class DiskTier:
         self._written(job, digest)
 
     def _written(self, job: _Write, digest: bytes | None) -> None:
-        """The record is in its file now, or never will be."""
+        """Note that the record is in its file, or failed."""
         with self._lock:
             self._pending_bytes -= job.known.pending_bytes
             if digest is not None:
@@ -305,7 +305,7 @@ class DiskTier:
             job.known.parts = None
 
     def _make_room(self, job: _Write) -> bool:
-        """Delete what was used before this record's call; False when that isn't enough."""
+        """Delete records used before this record's call; return False if that isn't enough."""
         while True:
             excess = self._index.total() + job.known.pending_bytes - self.byte_limit
             if excess <= 0:
@@ -313,14 +313,16 @@ class DiskTier:
             victims = self._index.oldest(job.used, excess, self.byte_limit // 2)
             if not victims:
                 return False
-            with self._lock:  # first: a record that is asked for now is a miss, or is written anew after this one
+            with self._lock:  # first: a later request misses, or writes the record anew
                 self.evictions += len(victims)
                 for key in victims:
                     self._known.pop(key, None)
             self._delete(victims)
 
     def _delete(self, keys: Sequence[str]) -> None:
-        """Rows first: a file without a row is swept up at the next start, a row without a file is a miss."""
+        """Delete the rows, then the files: a file without a row is removed at the next start, a row without a file is a
+        miss.
+        """
         self._index.remove(keys)
         for key in keys:
             self._path(key).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The index of a folder of records: one sqlite row per file, and a lock that tells whether other processes use it."""
+"""The index of a folder of records: one sqlite row per file, and a lock that shows use by other processes."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ CREATE INDEX IF NOT EXISTS by_namespace ON records (namespace);
 
 @dataclass(frozen=True, slots=True)
 class DiskRow:
-    """What the index knows of a record besides its file.
+    """The index row of a record.
 
     Attributes:
         key: hexadecimal, unique over all namespaces; "-state" at its end marks a state.
         parent: the key of the block before it.
         tokens: its own token ids, little-endian int32; empty for a state.
-        choice: the rule by which the tokens of a sparse block were chosen; None: it is dense, or a state.
+        choice: the selection rule of a sparse block; None: it is dense, or a state.
         positions: of a sparse block, little-endian int32.
         end: tokens from the start of the prompt to its end.
-        array_bytes: of its arrays in memory.
-        lasting: it goes after all others, as long as what lasts takes no more than half of the limit.
+        array_bytes: bytes of its arrays in memory.
+        lasting: pinned: evicted last, while pinned records take at most half of the limit.
     """
 
     key: str
@@ -81,7 +81,7 @@ class RecordIndex:
 
     Attributes:
         known: the checksum of every record that has a row and a file, by key, as of the opening.
-        newest: when a record was last used.
+        newest: time of the last use of a record.
 
     Raises:
         OSError: the folder or its index can't be used.
@@ -113,7 +113,7 @@ class RecordIndex:
             return [DiskRow(*row) for row in self._database.execute(query, (namespace,))]
 
     def add(self, row: DiskRow, file_bytes: int, checksum: bytes, used: float, publish: Callable[[], object]) -> None:
-        """Add a row, and `publish` its file. To other processes the two are one step."""
+        """Add a row, and `publish` its file. Other processes see both or neither."""
         with self._database:
             self._database.execute("BEGIN IMMEDIATE")
             publish()
@@ -124,7 +124,7 @@ class RecordIndex:
             )
 
     def touch(self, keys: Iterable[str], used: float, lasting: bool = False) -> None:
-        """They are in use; `lasting`: and are to last."""
+        """Mark records as used; `lasting`: pin them."""
         with self._database:
             rows = [(used, int(lasting), key) for key in keys]
             self._database.executemany("UPDATE records SET used = ?, lasting = MAX(lasting, ?) WHERE key = ?", rows)
@@ -134,9 +134,9 @@ class RecordIndex:
             self._database.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in keys])
 
     def oldest(self, before: float, nbytes: int, most_lasting: int = 0) -> list[str]:
-        """Records that were used before a time, those used longest ago first; files of `nbytes`, or fewer of 64.
+        """Return records used before a time, least recently used first: files of `nbytes`, or fewer of 64.
 
-        What lasts comes last, as long as it is no more than `most_lasting` bytes.
+        Pinned records come last while they take at most `most_lasting` bytes.
         """
         order = "used, end DESC, key DESC"
         if self.total("WHERE lasting") <= most_lasting:
@@ -151,7 +151,7 @@ class RecordIndex:
         return victims
 
     def total(self, those: str = "") -> int:
-        """Bytes of all files, or of those that a condition names."""
+        """Return the bytes of all files, or of those that meet a condition."""
         (total,) = self._database.execute(f"SELECT COALESCE(SUM(file_bytes), 0) FROM records {those}").fetchone()
         return int(total)
 
@@ -160,7 +160,7 @@ class RecordIndex:
         os.close(self._lock_file)
 
     def _try_lock(self) -> bool:
-        """True when no other process uses the folder. The lock goes with the process, however it ends."""
+        """Return whether no other process uses the folder. The lock ends with the process."""
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -172,7 +172,7 @@ class RecordIndex:
             return False
 
     def _open(self, alone: bool) -> sqlite3.Connection:
-        """The database; a broken one or one of another version is started afresh if nobody else is using it."""
+        """Open the database. A broken one, or one of another version, is replaced if no other process uses it."""
         try:
             return self._connect()
         except sqlite3.DatabaseError as error:
@@ -185,7 +185,7 @@ class RecordIndex:
 
     def _connect(self) -> sqlite3.Connection:
         index = self.folder / _FILES[0]
-        os.close(os.open(index, os.O_RDWR | os.O_CREAT, 0o600))  # sqlite gives its other files the rights of this one
+        os.close(os.open(index, os.O_RDWR | os.O_CREAT, 0o600))  # sqlite gives its other files this one's permissions
         database = sqlite3.connect(index, timeout=5.0, check_same_thread=False)
         try:
             database.execute("PRAGMA journal_mode = WAL")
@@ -203,7 +203,9 @@ class RecordIndex:
         return database
 
     def _load(self, alone: bool) -> tuple[dict[str, bytes], float]:
-        """Checksums of complete records, and when one was last used. Alone, make folder and index agree first."""
+        """Return checksums of complete records, and the time of the last use. Without other users, make folder and
+        index agree first.
+        """
         rows = self._database.execute("SELECT key, checksum, used FROM records").fetchall()
         files = {path.name for path in self.folder.iterdir()}
         known = {key: checksum for key, checksum, _ in rows if file_name(key) in files}

@@ -1,8 +1,8 @@
-"""The tree of token blocks: what a node holds, and how a prompt is followed through it.
+"""The tree of token blocks: its nodes, and the search for a prompt.
 
 A full block hangs below the block before it, a shorter tail below the last full block. Each holds the keys and values
-of its own tokens only, so prompts share what they have in common. A sparse prefill leaves out tokens, and may read
-earlier ones later: a sparse block says which it holds, and is found by those alone who chose by the same rule.
+of its own tokens only, so prompts share common blocks. A sparse prefill leaves out tokens, and may read earlier ones
+later. A sparse block lists the tokens that it holds, and is found only by requests with the same selection rule.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = [
 
 Tokens = npt.NDArray[np.int32]
 RecordKind = Literal["tokens", "state"]
-ANY_CHOICE = "*"  # names no choice
+ANY_CHOICE = "*"  # matches every choice
 
 
 class Fed:
-    """Tokens that a cache has read of a prompt.
+    """Tokens of a prompt that a cache has read.
 
     Attributes:
         positions: their prompt indices in the order of feeding, int32 (N,). One that is smaller than an earlier one was
@@ -57,23 +57,23 @@ class Fed:
     def __init__(self, positions: Tokens) -> None:
         self.positions = positions
         highest = np.maximum.accumulate(positions)
-        self._slots = np.flatnonzero(np.append(-1, highest[:-1]) < positions)  # of those that were not recalled
+        self._slots = np.flatnonzero(np.append(-1, highest[:-1]) < positions)  # of the tokens that were not recalled
         self._ends = positions[self._slots]
         gaps = np.flatnonzero(positions != np.arange(positions.size))
         self.run = int(gaps[0]) if gaps.size else positions.size
 
     def slots(self, length: int) -> int:
-        """Return how many tokens were fed when the cache stood for the prompt's first `length` tokens."""
+        """Return the number of tokens fed when the cache covered the prompt's first `length` tokens."""
         count = int(np.searchsorted(self._ends, length))
         return int(self._slots[count - 1]) + 1 if count else 0
 
     def within(self, start: int, end: int) -> Tokens | None:
-        """Return the positions of a block [start, end); None where it and all before it is dense."""
+        """Return the positions of a block [start, end); None if the prefix up to its end is dense."""
         return None if end <= self.run else self.positions[self.slots(start) : self.slots(end)]
 
 
 class Record(Evictable):
-    """The arrays of one node: the keys and values of its tokens, or a state. In memory, on disk, or both."""
+    """The arrays of one node: keys and values of its tokens, or a state. In memory, on disk, or both."""
 
     def __init__(self, node: Node, kind: RecordKind, nbytes: int, on_evict: Callable[[Record], None]) -> None:
         self.node = node
@@ -86,7 +86,7 @@ class Record(Evictable):
 
     @property
     def held(self) -> bool:
-        """Whether the budget counts it."""
+        """Return whether the budget counts it."""
         return self._held
 
     @held.setter
@@ -104,10 +104,10 @@ class Record(Evictable):
 
 
 class Node:
-    """Tokens [end - len(tokens), end) below a parent that stands for all tokens before them.
+    """Tokens [end - len(tokens), end) below a parent that covers all tokens before them.
 
     Attributes:
-        choice: names the rule by which tokens were chosen; None: it is dense.
+        choice: the selection rule; None: it is dense.
         positions: of a sparse block, as in `Fed`.
     """
 
@@ -131,21 +131,21 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.record: Record | None = None  # None for the root only
         self.state: Record | None = None
-        self.held_dependants = 0  # records in memory that are useless without this node's: its state, its children's
+        self.held_dependants = 0  # records in memory that need this node's: its state, its children's
         self.removed = False
 
     @property
     def fed(self) -> Tokens:
-        """Positions of the tokens that it holds."""
+        """Return the positions of its tokens."""
         if self.positions is not None:
             return self.positions
         return np.arange(self.end - self.tokens.size, self.end, dtype=np.int32)
 
     def common(self, wanted: Tokens, choice: str | None = None) -> list[tuple[int, Node]]:
-        """Return the children that start as `wanted` goes on after this node, with how many tokens they share.
+        """Return the children that share tokens with `wanted` after this node, with the number of shared tokens.
 
         Args:
-            choice: of sparse children that count besides the dense ones; None: none; `ANY_CHOICE`: all.
+            choice: of sparse children to include; None: none; `ANY_CHOICE`: all.
         """
         rest = wanted[self.end :]
         first = int(rest[0]) if rest.size else None
@@ -160,7 +160,7 @@ class Node:
         return [record for record in (self.record, self.state) if record is not None]
 
     def path(self) -> list[Node]:
-        """From the first block to this node."""
+        """Return the nodes from the first block to this one."""
         nodes: list[Node] = []
         node = self
         while node.parent is not None:
@@ -169,7 +169,7 @@ class Node:
         return nodes[::-1]
 
     def blocks(self) -> list[Record]:
-        """The records of tokens on the path to this node."""
+        """Return the records of tokens on the path to this node."""
         return [node.record for node in self.path() if node.record is not None]
 
     def subtree(self) -> Iterator[Node]:
@@ -182,14 +182,16 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The node whose tokens, up to `length`, lie on the wanted prompt."""
+    """The node that `wanted` reaches, and the number of tokens that match."""
 
     node: Node
     length: int
 
 
 def longest_match(root: Node, wanted: Tokens, block_size: int, choice: str | None = None) -> Match | None:
-    """Follow the prompt as far as it goes, into the middle of a block if need be. Of equal ones a dense one counts."""
+    """Follow the prompt as far as possible, into the middle of a block if necessary. Prefers a dense match of equal
+    length.
+    """
     best: Match | None = None
     nodes = [root]
     while nodes:
@@ -203,7 +205,7 @@ def longest_match(root: Node, wanted: Tokens, block_size: int, choice: str | Non
 
 
 def deepest_state(root: Node, wanted: Tokens, block_size: int, choice: str | None = None) -> Match | None:
-    """Return the longest prefix that ends in a stored state. Of equal ones a dense one counts."""
+    """Return the longest prefix that ends in a stored state. Prefers a dense one of equal length."""
     best: Match | None = None
     nodes = [root]
     while nodes:
@@ -218,22 +220,22 @@ def deepest_state(root: Node, wanted: Tokens, block_size: int, choice: str | Non
     return best
 
 
-KV_LAYOUT_VERSION = 1  # of the arrays that `records` makes of a prompt cache; a change orphans every stored record
+KV_LAYOUT_VERSION = 1  # of the arrays from `records`; a change orphans every stored record
 DIGEST_BYTES = 24
 _SAMPLES = 64  # elements of every parameter that enter the identity
-_VOLATILE = ("_name_or_path", "transformers_version")  # do not change what a model computes
+_VOLATILE = ("_name_or_path", "transformers_version")  # no effect on the model's results
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 def model_identity(model: nn.Module, config: Mapping[str, Any]) -> str:
-    """Return what this model computes, as hexadecimal text: equal for two loads of one checkpoint, from any path.
+    """Return the model's identity as hexadecimal text: equal for two loads of one checkpoint, from any path.
 
     Covers the configuration, every parameter's name, shape and dtype (so quantisation and casts), 64 evenly spaced
     elements of each, the layout of stored caches and mlx-lm's minor version. Weights that differ only between the
-    samples are not told apart; training or merging changes whole matrices.
+    samples have the same identity; training or merging changes whole matrices.
 
     Args:
-        config: what config.json held.
+        config: the contents of config.json.
     """
     parameters: list[tuple[str, mx.array]] = sorted(nn.utils.tree_flatten(model.parameters()))
     samples = [_sample(array) for _, array in parameters]
@@ -249,7 +251,7 @@ def model_identity(model: nn.Module, config: Mapping[str, Any]) -> str:
 
 
 def _sample(array: mx.array) -> mx.array:
-    """At most 64 elements, evenly spaced and the last one among them, as unsigned integers of their size."""
+    """Return at most 64 elements, evenly spaced and with the last one, as unsigned integers of their size."""
     flat = array.reshape(-1)
     if flat.size > _SAMPLES:
         flat = flat[mx.array(np.linspace(0, flat.size - 1, _SAMPLES).astype(np.int64))]
@@ -257,19 +259,19 @@ def _sample(array: mx.array) -> mx.array:
 
 
 def token_bytes(tokens: Sequence[int] | TokenIds) -> bytes:
-    """Token ids as little-endian int32."""
+    """Return token ids as little-endian int32."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
 def root_digest(identity: str, block_size: int) -> bytes:
-    """Parent of the first block: chains of two identities or two block sizes share no digest."""
+    """Return the parent digest of the first block: chains of two identities or two block sizes share no digest."""
     return hashlib.blake2b(f"{identity}\0{block_size}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def block_digest(
     parent: bytes, tokens: Sequence[int] | TokenIds, choice: str | None = None, positions: Tokens | None = None
 ) -> bytes:
-    """Digest of a block after its parent's; the parent's length is fixed, so the two can't run into each other.
+    """Return the digest of a block after its parent's. The parent's length is fixed, so no two inputs are equal.
 
     Args:
         choice, positions: of a sparse one.
@@ -282,7 +284,7 @@ def block_digest(
 
 
 def common_length(tokens: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """Return how many tokens the two have in common from their start."""
+    """Return the length of the common prefix."""
     count = min(tokens.size, other.size)
     differing = np.flatnonzero(tokens[:count] != other[:count])
     return int(differing[0]) if differing.size else count

@@ -14,13 +14,13 @@ FOLDER, FILE = 0o700, 0o600
 
 
 def make_private(folder: Path, ours: Callable[[str], bool]) -> int:
-    """Make the folder if it is missing, and close it and our files in it to everybody else.
+    """Make the folder if it is missing, and close it and our files in it to other users.
 
     Args:
-        ours: tells our files by their names; others are left as they are.
+        ours: recognises our files by name; others are left unchanged.
 
     Returns:
-        How many of them, the folder included, were open to others.
+        The number of them, the folder included, that were open to others.
 
     Raises:
         OSError: the folder can't be made or closed, because it belongs to somebody else or is meant for everybody.
@@ -47,7 +47,7 @@ def create_private(path: Path) -> BinaryIO:
 
 
 def _close(path: Path, mode: int, wanted: int) -> bool:
-    """Whether it had to be changed."""
+    """Set the mode; return whether it changed."""
     if stat.S_IMODE(mode) == wanted:
         return False
     path.chmod(wanted)

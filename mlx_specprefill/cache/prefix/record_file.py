@@ -1,4 +1,4 @@
-"""One record as a safetensors file, and back, bit for bit."""
+"""Writes and reads one record as a safetensors file, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DTYPES = {
     "F64": mx.float64,
     "C64": mx.complex64,
 }
-# Types that numpy has, and hands on bit for bit; what it lacks or MLX converts comes as integers.
+# Types that numpy has and passes on bit for bit. Other types are stored as integers.
 _AS_THEY_ARE = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I32": "<i4", "F16": "<f2", "F32": "<f4"}
 Data = bytes | memoryview
 Part = Data | npt.NDArray[np.generic]
@@ -47,7 +47,7 @@ def as_bytes(part: Part) -> Data:
 
 
 def read_into(path: Path, buffer: bytearray) -> memoryview:
-    """A file's bytes, in the buffer if they fit, else in a new one, which is the result's `obj`.
+    """Return a file's bytes, in the buffer if they fit, else in a new one, which is the result's `obj`.
 
     Raises:
         OSError: it can't be read.
@@ -62,7 +62,7 @@ def read_into(path: Path, buffer: bytearray) -> memoryview:
 
 
 def checksum(parts: Sequence[Part], size: int = 32) -> bytes:
-    """A digest of `size` bytes: 32, or 24 as earlier versions wrote it."""
+    """Return a digest of `size` bytes: 32, or 24 in files of earlier versions."""
     # Processors have instructions for SHA-256; it takes a fraction of BLAKE2's time.
     digest = hashlib.sha256() if size == hashlib.sha256().digest_size else hashlib.blake2b(digest_size=size)
     for part in parts:
@@ -71,12 +71,12 @@ def checksum(parts: Sequence[Part], size: int = 32) -> bytes:
 
 
 def encode(arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> list[Part]:
-    """A safetensors file in parts: header, then one flat array of unsigned integers per array."""
+    """Return a safetensors file in parts: header, then one flat array of unsigned integers per array."""
     header: dict[str, Any] = {"__metadata__": {"format": _FORMAT, "version": str(VERSION), **metadata}}
     parts: list[Part] = []
     offset = 0
     flat = {name: array.reshape(-1).view(_BITS[array.dtype.size]) for name, array in arrays.items() if array.size}
-    mx.eval(flat)  # together: each time is a wait for the device
+    mx.eval(flat)  # together: each call waits for the device
     for name, array in arrays.items():
         raw = np.array(flat[name]) if array.size else np.zeros(0, np.uint8)
         offsets = [offset, offset + raw.nbytes]
@@ -89,7 +89,7 @@ def encode(arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> list[
 
 
 def decode(data: Data, metadata: Mapping[str, str]) -> dict[str, mx.array]:
-    """The arrays of a file that `encode` made.
+    """Return the arrays of a file from `encode`.
 
     Raises:
         ValueError: it was made for another record, by another version, or not by us.

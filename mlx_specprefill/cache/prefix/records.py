@@ -1,7 +1,7 @@
-"""A prompt cache as stored arrays, and back.
+"""Converts a prompt cache to stored arrays, and back.
 
-Full attention stores token by token, so any range of tokens can be cut out and any prefix be rebuilt. Recurrent layers
-and rotating windows hold only their latest state, which is valid at exactly one length.
+Full attention stores token by token, so any range of tokens can be cut out and any prefix rebuilt. Recurrent layers and
+rotating windows hold only their latest state, which is valid at exactly one length.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def _kind(leaf: Any) -> _Kind | None:
 
 
 class Layout:
-    """How one model's prompt cache is taken apart. Array names are `<leaf>.<part>`.
+    """Splits one model's prompt cache into arrays. Array names are `<leaf>.<part>`.
 
     Attributes:
-        refusal: why this model's caches can't be stored exactly, None when they can.
+        refusal: why this model's caches can't be stored exactly; None if they can.
         stateful: some layer can't be trimmed, so a prefix is usable only at a stored state.
     """
 
@@ -56,10 +56,10 @@ class Layout:
         self.stateful = any(kind != "tokens" for kind in self._kinds)
 
     def check(self, cache: Sequence[Any], length: int, more: bool = False) -> None:
-        """Make sure that a cache holds `length` tokens densely. Recurrent layers don't count and can't be checked.
+        """Check that a cache holds `length` tokens densely. Recurrent layers are not checked.
 
         Args:
-            more: or more than that.
+            more: accept more tokens.
 
         Raises:
             ValueError: another number of tokens, gaps between positions, several rows, or another model's cache.
@@ -69,7 +69,7 @@ class Layout:
             raise ValueError("the cache is not of this model")
         counted = False
         for part, kind in zip(parts, self._kinds, strict=True):
-            if part.empty():  # some models make caches that no layer writes to
+            if part.empty():  # some models make caches that no layer uses
                 continue
             if kind != "recurrent":
                 _check_counts(part, length, more)
@@ -78,7 +78,7 @@ class Layout:
             raise ValueError(f"the cache is empty and can't hold {length} tokens")
 
     def delta(self, cache: Sequence[Any], start: int, end: int, staged: bool = False) -> Arrays:
-        """Copies of the keys and values in slots [start, end), (1, H, end - start, D) each; not evaluated."""
+        """Copy the keys and values in slots [start, end), (1, H, end - start, D) each. The result is not evaluated."""
         arrays: Arrays = {}
         for index, part in self._written(cache, "tokens", staged):
             # A plain slice would be a view that keeps the whole cache alive.
@@ -87,7 +87,7 @@ class Layout:
         return arrays
 
     def state(self, cache: Sequence[Any], staged: bool = False) -> Arrays:
-        """Copies of what the layers that can't be trimmed hold; not evaluated."""
+        """Copy the state of layers that can't be trimmed. The result is not evaluated."""
         arrays: Arrays = {}
         for index, part in self._written(cache, "recurrent", staged):
             for slot, array in enumerate(part.cache):
@@ -113,17 +113,17 @@ class Layout:
         room: int = 0,
         held: TokenIds | None = None,
     ) -> list[Any]:
-        """A prompt cache for `length` tokens that shares nothing writable with the arrays it is made of.
+        """Return a prompt cache for `length` tokens that shares nothing writable with its source arrays.
 
-        Keys and values are not evaluated: the first forward copies them, layer by layer, to where it writes its own.
-        Nobody waits for the copy of a cache that no forward reads.
+        Keys and values are not evaluated: the first forward copies them, layer by layer, to its own arrays. A cache
+        that no forward reads costs no copy.
 
         Args:
-            chain: deltas from the first token on; the last one may hold more than is wanted.
-            excess: by how many tokens it does.
-            state: of the other layers at exactly `length`; None when there are none.
-            room: tokens that are to be written without another copy.
-            held: positions of the tokens that it holds, in the order of feeding; None: all `length`.
+            chain: deltas from the first token on; the last one may hold more tokens.
+            excess: number of tokens to cut from the end.
+            state: of the other layers at exactly `length`; None if there are none.
+            room: tokens that can be written without another copy.
+            held: positions of the tokens, in the order of feeding; None: all `length`.
         """
         cache = self._make()
         for index, (part, kind) in enumerate(zip(leaves(cache), self._kinds, strict=True)):
@@ -155,10 +155,10 @@ def _check_counts(part: Any, length: int, more: bool) -> None:
 
 
 def _compact(ring: Any) -> tuple[mx.array, mx.array, int]:
-    """Keys, values and write slot of a ring without unused or outgrown slots, in the order they lie in.
+    """Return keys, values and write slot of a ring without unused or expired slots, in storage order.
 
-    After a chunk the ring is longer than its window; what is cut here is what its next write cuts. The order is kept:
-    a sum over keys in another order rounds differently.
+    After a chunk the ring is longer than its window; the cut is that of its next write. The order is kept: a sum over
+    keys in another order rounds differently.
     """
     size = min(ring.offset, ring.keys.shape[2])
     if size > ring.max_size and ring.keep == 0:
@@ -180,7 +180,7 @@ def _restore_tokens(
     held: TokenIds | None,
 ) -> None:
     names = f"{index}.keys", f"{index}.values"
-    if not chain or not all(names[0] in arrays for arrays in chain):  # of a staged prefix, the first layers' are not
+    if not chain or not all(names[0] in arrays for arrays in chain):  # staged: no first layers
         return
     slots = length if held is None else held.size
     spare = -(slots + room) % KVCache.step + room if room else 0
@@ -198,7 +198,9 @@ def _runs_of(positions: TokenIds) -> list[tuple[int, int]]:
 
 
 def _joined(parts: list[mx.array], excess: int, spare: int) -> mx.array:
-    """Parts (1, H, S, D) without the last `excess` tokens, and `spare` slots behind them, as one; not evaluated."""
+    """Concatenate parts (1, H, S, D) without the last `excess` tokens, and with `spare` slots behind them. Not
+    evaluated.
+    """
     last = parts[-1]
     if excess:
         parts[-1] = last[..., : last.shape[2] - excess, :]
@@ -210,7 +212,7 @@ def _joined(parts: list[mx.array], excess: int, spare: int) -> mx.array:
 def _restore_recurrent(part: Any, index: int, state: Arrays) -> None:
     for slot in range(len(part.cache)):
         stored = state.get(f"{index}.{slot}")
-        # In-place assignment changes the array object, for everyone who holds that object.
+        # In-place assignment would change the array object for every holder.
         part.cache[slot] = None if stored is None else copy.deepcopy(stored)
 
 

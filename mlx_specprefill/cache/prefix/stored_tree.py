@@ -1,4 +1,4 @@
-"""Where the tree and the disk meet: stored records, their names, and the tree that an earlier process left.
+"""Stores the tree's records on disk, and restores the tree of an earlier process.
 
 Without a disk tier nothing is stored and nothing is found.
 """
@@ -19,7 +19,7 @@ from .records import Arrays
 __all__ = ["StoredTree"]
 
 log = logging.getLogger(__name__)
-_AT = "@"  # between a namespace and a label, neither of which has one
+_AT = "@"  # between a namespace and a label, neither of which contains it
 
 MakeRecord = Callable[[Node, RecordKind, int], Record]
 
@@ -29,7 +29,7 @@ class StoredTree:
 
     Args:
         identity: of the model; another identity, or another block size, never sees these records.
-        only_lasting: nothing is written but what lasts, and nothing of requests with a salt.
+        only_lasting: only pinned records are written, and none of requests with a salt.
     """
 
     def __init__(self, disk: DiskTier | None, identity: str, block_size: int, only_lasting: bool = False) -> None:
@@ -38,15 +38,15 @@ class StoredTree:
         self._identity = identity
         self._block_size = block_size
         self._namespace = f"{identity}:{block_size}"
-        self._evictions = 0  # of the disk tier, as of the last `evicted`
+        self._evictions = 0  # of the disk tier, at the last call of `evicted`
 
     def root(self, label: CacheLabel) -> Node:
-        """An empty tree for a label."""
+        """Return an empty tree for a label."""
         identity = self._identity if label == SHARED else f"{self._identity}{_AT}{label.owner}/{label.salt}"
         return Node(None, np.zeros(0, dtype=np.int32), root_digest(identity, self._block_size), label)
 
     def begin(self) -> None:
-        """A new look-up or store, as `DiskTier.begin`."""
+        """Start a new look-up or store, as `DiskTier.begin`."""
         if self.disk is not None:
             self.disk.begin()
 
@@ -54,13 +54,13 @@ class StoredTree:
         return self.disk is not None and self.disk.has(record.key)
 
     def read(self, records: Sequence[Record]) -> Iterator[Arrays | None]:
-        """Of one label, in this order; None for one that can't be read."""
+        """Yield the arrays of one label's records in this order; None for a record that can't be read."""
         if self.disk is None or not records:
             return iter([None] * len(records))
         return self.disk.read([record.key for record in records], self._namespace_of(records[0].node.label))
 
     def write(self, record: Record) -> None:
-        """Queue a record, after those that it needs; no effect when it is there or can't be written."""
+        """Queue a record after those that it needs; no effect if it is stored or can't be written."""
         if self.disk is None or self.has(record) or not self._may_write(record):
             return
         waiting = [record]
@@ -73,7 +73,7 @@ class StoredTree:
                 return
 
     def save(self, record: Record) -> None:
-        """Queue a record that memory lets go and that was refused when it was stored."""
+        """Queue a record that memory evicts and that was refused when it was stored."""
         if self.disk is not None and not self.has(record):
             self.touch(record.node.blocks())
             self.write(record)
@@ -92,14 +92,14 @@ class StoredTree:
             self.disk.remove([record.key])
 
     def evicted(self) -> bool:
-        """Whether the disk tier has evicted anything since this was last asked."""
+        """Return whether the disk tier has evicted anything since the last call."""
         if self.disk is None or self.disk.evictions == self._evictions:
             return False
         self._evictions = self.disk.evictions
         return True
 
     def restore(self, make_record: MakeRecord) -> dict[CacheLabel, Node]:
-        """The trees that an earlier process left, by label. Records without the blocks before them are deleted."""
+        """Return the trees of an earlier process, by label. Records without the blocks before them are deleted."""
         if self.disk is None:
             return {}
         labels = {name: label for name in self.disk.namespaces() if (label := self._label_of(name)) is not None}
@@ -132,14 +132,14 @@ class StoredTree:
         return self._namespace if label == SHARED else f"{self._namespace}{_AT}{label.owner}/{label.salt}"
 
     def _label_of(self, namespace: str) -> CacheLabel | None:
-        """None: it is another model's, or was made with another block size."""
+        """Return the namespace's label; None for another model or block size."""
         own, _, label = namespace.partition(_AT)
         owner, _, salt = label.partition("/")
         return CacheLabel(owner, salt) if own == self._namespace else None
 
 
 def _attach(row: DiskRow, nodes: dict[str, Node], make_record: MakeRecord) -> bool:
-    """Add a stored record to the tree; False when its parent is missing."""
+    """Add a stored record to the tree; return False if its parent is missing."""
     digest = row.key.removesuffix("-state")
     if row.key != digest:
         if digest not in nodes:
@@ -157,7 +157,7 @@ def _attach(row: DiskRow, nodes: dict[str, Node], make_record: MakeRecord) -> bo
 
 
 def _stored(record: Record, row: DiskRow) -> Record:
-    """As it was when it was stored."""
+    """Set the fields of a stored record."""
     record.lasting = bool(row.lasting)
     record.hits = int(row.lasting)
     return record

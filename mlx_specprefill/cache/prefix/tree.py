@@ -1,8 +1,8 @@
-"""The prefix cache: the result of a prefill, reused by prompts that start with the same tokens.
+"""The prefix cache: results of prefills, reused by prompts that start with the same tokens.
 
 A tree of token blocks per model and label. Layers that can't be trimmed (recurrent, rotating) add a state at the
-lengths at which `store` saw one, and a model that has such layers is served at those lengths only. A dense prefix
-serves every prompt, a sparse one those alone that chose by the same rule. Everything runs on the MLX thread.
+lengths at which `store` saw one; a model with such layers is served at those lengths only. A dense prefix serves every
+prompt, a sparse one only prompts with the same selection rule. Everything runs on the MLX thread.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ __all__ = ["PrefixCache", "fed_of"]
 log = logging.getLogger(__name__)
 HiddenOf = Callable[[int, int], tuple[int, mx.array] | None]
 _WORTH_KEEPING = 128  # tokens of a sparse prefix before its first gap
-_ROOM = 2048  # tokens: what follows a hit is usually less, and a forward reads no more at once
+_ROOM = 2048  # tokens: a forward reads no more at once
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A cache to store blocks from; `fed` and `choice` are None where it is dense."""
+    """A cache to store blocks from; `fed` and `choice` are None if it is dense."""
 
     cache: Sequence[Any]
     fed: Fed | None
@@ -72,7 +72,7 @@ class _Source:
 
 
 def fed_of(cache: Sequence[Any]) -> Fed:
-    """Return what a positioned cache has read, by the first of its layers that forgets nothing.
+    """Return the tokens that a positioned cache has read, from its first layer that drops none.
 
     Raises:
         ValueError: it has no such layer.
@@ -84,13 +84,13 @@ def fed_of(cache: Sequence[Any]) -> Fed:
 
 
 def _covers(node: Node, other: Node) -> bool:
-    """Return whether a block holds all of a sibling of the same choice, and more behind it at most."""
+    """Return whether a block holds all tokens of a sibling with the same choice, and others only behind them."""
     same = common_length(node.tokens, other.tokens) == other.tokens.size
     return same and (node.positions is None or common_length(node.positions, other.fed) == other.fed.size)
 
 
 def _held(match: Match) -> tuple[Tokens | None, int]:
-    """Return the positions that a match holds, None: all, and how many tokens more its blocks hold."""
+    """Return the positions of a match (None: all), and the number of excess tokens in its blocks."""
     if match.node.choice is None:
         return None, match.node.end - match.length
     stored = np.concatenate([node.fed for node in match.node.path()])
@@ -112,12 +112,12 @@ class PrefixCache:
         budget: bytes in memory, possibly shared with other caches.
         disk: where prefixes outlive memory and the process; None for memory only.
         block_size: tokens per block.
-        kind: whose prefixes they are, as `entries` says it.
-        only_lasting: the disk is for what lasts (`store`), not for all prefixes.
-        first_layers: caches in front that are left out of what is stored with hidden states (`store`).
+        kind: of the entries in `entries`.
+        only_lasting: only pinned prefixes (see `store`) go to disk.
+        first_layers: caches in front that are not stored with hidden states (see `store`).
 
     Attributes:
-        refusal: why this model's caches can't be kept; `lookup` then finds and `store` does nothing. Else None.
+        refusal: why this model's caches can't be kept; then `lookup` finds and `store` does nothing. Else None.
         hits, misses, tokens_served: of look-ups since the start.
     """
 
@@ -140,7 +140,7 @@ class PrefixCache:
         self.refusal = self._layout.refusal
         self._budget = budget
         self._stored = StoredTree(disk, identity, block_size, only_lasting)
-        self._roots: dict[CacheLabel, Node] = {}  # without those that nothing hangs on
+        self._roots: dict[CacheLabel, Node] = {}  # without empty trees
         self.hits = self.misses = self.tokens_served = 0
         if self.refusal is not None:
             log.warning("no prefix cache: %s", self.refusal)
@@ -161,14 +161,14 @@ class PrefixCache:
         label: CacheLabel = SHARED,
         choice: str | None = None,
     ) -> CacheHit | None:
-        """The longest stored prefix of `tokens`, at most `limit` tokens of it.
+        """Return the longest stored prefix of `tokens`, at most `limit` tokens of it.
 
         Args:
             limit: a prompt's last token has to be fed for its logits, so callers pass one less than the prompt.
-            again: for a request that looked up before (a retry, background work); then what it finds does not count as
-                wanted by one request more, and the statistics stay as they are.
-            label: only what was stored under it is looked at.
-            choice: sparse prefixes that were stored under it are looked at, too.
+            again: the same request looked up before (a retry, background work): it does not count as a hit, and the
+                statistics stay unchanged.
+            label: the search is limited to prefixes stored under it.
+            choice: sparse prefixes stored under it are searched, too.
         """
         self._budget.begin_lookup()
         self._stored.begin()
@@ -185,7 +185,7 @@ class PrefixCache:
     def covers(
         self, tokens: Sequence[int] | TokenIds, label: CacheLabel = SHARED, choice: str | None = ANY_CHOICE
     ) -> int:
-        """Return how many tokens `lookup` would find. Nothing is read or counted by it."""
+        """Return the number of tokens that `lookup` would find. Reads and counts nothing."""
         match = self._match(np.asarray(tokens, dtype=np.int32), label, choice)
         return 0 if match is None else match.length
 
@@ -196,9 +196,9 @@ class PrefixCache:
         return (deepest_state if self._layout.stateful else longest_match)(root, wanted, self.block_size, choice)
 
     def _serve(self, match: Match, room: int, again: bool) -> CacheHit | None:
-        """The matched prefix as a prompt cache with room for so many tokens more.
+        """Return the matched prefix as a prompt cache with room for `room` more tokens.
 
-        None when a part could not be read, which is then forgotten.
+        Returns None if a part could not be read; that part is removed.
         """
         records = match.node.blocks()
         count = len(records)
@@ -221,7 +221,7 @@ class PrefixCache:
             self._keep(record, arrays)
         self._stored.touch(records)
         for record in records:
-            self._stored.write(record)  # with the second use of what lasts, if only that is written
+            self._stored.write(record)  # at the second use of a pinned prefix, if only those are written
         return CacheHit(match.length, cache, held, _hidden(loaded))
 
     # -- writing
@@ -238,23 +238,23 @@ class PrefixCache:
         choice: str | None = None,
         hidden: HiddenOf | None = None,
     ) -> None:
-        """Remember what a prefill of `tokens` left in `cache`. Known blocks are not copied again.
+        """Store the cache of a prefill of `tokens`. Known blocks are not copied again.
 
         May be called as the prefill goes on, with more tokens each time. The cache is not changed and stays the
-        caller's. Without room, the longest prefix for which there is room is kept.
+        caller's. Stores the longest prefix for which there is room.
 
         Args:
-            tokens: exactly what the cache stands for.
-            checkpoint: keep the state of layers that can't be trimmed. Without it nothing is stored for a model that
-                has such layers: its blocks are of no use before the next state, which brings them along.
-            label: under which alone it will be found.
-            opening: of the tokens in front that many begin many conversations. The blocks that hold nothing else last:
-                once they are used a second time, they go after everything else, in memory and on disk.
-            remember: that counts as their second use.
-            state: what `state` returned after these tokens, if the cache holds more by now.
-            choice: names the rule by which tokens were chosen. None: the cache holds all.
-            hidden: returns what the first layers passed on of the tokens [start, end), (1, L, D), and the index of the
-                first of which it is known. It is stored in place of what these layers hold.
+            tokens: exactly those that the cache covers.
+            checkpoint: keep the state of layers that can't be trimmed. Without it a model with such layers stores
+                nothing: its blocks are useless before the next state, which is stored with them.
+            label: needed to find it.
+            opening: number of leading tokens that many conversations share. Blocks within them are pinned: once used
+                a second time, they are evicted last, in memory and on disk.
+            remember: this call counts as their second use.
+            state: the result of `state` after these tokens, if the cache holds more by now.
+            choice: the selection rule. None: the cache holds all.
+            hidden: returns the first layers' hidden states of the tokens [start, end), (1, L, D), and the index of the
+                first known one. They are stored in place of these layers' caches.
 
         Raises:
             ValueError: the cache is sparse without a choice, or does not hold that many tokens.
@@ -273,7 +273,7 @@ class PrefixCache:
         root = self._roots.get(label) or self._stored.root(label)
         try:
             if source.fed is not None and not self._layout.stateful and source.fed.run >= _WORTH_KEEPING:
-                self._grow(root, ids[: source.fed.run], source, {})  # for requests that want it dense
+                self._grow(root, ids[: source.fed.run], source, {})  # for dense requests
             self._grow(root, ids, source, self._layout.state(cache, hidden is not None) if state is None else state)
         finally:
             if root.children:
@@ -281,7 +281,7 @@ class PrefixCache:
         self._outlasts(root, ids[:opening], remember)
 
     def state(self, cache: Sequence[Any], staged: bool = False) -> Arrays:
-        """Return what layers that can't be trimmed hold now, for a `store` after the next forwards; not evaluated.
+        """Return the state of layers that can't be trimmed, for a `store` after later forwards. Not evaluated.
 
         Args:
             staged: it will be stored with hidden states.
@@ -289,7 +289,7 @@ class PrefixCache:
         return {} if self.refusal is not None else self._layout.state(cache, staged)
 
     def _grow(self, root: Node, ids: Tokens, source: _Source, state: Arrays) -> None:
-        """Add the missing blocks of these tokens below a label's root, evaluated together: each time is a wait."""
+        """Add the missing blocks of these tokens below a label's root, evaluated together: each evaluation waits."""
         added: list[Record] = []
         try:
             added.extend(self._missing(root, ids, source, state))
@@ -302,7 +302,7 @@ class PrefixCache:
             self._stored.write(record)
 
     def _missing(self, root: Node, ids: Tokens, source: _Source, state: Arrays) -> Iterator[Record]:
-        """Yield their records, as far as there is room, in memory but not evaluated."""
+        """Yield their records while there is room, in memory but not evaluated."""
         node = self._known(root, ids, source)
         self._touch_path(node)
         if self._layout.stateful and not self._room_for_all(node, ids.size, source, state):
@@ -319,7 +319,7 @@ class PrefixCache:
                 yield node.state
 
     def _outlasts(self, root: Node, opening: Tokens, remember: bool) -> None:
-        """What is stored of it, and nothing else, lasts."""
+        """Pin the stored blocks within the system prefix."""
         for node in self._known(root, opening).path():
             for record in node.records():
                 if not record.lasting:
@@ -329,7 +329,7 @@ class PrefixCache:
                 self._stored.write(record)
 
     def _known(self, root: Node, ids: Tokens, source: _Source | None = None) -> Node:
-        """The last node on the way to these tokens that is there already."""
+        """Return the last stored node on the path of these tokens."""
         node = root
         while node.end < ids.size:
             part = ids[node.end : node.end + self.block_size]
@@ -343,7 +343,7 @@ class PrefixCache:
         return node
 
     def _extend(self, parent: Node, ids: Tokens, source: _Source) -> Node | None:
-        """Store the next block or tail; None when there is no room, or nothing new in it."""
+        """Store the next block or tail; return None if there is no room, or nothing new in it."""
         part = ids[parent.end : parent.end + self.block_size]
         choice, positions = source.chosen(parent.end, parent.end + part.size)
         digest = block_digest(parent.digest, part, choice, positions)
@@ -365,7 +365,7 @@ class PrefixCache:
         return node
 
     def _room_for_all(self, node: Node, length: int, source: _Source, state: Arrays) -> bool:
-        """Room for the missing blocks and the state: without the state the blocks are of no use."""
+        """Make room for the missing blocks and the state: without the state the blocks are useless."""
         missing = nbytes_of(source.delta(self._layout, node.end, length))
         return self._budget.reserve(missing + (nbytes_of(state) if node.state is None else 0))
 
@@ -373,7 +373,7 @@ class PrefixCache:
         return Record(node, kind, nbytes, self._evict)
 
     def _admit(self, node: Node, kind: RecordKind, arrays: Arrays) -> Record | None:
-        """A record in memory; None when there is no room."""
+        """Return a record in memory; None if there is no room."""
         nbytes = nbytes_of(arrays)
         if not self._budget.reserve(nbytes):
             return None
@@ -384,7 +384,7 @@ class PrefixCache:
         return record
 
     def _keep(self, record: Record, arrays: Arrays) -> None:
-        """Hold in memory what was read from disk, if there is room."""
+        """Keep a record read from disk in memory, if there is room."""
         if record.arrays is None and not record.node.removed and self._budget.reserve(record.nbytes):
             record.arrays = arrays
             self._budget.add(record)
@@ -398,7 +398,7 @@ class PrefixCache:
     # -- eviction
 
     def _evict(self, record: Record) -> None:
-        """Drop the arrays. A record that is not on disk is forgotten, with everything that needs it."""
+        """Drop the arrays. A record that is not on disk is removed, with all that need it."""
         self._stored.save(record)
         record.arrays = None
         self._budget.remove(record)
@@ -416,11 +416,11 @@ class PrefixCache:
         self._release(record)
 
     def _remove(self, node: Node) -> None:
-        """Cut a node and everything below it off the tree, in memory and on disk."""
+        """Remove a node and its subtree, in memory and on disk."""
         assert node.parent is not None
         node.parent.children.pop(node.digest, None)
         if node.parent.parent is None and not node.parent.children:
-            self._roots.pop(node.label, None)  # clients choose labels: empty ones must not pile up
+            self._roots.pop(node.label, None)  # clients choose labels: empty ones must not accumulate
         for below in node.subtree():
             below.removed = True
             for record in below.records():
@@ -437,7 +437,7 @@ class PrefixCache:
         return record is not None and (record.arrays is not None or self._stored.has(record))
 
     def _sweep(self) -> None:
-        """Forget what the disk tier evicted by itself and memory does not have."""
+        """Remove nodes that the disk tier evicted and memory does not have."""
         if not self._stored.evicted():
             return
         for node in list(self._nodes()):
@@ -449,15 +449,16 @@ class PrefixCache:
     # -- inspection
 
     def entries(self) -> list[CacheEntry]:
-        """The prefixes that no longer one covers, last used first."""
+        """Return the prefixes that no longer prefix covers, most recently used first."""
         entries = [self._entry(node) for node in self._ends()]
         return sorted(entries, key=lambda entry: entry.last_use, reverse=True)
 
     def drop(self, entry_id: str, owner: str | None = None) -> bool:
-        """Forget a prefix and what only it needs, in memory and on disk; False when there is none of that name.
+        """Remove a prefix and the blocks that only it needs, in memory and on disk; return False if there is none of
+        that name.
 
         Args:
-            owner: drop it only if it is theirs.
+            owner: remove it only if it belongs to this owner.
         """
         node = next((node for node in self._ends() if node.digest.hex() == entry_id), None)
         if node is None or owner not in (None, node.label.owner):
@@ -471,7 +472,7 @@ class PrefixCache:
         return True
 
     def clear(self, owner: str | None = None) -> None:
-        """Forget everything, or everything of one owner, in memory and on disk."""
+        """Remove everything, or everything of one owner, in memory and on disk."""
         for label, root in list(self._roots.items()):
             if owner in (None, label.owner):
                 for node in list(root.children.values()):
@@ -481,7 +482,7 @@ class PrefixCache:
         return (node for root in self._roots.values() for node in root.subtree() if node is not root)
 
     def _ends(self) -> list[Node]:
-        """Nodes that a prefix of its own ends in."""
+        """Return the nodes at the end of a prefix."""
         if self._layout.stateful:
             return [node for node in self._nodes() if self._there(node.state)]
         return [node for node in self._nodes() if not node.children and self._there(node.record)]

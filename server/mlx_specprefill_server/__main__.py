@@ -1,4 +1,4 @@
-"""`python -m mlx_specprefill_server` is the console command."""
+"""Run the console command by `python -m mlx_specprefill_server`."""
 
 from .cli import main
 

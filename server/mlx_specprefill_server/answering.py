@@ -1,4 +1,4 @@
-"""Dialect-neutral requests for answers: what every dialect's body becomes, and how it is handed to the engine."""
+"""Dialect-neutral requests for answers. Every dialect's body becomes one, and the engine gets its jobs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class AnswerRequest:
 async def start_answers(
     service: Service, request: AnswerRequest, identity: Identity, cache_salt: str | None
 ) -> Generation:
-    """Renders the conversation and starts its answers. Whoever gets the generation must close it.
+    """Render the conversation and start its answers. The caller must close the generation.
 
     Raises:
         InvalidRequestError, ContextLengthError: nothing has been started.
@@ -95,7 +95,9 @@ async def start_answers(
 
 
 async def sampling_params(service: Service, fields: SamplingFields) -> SamplingParams:
-    """As the engine wants them. A word is forbidden as it is written in a text and at its start.
+    """Return the engine's sampling parameters.
+
+    A forbidden word is forbidden at the start of a text and inside one.
 
     Raises:
         InvalidRequestError: names the field.
@@ -107,7 +109,7 @@ async def sampling_params(service: Service, fields: SamplingFields) -> SamplingP
 
 
 async def count_tokens(service: Service, conversation: Conversation, choice: ToolChoice) -> int:
-    """Length of the prompt that `start_answers` would make.
+    """Return the length of the prompt that `start_answers` would make.
 
     Raises:
         InvalidRequestError: the conversation or the choice is at fault.
@@ -117,7 +119,10 @@ async def count_tokens(service: Service, conversation: Conversation, choice: Too
 
 
 def _constraint(service: Service, request: AnswerRequest, prompt: Prompt, warnings: list[str]) -> Constraint | None:
-    """A call can be forced from any model; one whose template has no format for calls writes Hermes'."""
+    """Return the grammar of the answer, None if it is free.
+
+    A call can be forced from any model. One whose template has no format for calls writes Hermes'.
+    """
     if request.output is None and not request.forced:
         return None
     return constraint_of(
@@ -174,7 +179,7 @@ def engine_request(
     constraint: Constraint | None = None,
     reasoning: ReasoningBudget | None = None,
 ) -> GenerationRequest:
-    """One answer to `prompt`, as long as was asked for and fits.
+    """Return the engine's request for one answer to `prompt`, at most as long as the remaining context.
 
     Args:
         field: of the body, which holds the prompt.
@@ -213,7 +218,7 @@ def make_job(
     forced: bool = False,
     every_token: bool = False,
 ) -> Job:
-    """The engine's request with what reads its answer; arguments as of AnswerReader."""
+    """Return the engine's request with the reader of its answer. The arguments are those of AnswerReader."""
     shown_ids = frozenset(fields.stop_token_ids if fields.include_stop_str_in_output else ())
 
     def reader() -> AnswerReader:
@@ -232,13 +237,13 @@ def make_job(
 
 
 def copies(job: Job, n: int, first: int = 0) -> list[Job]:
-    """The `n` answers to one prompt; the prompt is read once. `first` is the number of the first among all jobs."""
+    """Return `n` jobs for one prompt, which is read once. `first` is the number of the first one among all jobs."""
     others = [replace(job, request=_seeded(job.request, i), follows=first) for i in range(1, n)]
     return [job, *others]
 
 
 def _seeded(request: GenerationRequest, answer: int) -> GenerationRequest:
-    """Answers of one request differ, and each is the same again for the same seed."""
+    """Return a request whose seed differs between the answers of one request and repeats for the same seed."""
     sampling = request.sampling
     if sampling.seed is None:
         return request

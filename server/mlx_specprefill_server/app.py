@@ -1,4 +1,4 @@
-"""The application and the process around it."""
+"""The application and its process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = ["Server", "app_of", "create_app", "make_server", "serve", "serve_mode
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
-    """The ASGI application over a started engine; `app.state.models.state.stop()` ends all running answers."""
+    """Return the ASGI application over a started engine. `app.state.models.state.stop()` ends all running answers."""
     service = Service(engine, settings)
     app = app_of(Models.of(service))
     app.state.service = service
@@ -55,7 +55,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 
 
 def app_of(models: Models) -> FastAPI:
-    """The ASGI application of one model or several."""
+    """Return the ASGI application of one model or several."""
     settings = models.state.settings
     app = FastAPI(
         title="mlx-specprefill",
@@ -101,7 +101,7 @@ def app_of(models: Models) -> FastAPI:
 
 
 class Server(uvicorn.Server):
-    """Shuts down in two steps.
+    """A uvicorn server that shuts down in two steps.
 
     SIGTERM lets running requests finish for a while. After that, at a second SIGTERM, or at SIGINT, every stream gets
     its finish chunk and [DONE], and the engine stops.
@@ -118,7 +118,7 @@ class Server(uvicorn.Server):
         self.lost: str | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal handler: it may interrupt the main thread anywhere."""
+        """Handle a signal. It may interrupt the main thread anywhere."""
         if sig != signal.SIGTERM or self._state.draining:
             super().handle_exit(sig, frame)
             return
@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
         self._state.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn says where it listens only when it has bound the sockets itself."""
+        """Listen, and log the addresses. uvicorn logs them only if it has bound the sockets itself."""
         await super().startup(sockets)
         self._models.start()
         for listener in sockets or []:
@@ -136,7 +136,7 @@ class Server(uvicorn.Server):
             logger.info("%s", line)
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; true: shut down."""
+        """Return whether to shut down. Called ten times a second."""
         now = time.monotonic()
         if self.lost is None and (lost := self._models.lost) is not None:
             self.lost, self._end_at = lost, now + TELLING_S
@@ -155,7 +155,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: FastAPI, settings: Settings, connections: int = MAX_CONNECTIONS) -> Server:
-    """Return the server of an application that `create_app` made; so many connections may be open."""
+    """Return the server of an application that `create_app` made, with a limit on open connections."""
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -171,12 +171,12 @@ def make_server(app: FastAPI, settings: Settings, connections: int = MAX_CONNECT
 
 
 def serve(engine: Engine, settings: Settings, sockets: list[socket.socket]) -> None:
-    """`serve_models` of one model, which is in memory."""
+    """Serve one model that is in memory, as `serve_models` does."""
     serve_models(Models.of(Service(engine, settings)), sockets)
 
 
 def serve_models(models: Models, sockets: list[socket.socket]) -> None:
-    """Serves on bound sockets until SIGINT or SIGTERM, and closes the engines.
+    """Serve on bound sockets until SIGINT or SIGTERM, and close the engines.
 
     Raises:
         DescriptorsError: the process may not open enough connections.

@@ -25,7 +25,7 @@ OPEN_FOLDER = "/web/"  # nor for what the page is made of
 
 
 class AuthMiddleware:
-    """ASGI middleware in front of every route; plain ASGI, so that a disconnect still reaches the endpoint."""
+    """ASGI middleware in front of every route. A disconnect still reaches the endpoint."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
@@ -42,7 +42,7 @@ class AuthMiddleware:
         await app(scope, receive, send)
 
     def _refusal(self, headers: Headers, scope: Scope) -> ApiError | None:
-        """None: the request may pass, and the scope's "identity" is set."""
+        """Return a refusal, or None if the request may pass. Set the scope's "identity"."""
         if not self._host_allowed(headers.get("host", "")):
             message = f"Host {headers.get('host', '')!r:.100} is not allowed. Allow its name with --allowed-host."
             return ApiError(403, message, code="host_not_allowed")
@@ -57,14 +57,16 @@ class AuthMiddleware:
         return None
 
     def _host_allowed(self, header: str) -> bool:
-        """DNS rebinding needs a host name of the attacker's own; IP addresses are safe."""
+        """Return whether the Host header is allowed. DNS rebinding needs the attacker's own host name; IP addresses are
+        safe.
+        """
         host = _without_port(header.lower())
         if self._any_host or host in self._names or host.endswith(".localhost") or _is_loopback(host):
             return True
         return self._any_address and _is_address(host)
 
     def _identity(self, headers: Headers) -> Identity | None:
-        """The identity of the key that came with the request; None: no valid key."""
+        """Return the identity of the request's key, None without a valid key."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         # Clients that are also signed in elsewhere send that token as well, so either header may hold the key.
@@ -99,7 +101,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_json(content_type: str) -> bool:
-    """A page may post other types across sites without asking; JSON needs a preflight, which is never granted."""
+    """Return whether the body is JSON.
+
+    A page may post other types across sites without asking. JSON needs a preflight, which is never granted.
+    """
     return content_type.partition(";")[0].strip().lower() == "application/json"
 
 
@@ -109,7 +114,7 @@ SCRYPT = {"n": 2**12, "r": 8, "p": 1, "salt": b"mlx-specprefill cache owner"}
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """All clients that use the same API key.
+    """The clients that use one API key.
 
     Attributes:
         name: a digest of the key; empty on a server with at most one key.
@@ -131,22 +136,22 @@ class Identity:
 
     @property
     def visible_cache(self) -> str | None:
-        """Owner of the cached prompts that it may list and drop; None: all owners."""
+        """The owner of the cached prompts that this identity may list and drop; None means all owners."""
         return None if self.admin else self.cache_label(None).owner
 
     @property
     def visible_answers(self) -> str | None:
-        """Name of the identity whose recent answers it may see; None: all identities."""
+        """The name of the identity whose recent answers this one may see; None means all identities."""
         return None if self.admin else self.name
 
 
 def anonymous(settings: Settings) -> Identity:
-    """Every client of a server without keys; it sees everything."""
+    """Return the identity of every client of a server without keys. It sees everything."""
     return Identity(admin=True, shares_cache=settings.share_cache)
 
 
 def identities_by_key(settings: Settings) -> Mapping[bytes, Identity]:
-    """The identity of each key. Several keys are several identities."""
+    """Return the identity of each key. Several keys are several identities."""
     admins, others = (
         {key.get_secret_value().encode() for key in keys} for keys in (settings.admin_keys, settings.api_keys)
     )

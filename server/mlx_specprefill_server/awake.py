@@ -1,4 +1,4 @@
-"""Keep a Mac awake while requests are in work: its energy settings may let it sleep in the middle of a long prompt."""
+"""Keeps a Mac awake while requests run. Its energy settings may let it sleep in the middle of a long prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _LINGER_S = 10.0  # after the last request: an agent's next turn often comes at 
 
 
 class Awake:
-    """Run macOS's own `caffeinate` from the first request until some seconds after the last; elsewhere do nothing."""
+    """A process of macOS's `caffeinate`, from the first request until some seconds after the last. None on other
+    systems.
+    """
 
     def __init__(self) -> None:
         self._program = shutil.which("caffeinate") if sys.platform == "darwin" else None
@@ -22,7 +24,7 @@ class Awake:
         self._until = 0.0
 
     def note(self, busy: bool) -> None:
-        """Start or end the program; `busy`: requests are in work."""
+        """Start or end the process. `busy` means that requests are running."""
         if self._program is None:
             return
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Time to first token of a pair, sparse against full, on this machine: what `mlx-specprefill bench` measures.
+"""Time to first token of a pair on this machine, sparse against full, for `mlx-specprefill bench`.
 
 Both arms go through the engine, as requests do, on the same real text, taking turns. The figures are medians over the
 repetitions; every single one is in the record.
@@ -59,7 +59,9 @@ class BenchmarkError(SpecPrefillError):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Prompt lengths in tokens, each read `repeats` times in full and sparsely with share `keep` of its chunks."""
+    """Prompt lengths in tokens. Each is read `repeats` times in full and sparsely, keeping the share `keep` of its
+    chunks.
+    """
 
     lengths: tuple[int, ...]
     keep: Any
@@ -80,7 +82,7 @@ class Run:
 
 
 def measure(engine: Engine, plan: Plan, done: Callable[[], None] = lambda: None) -> list[Run]:
-    """Every repetition, shortest prompts first; `done` is called after each request.
+    """Measure every repetition, shortest prompts first. Call `done` after each request.
 
     Raises:
         BenchmarkError: this pair can't be prefilled sparsely, or a request failed.
@@ -98,7 +100,7 @@ def measure(engine: Engine, plan: Plan, done: Callable[[], None] = lambda: None)
 
 
 def _prompt(engine: Engine, text: str, tokens: int, number: int) -> list[int]:
-    """So many tokens of the text, another part of it for every repetition."""
+    """Return a prompt of so many tokens, from another part of the text for every repetition."""
     ids: list[int] = []
     starts = range(number * _STRIDE % len(text), len(text), _PIECE)
     for start in chain(starts, range(0, len(text), _PIECE)):
@@ -149,7 +151,7 @@ def record(engine: Engine, pair: str, plan: Plan, runs: Sequence[Run], load: flo
 
 
 def measured_here(load: float | None) -> dict[str, Any]:
-    """Return what every record begins with: format, date, machine and software.
+    """Return the fields at the start of every record: format, date, machine and software.
 
     Args:
         load: `load_before`.
@@ -201,7 +203,9 @@ def _seconds(milliseconds: float) -> float:
 
 
 def load_before() -> float | None:
-    """Processes that wanted a core in the last minute; None where the system doesn't say. To be asked first of all."""
+    """Return how many processes wanted a core in the last minute, None if the system doesn't say. Call it before
+    measuring.
+    """
     try:
         return round(os.getloadavg()[0], 1)
     except (OSError, AttributeError):
@@ -209,13 +213,13 @@ def load_before() -> float | None:
 
 
 def short_name(model: str | None) -> str | None:
-    """A repository id as it is, of a path its end."""
+    """Return a repository id unchanged, or the last part of a path."""
     if model is None:
         return None
     return model if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists() else PurePath(model).name
 
 
 def file_name(measured: dict[str, Any]) -> str:
-    """One per machine and pair."""
+    """Return the file's name, one per machine and pair."""
     words = (measured["machine"]["name"], f"{measured['machine']['cores']} cores", measured["pair"]["name"])
     return "--".join(re.sub(r"[^a-z0-9.]+", "-", word.lower()).strip("-") for word in words) + ".json"

@@ -14,7 +14,7 @@ _COLOURS = {"full": "#9aa0a6", "sparse": "#0b6e4f"}
 
 
 def picture(measured: Mapping[str, Any]) -> str:
-    """The record that `benchmark.record` made, as an SVG document."""
+    """Return the SVG document of a record that `benchmark.record` made."""
     rows = measured["rows"]
     height = _TOP + len(rows) * (2 * _BAR + _GAP) + 12
     longest = max(row["full_s"] for row in rows)

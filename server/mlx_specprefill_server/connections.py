@@ -1,4 +1,4 @@
-"""Limits on connections, before any key is checked: how many, how long headers may be, and timeouts.
+"""Limits on connections before any key is checked: their number, the length of headers, and timeouts.
 
 uvicorn limits none of this over httptools. Its `limit_concurrency` answers every request with 503, also /health, once
 so many connections are open, so that silent ones would close the server to all others.
@@ -41,7 +41,7 @@ class DescriptorsError(SpecPrefillError):
 
 
 def raise_open_files_limit(connections: int) -> int:
-    """Raises the limit on open files as far as needed and possible; how many connections it leaves room for.
+    """Raise the limit on open files as far as needed and possible. Return the number of connections it allows.
 
     Raises:
         DescriptorsError: too few, and what to do about it.
@@ -66,7 +66,7 @@ def raise_open_files_limit(connections: int) -> int:
 
 
 class Connections:
-    """All connections of a server, oldest first; `most` may be open at a time."""
+    """The connections of a server, oldest first. At most `most` may be open."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -92,7 +92,7 @@ class Connections:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with limits on the bytes of headers and on the time for headers, body and reading."""
+    """uvicorn's protocol with limits on the bytes of headers and on the time for headers, body and reading."""
 
     def __init__(self, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -106,7 +106,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """No request is in work."""
+        """True while no request runs."""
         return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -205,7 +205,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Closes the connection, with a response if there is none yet that this would become a part of."""
+        """Close the connection, after an error response unless a response has begun."""
         if self.transport.is_closing():
             return
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:

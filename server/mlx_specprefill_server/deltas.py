@@ -58,7 +58,7 @@ def _call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins. Calls never overlap: the deltas up to CallEnd or CallBroken belong to this one."""
+    """The start of a tool call. Calls never overlap: the deltas up to CallEnd or CallBroken belong to this one."""
 
     name: str
     id: str = field(default_factory=_call_id)
@@ -73,14 +73,14 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call is complete. `arguments` is a JSON object: the texts of its CallDeltas together."""
+    """The end of a complete call. `arguments` is a JSON object: the texts of its CallDeltas together."""
 
     arguments: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBroken:
-    """The call turned out malformed after CallStart: it is not part of the answer, and no CallEnd follows.
+    """A call that turned out malformed after CallStart. It is not part of the answer, and no CallEnd follows.
 
     Its raw text follows as TextDelta. Streams close what they had opened; whole answers leave the call out.
     """
@@ -88,7 +88,7 @@ class CallBroken:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing to show for a while: time for a keep-alive. Belongs to no particular answer."""
+    """A pause without anything to show: time for a keep-alive. It belongs to no particular answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ ModelsDep = Annotated[Models, Depends(_models)]
 
 
 async def _service(models: ModelsDep, model: str | None = None) -> Service:
-    """For requests without a body: of the model that the query names, if it is in memory."""
+    """Return the model that the query names, if it is in memory. For requests without a body."""
     return models.shown(model)
 
 
@@ -51,7 +51,7 @@ ServiceDep = Annotated[Service, Depends(_service)]
 
 
 async def _model_of_body(request: Request, models: ModelsDep) -> AsyncIterator[Service]:
-    """For requests with a body, which is read already: the model that it names, loaded if need be.
+    """Load the model that the body names and return it. For requests with a body, which is read already.
 
     It is not unloaded before the response is over.
     """
@@ -74,7 +74,7 @@ ModelDep = Annotated[Service, Depends(_model_of_body)]
 def body_of(
     model: type[Model], check: Callable[[dict[str, Any]], None] = lambda body: None
 ) -> Callable[..., Awaitable[Model]]:
-    """A dependency that reads a JSON body whatever its content type says (`curl -d` calls JSON a form).
+    """Return a dependency that reads a JSON body whatever its content type is (`curl -d` calls JSON a form).
 
     Args:
         check: sees the raw body first, and raises InvalidRequestError on what the dialect refuses by name.
@@ -102,7 +102,7 @@ def body_of(
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Awaits `work`, and gives it up as soon as the client hangs up.
+    """Await `work`, and cancel it as soon as the client hangs up.
 
     Raises:
         ClientDisconnect: the client left.
@@ -123,7 +123,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def close_on_disconnect(request: Request, generation: Generation | RunningInspection, work: Awaitable[T]) -> T:
-    """Awaits `work`, and closes its generation as soon as the client hangs up.
+    """Await `work`, and close its generation as soon as the client hangs up.
 
     Raises:
         ClientDisconnect: the client left.

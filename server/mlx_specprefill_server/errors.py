@@ -54,7 +54,7 @@ NOT_DONE_HERE = {
 
 
 class JsonResponse(Response):
-    """JSON by orjson, which can't write NaN or half a surrogate pair."""
+    """A response in JSON by orjson, which can't write NaN or half a surrogate pair."""
 
     media_type = "application/json"
 
@@ -63,7 +63,7 @@ class JsonResponse(Response):
 
 
 class ApiError(Exception):
-    """A refusal as it goes over the wire. `extra` joins the error object."""
+    """A refusal in the form that clients get. `extra` joins the error object."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ApiError(Exception):
         self.extra = dict(extra or {})
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error | self.extra}
@@ -101,7 +101,7 @@ class DeadlineError(ApiError):
 
 
 class QueueTimeoutError(ApiError):
-    """The engine has not begun the request in time."""
+    """The engine did not begin the request in time."""
 
     def __init__(self, seconds: float) -> None:
         message = f"The request was not started within {seconds:g} s. Try again later."
@@ -109,7 +109,9 @@ class QueueTimeoutError(ApiError):
 
 
 def api_error(exc: Exception) -> ApiError:
-    """The one mapping from exceptions to statuses. What can't succeed by trying again is never a 503."""
+    """Return an exception's refusal. This is the only mapping to statuses; errors that a retry can't mend are never a
+    503.
+    """
     match exc:
         case ApiError():
             return exc
@@ -139,7 +141,7 @@ def api_error(exc: Exception) -> ApiError:
 
 
 def anthropic_body(exc: Exception) -> dict[str, Any]:
-    """Anthropic's error object. Its clients read both numbers of an overflow out of the message."""
+    """Return Anthropic's error object. Its clients read both numbers of an overflow from the message."""
     error = api_error(exc)
     message = str(error)
     if isinstance(exc, ContextLengthError):
@@ -149,7 +151,7 @@ def anthropic_body(exc: Exception) -> dict[str, Any]:
 
 
 def error_response(exc: Exception, path: str) -> Response:
-    """Any exception as a response to a request of `path`. Only 429 and 503 invite the client to try again."""
+    """Return any exception as a response to a request of `path`. Only 429 and 503 invite the client to retry."""
     error = api_error(exc)
     headers = error.headers if error.status in (429, 503) else error.headers | {"x-should-retry": "false"}
     if path != ANTHROPIC_PATH and not path.startswith(f"{ANTHROPIC_PATH}/"):
@@ -176,7 +178,7 @@ async def _unexpected(request: Request, exc: Exception) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Registers both rings."""
+    """Register both rings."""
     for kind in (ApiError, SpecPrefillError, ClientDisconnect, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _known)
     app.add_exception_handler(Exception, _unexpected)

@@ -41,7 +41,7 @@ INT64 = 2**63
 
 
 def _whole(value: Any) -> Any:
-    """Some clients write 16.0 for 16."""
+    """Return 16 for 16.0, which some clients write."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < INT64 else value
 
 
@@ -56,7 +56,7 @@ def _keep(value: Any) -> Fraction:
 
 
 def _texts(value: Any) -> dict[str, str]:
-    """pydantic would make an error for each wrong member."""
+    """Check a list of texts. pydantic alone would make an error for each wrong member."""
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ValueError("must be an object whose values are strings")
     return value
@@ -70,7 +70,7 @@ Texts = Annotated[dict[str, str], PlainValidator(_texts, json_schema_input_type=
 
 
 class Body(BaseModel):
-    """Strict types (no "1" for 1), unknown fields ignored, null means default."""
+    """A body with strict types (no "1" for 1). Unknown fields are ignored, and null means the default."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=())
 
@@ -78,7 +78,7 @@ class Body(BaseModel):
 
 
 class SpecPrefillFields(Body):
-    """The request's word on prefill, caching and drafted answers, the same on every endpoint that generates."""
+    """Fields for prefill, caching and speculative decoding, the same on every endpoint that generates."""
 
     specprefill: bool | None = None
     specprefill_keep_pct: Annotated[Fraction, PlainValidator(_keep, json_schema_input_type=Share)] | None = None
@@ -89,7 +89,7 @@ class SpecPrefillFields(Body):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None  # vLLM's
 
     def options(self) -> SpecPrefillOptions:
-        """As the engine wants it."""
+        """Return the engine's options."""
         return SpecPrefillOptions(
             self.specprefill,
             self.specprefill_keep_pct,
@@ -106,7 +106,7 @@ Budget = Annotated[Whole, Field(ge=0)]
 
 
 class Reasoning(Body):
-    """As OpenAI's responses have it, and OpenRouter's chat completions."""
+    """The reasoning object of OpenAI's responses and of OpenRouter's chat completions."""
 
     effort: str | None = None
     max_tokens: Budget | None = None
@@ -114,7 +114,7 @@ class Reasoning(Body):
 
 
 class Thinking(Body):
-    """As Anthropic has it, and others after it."""
+    """The thinking object of Anthropic and others."""
 
     type: str = ""
     budget_tokens: Budget | None = None
@@ -125,7 +125,7 @@ class ThinkingFields(Body):
     thinking: Thinking = Thinking()
 
     def thinking_budget(self) -> int | None:
-        """Tokens; None: no limit of its own."""
+        """The limit in tokens; None means no limit of its own."""
         asked = self.reasoning.max_tokens
         return self.thinking.budget_tokens if asked is None else asked
 
@@ -197,7 +197,7 @@ class SamplingFields(Body):
     n_predict: MaxTokens | None = None  # llama.cpp's name for the limit
 
     def sampling(self, default_temperature: float, vocabulary: Vocabulary) -> SamplingParams:
-        """As the engine wants it, but for `bad_words`, which only the tokenizer can read.
+        """Return the engine's sampling parameters without `bad_words`, which need the tokenizer.
 
         Raises:
             InvalidRequestError: a token is not in the vocabulary, or a filter has nothing to choose from.
@@ -230,7 +230,7 @@ class SamplingFields(Body):
 
 
 def first_limit(*limits: int | None) -> int | None:
-    """The first of several fields for one limit that is given; None: no limit."""
+    """Return the first given of several fields for one limit, None without one."""
     asked = next((limit for limit in limits if limit is not None), None)
     return None if asked == UNLIMITED else asked
 
@@ -253,7 +253,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def refuse_sampling(body: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError on what would change the answer and is not done here."""
+    """Refuse unsupported fields that would change the answer, by an InvalidRequestError."""
     for name, (neutral, why) in REFUSED.items():
         if name in body and not any(type(body[name]) in (type(one), float) and body[name] == one for one in neutral):
             raise InvalidRequestError(f"{name}: {why}", field=name)
@@ -266,6 +266,6 @@ def refuse_sampling(body: Mapping[str, Any]) -> None:
 
 
 def refuse_documents(body: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError: only chat completions take documents."""
+    """Refuse documents by an InvalidRequestError. Only chat completions take them."""
     if body.get("documents"):
         raise InvalidRequestError("documents: only /v1/chat/completions takes them", field="documents")

@@ -15,7 +15,7 @@ __all__ = ["greeting"]
 
 
 def greeting(models: Models, sockets: Sequence[socket.socket]) -> Iterator[str]:
-    """Lines for the log. A key that the server asks for is never in them."""
+    """Return the greeting's log lines. They never contain a key that the server asks for."""
     settings, service = models.state.settings, models.default.service
     if models.several:
         names = ", ".join(entry.id + (" (stays in memory)" if entry.pin else "") for entry in models)

@@ -58,7 +58,7 @@ class Answer:
 
 
 class LocalPair:
-    """A loaded pair and the thread that runs it, as a context manager; later turns use what earlier ones left cached.
+    """A loaded pair and its thread, as a context manager. Later turns reuse the cache of earlier ones.
 
     Attributes:
         engine: for requests in tokens.
@@ -113,7 +113,7 @@ class LocalPair:
         return Answer(text, end.reason, end.completion_tokens, end.account)
 
     def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
-        """On a thread of its own, since a notebook's has an event loop that is running."""
+        """Build the prompt on a thread of its own. A notebook already runs an event loop on this one."""
         work = self._prompts.chat(conversation(messages))
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, work).result()
@@ -125,7 +125,7 @@ def stream_text(
     on_text: Callable[[str], None],
     on_progress: Callable[[Progress], None] = lambda event: None,
 ) -> tuple[str, Finished | Failed]:
-    """Run a request and return its text, told piece by piece while it is made, and its last event.
+    """Run a request, pass its text on piece by piece, and return the text and the last event.
 
     Raises:
         EngineClosedError: the engine stopped before.
@@ -154,7 +154,7 @@ def open_pair(
     dtype: DtypeName = "auto",
     **settings: Any,
 ) -> LocalPair:
-    """Load a pair as `mlx-specprefill serve` does; its draft is calibrated at the first time.
+    """Load a pair as `mlx-specprefill serve` does. The first time, calibrate its draft.
 
     Args:
         name: of a pair, like "demo" or "smollm2"; or `target` and `draft`: folders, GGUF files or repository ids.

@@ -67,7 +67,7 @@ RETRY = {"Retry-After": RETRY_AFTER_S}
 
 
 class RequestLimitMiddleware:
-    """ASGI middleware behind AuthMiddleware. It limits POST requests; the others cost next to nothing."""
+    """ASGI middleware behind AuthMiddleware that limits POST requests. Other requests cost next to nothing."""
 
     def __init__(self, app: ASGIApp, state: ServerState, settings: Settings) -> None:
         self._app = app
@@ -111,7 +111,7 @@ class RequestLimitMiddleware:
 
 
 def _asked_timeout(header: str | None) -> float:
-    """Seconds; the server's own timeout applies as well."""
+    """Return the timeout that a request asks for, in seconds. The server's own timeout applies too."""
     if header is None:
         return math.inf
     try:

@@ -30,7 +30,7 @@ REFUSED = {
 
 
 def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
-    """Makes `app.openapi` describe everything that the routers answer."""
+    """Make `app.openapi` describe all routers' endpoints."""
     document: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _document(app: FastAPI, routers: Sequence[APIRouter]) -> dict[str, Any]:
 
 
 def _complete(operation: dict[str, Any], route: APIRoute, schemas: dict[str, Any]) -> None:
-    """Adds the body, and what every endpoint can answer besides."""
+    """Add the body, and the errors that every endpoint can answer."""
     operation["responses"].pop("422", None)
     operation["responses"]["200"] = {"description": "As the documentation says."}
     operation["responses"] |= {"4XX": REFUSED, "5XX": REFUSED}
@@ -77,7 +77,7 @@ def _add(model: type[BaseModel], schemas: dict[str, Any]) -> str:
 
 
 def _spelled(schema: Any) -> Any:
-    """Pydantic leaves the limits of a value behind a validator under its own names."""
+    """Give the limits of a validated value their JSON schema names. Pydantic leaves its own."""
     if isinstance(schema, dict):
         return {LIMITS.get(name, name): _spelled(value) for name, value in schema.items()}
     return [_spelled(value) for value in schema] if isinstance(schema, list) else schema

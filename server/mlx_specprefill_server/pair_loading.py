@@ -1,4 +1,4 @@
-"""From a pair's description to loaded models, with the settings that go with them."""
+"""Loading of a pair's models, with their settings."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ Tell = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 
 @contextmanager
 def silent(words: str) -> Iterator[Callable[[int, int], None]]:
-    """Says nothing."""
+    """Report nothing."""
     yield lambda done, total: None
 
 
 def only_given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those that a command line leaves open."""
+    """Return the options without those that a command line leaves open."""
     return {name: value for name, value in options.items() if value not in (None, (), [])}
 
 
 def make_settings(pair: Described, **given: Any) -> Settings:
-    """Options first, then the environment, then the pair's own values, then the built-in defaults.
+    """Return the settings: options first, then the environment, the pair's own values and the built-in defaults.
 
     Args:
         given: by the settings' names; None or empty: not given.
@@ -77,7 +77,7 @@ def load(
     loaded: LoadedModels | None = None,
     ranks: Ranks | None = None,
 ) -> ModelPair:
-    """The pair in memory, with the calibrated heads of its draft where they are known.
+    """Load the pair, with the calibrated heads of its draft where they are known.
 
     Without a draft the target's own first layers score prompts, where it can be prefilled in stages.
 
@@ -128,7 +128,7 @@ def load_engine(
     tell: Tell = silent,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """An engine for the pair, which is loaded on the engine's own thread. Arguments as in `load`."""
+    """Return an engine for the pair, which loads on the engine's own thread. Arguments as in `load`."""
 
     def read(pause: Callable[[], None]) -> ModelPair:
         @contextmanager
@@ -146,7 +146,7 @@ def load_engine(
 
 
 def _alone(pair: ModelPair) -> ModelPair:
-    """The target without anything that scores prompts, and why that is so."""
+    """Return the target without a scorer, and the reason."""
     refusal = pair.sparse_refusal or f"no draft model is loaded, and the target can't do without: {pair.staged}"
     logger.warning("%s: full prefill only: %s", pair.target_id, refusal)
     return replace(

@@ -31,11 +31,11 @@ NAMED_PAIRS = Path(__file__).with_name("pairs.toml").resolve()
 
 
 class PairsError(ValueError):
-    """The pairs file is missing or malformed, or does not have the pair; the message is meant for the user."""
+    """The pairs file is missing or malformed, or lacks the pair. The message is meant for the user."""
 
 
 class MissingPairError(PairsError):
-    """The pair is known, but what it loads is not on this machine."""
+    """The pair is known, but its models are not on this machine."""
 
 
 class Described(BaseModel):
@@ -74,7 +74,7 @@ Model = Annotated[Annotated[str, Tag("name")] | Annotated[PackagedFile, Tag("pac
 
 
 class Row(Described):
-    """A pair as the file names it: each model is a folder, a repository id, or a file of an installed package.
+    """A row of the file. Each model is a folder, a repository id, or a file of an installed package.
 
     The draft can also be "self": the target's own layers.
     """
@@ -84,14 +84,14 @@ class Row(Described):
 
 
 class Pair(Described):
-    """A pair as it can be loaded: `target` and `draft` are folders, files or repository ids, or the draft is "self"."""
+    """A pair that can be loaded. `target` and `draft` are folders, files or repository ids, or the draft is "self"."""
 
     target: str
     draft: str | None = None
 
 
 def find_pair(name: str, file: Path | None = None) -> Pair:
-    """The pair of that name, its packaged files found.
+    """Return the pair of that name with the paths of its packaged files.
 
     Raises:
         MissingPairError: its package is not installed, or it is part of a clone and this is none.
@@ -101,7 +101,7 @@ def find_pair(name: str, file: Path | None = None) -> Pair:
 
 
 def located(name: str, row: Row, file: Path | None = None) -> Pair:
-    """The pair of a row, its packaged files found.
+    """Return the pair of a row with the paths of its packaged files.
 
     Raises:
         MissingPairError: as `find_pair`.
@@ -121,7 +121,7 @@ def located(name: str, row: Row, file: Path | None = None) -> Pair:
 
 
 def pair_state(name: str, row: Row, file: Path | None = None) -> str:
-    """Return in a word whether a pair can be served from what is on this machine."""
+    """Return in a word whether a pair can be served from this machine's files."""
     try:
         pair = located(name, row, file)
         models = [model for model in (pair.target, pair.draft) if model not in (None, "self")]
@@ -134,7 +134,7 @@ def pair_state(name: str, row: Row, file: Path | None = None) -> str:
 
 
 def find_row(name: str, file: Path | None = None) -> Row:
-    """The row of that name, whether its models are on this machine or not.
+    """Return the row of that name, whether its models are on this machine or not.
 
     Raises:
         PairsError: no such file, no such pair, or a row that can't be understood.
@@ -147,7 +147,7 @@ def find_row(name: str, file: Path | None = None) -> Row:
 
 
 def read_pairs(path: Path) -> dict[str, Row]:
-    """Every pair of the file in its order, folders resolved against the file's own place.
+    """Return every pair of the file in order. Folders are relative to the file.
 
     Raises:
         PairsError: no such file, or a row that can't be understood.

@@ -1,4 +1,4 @@
-"""Usage, timings and the prefill account of a response, for every dialect to write in its own form."""
+"""Usage, timings and the prefill report of a response, for every dialect to write in its own form."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROGRESS_S = 2.0  # of prefill, after which a stream says how far it is, and so 
 
 
 class Report:
-    """Collects the ends of all answers of one response.
+    """The ends of all answers of one response.
 
     Args:
         prompt_tokens: of all prompts together.
@@ -54,7 +54,7 @@ class Report:
         self._ends: dict[int, AnswerDone] = {}
 
     def add(self, end: AnswerDone, index: int = 0) -> bool:
-        """The end of answer `index`; true when it was the last one."""
+        """Add the end of answer `index`. Return whether it was the last one."""
         self._ends[index] = end
         return len(self._ends) == self._open
 
@@ -68,12 +68,12 @@ class Report:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not read again for the first answer of each prompt."""
+        """The number of prompt tokens from the cache, for the first answer of each prompt."""
         return sum(account.cached_tokens for account in self._accounts())
 
     @property
     def error(self) -> SpecPrefillError | ApiError | None:
-        """The first failure; whatever is not our own becomes an EngineError."""
+        """The first failure. An error of another package becomes an EngineError."""
         failed = next((end.error for end in self._ends.values() if end.error is not None), None)
         if failed is None or isinstance(failed, SpecPrefillError | ApiError):
             return failed
@@ -82,7 +82,7 @@ class Report:
         return error
 
     def raise_error(self) -> None:
-        """For responses whose status is still to be chosen.
+        """Raise the first failure, for responses whose status is still open.
 
         Raises:
             SpecPrefillError, ApiError: the first failure among the answers.
@@ -91,15 +91,15 @@ class Report:
             raise error
 
     def account(self) -> dict[str, Any]:
-        """The account of the prefill, as clients get it next to `usage`."""
+        """Return the report of the prefill, which clients get next to `usage`."""
         return self._account().to_dict()
 
     def prefill_fields(self) -> dict[str, Any]:
-        """The account and, if there are some, the warnings, as fields of a response."""
+        """Return the report and, if there are some, the warnings, as fields of a response."""
         return {"specprefill": self.account()} | ({"warnings": self._warnings} if self._warnings else {})
 
     def timings(self) -> dict[str, Any]:
-        """llama.cpp's timings object."""
+        """Return llama.cpp's timings object."""
         account = self._account()
         times = account.timings
         prompt_ms = times.draft_ms + times.select_ms + times.prefill_ms
@@ -110,7 +110,7 @@ class Report:
         }
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object. Counts the full prompt whatever the target saw of it."""
+        """Return OpenAI's usage object. It counts the full prompt, whatever the target read of it."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -120,12 +120,12 @@ class Report:
         }
 
     def extras(self) -> dict[str, Any]:
-        """The account, the timings, and what went wrong, if anything did."""
+        """Return the report, the timings, and the error, if there is one."""
         extras = self.prefill_fields() | {"timings": self.timings()}
         return extras | ({} if self.error is None else {"engine_error": api_error(self.error).body()["error"]})
 
     def _accounts(self) -> list[PrefillReport]:
-        """One for each prompt: copies of an answer decode side by side after one prefill."""
+        """Return one report per prompt. Copies of an answer decode side by side after one prefill."""
         ends = [self._ends[index] for index in sorted(self._ends)]
         return [_first(ends[i : i + self._copies]) for i in range(0, len(ends), self._copies)]
 
@@ -134,7 +134,7 @@ class Report:
 
 
 class LiveTimings:
-    """llama.cpp's timings while an answer is still being made, by the server's clock."""
+    """llama.cpp's timings of an unfinished answer, by the server's clock."""
 
     def __init__(self, prompt_tokens: int, started: float) -> None:
         self._prompt_tokens = prompt_tokens
@@ -143,15 +143,15 @@ class LiveTimings:
         self._first: float | None = None
 
     def add(self, event: Progress) -> None:
-        """Takes from it how much of the prompt was cached."""
+        """Note how much of the prompt was cached."""
         self._cached = event.cached or self._cached
 
     def first(self) -> None:
-        """Something of the answer is there."""
+        """Note the first part of the answer."""
         self._first = self._first or time.monotonic()
 
     def at(self, predicted: int) -> dict[str, Any]:
-        """The object when `predicted` tokens have been generated."""
+        """Return the object after `predicted` generated tokens."""
         first = self._first or time.monotonic()
         return {
             "cache_n": self._cached,
@@ -167,7 +167,7 @@ def _first(ends: Sequence[AnswerDone]) -> PrefillReport:
 
 
 def _merged(accounts: Sequence[PrefillReport]) -> PrefillReport:
-    """One account for several prompts: counts and times are sums."""
+    """Return one report of several prompts, with sums of counts and times."""
     if len(accounts) == 1:
         return accounts[0]
     sparse = any(account.mode == "sparse" for account in accounts)
@@ -199,7 +199,7 @@ def _rates(name: str, count: int, ms: float) -> dict[str, float]:
 
 
 class ProgressTeller:
-    """Chooses which steps of a prefill one stream tells.
+    """A choice of the prefill steps that one stream reports.
 
     A client that asked for progress gets every step. The others get none of a prefill that takes less than PROGRESS_S
     seconds, and one step in so many of a longer one: a sign of life that says how long it will take.
@@ -227,7 +227,7 @@ class ProgressTeller:
         return self._body(event, now)
 
     def _body(self, event: Progress, now: float) -> dict[str, Any]:
-        """llama.cpp's progress object, in which `processed` includes `cache`.
+        """Return llama.cpp's progress object, in which `processed` includes `cache`.
 
         `stage` says of which model it speaks: the draft reads the whole prompt, the target what is cached or was
         selected.
@@ -247,23 +247,23 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def data_event(payload: Any) -> bytes:
-    """One event; JSON has no raw line breaks, so one `data:` line is enough."""
+    """Return one event. JSON has no raw line breaks, so one `data:` line is enough."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 def comment(word: str, payload: Any) -> bytes:
-    """A line that every client of event streams skips, and that people and tests can read."""
+    """Return a line that every client of event streams skips and that people and tests can read."""
     return f": {word} ".encode() + orjson.dumps(payload) + b"\n\n"
 
 
 def named_event(payload: dict[str, Any]) -> bytes:
-    """One event under the name of its type, without which some clients skip it."""
+    """Return one event under the name of its type. Some clients skip events without a name."""
     name: str = payload["type"]
     return b"event: " + name.encode() + b"\n" + data_event(payload)
 
 
 class TextEvents:
-    """Events that differ in one text: what is around it is written once.
+    """A writer of events that differ in one text. The text around it is serialised once.
 
     Args:
         event: with the given text, as one of its strings or several.
@@ -278,7 +278,7 @@ class TextEvents:
 
 
 class EventStream(StreamingResponse):
-    """Streams events and closes their generation however the response ends, even before the first byte."""
+    """A stream of events that closes its generation however the response ends, even before the first byte."""
 
     media_type = "text/event-stream"
 

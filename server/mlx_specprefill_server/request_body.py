@@ -1,4 +1,4 @@
-"""From the bytes of a request body to a checked model, in bounded time and memory whatever the bytes are."""
+"""Reading and checking of a request body, in bounded time and memory whatever its bytes are."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ CONTAINERS = (list, dict)
 
 
 async def client_left(receive: Receive) -> None:
-    """Returns when it has; the body has been read, so the next message can only be that."""
+    """Return when the client has left. The body has been read, so no other message can follow."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def read_body(request: Request, limit: int) -> bytearray:
-    """The body.
+    """Return the body.
 
     Raises:
         ApiError: 413, as soon as it is known to be longer than `limit` bytes.
@@ -68,7 +68,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes | bytearray:
-    """A body that may be compressed; what it becomes is held to the same limit.
+    """Return the decompressed body. The same limit applies to it.
 
     Raises:
         ApiError: 415, 400 or 413.
@@ -92,7 +92,7 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes | by
 
 
 def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object, without its nulls, which mean the default.
+    """Return the JSON object without its nulls, which mean the default.
 
     Raises:
         ApiError: 400 for what is none, or holds more than any request needs.
@@ -112,7 +112,8 @@ def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def check_model_name(name: Any) -> None:
-    """
+    """Refuse a name that is too long to be repeated in messages.
+
     Raises:
         InvalidRequestError: it is too long to be repeated to anybody.
     """
@@ -121,7 +122,9 @@ def check_model_name(name: Any) -> None:
 
 
 def _refuse_many_values(raw: bytes | bytearray) -> None:
-    """Before parsing, which takes up to a microsecond and 100 bytes per value and lets no other thread run."""
+    """Refuse too many values before parsing, which takes up to a microsecond and 100 bytes each and blocks other
+    threads.
+    """
     text = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
     values = containers = members = strings = at = 0
     while at < len(text):
@@ -145,7 +148,7 @@ def _refuse_shapes(body: dict[str, Any]) -> None:
 
 
 def _levels(body: dict[str, Any]) -> Iterator[list[Any]]:
-    """The arrays and objects of each level of nesting, from the outside in."""
+    """Yield the arrays and objects of each level of nesting, from the outside in."""
     level: list[Any] = [body]
     while level:
         yield level
@@ -158,7 +161,7 @@ def _levels(body: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 def validate(model: type[Model], body: dict[str, Any]) -> Model:
-    """The body as its model.
+    """Return the body as its model.
 
     Raises:
         InvalidRequestError: names the first field at fault. Fields that hold many values stop at the first wrong one,
@@ -176,7 +179,7 @@ def validate(model: type[Model], body: dict[str, Any]) -> Model:
 
 
 def _path(loc: Sequence[int | str]) -> str:
-    """('messages', 0, 'role') as messages[0].role."""
+    """Return ('messages', 0, 'role') as messages[0].role."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
 
 

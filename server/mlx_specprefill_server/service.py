@@ -62,12 +62,12 @@ class ServerState:
         return await asyncio.get_running_loop().run_in_executor(self._converters, call)
 
     def calls(self) -> LoopCalls:
-        """To the running loop."""
+        """The calls to the running loop."""
         loop = asyncio.get_running_loop()
         return self._loop_calls.setdefault(loop, LoopCalls(loop))
 
     def add(self, work: Generation | RunningInspection, line: RunningRequest | None = None) -> None:
-        """It ends when the server stops; its line is listed while it runs."""
+        """Add a task that ends when the server stops. Its line is listed while it runs."""
         self._live.add(work)
         if line is not None and isinstance(work, Generation):
             self._lines[work] = line
@@ -75,12 +75,13 @@ class ServerState:
             work.end_at(*deadline)
 
     def running(self, identity: str | None) -> list[RunningRequest]:
-        """Requests in work, oldest first, as `RecentAnswers.newest_first` shows them to one API key or to all."""
+        """Return the running requests, oldest first, of one API key or of all, as `RecentAnswers.newest_first`."""
         lines = [line for generation, line in self._lines.items() if generation.running]
         return sorted((one for one in lines if identity in (None, one.identity)), key=lambda line: line.begun)
 
     def refuse_when_stopping(self) -> None:
-        """
+        """Refuse requests while the server stops.
+
         Raises:
             EngineClosedError: the server is shutting down.
         """
@@ -88,14 +89,14 @@ class ServerState:
             raise EngineClosedError("the server is shutting down")
 
     def stop(self) -> None:
-        """Ends all running answers, so that each stream closes properly, and refuses new ones."""
+        """End all running answers so that each stream closes properly, and refuse new ones."""
         self.draining = self.stopping = True
         for work in list(self._live):
             work.stop(PATIENCE_S)
 
 
 class Service:
-    """One loaded model as requests use it: its engine, tokenizer and settings.
+    """One loaded model: its engine, tokenizer and settings.
 
     Args:
         state: of the server; None: one of its own.
@@ -115,17 +116,17 @@ class Service:
 
     @property
     def context_length(self) -> int:
-        """Tokens of prompt and answer; less than the model's where memory has no room for these."""
+        """The largest number of tokens of prompt and answer. Memory may leave room for fewer than the model allows."""
         return self.engine.window
 
     @property
     def model_id(self) -> str:
-        """An alias, never a path of this machine."""
+        """The model's id: an alias, never a path of this machine."""
         return self.settings.model_alias or _short(self.engine.pair.target_id) or "default"
 
     @property
     def draft_id(self) -> str | None:
-        """None: no draft is loaded."""
+        """The draft's id; None if no draft is loaded."""
         return _short(self.engine.pair.draft_id)
 
     async def compile(self, constraint: Constraint) -> None:
@@ -139,7 +140,7 @@ class Service:
     def submit(
         self, jobs: Sequence[Job], identity: Identity, cache_salt: str | None, warnings: Sequence[str] = ()
     ) -> Generation:
-        """Starts all jobs, which share cached prompts with this identity's other requests of the same salt only.
+        """Start all jobs. They share cached prompts only with this identity's other requests of the same salt.
 
         Raises:
             EngineClosedError: shutting down, or the engine takes nothing more.
@@ -157,14 +158,14 @@ class Service:
         return generation
 
     def inspect(self, request: GenerationRequest, identity: Identity, cache_salt: str | None) -> RunningInspection:
-        """Starts an inspection; raises as `submit`."""
+        """Start an inspection; raises as `submit`."""
         self.state.refuse_when_stopping()
         work = RunningInspection(self.engine, replace(request, label=identity.cache_label(cache_salt)))
         self.state.add(work)
         return work
 
     def _counted(self, answers: int, identity: Identity) -> Callable[[Outcome], None]:
-        """Tells the metrics and the request's line in the log how answers ended."""
+        """Return a function that reports an answer's end to the metrics and to the request's log line."""
         exchange = current_exchange()
         if exchange is not None:
             exchange.running += answers
@@ -179,7 +180,7 @@ class Service:
 
 
 def current_deadline() -> tuple[float, DeadlineError] | None:
-    """When the current request has to end, by the event loop's clock, and what it fails with then."""
+    """Return the current request's deadline by the event loop's clock, and the error at that time."""
     exchange = current_exchange()
     if exchange is None or exchange.deadline is None:
         return None
@@ -187,7 +188,7 @@ def current_deadline() -> tuple[float, DeadlineError] | None:
 
 
 def _short(model: str | None) -> str | None:
-    """`org/name` and plain names as they are; of a path only its end."""
+    """Return `org/name` and plain names unchanged, and the last part of a path."""
     if model is None or REPOSITORY.fullmatch(model):
         return model
     return PurePath(model).name

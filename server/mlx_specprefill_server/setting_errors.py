@@ -37,17 +37,17 @@ _WORDS = {
 
 
 def variable(name: str) -> str:
-    """The environment variable of setting `name`."""
+    """Return the environment variable of setting `name`."""
     return ENV_PREFIX + name.upper()
 
 
 def flag_of(name: str) -> str:
-    """The option of `serve` for setting `name`, if it has one."""
+    """Return the option of `serve` for setting `name`, None if it has none."""
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def what_is_wrong(error: ValidationError, environ: Mapping[str, str] | None = None) -> str:
-    """The first mistake: which option or variable, its value, and what is wrong with it.
+    """Return the first mistake: the option or variable, its value, and the fault.
 
     What agrees with no single setting comes without a name, since its message has it.
     """
@@ -71,7 +71,7 @@ def _bounds(context: Mapping[str, Any]) -> dict[str, str]:
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Variables that look like settings and are none, each with the nearest name, if one is near."""
+    """Return variables that look like settings and are none, each with the nearest name, if one is near."""
     known = [name.upper() for name in Settings.model_fields] + NOT_SETTINGS
     given = {name: name.upper().removeprefix(ENV_PREFIX) for name in (os.environ if environ is None else environ)}
     strange = {name: end for name, end in sorted(given.items()) if end != name.upper() and end not in known}
@@ -79,5 +79,5 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def _nearest(end: str, known: Sequence[str]) -> str | None:
-    """The whole of it; only what comes after the common beginning is compared."""
+    """Return the nearest whole name. Only the part after the common beginning is compared."""
     return next((ENV_PREFIX + near for near in get_close_matches(end, known, 1)), None)

@@ -1,4 +1,4 @@
-"""The server's settings: one typed object, filled from the environment (MLX_SPECPREFILL_*) and by the command line."""
+"""The server's settings: one typed object, filled from the environment (MLX_SPECPREFILL_*) and the command line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Densify = Literal["on", "off", "auto"]
 
 
 def _listed(value: Any) -> Any:
-    """`a,b` from the environment means two entries."""
+    """Return two entries for `a,b` from the environment."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
@@ -48,7 +48,7 @@ SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 
 
 def _size(value: Any) -> Any:
-    """`512MB`, `1.5 GiB`, `2g`, or plain bytes. KB is 1024 bytes like KiB: memory sizes are meant."""
+    """Return the bytes of `512MB`, `1.5 GiB`, `2g` or a number. KB is 1024 bytes like KiB: memory sizes are meant."""
     if not isinstance(value, str):
         return value
     parts = SIZE.fullmatch(value)
@@ -137,12 +137,12 @@ class Settings(BaseSettings):
 
     @property
     def heads_folder(self) -> Path | None:
-        """Where calibrations of drafts' heads are kept."""
+        """The folder of the drafts' calibrated heads."""
         return None if self.calibration_file is None else self.calibration_file.parent / "heads"
 
     @property
     def remember_folder(self) -> Path | None:
-        """Where system prompts and tools are kept, if they are; a folder for all prefixes serves for them too."""
+        """The folder of system prompts and tools, if they are kept. A folder for all prefixes serves for them too."""
         kept = self.remember and self.prefix_cache_dir is None
         return self.calibration_file.parent / "prompts" if kept and self.calibration_file is not None else None
 
@@ -152,7 +152,7 @@ class Settings(BaseSettings):
         return self
 
     def serving_config(self) -> EngineConfig:
-        """`engine_config` of a server, which remembers what agents begin with."""
+        """Return the `engine_config` of a server, which pins the common beginnings of agents' prompts."""
         config, folder = self.engine_config(), self.remember_folder
         if folder is None:
             return config
@@ -165,7 +165,7 @@ class Settings(BaseSettings):
         )
 
     def engine_config(self) -> EngineConfig:
-        """The part of the settings that the engine needs."""
+        """Return the engine's part of the settings."""
         return EngineConfig(
             rule=self.rule,
             policy=SpecPrefillPolicy(
@@ -191,7 +191,7 @@ class Settings(BaseSettings):
 
 
 def default_text(name: str) -> str:
-    """The default of setting `name`, as people would write it."""
+    """Return the default of setting `name` in the form that people write."""
     value = Settings.model_fields[name].get_default(call_default_factory=True)
     if value in (None, ()):
         return "none"

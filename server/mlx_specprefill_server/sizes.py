@@ -1,4 +1,4 @@
-"""Sizes as people say them."""
+"""Sizes in words."""
 
 from __future__ import annotations
 

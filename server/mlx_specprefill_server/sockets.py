@@ -17,7 +17,7 @@ _PROBE_S = 0.5  # for a program on this machine to answer
 
 @contextlib.contextmanager
 def bound_sockets(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Sockets on all addresses that a host has; they refuse connections until the server listens.
+    """Return sockets on all addresses of a host. They refuse connections until the server listens.
 
     Raises:
         OSError: names the address: another program has the port, or this machine doesn't have the address.
@@ -31,7 +31,7 @@ def bound_sockets(host: str, port: int) -> Iterator[list[socket.socket]]:
 
 
 def address(listener: socket.socket, reachable: bool = False) -> str:
-    """The URL of what listens there.
+    """Return the URL of a listening socket.
 
     Args:
         reachable: this machine's own name for it, where the socket listens at every address.

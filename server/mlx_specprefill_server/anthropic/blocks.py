@@ -1,4 +1,4 @@
-"""Anthropic's content blocks and tools in the form of OpenAI's messages, from which prompts are made.
+"""Translation of Anthropic's content blocks and tools to OpenAI's messages.
 
 Refusals name the place in the request. What only the provider's own servers can have made or can read is left out.
 """
@@ -20,7 +20,7 @@ LEFT_OUT = {"redacted_thinking", "server_tool_use", "container_upload", "tool_re
 
 
 def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
-    """The conversation as OpenAI's messages.
+    """Return the conversation as OpenAI's messages.
 
     Raises:
         InvalidRequestError: `field` is the path of the value at fault, like `messages[0].content[1].type`.
@@ -34,7 +34,7 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
 
 
 def function_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """The client's own tools as OpenAI's functions; those that run on the provider's servers are left out."""
+    """Return the client's own tools as OpenAI's functions. Tools that run on the provider's servers are left out."""
     out = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
@@ -70,7 +70,7 @@ Blocks = list[tuple[str, dict[str, Any]]]  # each with its path
 
 
 def _blocks(content: Any, where: str) -> Blocks:
-    """A string is one text block."""
+    """Return the content as blocks. A string is one text block."""
     if isinstance(content, str):
         return [(where, {"type": "text", "text": content})]
     if content is None:
@@ -86,7 +86,7 @@ def _blocks(content: Any, where: str) -> Blocks:
 
 
 def _user(blocks: Blocks) -> Iterator[Message]:
-    """Text and tool results in their order; a result is a message of its own."""
+    """Return text and tool results in their order. Each result is a message of its own."""
     texts: list[str] = []
     for where, block in blocks:
         if block["type"] != "tool_result":

@@ -41,7 +41,7 @@ async def create(
     body: Annotated[MessagesRequest, Depends(body_of(MessagesRequest, refuse))],
     service: ModelDep,
 ) -> Response:
-    """Answers a conversation."""
+    """Answer a conversation."""
     starting = start_answers(service, _answer_request(body), identity, body.cache_salt)
     generation = await while_connected(request, starting)
     answer = MessageAnswer(service, body, generation)
@@ -66,7 +66,7 @@ def conversation_of(body: CountRequest) -> Conversation:
 
 
 def _ending(messages: Sequence[Message]) -> Ending:
-    """An assistant's message at the end is the beginning of the answer."""
+    """Return the prompt's ending. An assistant's message at the end is the beginning of the answer."""
     if not messages or messages[-1]["role"] != "assistant":
         return "answer"
     if "tool_calls" in messages[-1]:
@@ -89,7 +89,7 @@ def _answer_request(body: MessagesRequest) -> AnswerRequest:
 
 
 class MessageAnswer:
-    """Writes one answer to the wire."""
+    """One answer as a whole message or as a stream."""
 
     def __init__(self, service: Service, body: MessagesRequest, generation: Generation) -> None:
         self._generation = generation
@@ -105,7 +105,7 @@ class MessageAnswer:
         }
 
     async def collect(self) -> dict[str, Any]:
-        """The whole message.
+        """Return the whole message.
 
         Raises:
             SpecPrefillError: the engine failed or was stopped.
@@ -120,7 +120,7 @@ class MessageAnswer:
         return {**self._head, "content": self._writer.blocks, **stop, "usage": self._usage(), **self._account()}
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The message as it is made. The first events go out before the engine has done anything."""
+        """Yield the events of the message. The first ones go out before the engine has done anything."""
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield named_event({"type": "message_start", "message": {**self._head, **empty}})
         yield PING
@@ -152,7 +152,7 @@ class MessageAnswer:
         yield {"type": "message_stop"}
 
     def _usage(self) -> dict[str, Any]:
-        """As Anthropic counts: what came from the cache is not part of `input_tokens`."""
+        """Return Anthropic's usage object. Its `input_tokens` exclude tokens from the cache."""
         cached = self._report.cached_tokens
         return {
             "input_tokens": self._report.prompt_tokens - cached,

@@ -47,7 +47,7 @@ class OutputConfig(Body):
 
 
 class CountRequest(ThinkingFields):
-    """POST /v1/messages/count_tokens: what the prompt is made of."""
+    """The body of POST /v1/messages/count_tokens: the parts of a prompt."""
 
     model: str | None = None
     messages: list[Any]
@@ -57,7 +57,7 @@ class CountRequest(ThinkingFields):
     output_config: OutputConfig = OutputConfig()
 
     def choice(self) -> ToolChoice:
-        """In the neutral words."""
+        """Return the tool choice in dialect-neutral form."""
         if self.tool_choice.type == "tool":
             return NamedTool(self.tool_choice.name)
         return "required" if self.tool_choice.type == "any" else self.tool_choice.type
@@ -67,7 +67,7 @@ class CountRequest(ThinkingFields):
         return self.thinking_kwargs(self.output_config.effort)
 
     def output(self) -> OutputFormat | None:
-        """The JSON schema that the answer has to follow, if there is one."""
+        """Return the JSON schema that the answer must follow, None if there is none."""
         given, field = self.output_config.format, "output_config.format"
         if given is None:
             return None
@@ -79,7 +79,7 @@ class CountRequest(ThinkingFields):
 
 
 class MessagesRequest(CountRequest, SamplingFields, SpecPrefillFields):
-    """POST /v1/messages."""
+    """The body of POST /v1/messages."""
 
     max_tokens: Annotated[Whole, Field(ge=1)]
     stream: bool = False
@@ -91,7 +91,7 @@ class MessagesRequest(CountRequest, SamplingFields, SpecPrefillFields):
 
 
 def refuse(body: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError on what this dialect has and no local model can do."""
+    """Refuse fields of this dialect that no local model can serve, by an InvalidRequestError."""
     for name in ("mcp_servers", "container"):
         if body.get(name):
             raise InvalidRequestError(f"{name}: not supported", field=name)

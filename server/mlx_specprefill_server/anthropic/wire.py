@@ -1,4 +1,4 @@
-"""An answer as Anthropic's content blocks, and as the events that announce them."""
+"""Anthropic's content blocks and events of an answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def stop_of(end: AnswerDone, torn: bool = False) -> dict[str, Any]:
-    """Why the answer ended. `torn`: part of a call was sent, which clients expect only of cut-off answers."""
+    """Return the reason for the end. `torn` means that part of a call was sent: clients expect that of cut-off answers
+    only.
+    """
     if torn:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if end.finish_reason == "stop" and end.stop_string is not None:
@@ -46,7 +48,7 @@ def stop_of(end: AnswerDone, torn: bool = False) -> dict[str, Any]:
 
 
 class BlockWriter:
-    """Writes one answer. At any time at most one block is open: text, thinking or a tool call."""
+    """A writer of one answer. At most one block is open at a time: text, thinking or a tool call."""
 
     def __init__(self) -> None:
         self.blocks: list[dict[str, Any]] = []  # those that are closed, as they stand in a whole message
@@ -56,7 +58,7 @@ class BlockWriter:
         self.broken = False  # a call was announced that is none
 
     def write(self, delta: AnswerDelta) -> Iterator[Event]:
-        """The events that one delta makes."""
+        """Return the events of one delta."""
         match delta:
             case TextDelta() if delta.text:
                 yield from self._ensure("text")
@@ -77,13 +79,13 @@ class BlockWriter:
                 self.broken = True
 
     def stir(self, thinks: bool) -> Iterator[Event]:
-        """A sign of life that clients count as content: an empty delta, in a new block if none is open."""
+        """Return an empty delta, in a new block if none is open. Clients count it as content."""
         if self._open is None:
             yield self._start(START["thinking" if thinks else "text"])
         yield self._delta("")
 
     def close(self) -> Iterator[Event]:
-        """Ends the open block, if there is one."""
+        """Return the event that ends the open block, if there is one."""
         if self._open is None:
             return
         block, text = self._open, "".join(self._text)
@@ -120,7 +122,7 @@ class BlockWriter:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Whole arguments are an object; those of a call that was cut short are no JSON, and can't be passed on."""
+    """Return whole arguments as an object. Arguments of a call that was cut off are no JSON and can't be passed on."""
     try:
         arguments = orjson.loads(text)
     except orjson.JSONDecodeError:

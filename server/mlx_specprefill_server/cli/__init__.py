@@ -26,7 +26,7 @@ __all__ = ["app", "main"]
 
 
 class _Commands(TyperGroup):
-    """`eval` belongs to a package of its own, which is imported when the command is used."""
+    """The commands. `eval` belongs to a package of its own, which is imported on use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), "eval"]
@@ -69,5 +69,5 @@ def _common(
 
 
 def main() -> None:
-    """The console command."""
+    """Run the console command."""
     app(prog_name="mlx-specprefill")

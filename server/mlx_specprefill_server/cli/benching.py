@@ -63,7 +63,7 @@ def bench(
 
 
 def fitting(lengths: list[int] | None, pair: ModelPair) -> tuple[int, ...]:
-    """The prompt lengths that are asked for, or those of the default ones that the pair takes.
+    """Return the requested prompt lengths, or the default ones that the pair can take.
 
     Raises:
         SparseUnsupportedError: it can't be prefilled sparsely; BenchmarkError: a length is too long for it.

@@ -55,7 +55,7 @@ _DEFAULT_PAIR, _SUBSTITUTE = "smollm2", "demo"
 
 
 class OptionError(SpecPrefillError):
-    """Options that don't go together, or one that is missing."""
+    """Options that can't be combined, or one that is missing."""
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def begin(level: LogLevel) -> None:
 
 
 def note_environment() -> None:
-    """Say on standard error what would make this machine faster, and which variables are misspelled."""
+    """Say on standard error how this machine could be faster, and which variables are misspelled."""
     if BLAS.notice:
         typer.echo(f"note: {BLAS.notice}", err=True)
     for name, nearest in unknown_variables().items():
@@ -90,7 +90,7 @@ def note_environment() -> None:
 
 
 def notes() -> Console:
-    """Everything that is not the answer."""
+    """Return the console for everything but the answer."""
     return Console(stderr=True)
 
 
@@ -101,7 +101,7 @@ def choose(
     draft: str | None,
     no_draft: bool = False,
 ) -> Pair:
-    """The pair that the options mean; without options the real model where it is installed, else the bundled one.
+    """Return the pair that the options name. The default is the real model where it is installed, else the bundled one.
 
     A named pair can be given itself as the draft, which is what `no_draft` means.
 
@@ -144,26 +144,26 @@ def options_of(enabled: bool | None, keep: str | None) -> SpecPrefillOptions:
 
 
 def usable_memory(given: str | None = None) -> int | None:
-    """Bytes for weights, requests and caches: as given, else as set, else what this machine recommends, if it does."""
+    """Return the bytes for weights, requests and caches: the option, the setting or the recommendation."""
     options: dict[str, Any] = {} if given is None else {"memory_limit": given}
     return Settings(**options).memory_limit or machine().memory_limit
 
 
 def duration(seconds: float) -> str:
-    """As people say it."""
+    """Return the duration in words."""
     if seconds < 90:
         return f"{seconds:.0f} s" if seconds >= 1 else "1 s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def read_text(path: Path) -> str:
-    """The file's text, or standard input's for `-`; undecodable bytes become replacement characters."""
+    """Return the file's text, or standard input's for `-`. Undecodable bytes become replacement characters."""
     data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     return data.decode("utf-8", errors="replace")
 
 
 def make_prompt(pair: ModelPair, text: str, question: str | None, raw: bool) -> Prompt:
-    """The text, with a question after it, as one user message or as it is."""
+    """Return the text, followed by a question, as one user message or unchanged."""
     whole = text if question is None else f"{text.rstrip()}\n\n{question}"
     builder = PromptBuilder(pair.tokenizer)
     work = builder.raw(whole) if raw else builder.chat(conversation([{"role": "user", "content": whole}]))

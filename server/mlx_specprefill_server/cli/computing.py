@@ -1,4 +1,4 @@
-"""`mlx-specprefill doctor --compute`: whether this device computes what it should, and how fast."""
+"""`mlx-specprefill doctor --compute`: checks of this device's results, and its speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATES = {"ok": "ok", "failed": "FAILED", "not supported": "-"}
 
 
 def compute(target: str | None, file: Path | None) -> bool:
-    """Print a line per check and the verdict, write the record, and return whether all is well.
+    """Print a line per check and the verdict, write the record, and return whether all checks passed.
 
     Args:
         target: a model whose forwards are timed.

@@ -67,7 +67,7 @@ def _models(address: str, key: str | None) -> list[tuple[str, list[str], int | N
 
 
 def _written(setup: Setup) -> str:
-    """Write the agent's files and return what to say; where one can't be written, print what belongs into it."""
+    """Write the agent's files and return the messages. Print the content of a file that can't be written."""
     try:
         if not setup.files:
             raise ConfigurationError("this agent has no file to write: use what is printed above")
@@ -82,7 +82,7 @@ def _written(setup: Setup) -> str:
 
 
 def _text(setup: Setup) -> str:
-    """Return what a user has to put where."""
+    """Return the text that a user has to add, by file."""
     parts = [f"# {path}\n{edited(b'', path, values, setup.defaults)}" for path, values in setup.files.items()]
     return "\n".join(filter(None, [*parts, _exports(setup)]))
 

@@ -24,7 +24,7 @@ _LABELS = {"draft": "draft reads the prompt", "prefill": "target reads its share
 
 
 class StageBars:
-    """One bar per stage that takes long; other stages are not shown."""
+    """Progress bars, one per stage that takes long. Other stages are not shown."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
@@ -39,14 +39,14 @@ class StageBars:
         self._bars.start()
 
     def stop(self) -> None:
-        """Take the bars off the screen, so that text can follow."""
+        """Remove the bars from the screen, so that text can follow."""
         if self._bars.live.is_started:
             self._bars.stop()
 
 
 @contextmanager
 def stage_bars(console: Console) -> Iterator[StageBars]:
-    """Bars while the block runs, or until stopped; none where nobody watches."""
+    """Show bars while the block runs, or until stopped. Show none without a terminal."""
     columns = (TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bars = StageBars(Bars(*columns, console=console, transient=True))
     try:
@@ -58,7 +58,7 @@ def stage_bars(console: Console) -> Iterator[StageBars]:
 
 
 def stage_table(account: PrefillReport, completion_tokens: int) -> Table:
-    """Where the time went. Rates are tokens per second of that row's own time."""
+    """Return the table of stages and their times. Rates are tokens per second of the row's own time."""
     times = account.timings
     read = account.prompt_tokens - account.cached_tokens
     rows: Iterable[tuple[str, float, int | None]] = (
@@ -91,7 +91,7 @@ def stage_summary(account: PrefillReport, completion_tokens: int) -> str:
 
 
 def chunk_table(chunks: Sequence[ExplainedChunk], *, dropped_too: bool) -> Table:
-    """A row for every run of chunks of one state, with its best score."""
+    """Return the table of chunks: a row for every run of chunks of one state, with its best score."""
     runs = [(state, list(run)) for state, run in groupby(chunks, lambda chunk: chunk_state(chunk.info))]
     shown = [(state, [chunk.info for chunk in run], run) for state, run in runs if state != "dropped" or dropped_too]
     columns = {

@@ -1,4 +1,4 @@
-"""`mlx-specprefill doctor`: what this installation is and runs on, what is wrong with it, and what to do."""
+"""`mlx-specprefill doctor`: the installation, its machine, the problems, and their remedies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OLDEST_MACOS = 14  # that MLX has wheels for
 
 @dataclass(slots=True)
 class Finding:
-    """One part that was looked at: what it is, and what is wrong with it, each with what to do."""
+    """One checked part: its description, and its problems, each with a remedy."""
 
     name: str
     said: str
@@ -54,7 +54,7 @@ def doctor(
     target: Annotated[str | None, typer.Option(help="With --compute: time this model's forwards.")] = None,
     file: Annotated[Path | None, typer.Option("--json", help="With --compute: write the record to this file.")] = None,
 ) -> None:
-    """Print the machine, the installation, the models and the settings, what is wrong and what to do.
+    """Print the machine, the installation, the models and the settings, and each problem with its remedy.
 
     Ends with status 1 where something is wrong. Loads no model but --target's and needs no network.
     """
@@ -69,7 +69,7 @@ def doctor(
 
 
 def _print_findings() -> bool:
-    """Return whether something is wrong."""
+    """Print the findings. Return whether there is a problem."""
     findings = list(examine())
     table = Table(show_edge=False, show_header=False, pad_edge=False, box=None)
     table.add_column(no_wrap=True)
@@ -86,7 +86,7 @@ def _print_findings() -> bool:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that is looked at, one after the other."""
+    """Yield the finding of each part, one after the other."""
     parts: tuple[Callable[[], Finding], ...] = (
         _program,
         _machine,
@@ -221,7 +221,7 @@ def _shown(given: Mapping[str, str]) -> Iterator[str]:
 
 
 def _current() -> Settings:
-    """The settings of the environment, with defaults instead of those that are wrong, which `_settings` says."""
+    """Return the settings of the environment. Defaults replace wrong values, which `_settings` reports."""
     try:
         return Settings()
     except ValidationError as error:

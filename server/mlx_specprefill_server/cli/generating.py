@@ -65,7 +65,7 @@ def generate(
     kv_bits: KvBits = None,
     log_level: Level = "warning",
 ) -> None:
-    """Answer one prompt and show where the time went: the answer on standard output, the rest on standard error."""
+    """Answer one prompt and show the time of each stage: the answer on standard output, the rest on standard error."""
     begin(log_level)
     with one_line_errors():
         text = read_text(prompt_file)

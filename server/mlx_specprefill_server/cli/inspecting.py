@@ -58,7 +58,7 @@ def inspect(
     dtype: Dtype = "auto",
     log_level: Level = "warning",
 ) -> None:
-    """Show which chunks of a prompt the draft would keep, and why, without running the target on it."""
+    """Show which chunks of a prompt the draft would keep, and why, without running the target."""
     begin(log_level)
     with one_line_errors():
         text = read_text(prompt_file)

@@ -1,4 +1,4 @@
-"""`mlx-specprefill list` and `recommend`: plain columns, whose ids are never cut."""
+"""`mlx-specprefill list` and `recommend`: plain columns. Ids are never cut."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ __all__ = ["load", "load_engine"]
 
 
 def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False) -> ModelPair:
-    """`pair_loading.load`, which says on standard error what it does.
+    """Load a pair as `pair_loading.load` does, and announce each step on standard error.
 
     A repository id that is not on this machine is fetched as `pull` does.
 
@@ -39,7 +39,7 @@ def load_engine(
     calibrate: bool = False,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """`pair_loading.load_engine`, as `load`.
+    """Load a pair into an engine as `pair_loading.load_engine` does, and announce each step.
 
     On several machines mlx-lm fetches what is missing, because what a model takes of each one's memory is not known
     before.
@@ -54,7 +54,7 @@ def load_engine(
 
 @contextmanager
 def _progress(words: str) -> Iterator[Callable[[int, int], None]]:
-    """Says what is done, and how far it is, while it lasts."""
+    """Return a context manager that shows a step and its progress."""
     with notes().status(words) as status:
         unit = " MB" if words.startswith("Loading ") else ""
         yield lambda done, total: status.update(f"{words}: {done} of {total}{unit}" if total else words)

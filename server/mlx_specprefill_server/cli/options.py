@@ -1,4 +1,4 @@
-"""The options that several commands share."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def setting(name: str, help: str, *flags: str, **more: Any) -> Any:
-    """An option that fills setting `name`; its help ends with the setting's default."""
+    """Return an option that fills setting `name`. Its help ends with the setting's default."""
     return typer.Option(*flags, help=f"{help} Default {default_text(name)}.", **more)
 
 

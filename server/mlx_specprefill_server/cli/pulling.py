@@ -1,4 +1,4 @@
-"""`mlx-specprefill pull`, and fetching what the other commands lack: from Hugging Face's hub into its cache."""
+"""`mlx-specprefill pull`, and the download of models that the other commands lack, into Hugging Face's cache."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def fetch_missing(pair: Pair) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
-    """A model on the hub: its newest commit, and the bytes of each file that loading takes."""
+    """A model on the hub: its newest commit, and the bytes of each file that loading needs."""
 
     name: str
     repository: str
@@ -80,12 +80,12 @@ class _Remote:
     sizes: Mapping[str, int]
 
     def missing(self) -> int:
-        """Return the bytes that are not in the cache."""
+        """Return the bytes that are not in the cache yet."""
         paths = {file: try_to_load_from_cache(self.repository, file, revision=self.commit) for file in self.sizes}
         return sum(count for file, count in self.sizes.items() if not isinstance(paths[file], str))
 
     def memory(self, context: int) -> int:
-        """Return the bytes of the stored weights and of one request's KV cache, which a GGUF file does not tell.
+        """Return the bytes of the weights and of one request's KV cache. A GGUF file does not tell the latter.
 
         Raises:
             OptionError: mlx-lm can't load it.
@@ -104,7 +104,7 @@ class _Remote:
 
 
 def _fetch(names: Sequence[str], context: int, force: bool) -> None:
-    """Fetch models, after the checks of all of them."""
+    """Check all models, then fetch them."""
     models = [_look_up(name) for name in names]
     _check_disk(sum(model.missing() for model in models))
     needed, limit = 0 if force else sum(model.memory(context) for model in models), usable_memory()
@@ -140,7 +140,8 @@ def _look_up(name: str) -> _Remote:
 
 @contextmanager
 def _asking_for(repository: str) -> Iterator[None]:
-    """
+    """Turn every error of huggingface_hub into an OptionError. Errors of hf_xet are RuntimeErrors.
+
     Raises:
         OptionError: in place of everything that huggingface_hub raises; hf_xet's errors are RuntimeErrors.
     """

@@ -1,4 +1,4 @@
-"""`mlx-specprefill service`: the server as a service of this user, by launchd on macOS and by systemd on Linux."""
+"""`mlx-specprefill service`: the server as this user's service, by launchd on macOS and by systemd on Linux."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _serve_app.command()(serve)
 
 
 class ServiceError(SpecPrefillError):
-    """The service can't be installed or uninstalled; says what to do."""
+    """The service can't be installed or uninstalled. The message says what to do."""
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -132,7 +132,7 @@ def _is_mac() -> bool:
 
 
 def _file() -> Path:
-    """Return the service's file; raises ServiceError where no known service manager runs."""
+    """Return the service's file. Raise ServiceError where no known service manager runs."""
     if _is_mac():
         return Path.home() / "Library" / "LaunchAgents" / f"{NAME}.plist"
     if sys.platform.startswith("linux") and shutil.which("systemctl") is not None:
@@ -189,7 +189,7 @@ def _launchd_log() -> Path:
 
 
 def _warn_of_closed_folders() -> None:
-    """Say that the agent will not be able to read the program or its own folder, where that is so."""
+    """Warn if the agent will not be able to read the program or its own folder."""
     closed = [Path.home() / name for name in _CLOSED_FOLDERS]
     for path in (Path(__file__), Path(sys.prefix), Path.cwd()):
         if any(path.is_relative_to(folder) for folder in closed):
@@ -202,7 +202,7 @@ def _warn_of_closed_folders() -> None:
 
 
 def _repeat(command: Sequence[str], statuses: Sequence[int], seconds: int) -> subprocess.CompletedProcess[str]:
-    """Run the command once per second while it ends with one of these statuses, for at most so many seconds."""
+    """Repeat the command once per second while it ends with one of these statuses, at most for that many seconds."""
     done = _run(*command)
     for _ in range(seconds):
         if done.returncode not in statuses:
@@ -222,7 +222,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _quoted(word: str) -> str:
-    """Return a word for systemd, with nothing in it that it would read as more than text."""
+    """Return a word quoted for systemd, which then reads nothing in it as syntax."""
     escaped = _plain(word).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 

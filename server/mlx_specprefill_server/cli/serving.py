@@ -211,7 +211,7 @@ def serve(
 
 
 def _table(config: Path | None, named: dict[str, Any]) -> Path | None:
-    """The table of several models that is meant, if one is.
+    """Return the table of several models if the options name one.
 
     Raises:
         OptionError: options name one model, too.
@@ -240,7 +240,7 @@ def serve_several(file: Path, dtype: DtypeName, given: dict[str, Any]) -> None:
 
 @contextmanager
 def listening(settings: Settings) -> Iterator[list[socket.socket]]:
-    """Bound sockets; says who can reach them without a key."""
+    """Bind the sockets, and say who can reach them without a key."""
     with bound_sockets(settings.host, settings.port) as sockets:
         if is_exposed(sockets) and not (settings.api_keys or settings.admin_keys):
             logger.warning("every machine that can reach %s can use this server: set --api-key", settings.host)
@@ -248,6 +248,6 @@ def listening(settings: Settings) -> Iterator[list[socket.socket]]:
 
 
 def outlive_the_terminal() -> None:
-    """A terminal that is closed does not end the server; SIGTERM does."""
+    """Ignore SIGHUP, so that closing the terminal does not end the server. SIGTERM does."""
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""`mlx-specprefill serve` on several machines: started by `mlx.launch`, or starting it."""
+"""`mlx-specprefill serve` on several machines: as a process of `mlx.launch`, or as its caller."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ASKS = {signal.SIGTERM: b"end\n", signal.SIGINT: b"stop\n"}  # what the launche
 
 
 def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> int:
-    """Run this command on all hosts with `mlx.launch`, until it ends; the exit status.
+    """Run this command on all hosts with `mlx.launch` until it ends. Return the exit status.
 
     Args:
         hosts: MLX's hostfile.
@@ -62,7 +62,8 @@ def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> 
 
 
 def _named(hosts: Path) -> list[str]:
-    """
+    """Return the hosts of a hostfile.
+
     Raises:
         SettingsError: the file is no hostfile.
     """
@@ -83,7 +84,7 @@ def _environment() -> list[str]:
 
 
 def _pass_on_signals(process: subprocess.Popen[bytes]) -> Callable[[], bool]:
-    """Through the launcher's input, which reaches other machines too; whether there was one."""
+    """Pass signals on through the launcher's input, which reaches other machines too. Return whether there was one."""
     received: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -98,7 +99,7 @@ def _pass_on_signals(process: subprocess.Popen[bytes]) -> Callable[[], bool]:
 
 
 def without(arguments: Sequence[str], *options: str) -> list[str]:
-    """Arguments but for these options, each of which takes a value."""
+    """Return the arguments without these options and their values."""
     kept, skip = [], False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -112,7 +113,7 @@ def without(arguments: Sequence[str], *options: str) -> list[str]:
 
 
 def join(settings: Settings) -> Ranks | None:
-    """Join the processes that mlx.launch has started with this one; None where it was started alone.
+    """Join the processes that mlx.launch has started with this one. Return None if there are none.
 
     Raises:
         LoadError: a rank is missing, or has other versions or settings.
@@ -124,14 +125,14 @@ def join(settings: Settings) -> Ranks | None:
 
 
 def end_together(ranks: Ranks) -> None:
-    """End with the other ranks; on rank 0, after those that wait for answers have been told."""
+    """End with the other ranks. Rank 0 first ends the waiting requests with an error."""
     ranks.on_lost(lambda lost: _end(lost, TELLING_S if ranks.leads else 0.0))
     if ranks.leads and LAUNCHED_VARIABLE in os.environ:
         threading.Thread(target=_obey, name="mlx-specprefill-launcher", daemon=True).start()
 
 
 def follow(engine: RankedEngine, ranks: Ranks) -> None:
-    """On another rank: do what rank 0 does, until it ends."""
+    """Follow rank 0 on another rank until it ends."""
     for number in _ASKS:
         signal.signal(number, signal.SIG_IGN)  # rank 0 gets it too, lets its requests finish, and ends this one
     logger.info("process %d is rank %d of %d and follows rank 0", os.getpid(), ranks.rank, ranks.size)
@@ -149,7 +150,7 @@ def _obey() -> None:
 
 
 def _end(lost: PeerLostError, after_s: float) -> None:
-    """The MLX thread may wait for the lost process for ever: no other way ends this one."""
+    """End this process at once. The MLX thread may wait for the lost process for ever."""
     time.sleep(after_s)
     logger.error("%s: this process ends with exit status %d", lost, LOST_STATUS)
     logging.shutdown()

@@ -45,7 +45,7 @@ def warm(
 
 
 def body_of(text: str) -> dict[str, Any]:
-    """The request that the file holds; any other text is a system prompt."""
+    """Return the file's request. Any text that is no request is a system prompt."""
     try:
         body = json.loads(text)
     except ValueError:

@@ -1,1 +1,1 @@
-"""Configurations of agents for this server: what they are, and how they get into files that people have written."""
+"""Configurations of agents for this server, and their place in files that people have written."""

@@ -1,4 +1,4 @@
-"""The agents that can be set up: which files they read, and what has to be in them.
+"""The known agents: their configuration files and the required values.
 
 Every setting was run with the version that docs/clients names, but for Zed and Open WebUI, which need a screen.
 """
@@ -23,7 +23,7 @@ _MOST_OUTPUT = 8192  # tokens; agents plan their compaction by it
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """The server's address (without /v1), its model, the model's window in tokens, and a key."""
+    """A running server: its address (without /v1), its model, the model's window in tokens, and a key."""
 
     base: str
     model: str
@@ -58,7 +58,7 @@ class Setup:
 
 
 def _home(variable: str, *default: str) -> Path:
-    """A folder of the user's, which an environment variable may move."""
+    """Return a folder of the user's, which an environment variable may move."""
     moved = os.environ.get(variable)
     return Path(moved).expanduser() if moved else Path.home().joinpath(*default)
 

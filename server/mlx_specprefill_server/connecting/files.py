@@ -1,4 +1,7 @@
-"""Configuration files of agents: our values put into them by libraries that keep the rest, or not at all."""
+"""Configuration files of agents. Libraries put our values into them and keep the rest.
+
+A file that would lose something stays unchanged.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ _Document = tuple[Any, Callable[[Any], str]]  # its data, and what makes a text 
 
 
 class ConfigurationError(SpecPrefillError):
-    """A configuration file that is left as it is, and why."""
+    """A configuration file can't be changed. The message says why."""
 
 
 def write(files: Mapping[Path, Values], defaults: Values) -> list[tuple[Path, Path | None]]:
-    """Write all files, or none if one can't be. Return each that changed, with the copy of what it said before.
+    """Write all files, or none if one can't be written. Return each changed file with the copy of its old content.
 
     Raises:
         ConfigurationError: as `edited`.
@@ -68,7 +71,7 @@ def edited(content: bytes, path: Path, values: Values, defaults: Values) -> str:
 
 
 def _letters(text: str) -> str:
-    """Return the text without its white space, which may change."""
+    """Return the text without white space, which may change."""
     return "".join(text.split())
 
 
@@ -78,7 +81,7 @@ def _unused_copy(path: Path) -> Path:
 
 
 def _put(path: Path, content: bytes) -> Path:
-    """Write a file in place: its mode stays, and a link stays one. A new file is for its owner alone."""
+    """Replace a file's content. Its mode stays, and a link stays a link. A new file is readable by its owner only."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
     path.write_bytes(content)

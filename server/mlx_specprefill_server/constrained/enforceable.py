@@ -28,7 +28,7 @@ _PATTERN_RULE = "look-around and back-references are not supported"
 
 
 class EnforceableSchema:
-    """A schema without what can't be enforced.
+    """The part of a schema that can be enforced.
 
     Attributes:
         schema: the rest. A oneOf of which at most one branch can be met is an anyOf, which is the same.
@@ -95,7 +95,7 @@ class EnforceableSchema:
         return all(_disjoint(one, other) for i, one in enumerate(meant) for other in meant[:i])
 
     def _referred(self, schema: Any) -> Schema:
-        """A schema, or the one that it is a local reference to."""
+        """Return the schema that a local reference points to, or the schema itself."""
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if isinstance(reference, str) and reference.startswith("#/"):
             schema = self._root
@@ -122,14 +122,14 @@ def _told_apart(one: Schema, other: Schema, name: str) -> bool:
 
 
 def _types(schema: Schema) -> set[str]:
-    """JSON types; a number may be an integer. Empty: any."""
+    """Return the allowed JSON types; empty means any. A number may be an integer."""
     kind = schema.get("type")
     named = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
     return named | {"integer"} if "number" in named else named
 
 
 def _values(schema: Any) -> list[Any] | None:
-    """The only values that meet a schema; None: no such list is given."""
+    """Return the only values that match a schema, None if it lists none."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:

@@ -25,7 +25,7 @@ _NAME = re.compile(r"[\w.:/-]{1,256}")
 
 
 def forced_tools(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
-    """The tools of which one has to be called; empty: none has to.
+    """Return the tools of which one must be called, none if a call is optional.
 
     Raises:
         InvalidRequestError: there is no such tool.
@@ -45,7 +45,7 @@ def has_grammar(tool_format: str | None) -> bool:
 
 
 def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, parallel: bool) -> str:
-    """One call of one of the tools, or several calls, in the notation of `tool_format`.
+    """Return the rule of one call, or of several calls, in the notation of `tool_format`.
 
     Raises:
         InvalidRequestError: the model has no notation for calls, or a tool can't be written in it.
@@ -58,7 +58,7 @@ def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, paral
 
 
 def _enforceable(lark: Lark, tool: Tool) -> Tool:
-    """With what its parameters can be held to; messages name the tool."""
+    """Return the tool with the enforceable part of its parameters. Messages name the tool."""
     function = tool["function"]
     strict = function.get("strict") is True
     parameters = lark.enforceable(_parameters(tool), strict, "tools", f"{tool_name(tool)}: ")
@@ -80,12 +80,12 @@ def _parameters(tool: Tool) -> Schema:
 
 
 def _arguments(lark: Lark, tool: Tool) -> str:
-    """As JSON: an object, whatever else the schema says."""
+    """Return the schema of the arguments, which are an object whatever else the schema says."""
     return _json(lark, _closed({"type": "object", **_parameters(tool)}), tool)
 
 
 def _closed(schema: Schema) -> Schema:
-    """Without undescribed members: a tool can't use them, and a model may write them without end.
+    """Return the schema without undescribed members. A tool can't use them, and a model may write them without end.
 
     JSON schema allows them unless it is told otherwise; schemas that are put together from others stay as they are.
     """
@@ -156,7 +156,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _fields(schema: Schema) -> list[tuple[str, Schema, bool]]:
-    """Name, schema and whether it is required, of each member of an object; references still resolve in each."""
+    """Yield name, schema and whether it is required, for each member of an object. References still resolve in each."""
     shared = _shared(schema)
     properties = _mapping(schema.get("properties"))
     required = [name for name in _items(schema.get("required")) if isinstance(name, str)]
@@ -170,7 +170,7 @@ def _shared(schema: Schema) -> Schema:
 
 
 def _types(schema: Schema) -> set[str]:
-    """The JSON types that a schema names; empty: any."""
+    """Return the JSON types that a schema names; empty means any."""
     kind = schema.get("type")
     named = {one for one in [kind, *_items(kind)] if isinstance(one, str)}
     branches = [*_items(schema.get("anyOf")), *_items(schema.get("oneOf"))]
@@ -178,13 +178,13 @@ def _types(schema: Schema) -> set[str]:
 
 
 def _texts(schema: Schema) -> list[str] | None:
-    """The texts of an enumeration of texts; None: it is none."""
+    """Return the texts of an enumeration of texts, None for any other schema."""
     values = _items([schema["const"]] if "const" in schema else schema.get("enum"))
     return values if values and all(isinstance(value, str) for value in values) else None
 
 
 def _value(lark: Lark, schema: Schema, end: str, tool: Tool) -> str:
-    """Text as it is, everything else as JSON, and the literal `end`.
+    """Return the rule of a value and the literal `end`: text unquoted, every other type as JSON.
 
     A text is free up to `end` unless it is one of an enumeration: these notations have neither quotes nor escapes.
     """
@@ -196,7 +196,7 @@ def _value(lark: Lark, schema: Schema, end: str, tool: Tool) -> str:
 
 
 def _tagged(lark: Lark, tool: Tool, begin: Callable[[str], str], end: str) -> str:
-    """All arguments in the order of the schema, the optional ones maybe."""
+    """Return the rule of all arguments in the schema's order, with optional ones."""
     rules = []
     for name, schema, required in _fields(_parameters(tool)):
         value = _value(lark, schema, end, tool)
@@ -247,7 +247,7 @@ def _gemma(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
 
 
 def _gemma_object(lark: Lark, schema: Schema, quote: str) -> str:
-    """{x:1,y:2}: the required members, then maybe the others, in the order of the schema."""
+    """Return the rule of {x:1,y:2}: required members, then optional ones, in the schema's order."""
     pairs: dict[bool, list[str]] = {True: [], False: []}
     for name, inner, required in _fields(schema):
         pairs[required].append(lark.rule("pair", f"{lark.literal(f'{name}:')} {_gemma_value(lark, inner, quote)}"))
@@ -261,7 +261,7 @@ def _gemma_object(lark: Lark, schema: Schema, quote: str) -> str:
 
 
 def _gemma_value(lark: Lark, schema: Schema, quote: str) -> str:
-    """By type if it has exactly one; other values only keep the notation."""
+    """Return the rule of a value, by its type if it has exactly one. Other values only follow the notation."""
     types = _types(schema)
     if (texts := _texts(schema)) is not None:
         return f"{lark.literal(quote)} {lark.any_of(texts)} {lark.literal(quote)}"

@@ -21,7 +21,7 @@ _ESCAPED_OR_SPECIAL = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 class Lark:
-    """A grammar being written. Methods return what other rules can refer to.
+    """A grammar under construction. Its methods return names that other rules can refer to.
 
     Args:
         special: the tokenizer's added tokens: in a literal they stand for themselves, not for their spelling.
@@ -38,29 +38,30 @@ class Lark:
         self._markers = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
 
     def text(self) -> str:
-        """The whole grammar."""
+        """Return the whole grammar."""
         return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
 
     def define(self, name: str, body: str) -> str:
-        """A rule (lower case) or a terminal (upper case) of this very name."""
+        """Add a rule (lower case) or a terminal (upper case) with this very name."""
         self._rules[name] = body
         return name.partition("[")[0]
 
     def rule(self, kind: str, body: str, options: str = "") -> str:
-        """A rule with a name of its own."""
+        """Add a rule with a unique name."""
         return self.define(f"{kind}_{len(self._rules)}{options}", body)
 
     def literal(self, text: str) -> str:
-        """Exactly this text, special tokens as tokens."""
+        """Return exactly this text, with special tokens as tokens."""
         parts = self._markers.split(text) if self._markers else [text]
         return " ".join(f"<[{self.special[p]}]>" if p in self.special else _quoted(p) for p in parts if p) or '""'
 
     def any_of(self, texts: Iterable[str]) -> str:
-        """One of several texts, spelled out."""
+        """Return a choice of several literal texts."""
         return self.rule("choice", " | ".join(_quoted(text) for text in texts))
 
     def json(self, schema: Mapping[str, Any], strict: bool = True, field: str | None = None) -> str:
-        """JSON that meets a schema; unless `strict`, keywords that can't be enforced are ignored, with a warning.
+        """Return JSON that matches a schema. Unless `strict`, keywords that can't be enforced are ignored with a
+        warning.
 
         Raises:
             InvalidRequestError: the schema is nested too deeply, or holds such a keyword.
@@ -73,7 +74,7 @@ class Lark:
         return self.rule("json", f"%json {text}")
 
     def enforceable(self, schema: Mapping[str, Any], strict: bool, field: str | None, whose: str = "") -> Schema:
-        """A schema without the keywords that can't be enforced.
+        """Return a schema without the keywords that can't be enforced.
 
         Args:
             whose: what messages call the schema, besides `field`.
@@ -89,12 +90,12 @@ class Lark:
         return found.schema
 
     def regex(self, pattern: str) -> str:
-        """Text that a regular expression matches as a whole."""
+        """Return text that matches a regular expression as a whole."""
         body = _ESCAPED_OR_SPECIAL.sub(lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), pattern)
         return self.rule("regex", f"/(?:{body})/")
 
     def free_text(self, end: str) -> str:
-        """Any text up to and with the literal `end`."""
+        """Return any text up to and including the literal `end`."""
         if end in self.special:
             return self.rule("text", f"{self.define('ANY', '/(?s:.)*/')} {self.literal(end)}")
         return self.rule("text", "/(?s:.)*/", f"[suffix={_quoted(end)}]")

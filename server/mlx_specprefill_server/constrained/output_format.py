@@ -117,7 +117,7 @@ def _own_grammar(output: OutputFormat, tool_format: str | None, reasoning_end: t
 
 
 def _body(lark: Lark, output: OutputFormat, tool_format: str | None) -> str:
-    """The rule of the answer's text; harmony's models write it into a channel of its own."""
+    """Return the rule of the answer's text. Harmony's models write it into a channel of its own."""
     body = {
         "json_object": lambda: lark.json({"type": "object"}),
         "json_schema": lambda: lark.json(output.value, output.strict, output.field),
@@ -150,7 +150,7 @@ def _response_format(value: Any, field: str) -> OutputFormat | None:
 
 
 def _json_schema(value: dict[str, Any], field: str) -> OutputFormat:
-    """OpenAI's form; some clients leave out the level in between."""
+    """Read OpenAI's form. Some clients omit its inner level."""
     inner = value.get("json_schema", value)
     field = f"{field}.json_schema" if inner is not value else field
     if not isinstance(inner, dict) or inner.get("schema") is None:
@@ -168,7 +168,7 @@ def _json(value: Any, field: str, strict: bool = False) -> OutputFormat:
 
 
 def _json_or_text(value: Any, field: str) -> OutputFormat:
-    """vLLM takes the schema as text too."""
+    """Read a schema as JSON or as text, which vLLM accepts too."""
     if isinstance(value, str):
         try:
             value = orjson.loads(value)
@@ -200,7 +200,7 @@ def _grammar(value: Any, field: str) -> OutputFormat:
 
 
 def _structured_outputs(value: Any, field: str) -> OutputFormat | None:
-    """vLLM's object with one of several keys."""
+    """Read vLLM's object with one of several keys."""
     if not isinstance(value, dict):
         raise _refusal(field, "must be an object with one of json, json_object, regex, choice, grammar")
     given = {name: one for name, one in value.items() if one not in (None, False)}

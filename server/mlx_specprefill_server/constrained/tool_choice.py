@@ -1,4 +1,4 @@
-"""Which of the tools the model may call, and whether it has to."""
+"""The tools that a model may call, and whether it must call one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Tool = Mapping[str, Any]  # in the form of chat completions
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
-    """The one tool that has to be called."""
+    """A choice of the one tool that must be called."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedTools:
-    """Some of the tools, of which one may be called ("auto") or has to be ("required")."""
+    """A choice among some of the tools: one may be called ("auto") or must be ("required")."""
 
     names: frozenset[str]
     mode: Literal["auto", "required"]
@@ -55,7 +55,7 @@ def read_choice(given: str | dict[str, Any]) -> ToolChoice:
 
 
 def _allowed_tools(given: Mapping[str, Any]) -> AllowedTools:
-    """OpenAI's object with `mode` and `tools`; tools that are no functions are the provider's own and left out.
+    """Read OpenAI's object with `mode` and `tools`. Tools other than functions are the provider's own and left out.
 
     Raises:
         InvalidRequestError: it is no such object.
@@ -69,7 +69,7 @@ def _allowed_tools(given: Mapping[str, Any]) -> AllowedTools:
 
 
 def _given_name(tool: Mapping[str, Any]) -> str:
-    """In the form of chat completions or of responses."""
+    """Return the name in the form of chat completions or of responses."""
     match tool:
         case {"function": {"name": str(name)}} | {"name": str(name)}:
             return name
@@ -77,7 +77,7 @@ def _given_name(tool: Mapping[str, Any]) -> str:
 
 
 def resolve_tool_choice(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """The tools that the model gets to see, and what is left of the choice among them.
+    """Return the tools that the model sees, and the remaining choice among them.
 
     Raises:
         InvalidRequestError: a tool is allowed that is not there.

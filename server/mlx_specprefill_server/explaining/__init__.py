@@ -1,1 +1,1 @@
-"""Which chunks a prompt keeps and why, as data and as a picture."""
+"""The kept chunks of a prompt and the reasons, as data and as a picture."""

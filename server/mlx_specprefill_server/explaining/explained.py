@@ -13,7 +13,7 @@ __all__ = ["ExplainedChunk", "explain_chunks", "explanation"]
 
 @dataclass(frozen=True, slots=True)
 class ExplainedChunk:
-    """One chunk, its text, its place among the scores (1: the best), and why it is kept or dropped."""
+    """One chunk: its text, its rank among the scores (1: the best), and why it is kept or dropped."""
 
     info: ChunkInfo
     text: str
@@ -22,7 +22,7 @@ class ExplainedChunk:
 
 
 def explain_chunks(tokenizer: Any, tokens: TokenIds, inspection: Inspection) -> list[ExplainedChunk]:
-    """Every chunk of the prompt `tokens`, in order; `tokenizer` is an mlx_lm TokenizerWrapper."""
+    """Return every chunk of the prompt `tokens`, in order. `tokenizer` is an mlx_lm TokenizerWrapper."""
     chunks = inspection.chunks
     by_score = sorted(chunks, key=lambda chunk: (-chunk.score, chunk.index))
     ranks = {chunk.index: rank for rank, chunk in enumerate(by_score, 1)}
@@ -34,7 +34,7 @@ def explain_chunks(tokenizer: Any, tokens: TokenIds, inspection: Inspection) -> 
 
 
 def explanation(inspection: Inspection, chunks: Sequence[ExplainedChunk]) -> dict[str, Any]:
-    """The JSON shape of an inspection."""
+    """Return an inspection as JSON."""
     body: dict[str, Any] = {
         "mode": inspection.mode,
         "reason": inspection.reason,
@@ -66,7 +66,7 @@ def _chunk(chunk: ExplainedChunk) -> dict[str, Any]:
 
 
 def _texts(tokenizer: Any, tokens: TokenIds, chunks: Sequence[ChunkInfo]) -> list[str]:
-    """Each chunk's text. A character cut by a chunk's border goes to the chunk that completes it."""
+    """Return each chunk's text. A character that a chunk's border cuts belongs to the chunk that completes it."""
     text = tokenizer.detokenizer
     texts = []
     for chunk in chunks:
@@ -79,7 +79,7 @@ def _texts(tokenizer: Any, tokens: TokenIds, chunks: Sequence[ChunkInfo]) -> lis
 
 
 def _rules(inspection: Inspection) -> list[str]:
-    """Per chunk, the rules that keep some of its tokens."""
+    """Return per chunk the rules that keep some of its tokens."""
     size = inspection.chunks[0].end
     named: list[dict[str, None]] = [{} for _ in inspection.chunks]
     for start, end, why in inspection.forced_ranges:

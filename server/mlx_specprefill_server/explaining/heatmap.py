@@ -56,7 +56,7 @@ td, th { padding: .15rem .8rem .15rem 0; text-align: right; border-bottom: 1px s
 
 
 def heat_levels(scores: Sequence[float]) -> list[int]:
-    """Rank of each score among all of them, cut into LEVELS equal parts; equal scores get equal levels.
+    """Return each score's rank, cut into LEVELS equal parts. Equal scores get equal levels.
 
     Attention mass is heavy-tailed: on a linear scale one chunk would be dark and all others white.
     """
@@ -68,7 +68,7 @@ def heat_levels(scores: Sequence[float]) -> list[int]:
 
 
 def render_heatmap(inspection: Inspection, chunks: Sequence[ExplainedChunk], models: str) -> str:
-    """The whole page; everything shown is escaped."""
+    """Return the whole page. All shown text is escaped."""
     levels = heat_levels([chunk.info.score for chunk in chunks])
     rows = list(zip(chunks, levels, strict=True))
     return _PAGE.format(
@@ -83,7 +83,7 @@ def render_heatmap(inspection: Inspection, chunks: Sequence[ExplainedChunk], mod
 
 
 def chunk_state(chunk: ChunkInfo) -> str:
-    """dropped, kept for its score, or forced (at least in part) by a rule."""
+    """Return the chunk's state: dropped, kept for its score, or forced (at least in part) by a rule."""
     if not chunk.kept:
         return "dropped"
     return "forced" if chunk.forced else "kept"
@@ -115,7 +115,7 @@ _PAGE = """<!doctype html>
 
 
 def _bars(rows: Sequence[_Row]) -> Iterator[_Row]:
-    """At most so many as one can see; of the chunks of a bar, a kept one and of these the best stands for all."""
+    """Return at most as many bars as one can see. A bar shows the best of its kept chunks, else the best of all."""
     step = -(-len(rows) // _BARS)
     for start in range(0, len(rows), step):
         yield min(rows[start : start + step], key=lambda row: (not row[0].info.kept, row[0].rank))
@@ -127,7 +127,7 @@ def _bar(chunk: ExplainedChunk, level: int) -> str:
 
 
 def _run(rows: Sequence[_Row]) -> str:
-    """Neighbours of one state; the first has its mark."""
+    """Return a run of neighbouring chunks of one state. The first one has its mark."""
     first = rows[0][0].info
     marks = [f"<b>{_MARKS[chunk_state(first)]}{first.index}</b>", *[""] * (len(rows) - 1)]
     return "".join(_span(*row, mark) for row, mark in zip(rows, marks, strict=True))

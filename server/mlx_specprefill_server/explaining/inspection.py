@@ -1,4 +1,4 @@
-"""An inspection on its way through the engine, as the event loop sees it."""
+"""An inspection in the engine, seen from the event loop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["RunningInspection"]
 
 
 class RunningInspection:
-    """One inspection. Whoever holds it must `close` it, whatever happens."""
+    """One inspection. Its owner must `close` it in every case."""
 
     def __init__(self, engine: Engine, request: GenerationRequest) -> None:
-        """Submits it.
+        """Submit the inspection.
 
         Raises:
             InvalidRequestError, EngineClosedError: as `Engine.submit`.
@@ -24,18 +24,19 @@ class RunningInspection:
         self._handle = engine.submit_inspection(request, lambda _: None, self._ended)
 
     async def result(self) -> Inspection:
-        """
+        """Wait for the inspection and return it.
+
         Raises:
             SpecPrefillError: the pair can't score the prompt, or the inspection was cancelled.
         """
         return await self._result
 
     def close(self) -> None:
-        """Stops within one slice."""
+        """Stop within one prefill chunk."""
         self._handle.cancel()
 
     def end_at(self, when: float, error: Exception) -> None:
-        """As `Generation.end_at`."""
+        """Set the deadline, as `Generation.end_at` does."""
         timer = self._loop.call_at(when, self._give_up, error)
         self._result.add_done_callback(lambda _: timer.cancel())
 
@@ -44,11 +45,11 @@ class RunningInspection:
         self._settle(error)
 
     def stop(self, patience: float) -> None:
-        """As `Generation.stop`."""
+        """Stop, as `Generation.stop` does."""
         self.close()
 
     def _ended(self, result: Inspection | Exception) -> None:
-        """Called on the MLX thread. Does nothing once the loop is closed."""
+        """Handle the end. Called on the MLX thread; does nothing once the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._settle, result)
 

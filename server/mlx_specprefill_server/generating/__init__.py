@@ -1,1 +1,1 @@
-"""From one request to the text of its answers."""
+"""Generation: from one request to the text of its answers."""

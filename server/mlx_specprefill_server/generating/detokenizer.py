@@ -1,4 +1,4 @@
-"""From token ids to text that may be shown: whole characters, and nothing of a stop string."""
+"""Text of token ids for streaming: whole characters, and nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
         return self._take(len(self._tokens), self._decode(self._tokens))
 
     def _take(self, count: int, text: str) -> str:
-        """The new part of `text`, which is that of the first `count` tokens; the newest of them stay as context."""
+        """Return the new part of `text`, the text of the first `count` tokens. Keep the newest of them as context."""
         new = text[len(self._given_text) :]
         self._given, self._given_text = count, text
         if count > MOST_CONTEXT:
@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Strings that end an answer. `shown`: the stop string that ended it is part of the text."""
+    """Strings that end an answer. With `shown`, the stop string is part of the text."""
 
     strings: tuple[str, ...] = ()
     shown: bool = False
@@ -71,7 +71,7 @@ NO_STOPS = Stops()
 
 
 class StopMatcher:
-    """Holds back what may be the beginning of a stop string, and ends with the first stop string that is complete."""
+    """A matcher that holds back a possible stop string and ends at the first complete one."""
 
     def __init__(self, stops: Stops) -> None:
         self._stops = stops.strings
@@ -98,7 +98,7 @@ class StopMatcher:
         return shown
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest proper beginning of `stop` at the end of what is held."""
+        """Return the length of the longest proper beginning of `stop` at the end of the held text."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
@@ -108,14 +108,16 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable bytes stand for themselves, the others for code points from 256 up."""
+    """Return the alphabet of byte-level BPE. Printable bytes stand for themselves, the others for code points from 256
+    up.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class Vocabulary:
-    """Decodes the ids of one tokenizer, an mlx_lm TokenizerWrapper."""
+    """The token texts of one tokenizer, an mlx_lm TokenizerWrapper."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -125,41 +127,41 @@ class Vocabulary:
 
     @cached_property
     def size(self) -> int:
-        """Ids are 0..size-1."""
+        """The number of ids, which are 0..size-1."""
         return len(self._tokenizer)
 
     @cached_property
     def special(self) -> Mapping[str, int]:
-        """Added tokens: markers that stand for themselves, never for their spelling."""
+        """The added tokens: markers that stand for themselves, never for their spelling."""
         added: Mapping[str, int] = self._tokenizer.get_added_vocab()
         return added
 
     @cached_property
     def structural(self) -> tuple[int, ...]:
-        """Ids without which answers don't end and lines don't break."""
+        """The ids without which answers don't end and lines don't break."""
         lines = self._tokenizer.encode("\n", add_special_tokens=False)
         return tuple(sorted({*lines[-1:], *self.stop_ids}))
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer."""
+        """The ids that end an answer."""
         return frozenset(self._tokenizer.eos_token_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text as it is: special tokens shown, spaces untouched."""
+        """Return the text unchanged: special tokens shown, spaces untouched."""
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=False))
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def token_text(self, token: int) -> str:
-        """One token alone; a token that is part of a character shows as the replacement character."""
+        """Return the text of one token. A part of a character shows as the replacement character."""
         text = self.decode([token])
         piece = self._piece(token)
         return f" {text}" if piece.startswith("▁") and not text.startswith(" ") else text
 
     def token_bytes(self, token: int) -> list[int]:
-        """The UTF-8 bytes that the token stands for, also when they are not a whole character."""
+        """Return the UTF-8 bytes of a token, also when they are not a whole character."""
         text = self.token_text(token)
         if REPLACEMENT not in text:
             return list(text.encode())

@@ -53,7 +53,7 @@ class SlowReaderError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One answer to be made.
+    """The specification of one answer.
 
     Attributes:
         reader: makes the reader of the answer.
@@ -85,7 +85,7 @@ class Outcome:
 
 
 class Generation:
-    """The answers to one HTTP request. Whoever holds it must `close` it, whatever happens.
+    """The answers to one HTTP request. Its owner must `close` it in every case.
 
     Attributes:
         warnings: what of the request is not done, in sentences.
@@ -100,7 +100,7 @@ class Generation:
         warnings: Sequence[str] = (),
         saw: Callable[[Event], None] = lambda _: None,
     ) -> None:
-        """Submits all jobs, or none.
+        """Submit all jobs, or none.
 
         Args:
             calls: to the running loop.
@@ -142,7 +142,7 @@ class Generation:
 
     @property
     def prompt(self) -> TokenIds:
-        """Token ids of the first job's prompt."""
+        """The token ids of the first job's prompt."""
         return self._jobs[0].request.prompt
 
     @property
@@ -152,15 +152,15 @@ class Generation:
 
     @property
     def read_tokens(self) -> int:
-        """Tokens of all answers that have been read."""
+        """The number of tokens that were read of all answers."""
         return sum(reader.read_tokens for reader in self._readers)
 
     def take_ids(self, index: int) -> list[int]:
-        """The token ids of answer `index` that came since the last call."""
+        """Return the token ids of answer `index` since the last call."""
         return self._readers[index].take_ids()
 
     def close(self) -> None:
-        """Stops whatever is still being made, within one step of the engine."""
+        """Stop all running answers, within one step of the engine."""
         self._closed = True
         self._cancel_timers()
         for index in self._open & self._handles.keys():
@@ -170,22 +170,22 @@ class Generation:
         self._followers.clear()
 
     def end_at(self, when: float, error: Exception) -> None:
-        """Gives up by the event loop's clock: every answer that is not over then ends with `error`."""
+        """Set a deadline by the event loop's clock. Every unfinished answer then ends with `error`."""
         self._timers.append(self._loop.call_at(when, self._give_up, error))
 
     def begin_within(self, seconds: float, error: Exception) -> None:
-        """Gives up if the engine has not begun any of the answers by then."""
+        """Set a deadline for the start. It applies if the engine has begun none of the answers by then."""
         self._queue_timer = self._loop.call_later(seconds, self._give_up, error)
 
     def stop(self, patience: float) -> None:
-        """Closes on the server's side: every answer ends now, or after `patience` if the engine is in a long step."""
+        """Close on the server's side. Every answer ends now, or after `patience` if the engine is in a long step."""
         self.close()
         end = Failed(EngineClosedError("the server is shutting down"))
         for index in self._open:
             self._loop.call_later(patience, self._put, (index, end))
 
     async def stream(self) -> AsyncIterator[tuple[int, AnswerDelta]]:
-        """Every answer's deltas with its number as they come; each ends with one AnswerDone, also if the engine dies.
+        """Yield every answer's deltas with its number. Each ends with one AnswerDone, also if the engine dies.
 
         An Idle comes after KEEP_ALIVE_S without a delta, Progress aside: most clients see no Progress.
         """
@@ -227,7 +227,7 @@ class Generation:
         self._handles[index] = self._engine.submit(self._jobs[index].request, partial(self._on_event, index))
 
     def _start_followers(self, leader: int) -> Iterator[tuple[int, AnswerDelta]]:
-        """The prompt of `leader` has been read, or will not be."""
+        """Start the answers that wait for the prompt of `leader`, which has been read, or will not be."""
         followers = [index for index, follows in self._followers.items() if follows == leader]
         for index in followers:
             del self._followers[index]
@@ -237,7 +237,7 @@ class Generation:
                 yield index, self._fail(index, error)
 
     def _on_event(self, index: int, event: Event) -> None:
-        """Called on the MLX thread."""
+        """Handle an event. Called on the MLX thread."""
         if isinstance(event, Finished | Failed):
             self._calls.post(partial(self._report_end, index), event)
         self._calls.post(self._arrived, (index, event))
@@ -269,7 +269,7 @@ class Generation:
                 yield from self._end(index, Failed(EngineClosedError("the engine has stopped")))
 
     def _guarded(self, index: int, event: Event) -> list[tuple[int, AnswerDelta]]:
-        """The error ring of a stream: headers are out, so a failure must become the answer's end."""
+        """Turn a failure into the answer's end. The headers are out, so no status can report it."""
         try:
             return self._read(index, event) if index in self._open else []
         except Exception as error:
@@ -307,7 +307,7 @@ class Generation:
             yield index, delta
 
     def _fail(self, index: int, error: Exception) -> AnswerDone:
-        """Ends an answer that can't be read on."""
+        """End an answer that can't be read any further."""
         self._forget(index, cancel=True)
         return self._readers[index].failed(error, self._failed_account(index, Failed(error)))
 
@@ -324,7 +324,7 @@ class Generation:
 
 
 class LoopCalls:
-    """Calls made on one event loop, in the order in which any thread posted them.
+    """Calls on one event loop, in the order in which any thread posted them.
 
     A step of the engine makes one event per running answer. Waking the loop for each of them costs the MLX thread a
     system call, at which it gives the interpreter away while it has work for the device.
@@ -336,7 +336,7 @@ class LoopCalls:
         self._awake = False
 
     def post(self, call: Callable[[Any], object], item: Any) -> None:
-        """From any thread: `call(item)` on the loop, soon. Does nothing once the loop is closed."""
+        """Post a call of `call(item)` on the loop, from any thread. It does nothing once the loop is closed."""
         self._waiting.append((call, item))
         if self._awake:
             return
@@ -355,7 +355,7 @@ class LoopCalls:
 
 
 class IdleTimer:
-    """Calls `ring` once nothing has postponed it for `after` seconds, and then again. Postponing costs no timer."""
+    """A timer that calls `ring` after every `after` seconds without a postponement. Postponing costs no timer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, after: float, ring: Callable[[], None]) -> None:
         self._loop, self._after, self._ring = loop, after, ring

@@ -1,4 +1,4 @@
-"""One answer on its way from engine events to answer deltas, for every dialect."""
+"""The reader of one answer: from engine events to answer deltas, for every dialect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["AnswerReader"]
 
 
 class AnswerReader:
-    """Reads one answer. Stop strings end its visible text; without `parallel`, so does the first call.
+    """A reader of one answer. Stop strings end its visible text; without `parallel`, so does the first call.
 
     Args:
         end_ids: token ids that count, but are no part of the text.
@@ -83,7 +83,7 @@ class AnswerReader:
         return self._read(self._detokenizer.push(event.token))
 
     def finish(self, event: Finished | Failed, account: PrefillReport) -> list[AnswerDelta]:
-        """The rest of the answer, and its end."""
+        """Return the rest of the answer and its end."""
         deltas: list[AnswerDelta] = [] if self.over else [*self._read(self._detokenizer.finish())]
         ended = isinstance(event, Finished) and (self.over or event.reason == "stop")
         if self._parser.thinking and not self.over:
@@ -98,11 +98,11 @@ class AnswerReader:
         return [*deltas, self.failed(_error(event), account)]
 
     def failed(self, error: Exception | None, account: PrefillReport) -> AnswerDone:
-        """The end of an answer that is incomplete. `error`: None when it has reached its length."""
+        """Return the end of an incomplete answer. `error` is None if it has reached its length."""
         return self._done("length", account, error)
 
     def take_ids(self) -> list[int]:
-        """The token ids that came since the last call; only `with_tokens`."""
+        """Return the token ids since the last call. Only `with_tokens`."""
         ids, self._new_ids = self._new_ids, []
         return ids
 
@@ -179,7 +179,7 @@ def _error(event: Finished | Failed) -> Exception | None:
 
 
 class _DistinctCalls:
-    """Holds back each call after the first until it is complete, and known to differ from those before.
+    """A filter that holds back each call after the first until it is complete and differs from all before.
 
     Attributes:
         repeated: a call was made twice.
@@ -219,7 +219,7 @@ class _DistinctCalls:
 
 
 class _Tokens:
-    """Tokens until the text that they begin in is shown. Tokens that only write tags are dropped.
+    """Tokens that wait for the text that they begin in. Tokens that only write tags are dropped.
 
     Attributes:
         decoded: characters of the answer so far, tags included.
@@ -238,7 +238,7 @@ class _Tokens:
             self._held.append([delta.start, delta.start + len(delta.text)])
 
     def release(self, count: int) -> tuple[TokenEvent, ...]:
-        """The tokens that begin in the next `count` characters of text that is held."""
+        """Return the tokens that begin in the next `count` characters of held text."""
         out: list[TokenEvent] = []
         while count and self._held:
             span = self._held[0]
@@ -251,7 +251,7 @@ class _Tokens:
         return tuple(out)
 
     def rest(self) -> tuple[TokenEvent, ...]:
-        """The tokens that no text has taken."""
+        """Return the tokens that no text has taken."""
         return tuple(token for _, token in self._waiting)
 
     def _take(self, start: int, end: int) -> Iterator[TokenEvent]:

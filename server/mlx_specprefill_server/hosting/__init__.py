@@ -1,1 +1,1 @@
-"""Which models are in memory: the ones a server knows, and how they come and go."""
+"""The models of a server: the known ones, and their loading and unloading."""

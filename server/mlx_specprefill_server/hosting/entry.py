@@ -31,7 +31,7 @@ class LoadProgress:
 
 @dataclass(eq=False)
 class Entry:
-    """Used on the event loop; `progress` is replaced by the thread that loads.
+    """A known model. Used on the event loop; the loading thread replaces `progress`.
 
     Attributes:
         id: what clients call it; `aliases` what they can call it too; `name` what its table calls it.
@@ -81,7 +81,7 @@ class Entry:
 
     @property
     def weights(self) -> int:
-        """Bytes of its models in memory."""
+        """The bytes of its models in memory."""
         if self.service is None:
             return 0
         memory = self.service.engine.stats().memory

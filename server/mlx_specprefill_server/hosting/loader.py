@@ -1,4 +1,4 @@
-"""The real host of models: all on one MLX thread, which loads piece by piece and answers requests in between."""
+"""The host of models. All run on one MLX thread, which loads piece by piece and answers requests in between."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNSAFE = re.compile(r"[^\w.-]+")  # in a folder's name
 
 
 class Loader:
-    """Brings models into memory. Its methods block, and are called on worker threads.
+    """A loader that brings models into memory. Its methods block, and run on worker threads.
 
     Args:
         rows: of the table, by their names.
@@ -53,7 +53,7 @@ class Loader:
 
     @property
     def on_pressure(self) -> Callable[[int], None]:
-        """Is called, from any thread, with bytes that requests need and models take."""
+        """Set a function to call, from any thread, with the bytes that requests need and models take."""
         return self._thread.memory.on_pressure or (lambda need: None)
 
     @on_pressure.setter
@@ -61,7 +61,7 @@ class Loader:
         self._thread.memory.on_pressure = call
 
     def need(self, entry: Entry) -> int:
-        """Bytes of its weights, but for those that another model has in memory.
+        """Return the bytes of a model's weights, without those that another model has in memory.
 
         Raises:
             MissingModelError: its files are not on this machine.
@@ -74,22 +74,22 @@ class Loader:
         return sum(_weights(place, self._type(pair)) for place in missing.values())
 
     def context(self, entry: Entry) -> int:
-        """Tokens of prompt and answer, as its files say. Raises as `need`."""
+        """Return the tokens of prompt and answer that its files allow. Raises as `need`."""
         pair = self._pair(entry)
         config, _ = describe_stored(self._place(pair.target))
         known = self._thread.call(partial(blueprint, config, "float32")).context
         return known if pair.context is None else min(known, pair.context)
 
     def free(self) -> int | None:
-        """Bytes that models in memory and requests in work leave; None: there is no limit."""
+        """The bytes that loaded models and running requests leave; None without a limit."""
         return self._thread.memory.free()
 
     def limit(self) -> int | None:
-        """Bytes for everything."""
+        """The bytes for everything."""
         return self._thread.memory.limit
 
     def load(self, entry: Entry, tell: Tell) -> Engine:
-        """A started engine. `tell` may be called on any thread."""
+        """Return a started engine. `tell` may be called on any thread."""
         self._thread.call(partial(self._expect, self.need(entry)))
         try:
             engine = self._thread.call(partial(self._read, entry, tell))
@@ -100,19 +100,19 @@ class Loader:
             self._thread.call(partial(self._expect, 0))
 
     def release(self) -> None:
-        """Give the system back what engines that were closed have left."""
+        """Give the memory of closed engines back to the system."""
         self._thread.release()
 
     def close(self) -> None:
         self._thread.close()
 
     def _expect(self, nbytes: int) -> None:
-        """Models of that size are on their way into memory: requests leave the room for them. On the MLX thread."""
+        """Reserve room for models that are being loaded. Called on the MLX thread."""
         self._thread.memory.loading = nbytes
         self._thread.memory.reclaim(0)
 
     def _read(self, entry: Entry, tell: Tell) -> Engine:
-        """On the MLX thread."""
+        """Load the models. Called on the MLX thread."""
         pair = self._pair(entry)
         told = partial(self._told, tell)
         made = load(pair, self._dtype, entry.settings, calibrate=True, tell=told, loaded=self._loaded)
@@ -120,7 +120,7 @@ class Loader:
 
     @contextmanager
     def _told(self, tell: Tell, words: str) -> Iterator[Callable[[int, int], None]]:
-        """Clients learn nothing of this machine's folders; requests for other models get their turns."""
+        """Report a step without this machine's folders. Requests for other models run in between."""
         step = "Loading" if words.startswith("Loading ") else words
 
         def progress(done: int, total: int) -> None:
@@ -131,7 +131,7 @@ class Loader:
         yield progress
 
     def _config(self, entry: Entry, pair: Pair) -> EngineConfig:
-        """Its part of the memory, and a folder of its own for prefixes."""
+        """Return the model's configuration: its part of the memory, and its own folder for prefixes."""
         config, limit = entry.settings.serving_config(), self.limit()
         part = None if pair.memory_share is None or limit is None else int(pair.memory_share * limit)
         config = replace(config, memory_limit=part)

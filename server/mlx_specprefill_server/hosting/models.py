@@ -1,4 +1,4 @@
-"""The models of one server: which of them a request means, and which of them are in memory.
+"""The models of one server: which one a request names, and which ones are in memory.
 
 One is loaded or unloaded at a time; requests for models in memory are answered meanwhile.
 """
@@ -30,7 +30,7 @@ PATIENCE_S = 30.0  # of a loading that has begun, for room that has been taken s
 
 
 class Models:
-    """Used on the event loop.
+    """The models of a server. Used on the event loop.
 
     Args:
         entries: the first one is the default.
@@ -58,7 +58,7 @@ class Models:
 
     @classmethod
     def of(cls, service: Service) -> Models:
-        """The one model that a server has from its start to its end."""
+        """Return the one model that a server has from its start to its end."""
         entry = Entry(service.model_id, service.settings, pin=True, state="loaded", service=service, loads=1)
         entry.metrics = service.metrics
         return cls(service.state, [entry])
@@ -77,14 +77,14 @@ class Models:
 
     @property
     def lost(self) -> str | None:
-        """Why nothing can be computed any more, if so: a rank of several machines is gone, or a device has given up."""
+        """The reason why nothing can be computed any more: a rank is gone, or a device has given up. None otherwise."""
         states = (entry.service.engine.health() for entry in self if entry.service is not None)
         return next((state.lost for state in states if state.lost is not None), None)
 
     # --- which one ---------------------------------------------------------------------------------------------------
 
     def find(self, name: Any) -> Entry:
-        """The model that a request's `model` means. Any name will do, unless the settings say otherwise.
+        """Return the model that a request's `model` names. Any name will do, unless the settings forbid it.
 
         Raises:
             ApiError: 404.
@@ -96,7 +96,7 @@ class Models:
         return self.default
 
     def known(self, name: str) -> Entry:
-        """The model of that id or alias.
+        """Return the model of that id or alias.
 
         Raises:
             ApiError: 404.
@@ -113,7 +113,7 @@ class Models:
         return ApiError(404, message, param="model", code="model_not_found")
 
     def shown(self, name: str | None) -> Service:
-        """A model in memory: of that name, else the default one, else the one that was used last.
+        """Return a model in memory: the named one, else the default one, else the one used last.
 
         Raises:
             ApiError: 404: no such model; 503: it is not in memory.
@@ -130,7 +130,7 @@ class Models:
 
     @asynccontextmanager
     async def use(self, entry: Entry) -> AsyncIterator[None]:
-        """As long as this lasts the model is not unloaded."""
+        """Keep the model in memory while the context lasts."""
         entry.users += 1
         try:
             yield
@@ -141,7 +141,7 @@ class Models:
             self._watch(entry)
 
     async def begin(self, entry: Entry) -> None:
-        """Begin to load, unless it is in memory or on its way.
+        """Begin to load the model, unless it is in memory or being loaded.
 
         Raises:
             NoRoomError: 503: what is in use must end first.
@@ -159,7 +159,7 @@ class Models:
             entry.task = self._start(self._load(entry))
 
     async def loaded(self, entry: Entry) -> Service:
-        """The model in memory, which is loaded now if need be; all that wait for it wait for one loading.
+        """Return the model in memory, and load it first if need be. All requests for it wait for one loading.
 
         Raises:
             ApiError: as `begin`.
@@ -174,20 +174,20 @@ class Models:
         return entry.service
 
     async def load_again(self, entry: Entry) -> Service:
-        """As `loaded`, also if it has failed before."""
+        """Load as `loaded` does, also if loading has failed before."""
         if entry.state == "failed":
             entry.state = "unloaded"
         return await self.loaded(entry)
 
     async def unload(self, entry: Entry) -> bool:
-        """Out of memory, if nothing needs it there; False: something does."""
+        """Unload the model. Return False if something needs it."""
         async with self._lock:
             if entry.may_go:
                 await self._unload(entry)
         return entry.service is None
 
     def start(self) -> None:
-        """Look at what there is, and load what is to stay."""
+        """Look at all models, and load the pinned ones."""
         if self.several:
             self._start(self._look_at_all())
         for entry in self:
@@ -195,7 +195,7 @@ class Models:
                 self._start(self._load_quietly(entry))
 
     async def _look_at_all(self) -> None:
-        """Clients that plan by a model's window are to know it before it is in memory."""
+        """Read all models' windows. Clients plan by a window before its model is in memory."""
         for entry in self:
             try:
                 found = await asyncio.to_thread(self._the_host.context, entry)
@@ -205,7 +205,7 @@ class Models:
             entry.context = entry.context or found
 
     async def close(self) -> None:
-        """Ends every engine."""
+        """End every engine."""
         if self._host is not None:
             await asyncio.to_thread(self._host.close)
         for entry in self:
@@ -257,7 +257,7 @@ class Models:
             logger.warning("%s", error)
 
     async def _unload(self, entry: Entry) -> None:
-        """Holding the lock. Nothing of the model is left behind, or its memory would be, too."""
+        """Unload a model while holding the lock. Any reference left behind would keep its memory."""
         service, entry.service = entry.service, None
         assert service is not None
         entry.state = "unloading"
@@ -270,7 +270,8 @@ class Models:
         logger.info("%s is unloaded", entry.id)
 
     async def _check_room(self, entry: Entry) -> None:
-        """
+        """Refuse a model that would not fit even without all models that may be unloaded.
+
         Raises:
             ApiError: it would not fit even if all that may go were gone.
         """
@@ -306,7 +307,7 @@ class Models:
             raise failed(entry)
 
     async def _make_room(self, entry: Entry) -> None:
-        """Unload who was used least recently, until there is room."""
+        """Unload the least recently used models until there is room."""
         need, until = await asyncio.to_thread(self._the_host.need, entry), time.monotonic() + PATIENCE_S
         while (why := self._short(entry, need)) is not None:
             self._freed.clear()
@@ -333,7 +334,7 @@ class Models:
         return min((entry for entry in self if entry.may_go), key=lambda entry: entry.last_use, default=None)
 
     def _pressed(self, need: int) -> None:
-        """From any thread: requests need so many bytes that models hold."""
+        """Make room for requests that need the bytes of idle models. Called from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(lambda: self._start(self._relieve(need)))
 
@@ -347,7 +348,7 @@ class Models:
                 await self._unload(victim)
 
     def _watch(self, entry: Entry) -> None:
-        """Unload it when it has not been used for long enough."""
+        """Unload the model when it has been idle for its `ttl`."""
         if entry.timer is not None:
             entry.timer.cancel()
             entry.timer = None
@@ -384,9 +385,7 @@ class Models:
 
 
 def _close(engine: weakref.ref[Engine]) -> None:
-    """A thread of a pool holds what it was called with for a moment after the call has returned: too long for a
-    model whose memory is wanted at once.
-    """
+    """Close an engine on a thread of its own. A pool's thread would hold its arguments, and so the memory, too long."""
     there = engine()
     if there is not None:
         there.close()

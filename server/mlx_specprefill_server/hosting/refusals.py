@@ -1,4 +1,4 @@
-"""Why a model is not loaded, as clients are told."""
+"""Refusals to load a model, as clients get them."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def reason_of(error: Exception) -> str:
 
 
 def failed(entry: Entry) -> ApiError:
-    """It could not be loaded, and is not tried again by itself."""
+    """Return the refusal of a model that could not be loaded. It is not retried automatically."""
     message = f"The model {entry.id!r} could not be loaded: {entry.error}. POST /v1/models/{entry.id}/load tries again."
     return ApiError(500, message, param="model", code="model_failed")
 
 
 def too_many(there: Sequence[Entry], most: int) -> str:
-    """Models that may not go."""
+    """Return the reason: these models can't be unloaded."""
     return f"{named(there)} may not go, and --max-models is {most}"
 
 
 def too_little(need: int, free: int) -> str:
-    """Bytes of memory."""
+    """Return the reason: too few bytes of memory."""
     return f"it needs {size(need)}, and what is in use leaves {size(max(0, free))}"
 
 
 def named(entries: Sequence[Entry]) -> str:
-    """Their ids."""
+    """Return the models' ids as text."""
     return ", ".join(entry.id for entry in entries)

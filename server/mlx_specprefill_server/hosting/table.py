@@ -15,13 +15,14 @@ __all__ = ["entries_of", "models_file", "read_table"]
 
 
 def models_file() -> Path:
-    """Where the table is looked for if no other is named."""
+    """Return the path of the default table."""
     config = os.environ.get("XDG_CONFIG_HOME")
     return (Path(config) if config else Path.home() / ".config") / "mlx-specprefill" / "models.toml"
 
 
 def read_table(file: Path) -> dict[str, Row]:
-    """
+    """Return the rows of a table by name.
+
     Raises:
         PairsError: no such file, no model in it, or a row that can't be understood.
     """
@@ -32,7 +33,7 @@ def read_table(file: Path) -> dict[str, Row]:
 
 
 def entries_of(rows: Mapping[str, Row], file: Path, given: Mapping[str, Any]) -> list[Entry]:
-    """The models with their settings: those given for all first, then what the environment says, then their rows'.
+    """Return the models with their settings. Shared settings come first, then the environment, then the model's row.
 
     Raises:
         PairsError: two models have the same id or alias.

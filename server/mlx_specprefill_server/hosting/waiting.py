@@ -1,4 +1,4 @@
-"""Streams of models that are on their way into memory: signs of life in the dialect's form, then the answer."""
+"""Streams for models that are being loaded: signs of life in the dialect's form, then the answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADERS = {**EVENT_STREAM_HEADERS, "content-type": "text/event-stream; charset=u
 
 
 class StillLoadingError(Exception):
-    """A stream was asked of a model that is not in memory yet; it ends the handling of the request, not the request."""
+    """A streamed request names a model that is not in memory yet. It ends the handler, not the request."""
 
     def __init__(self, models: Models, entry: Entry) -> None:
         super().__init__(entry.id)
@@ -35,12 +35,12 @@ class StillLoadingError(Exception):
 
 
 async def answer_when_loaded(request: Request, waits: StillLoadingError) -> Response:
-    """The handler of that exception."""
+    """Handle the exception by a stream that waits for the model."""
     return _LoadingStream(waits.models, waits.entry, request.scope["path"])
 
 
 class _LoadingStream(Response):
-    """Tells how far loading is, and then handles the request, whose body has been read, once more.
+    """A response that reports the progress of loading and then handles the request once more. Its body has been read.
 
     From the first byte on the status is 200: what fails later is told as the dialect tells failures in a stream.
     """
@@ -59,7 +59,7 @@ class _LoadingStream(Response):
                 await scope["app"].router(dict(scope), receive, self._within(send))
 
     async def _loaded(self, receive: Receive, send: Send) -> bool:
-        """False: there is nothing more to do."""
+        """Wait for the model. Return False if the stream is over."""
         loading = asyncio.create_task(self._models.loaded(self._entry))
         leaving = asyncio.create_task(client_left(receive))
         deadline = current_deadline()
@@ -81,7 +81,7 @@ class _LoadingStream(Response):
             leaving.cancel()
 
     def _within(self, send: Send) -> Callable[[Message], Any]:
-        """The response of the handler as a part of this one."""
+        """Send the handler's response as a part of this one."""
         status, failure = [200], bytearray()
 
         async def pass_on(message: Message) -> None:
@@ -106,7 +106,7 @@ class _LoadingStream(Response):
         return comment("loading", told)
 
     def _failure(self, body: bytes) -> bytes:
-        """An error object, as it would be the body of a response."""
+        """Return an error object in the form of a response's body."""
         told = orjson.loads(body)
         if self._path == ANTHROPIC_PATH:
             return named_event(told)
@@ -115,7 +115,7 @@ class _LoadingStream(Response):
         return data_event(told) + DONE
 
     def _failed_response(self, error: dict[str, Any]) -> dict[str, Any]:
-        """Agents repeat the whole prompt on every code but those that mean that it can't succeed."""
+        """Return the event of a failed response. Agents retry on every code that does not rule out success."""
         code = "server_error" if error["code"] in ("no_room_for_model", "engine_unavailable") else "invalid_prompt"
         response = {
             "id": f"resp_{uuid4().hex}",

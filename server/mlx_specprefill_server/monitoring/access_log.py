@@ -41,7 +41,7 @@ QUIET = ("/health", "/metrics", "/v1/specprefill/stats", "/v1/specprefill/cache"
 
 
 class Exchange:
-    """One request and its response. Lives on the event loop."""
+    """One request and its response. Used on the event loop."""
 
     def __init__(self, scope: Scope) -> None:
         asked = Headers(scope=scope).get(REQUEST_ID, "")
@@ -58,13 +58,13 @@ class Exchange:
         self._logged = False
 
     def ended(self, outcome: Outcome) -> None:
-        """An answer is over."""
+        """Note the end of an answer."""
         self.answers.append(outcome)
         self.running -= 1
         self._log_when_complete()
 
     def over(self) -> None:
-        """The response is over, whole or not."""
+        """Note the end of the response, complete or not."""
         self._ms = 1e3 * (time.perf_counter() - self._begun)
         self._log_when_complete()
         if not self._logged:
@@ -89,7 +89,7 @@ class Exchange:
 
 
 def _spent(answers: Sequence[Outcome]) -> dict[str, Any]:
-    """The first prompt gives times and mode; tokens are summed, those of a prompt once for all its answers."""
+    """Return times and mode of the first prompt, and sums of tokens. Each prompt counts once for all its answers."""
     told = [(one.copy, one.event.account) for one in answers if one.event.account is not None]
     if not told:
         return {}
@@ -112,12 +112,12 @@ _exchange: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
 
 
 def current_exchange() -> Exchange | None:
-    """The request that is being answered, or None outside of one."""
+    """Return the current request, None outside of one."""
     return _exchange.get()
 
 
 class AccessLogMiddleware:
-    """ASGI middleware around everything: gives the request its id, and writes its line."""
+    """Outermost ASGI middleware: it gives each request its id and writes its log line."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -153,7 +153,7 @@ def _attributes(exchange: Exchange) -> dict[str, Any]:
 
 
 class RunningRequest:
-    """One request from its submission to its end; several answers to it count as one. Used on the event loop.
+    """One request from its submission to its end. Several answers to it count as one. Used on the event loop.
 
     Attributes:
         identity: name of the API key's identity.
@@ -169,7 +169,7 @@ class RunningRequest:
         self._cached: int | None = None
 
     def saw(self, event: Event) -> None:
-        """Takes its place from an event of the engine."""
+        """Update the progress from an event of the engine."""
         match event:
             case Progress():
                 self._enter(event.stage)
@@ -185,7 +185,7 @@ class RunningRequest:
             self._stages.append((stage, time.time()))
 
     def to_dict(self) -> dict[str, Any]:
-        """As the statistics list it. `done` of `total` tokens of the stage it is in; 0 of 0 while that says nothing."""
+        """Return the entry for the statistics. `done` of `total` tokens of the stage are 0 of 0 while unknown."""
         return {
             "request_id": self._request_id,
             "prompt_tokens": self._prompt_tokens,
@@ -201,7 +201,7 @@ HELD = 50
 
 
 class RecentAnswers:
-    """Used on the event loop."""
+    """The last answers of each API key. Used on the event loop."""
 
     def __init__(self) -> None:
         # One queue per API key: how soon an answer is pushed out of a common one would tell about other keys' traffic.

@@ -14,7 +14,7 @@ CHATTY = ("httpx", "httpcore", "asyncio", "filelock", "urllib3")  # libraries th
 
 
 def configure_logging(level: str, form: str = "text") -> None:
-    """Everything from this level on goes to standard error, as "text" or "json"."""
+    """Send records from this level on to standard error, as "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -29,7 +29,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class TextFormatter(logging.Formatter):
-    """The usual line; fields come instead of the message, as `name=value`."""
+    """The usual line. Extra fields replace the message, as `name=value`."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -42,12 +42,12 @@ REASONS = {
 
 
 def reason_label(reason: str) -> str:
-    """A word from a short list for an account's reason."""
+    """Return a word from a short list for a report's reason."""
     return next((label for label, start in REASONS.items() if re.match(start, reason)), "other")
 
 
 class Metrics:
-    """Counts of one application, in a registry of its own. Used on the event loop."""
+    """The counts of one application, in a registry of its own. Used on the event loop."""
 
     def __init__(self, engine: Engine | None, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -73,7 +73,7 @@ class Metrics:
         self.registry.register(self._engine)
 
     def watch(self, engine: Engine | None) -> None:
-        """The model's engine from now on; None: it has none."""
+        """Read the values of this engine from now on; None means no engine."""
         self._engine.engine = engine
 
     def _tokens(self, name: str, text: str) -> Counter:
@@ -86,7 +86,7 @@ class Metrics:
         return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
     def ended(self, outcome: Outcome) -> None:
-        """Counts one answer. The prompt of several answers, and the wait for it, count once."""
+        """Count one answer. The prompt of several answers, and its time in the queue, count once."""
         self._success.labels(self.model, outcome.reason).inc()
         account = outcome.event.account
         if account is None:
@@ -123,7 +123,7 @@ class Metrics:
             self._stages.labels(stage).observe(getattr(times, f"{stage}_ms") / 1e3)
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
@@ -133,7 +133,7 @@ def text_of_several(models: Iterable[Metrics]) -> bytes:
 
 
 class _Several:
-    """Families of the same name, from one registry per model, as one."""
+    """A collector that joins families of the same name from one registry per model."""
 
     def __init__(self, models: Sequence[Metrics]) -> None:
         self._models = models
@@ -169,7 +169,7 @@ class Totals:
 
 
 class EngineCollector(Collector):
-    """Asks the engine when it is asked.
+    """A collector that reads the engine's values at each scrape.
 
     Attributes:
         engine: None: the model is not in memory, and there is nothing to tell.

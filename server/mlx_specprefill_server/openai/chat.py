@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: to a neutral request, then streamed or collected; and how long its prompt is."""
+"""POST /v1/chat/completions, streamed or collected, and the count of its prompt's tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BodyDep = Annotated[ChatRequest, Depends(body_of(ChatRequest, refuse_chat))]
 
 @router.post("/v1/chat/completions")
 async def create(request: Request, identity: IdentityDep, body: BodyDep, service: ModelDep) -> Response:
-    """Answers a conversation."""
+    """Answer a conversation."""
     starting = start_answers(service, _answer_request(body), identity, body.cache_salt)
     generation = await while_connected(request, starting)
     answer = ChatAnswer(service, body, generation)
@@ -75,7 +75,7 @@ def _answer_request(body: ChatRequest) -> AnswerRequest:
 
 
 class ChatAnswer:
-    """Writes the answers to one request to the wire."""
+    """The answers to one request, as a whole or as a stream."""
 
     def __init__(self, service: Service, body: ChatRequest, generation: Generation) -> None:
         self._generation = generation
@@ -89,7 +89,7 @@ class ChatAnswer:
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:
-        """All answers.
+        """Return all answers.
 
         Raises:
             SpecPrefillError: the engine failed on one of them or was stopped.
@@ -104,7 +104,7 @@ class ChatAnswer:
         return self._envelope.body(body, usage=self._report.usage(), **self._report.extras(), **self._prompt_ids())
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The answers as they are made. The first event goes out before the engine has done anything."""
+        """Yield the answers' events. The first one goes out before the engine has done anything."""
         started = time.monotonic()
         self._envelope = replace(
             self._envelope, object="chat.completion.chunk", null_usage=self._body.stream_options.include_usage
@@ -136,7 +136,7 @@ class ChatAnswer:
         yield DONE
 
     def _text_events(self, index: int, name: str) -> TextEvents:
-        """The chunks of an answer that give its next text this name."""
+        """Return a writer of the chunks that carry an answer's next text under this name."""
         known = self._texts.get((index, name))
         if known is None:
             known = TextEvents(lambda text: self._chunk(index, {name: text}))
@@ -144,11 +144,11 @@ class ChatAnswer:
         return known
 
     def _timed(self, timings: LiveTimings) -> dict[str, Any]:
-        """llama.cpp's `timings`, in the chunks of clients that asked."""
+        """Return llama.cpp's `timings` for the chunks of clients that asked."""
         return {"timings": timings.at(self._generation.read_tokens)} if self._body.timings_per_token else {}
 
     def _fields(self, index: int, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        """OpenAI's `delta` object, if this one has any."""
+        """Yield OpenAI's `delta` objects of this delta."""
         match delta:
             case TextDelta():
                 yield {"content": delta.text}
@@ -169,7 +169,7 @@ class ChatAnswer:
         return data_event(self._envelope.body([choice], **more))
 
     def _new_ids(self, index: int) -> dict[str, Any]:
-        """vLLM's `token_ids`: those that no chunk has had yet."""
+        """Return vLLM's `token_ids` that no chunk has had yet."""
         return {"token_ids": self._generation.take_ids(index)} if self._body.return_token_ids else {}
 
     def _prompt_ids(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class ChatAnswer:
 
 
 class _Choice:
-    """One answer, put together from its deltas."""
+    """One answer, assembled from its deltas."""
 
     def __init__(self, index: int, vocabulary: Vocabulary | None) -> None:
         self._index = index
@@ -217,7 +217,7 @@ class _Choice:
 
 
 def _logprobs(vocabulary: Vocabulary | None, tokens: Sequence[TokenEvent]) -> dict[str, Any] | None:
-    """OpenAI's logprobs object; None when none were asked for."""
+    """Return OpenAI's logprobs object, None if the request asked for none."""
     if vocabulary is None:
         return None
     return {"content": [scored(vocabulary, token) for token in tokens], "refusal": None}

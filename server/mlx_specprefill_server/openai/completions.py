@@ -59,7 +59,7 @@ async def create(
     body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest, refuse_completion))],
     service: ModelDep,
 ) -> Response:
-    """Continues one or several prompts."""
+    """Continue one or several prompts."""
     if len(body.prompt) * body.n > MAX_PROMPTS:
         raise InvalidRequestError(f"n: at most {MAX_PROMPTS} answers are supported in one request", field="n")
     warnings: list[str] = []
@@ -137,7 +137,7 @@ def fill_in_the_middle(vocabulary: Vocabulary, prompt: str, suffix: str) -> str:
 
 @dataclass(slots=True)
 class _Choice:
-    """One answer: the prompt still to be echoed (None: nothing, or done), and what is written so far."""
+    """One answer: the prompt still to be echoed (None: none, or done), and the text so far."""
 
     index: int
     echo: str | None
@@ -153,7 +153,7 @@ Written = tuple[_Choice, str, Logprobs | None, tuple[int, ...]]  # new text, its
 
 
 class CompletionAnswer:
-    """Writes the answers of one request to the wire."""
+    """The answers of one request, as a whole or as a stream."""
 
     def __init__(self, service: Service, body: CompletionRequest, jobs: Sequence[Job], generation: Generation) -> None:
         self._generation = generation
@@ -169,7 +169,7 @@ class CompletionAnswer:
         self._envelope = Envelope.new("cmpl", "text_completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:
-        """All answers.
+        """Return all answers.
 
         Raises:
             SpecPrefillError: the engine failed on one of them or was stopped.
@@ -191,7 +191,7 @@ class CompletionAnswer:
         return self._envelope.body(choices, usage=self._report.usage(), **self._report.extras())
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The answers as they are made, interleaved."""
+        """Yield the answers' events, interleaved."""
         self._envelope = replace(self._envelope, null_usage=self._body.stream_options.include_usage)
         for choice in self._choices:
             yield self._chunk(choice, "", None, (), choice.prompt)
@@ -243,7 +243,7 @@ class CompletionAnswer:
         token_ids: Sequence[int] = (),
         prompt: TokenIds | None = None,
     ) -> dict[str, Any]:
-        """As OpenAI writes it; vLLM's `token_ids` and, once, `prompt_token_ids` if the request asks for them."""
+        """Return OpenAI's choice, with vLLM's `token_ids` and, once, `prompt_token_ids` on request."""
         head = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         if not self._body.return_token_ids:
             return head
@@ -256,7 +256,7 @@ class CompletionAnswer:
         return choice.logprobs or self._logprobs(choice, ())
 
     def _prompt_logprobs(self, choice: _Choice, scores: Scores) -> Logprobs | None:
-        """The first prompt token has no logprob: nothing precedes it."""
+        """Return the prompt's logprobs. The first token has none: nothing precedes it."""
         if self._body.logprobs is None:
             return None
         first = TokenEvent(int(choice.prompt[0]))
@@ -279,7 +279,9 @@ class CompletionAnswer:
 
 
 def _top(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, float] | None:
-    """The alternatives and the token itself, as OpenAI counts them; the likelier of two with one text wins."""
+    """Return the alternatives and the token itself, as OpenAI counts them. Of two with one text the likelier one
+    counts.
+    """
     if event.logprob is None:
         return None
     scored = sorted((*event.top_logprobs, Logprob(event.token, event.logprob)), key=lambda one: one.logprob)

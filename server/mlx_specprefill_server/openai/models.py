@@ -1,5 +1,6 @@
-"""GET /v1/models: which models there are, which of them are in memory, and whether they can be prefilled sparsely; and
-loading and unloading them."""
+"""GET /v1/models: the models, which of them are in memory, and whether they support sparse prefill. Loading and
+unloading.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(models: ModelsDep) -> Response:
-    """Every model that the server knows, the default one first."""
+    """List every known model, the default one first."""
     listed = [_model(models, entry) for entry in models]
     page = {"has_more": False, "first_id": listed[0]["id"], "last_id": listed[-1]["id"]}  # Anthropic's
     return JsonResponse({"object": "list", "data": listed, **page})
@@ -31,14 +32,14 @@ async def list_models(models: ModelsDep) -> Response:
 
 @router.get("/v1/models/{model_id:path}")
 async def retrieve_model(model_id: str, models: ModelsDep) -> Response:
-    """One of them, by its id or an alias."""
+    """Return a model by its id or an alias."""
     check_model_name(model_id)
     return JsonResponse(_model(models, models.known(model_id)))
 
 
 @router.post("/v1/models/{model_id:path}/load")
 async def load(request: Request, model_id: str, models: ModelsDep, identity: IdentityDep) -> Response:
-    """Brings a model into memory, also if it has failed before; answers when it is there."""
+    """Bring a model into memory, also if that has failed before. Answer when it is there."""
     entry = _changed(models, model_id, identity)
     async with models.use(entry):
         await while_connected(request, models.load_again(entry))
@@ -47,7 +48,7 @@ async def load(request: Request, model_id: str, models: ModelsDep, identity: Ide
 
 @router.post("/v1/models/{model_id:path}/unload")
 async def unload(model_id: str, models: ModelsDep, identity: IdentityDep) -> Response:
-    """Gives a model's memory back; not while a request uses it."""
+    """Unload a model. Refuse while a request uses it."""
     entry = _changed(models, model_id, identity)
     if entry.pin:
         message = f"The model {entry.id!r} stays in memory: its table says pin."
@@ -58,7 +59,8 @@ async def unload(model_id: str, models: ModelsDep, identity: IdentityDep) -> Res
 
 
 def _changed(models: Models, model_id: str, identity: Identity) -> Entry:
-    """
+    """Return the model to load or unload.
+
     Raises:
         ApiError: 404: no such model, or this server has one alone; 403: the key may not.
     """
@@ -73,7 +75,7 @@ def _changed(models: Models, model_id: str, identity: Identity) -> Entry:
 
 
 def _model(models: Models, entry: Entry) -> dict[str, Any]:
-    """OpenAI's object and Anthropic's in one."""
+    """Return OpenAI's object and Anthropic's in one."""
     started = models.state.started
     told = {
         "id": entry.id,
@@ -119,7 +121,7 @@ def _nothing_known(entry: Entry) -> dict[str, Any]:
 
 
 def _memory(service: Service) -> dict[str, int]:
-    """Bytes."""
+    """Return the sizes in bytes."""
     use = service.engine.stats().memory
     weights = use.target_weights + use.draft_weights
     return {"weights": weights, "requests": use.requests, "caches": use.prefix_cache}

@@ -36,7 +36,7 @@ BodyDep = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, refuse))
 
 @router.post("/v1/responses")
 async def create(request: Request, identity: IdentityDep, body: BodyDep, service: ModelDep) -> Response:
-    """Answers a conversation."""
+    """Answer a conversation."""
     tools = function_tools(body.tools)
     starting = start_answers(service, _answer_request(body, tools), identity, body.cache_salt)
     generation = await while_connected(request, starting)
@@ -76,7 +76,7 @@ def _answer_request(body: ResponsesRequest, tools: Tools) -> AnswerRequest:
 
 
 class ResponsesAnswer:
-    """Writes one answer to the wire."""
+    """One answer as a whole response or as a stream."""
 
     def __init__(self, service: Service, body: ResponsesRequest, tools: Tools, generation: Generation) -> None:
         self._generation = generation
@@ -89,7 +89,7 @@ class ResponsesAnswer:
         self._response = _fields(service, body, tools)
 
     async def collect(self) -> dict[str, Any]:
-        """The whole response.
+        """Return the whole response.
 
         Raises:
             SpecPrefillError: the engine failed or was stopped.
@@ -101,7 +101,7 @@ class ResponsesAnswer:
         return self._response
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The response as it is made. The first events go out before the engine has done anything."""
+        """Yield the response's events. The first ones go out before the engine has done anything."""
         yield self._event({"type": "response.created", "response": self._response})
         yield self._in_progress()
         async for _, delta in self._generation.stream():
@@ -163,7 +163,7 @@ def _status(end: AnswerDone) -> str:
 
 
 def _failure(error: Exception | None) -> dict[str, Any]:
-    """Agents repeat the whole prompt on every code but those that mean that it can't succeed."""
+    """Return the failure. Agents resend the prompt on every code that does not rule out success."""
     if isinstance(error, ContextLengthError):
         code = "context_length_exceeded"
     else:
@@ -172,7 +172,7 @@ def _failure(error: Exception | None) -> dict[str, Any]:
 
 
 def _fields(service: Service, body: ResponsesRequest, tools: Tools) -> dict[str, Any]:
-    """The response object before anything has been made: what was asked for, as it is understood."""
+    """Return the response object before the answer: the request's fields, as understood."""
     return {
         "id": f"resp_{uuid4().hex}",
         "object": "response",

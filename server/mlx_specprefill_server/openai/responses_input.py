@@ -1,4 +1,4 @@
-"""The items and tools of /v1/responses in the form of chat messages, from which prompts are made.
+"""Translation of the items and tools of /v1/responses to chat messages.
 
 Refusals name the place in the request. Items that only the provider's own tools leave behind are skipped.
 """
@@ -27,7 +27,7 @@ UNREADABLE = {
 
 
 def chat_messages(instructions: str | None, given: str | Sequence[Any]) -> list[Message]:
-    """The conversation as chat messages.
+    """Return the conversation as chat messages.
 
     Raises:
         InvalidRequestError: `field` is the path of the value at fault, like `input[0].content[1].type`.
@@ -44,7 +44,7 @@ def chat_messages(instructions: str | None, given: str | Sequence[Any]) -> list[
 
 
 class _Builder:
-    """Grows the list of messages. What the assistant did in one go (thinking, text, calls) is one message."""
+    """A builder of messages. The assistant's consecutive items (thinking, text, calls) become one message."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -126,7 +126,7 @@ class Tools:
 
 
 def function_tools(tools: Sequence[Any]) -> Tools:
-    """Functions, also those inside of namespaces; what runs on the provider's servers is left out.
+    """Return functions, also those in namespaces. Tools that run on the provider's servers are left out.
 
     Raises:
         InvalidRequestError: `field` is the path of the value at fault.
@@ -144,7 +144,9 @@ def function_tools(tools: Sequence[Any]) -> Tools:
 
 
 def _functions(tools: Sequence[Any]) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Each with its namespace; those without one come first, so that they win over others of the same name."""
+    """Return functions with their namespaces. Those without one come first, so that they win over others of the same
+    name.
+    """
     spaces: list[tuple[str, dict[str, Any]]] = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"

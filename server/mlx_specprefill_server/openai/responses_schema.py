@@ -30,7 +30,7 @@ class Text(Body):
 
 
 class ResponsesRequest(ConversationFields):
-    """POST /v1/responses, and /v1/responses/input_tokens."""
+    """The body of POST /v1/responses and /v1/responses/input_tokens."""
 
     input: Annotated[str | list[Any], PlainValidator(_input, json_schema_input_type=str | list[Any])]
     instructions: str | None = None
@@ -43,11 +43,11 @@ class ResponsesRequest(ConversationFields):
     user: str | None = None
 
     def logprobs_wanted(self) -> int | None:
-        """Alternatives beside each token; None: no logprobs at all."""
+        """The number of alternatives beside each token; None means no logprobs at all."""
         return self.top_logprobs if self.top_logprobs or LOGPROBS in self.include else None
 
     def limit(self) -> int | None:
-        """Tokens asked for, by this dialect's name for it or another's; None: as many as fit."""
+        """The limit in tokens, by this dialect's name for it or another's; None means the remaining context."""
         return first_limit(self.max_output_tokens, self.max_tokens, self.n_predict)
 
     def template_kwargs(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class ResponsesRequest(ConversationFields):
 
 
 def refuse(body: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError on what needs a memory between requests, or work after the answer."""
+    """Refuse fields that need a memory between requests, or work after the answer, by an InvalidRequestError."""
     for name in ("previous_response_id", "conversation"):
         if body.get(name):
             raise InvalidRequestError(f"{name}: {STATELESS}", field=name)

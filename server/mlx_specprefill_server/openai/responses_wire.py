@@ -1,4 +1,4 @@
-"""An answer as output items of /v1/responses, and as the events that announce them."""
+"""Output items of /v1/responses and their events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVENTS = {
 
 
 class ItemWriter:
-    """Writes one answer. At any time at most one item is open: a message, reasoning or a function call."""
+    """A writer of one answer. At most one item is open at a time: a message, reasoning or a function call."""
 
     def __init__(self, scored: Scored, namespaces: Mapping[str, str]) -> None:
         self.items: list[dict[str, Any]] = []  # those that are closed
@@ -36,7 +36,7 @@ class ItemWriter:
         self._logprobs: list[dict[str, Any]] = []
 
     def write(self, delta: AnswerDelta) -> Iterator[Event]:
-        """The events that one delta makes."""
+        """Return the events of one delta."""
         match delta:
             case TextDelta() if delta.text or self._is_open("message"):  # tokens of tags alone make no message
                 yield from self._ensure("message", {"role": "assistant", "content": []})
@@ -58,7 +58,7 @@ class ItemWriter:
                 self.items.pop()
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """Ends the open item, if there is one."""
+        """Return the events that end the open item, if there is one."""
         if self._open is None:
             return
         item, text = self._open, "".join(self._text)
@@ -102,7 +102,7 @@ class ItemWriter:
         return self._about(name, delta=text, logprobs=logprobs)
 
     def _about(self, event: str, /, **fields: Any) -> Event:
-        """An event about the content of the open item."""
+        """Return an event about the content of the open item."""
         assert self._open is not None
         part = {} if self._open["type"] == "function_call" else {"content_index": 0}
         return {"type": event, "item_id": self._open["id"], "output_index": self._index, **part, **fields}

@@ -1,4 +1,6 @@
-"""Request bodies of OpenAI's dialect. Unknown fields are ignored; what would change the answer's meaning is refused."""
+"""Request bodies of OpenAI's dialect. Unknown fields are ignored; unsupported ones that would change the answer are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Every form of `prompt` as a tuple of texts and id lists."""
+    """Return every form of `prompt` as a tuple of texts and id lists."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
@@ -123,12 +125,12 @@ class ConversationFields(ThinkingFields, GenerationFields):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def choice(self) -> ToolChoice:
-        """Which tools have to be called, if any; raises as `read_choice`."""
+        """Return the tool choice; raises as `read_choice`."""
         return "auto" if self.tool_choice == "auto" else read_choice(self.tool_choice)
 
 
 class ChatRequest(ConversationFields):
-    """POST /v1/chat/completions. Messages and tools are checked by `conversation`."""
+    """The body of POST /v1/chat/completions. `conversation` checks messages and tools."""
 
     messages: list[Any]
     timings_per_token: bool = False
@@ -141,7 +143,7 @@ class ChatRequest(ConversationFields):
     documents: list[Any] = Field(default_factory=list)
 
     def conversation(self) -> Conversation:
-        """The normalised messages with the tools."""
+        """Return the normalised messages with the tools."""
         ending = ending_of(self.add_generation_prompt, self.continue_final_message)
         given = conversation(self.messages, self.tools, self._template_kwargs(), ending)
         if not self.documents:
@@ -149,7 +151,7 @@ class ChatRequest(ConversationFields):
         return replace(given, template_kwargs={**given.template_kwargs, "documents": self.documents})
 
     def limit(self) -> int | None:
-        """Tokens asked for; None: as many as fit."""
+        """The limit in tokens; None means the remaining context."""
         return first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
     def _template_kwargs(self) -> dict[str, Any]:
@@ -157,7 +159,7 @@ class ChatRequest(ConversationFields):
 
 
 class CompletionRequest(GenerationFields):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts, json_schema_input_type=Prompts)]
     suffix: str = ""
@@ -165,7 +167,7 @@ class CompletionRequest(GenerationFields):
     logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
 
     def limit(self) -> int | None:
-        """As for chat."""
+        """The limit in tokens, as for chat."""
         return first_limit(self.max_tokens, self.n_predict)
 
 
@@ -185,7 +187,7 @@ REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def refuse_chat(body: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError on what chat completions don't do."""
+    """Refuse fields that chat completions don't support, by an InvalidRequestError."""
     _refuse_best_of(body)
     refuse_sampling(body)
     for name, (harmless, why) in REFUSED_IN_CHAT.items():
@@ -199,7 +201,7 @@ def refuse_chat(body: Mapping[str, Any]) -> None:
 
 
 def refuse_completion(body: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError on what completions don't do."""
+    """Refuse fields that completions don't support, by an InvalidRequestError."""
     _refuse_best_of(body)
     refuse_sampling(body)
     refuse_documents(body)
@@ -232,17 +234,17 @@ class Envelope:
         return cls(f"{prefix}-{uuid4().hex}", kind, model, int(time.time()), null_usage)
 
     def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """A whole response or one chunk."""
+        """Return a whole response or one chunk."""
         head = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
         usage = {"usage": None} if self.null_usage else {}
         return {**head, "system_fingerprint": f"mlx-specprefill-{__version__}", "choices": choices, **usage, **more}
 
     def progress(self, told: dict[str, Any], asked: bool) -> bytes:
-        """A chunk for clients that asked; the others may not expect one without choices, and get a comment."""
+        """Return a chunk for clients that asked, else a comment: other clients may expect choices."""
         return data_event(self.body([], prompt_progress=told)) if asked else comment("progress", told)
 
     def ending(self, choice: dict[str, Any], report: Report, is_last: bool) -> Iterator[bytes]:
-        """The finish chunk; after the last one usage, if asked for. The account rides in whichever is last."""
+        """Yield the finish chunk and, after the last one, usage if asked for. The last of them carries the report."""
         account = report.extras() if is_last else {}
         if not (is_last and self.null_usage):
             yield data_event(self.body([choice], **account))
@@ -252,7 +254,7 @@ class Envelope:
 
 
 def scored(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:
-    """A token as an entry of OpenAI's logprobs."""
+    """Return a token as an entry of OpenAI's logprobs."""
     own = Logprob(event.token, LOWEST_LOGPROB if event.logprob is None else event.logprob)
     return _entry(vocabulary, own) | {"top_logprobs": [_entry(vocabulary, other) for other in event.top_logprobs]}
 

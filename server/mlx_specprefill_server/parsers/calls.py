@@ -19,7 +19,7 @@ CallReader = Callable[[Cursor, Tools], Reading[None]]
 
 
 def call(name: str, arguments: Reading[None]) -> Reading[None]:
-    """One call around its arguments; it opens when their text begins."""
+    """Read one call around its arguments. It opens when their text begins."""
     texts: list[str] = []
     for delta in arguments:
         if delta is not None:
@@ -31,17 +31,17 @@ def call(name: str, arguments: Reading[None]) -> Reading[None]:
 
 
 def whole(name: str, arguments: Mapping[str, object]) -> Reading[None]:
-    """One call whose arguments are known at once."""
+    """Return one call whose arguments are known at once."""
     yield from call(name, written(orjson.dumps(arguments).decode()))
 
 
 def written(text: str) -> Reading[None]:
-    """Arguments that are known as JSON text."""
+    """Yield arguments that are known as JSON text."""
     yield CallDelta(text)
 
 
 def captured(reading: Reading[None]) -> Reading[str]:
-    """Reads arguments without yielding them."""
+    """Read arguments without yielding them."""
     texts = []
     for delta in reading:
         if delta is None:
@@ -52,7 +52,7 @@ def captured(reading: Reading[None]) -> Reading[str]:
 
 
 def until(cursor: Cursor, ends: str, never: str = "") -> Reading[str]:
-    """Reads a name up to one of the characters `ends`, which is left.
+    """Read a name up to one of the characters `ends`, which is not read.
 
     Raises:
         MalformedError: one of `never` comes before, or none of `ends`.
@@ -67,7 +67,7 @@ def until(cursor: Cursor, ends: str, never: str = "") -> Reading[str]:
 
 
 def expect(cursor: Cursor, mark: str) -> Reading[None]:
-    """Reads `mark`.
+    """Read `mark`.
 
     Raises:
         MalformedError: something else comes.
@@ -78,7 +78,7 @@ def expect(cursor: Cursor, mark: str) -> Reading[None]:
 
 
 class Members:
-    """Writes `"name": value` pairs as one JSON object while their values are still being generated."""
+    """A writer of `"name": value` pairs as one JSON object while their values are still being generated."""
 
     def __init__(self, tools: Tools, tool: str) -> None:
         self._tools = tools
@@ -86,7 +86,7 @@ class Members:
         self._before = "{"
 
     def add(self, name: str, value: Value) -> Reading[None]:
-        """One pair. Text goes out as it comes, other types when they are whole."""
+        """Add one pair. Text is passed on as it comes, other types when they are complete."""
         schema = self._tools.schema(self._tool, name)
         head = f"{self._before}{orjson.dumps(name).decode()}: "
         self._before = ", "
@@ -108,7 +108,7 @@ def _escaped(text: str) -> CallDelta:
 
 
 class Value:
-    """A value that stands between tags as it is, without quotes.
+    """A value between tags, without quotes.
 
     Args:
         closer: its end tag. It only ends the value where one of `followers`, or nothing, comes next: values may be
@@ -132,7 +132,7 @@ class Value:
         self._lines = lines
 
     def read(self, emit: Callable[[str], CallDelta | None]) -> Reading[None]:
-        """Reads up to and including the end tag, but leaves any other tag that ends the value."""
+        """Read up to and including the end tag. Any other tag that ends the value is not read."""
         if self._lines and (yield from peek(self._cursor, 1)) == "\n":
             self._cursor.take(1)
         while True:

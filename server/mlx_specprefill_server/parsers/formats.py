@@ -1,4 +1,4 @@
-"""Which output format a model writes, told from its chat template and vocabulary."""
+"""The output format of a model, detected from its chat template and vocabulary."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Format:
         return self.think is not None and prompt.rfind(self.think[0]) > prompt.rfind(self.think[1])
 
     def reasoning_end(self, prompt: str) -> tuple[int, ...]:
-        """The tokens after which the answer proper begins; empty: at once."""
+        """The tokens after which the answer proper begins; none if it begins at once."""
         return self.think_end if self.opened(prompt) else ()
 
     def budget(self, tokens: int, prompt: str) -> ReasoningBudget | None:
@@ -82,7 +82,7 @@ class Format:
         return ReasoningBudget(tokens, *self.budget_marks, opened=opened)
 
     def parser(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> Parser:
-        """For one answer.
+        """Return a parser of one answer.
 
         Args:
             tools: the request's function tools; without any, no text is taken for a call.
@@ -113,7 +113,7 @@ class Format:
 
 
 def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: ReasoningParser | None = None) -> Format:
-    """The format of a model.
+    """Return the format of a model.
 
     Args:
         tokenizer: an mlx_lm TokenizerWrapper.
@@ -148,7 +148,7 @@ def _tools(tokenizer: Any, template: str) -> ToolParser | None:
 
 
 def reasoning_tags(tokenizer: Any) -> tuple[str, str] | None:
-    """Around a model's reasoning, as its vocabulary and chat template say; None: it writes none."""
+    """Return the tags around a model's reasoning by its vocabulary and chat template, None if it writes none."""
     template = str(getattr(tokenizer, "chat_template", "") or "")
     if tokenizer.has_thinking:
         return str(tokenizer.think_start), str(tokenizer.think_end)
@@ -157,7 +157,7 @@ def reasoning_tags(tokenizer: Any) -> tuple[str, str] | None:
 
 
 def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """`<tool_call>` with any of three notations inside: models fall back into the one that they saw most."""
+    """Read `<tool_call>` with any of three notations inside. Models fall back to the one they saw most."""
     cursor.take(len(TOOL_CALL))
     yield from spaces(cursor)
     match (yield from starts_with(cursor, ("{", "[", xml.FUNCTION))):

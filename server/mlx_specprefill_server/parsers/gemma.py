@@ -16,7 +16,7 @@ __all__ = ["reader"]
 
 
 def reader(opener: str, closer: str, quote: str) -> CallReader:
-    """Reads `<opener>call:name{key:value,...}<closer>`, with strings between two `quote` marks."""
+    """Return a reader of `<opener>call:name{key:value,...}<closer>`, with strings between two `quote` marks."""
 
     def read(cursor: Cursor, tools: Tools) -> Reading[None]:
         yield from expect(cursor, opener)
@@ -32,7 +32,7 @@ def reader(opener: str, closer: str, quote: str) -> CallReader:
 
 
 class _Arguments:
-    """Rewrites Gemma's notation as JSON while it comes; keys wait until their value begins."""
+    """A translator of Gemma's notation to JSON as it comes. A key waits until its value begins."""
 
     def __init__(self, cursor: Cursor, quote: str) -> None:
         self._cursor = cursor

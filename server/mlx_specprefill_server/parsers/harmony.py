@@ -33,7 +33,7 @@ def opened_header(prompt: str) -> str:
 
 
 class HarmonyText:
-    """Divides the text.
+    """A divider of harmony's text into deltas.
 
     Args:
         header: see `opened_header`.
@@ -45,7 +45,7 @@ class HarmonyText:
         self._header = header
 
     def run(self, cursor: Cursor) -> Reading[None]:
-        """All messages."""
+        """Read all messages."""
         header = ""
         if MESSAGE in self._header:
             header, self._header = self._header, ""
@@ -64,7 +64,7 @@ class HarmonyText:
             header = ""
 
     def _read_header(self, cursor: Cursor) -> Reading[str]:
-        """Up to and with the message mark; empty when text comes without a header."""
+        """Read a header including the message mark. It is empty for text without a header."""
         before, self._header = self._header, ""
         yield from spaces(cursor)
         if not (yield from starts_with(cursor, HEADS)):
@@ -77,7 +77,7 @@ class HarmonyText:
         return before + cursor.take(at + len(MESSAGE))
 
     def _body(self, cursor: Cursor, reasoning: bool) -> Reading[None]:
-        """Says a message's text up to its end."""
+        """Yield a message's text up to its end."""
         self.thinking = reasoning
         while True:
             found = [(at, mark) for mark in BREAKS if (at := cursor.buffer.find(mark)) >= 0]
@@ -95,7 +95,7 @@ class HarmonyText:
         self.thinking = False
 
     def _call(self, cursor: Cursor, start: int, name: str) -> Reading[None]:
-        """One call, or its message as text."""
+        """Read one call, or its message as text."""
         opened = False
         try:
             yield from spaces(cursor)

@@ -1,4 +1,4 @@
-"""Calls as JSON objects with a name and arguments, the way of Hermes, Qwen and many others."""
+"""Calls as JSON objects with a name and arguments: Hermes, Qwen and many others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 def read_calls(cursor: Cursor, tools: Tools, closers: Sequence[str] = ()) -> Reading[None]:
-    """One object, several one after the other, or an array of them."""
+    """Read one object, several in a row, or an array of them."""
     listed = yield from starts_with(cursor, ("[",))
     if listed:
         cursor.take(1)
@@ -34,7 +34,7 @@ def read_calls(cursor: Cursor, tools: Tools, closers: Sequence[str] = ()) -> Rea
 
 
 def read_bare(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """A call without its tag: only a known tool with arguments is one."""
+    """Read a call without its tag. Only a known tool with arguments is one."""
     yield from _Call(cursor, tools, (), bare=True).read()
     yield from spaces(cursor)
     if (yield from starts_with(cursor, ("</tool_call>",))):
@@ -42,7 +42,7 @@ def read_bare(cursor: Cursor, tools: Tools) -> Reading[None]:
 
 
 def read_python_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """Llama's tag, which has no end."""
+    """Read Llama's tag, which has no end."""
     yield from expect(cursor, PYTHON_TAG)
     yield from spaces(cursor)
     yield from read_calls(cursor, tools)
@@ -96,7 +96,7 @@ class _Call:
             yield from captured(JsonReader(self._cursor).value())
 
     def _arguments(self) -> Reading[None]:
-        """An object; also one inside a string, or null for none."""
+        """Read an object, also one inside a string, or null for none."""
         match (yield from peek(self._cursor, 1)):
             case '"':
                 text = yield from JsonReader(self._cursor).text()

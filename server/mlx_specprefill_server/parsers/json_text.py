@@ -28,7 +28,7 @@ REPLACEMENT = "\\ufffd"
 
 
 class JsonReader:
-    """Reads one object at the cursor.
+    """A reader of one object at the cursor.
 
     Args:
         closers: tags that end the call; brackets that are open before one of them are closed.
@@ -40,7 +40,7 @@ class JsonReader:
         self._held = ""
 
     def object(self, depth: int = 0) -> Reading[None]:
-        """Yields the object's text.
+        """Yield the object's text.
 
         Raises:
             MalformedError: this is not an object.
@@ -57,7 +57,7 @@ class JsonReader:
         yield from self._say("}")
 
     def text(self) -> Reading[str]:
-        """Reads a string and gives its value.
+        """Read a string and return its value.
 
         Raises:
             MalformedError: this is not a string.
@@ -75,7 +75,7 @@ class JsonReader:
         yield from self._say("]")
 
     def value(self, depth: int = 0) -> Reading[None]:
-        """Yields the text of any value."""
+        """Yield the text of any value."""
         if depth > DEEPEST:
             raise MalformedError("nested too deeply")
         match (yield from peek(self._cursor, 1)):
@@ -100,7 +100,7 @@ class JsonReader:
         return True
 
     def _comma(self, bracket: str) -> Reading[str]:
-        """Reads a comma, if there is one."""
+        """Read a comma, if there is one."""
         space = yield from spaces(self._cursor)
         if (yield from starts_with(self._cursor, (",",))):
             return space + self._cursor.take(1)
@@ -110,7 +110,7 @@ class JsonReader:
         return ""
 
     def _string(self, live: bool = False) -> Reading[None]:
-        """A `live` string is passed on while it is read."""
+        """Read a string. A `live` string is passed on as it comes."""
         yield from self._expect('"')
         while True:
             special = NOT_PLAIN.search(self._cursor.buffer)
@@ -142,7 +142,7 @@ class JsonReader:
         return "\\\\"
 
     def _code(self) -> Reading[str]:
-        r"""\uXXXX; half a surrogate pair stands for no character."""
+        r"""Read \uXXXX. Half a surrogate pair stands for no character."""
         code = yield from peek(self._cursor, 6)
         if not HEX.fullmatch(code):
             self._cursor.take(1)
@@ -156,7 +156,7 @@ class JsonReader:
         return REPLACEMENT
 
     def _word(self) -> Reading[None]:
-        """A number or a literal; both end where something else begins."""
+        """Read a number or a literal. Both end where something else begins."""
         word = ""
         while True:
             found = WORD.match(self._cursor.buffer)

@@ -13,7 +13,7 @@ TAG, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def read_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """All calls behind one mark."""
+    """Read all calls behind one mark."""
     cursor.take(len(TAG))
     yield from spaces(cursor)
     if (yield from starts_with(cursor, ("[", "{"))):

@@ -1,4 +1,4 @@
-"""Calls in the formats that mlx-lm can parse and this package does not stream: a call is read as a whole."""
+"""Calls in the formats that mlx-lm can parse and this package does not stream. A call is read as a whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, Arith
 
 
 def reader(opener: str, closer: str, parse: Callable[..., Any], tools: list[Any]) -> CallReader:
-    """Reads `<opener>...<closer>` with mlx-lm's `parse(text, tools)`; without a closer, to the end of the text."""
+    """Return a reader of `<opener>...<closer>` by mlx-lm's `parse(text, tools)`. Without a closer the call ends with
+    the text.
+    """
 
     def read(cursor: Cursor, known: Tools) -> Reading[None]:
         cursor.take(len(opener))
@@ -33,7 +35,7 @@ def reader(opener: str, closer: str, parse: Callable[..., Any], tools: list[Any]
 
 
 def _body(cursor: Cursor, closer: str) -> Reading[str]:
-    """Text up to the end tag; one that is cut off is no call."""
+    """Read text up to the end tag. Text that is cut off is no call."""
     text = ""
     while True:
         at = cursor.buffer.find(closer) if closer else -1

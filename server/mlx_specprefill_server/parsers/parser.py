@@ -1,4 +1,4 @@
-"""The driver that feeds text to a format's grammar, the tools that it knows, and plain text, which has no grammar."""
+"""The driver of a format's grammar, the known tools, and plain text, which has no grammar."""
 
 from __future__ import annotations
 
@@ -46,18 +46,20 @@ class Tools:
 
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]]) -> Tools:
-        """From OpenAI's function tools. Schemas come from clients: whatever is not a mapping counts as absent."""
+        """Return the tools from OpenAI's function tools. Clients write the schemas: any that is no mapping counts as
+        absent.
+        """
         return cls({tool["function"]["name"]: _properties(tool["function"].get("parameters")) for tool in tools})
 
     def __bool__(self) -> bool:
         return bool(self.properties)
 
     def schema(self, tool: str, parameter: str) -> Any:
-        """None when the tool says nothing of this parameter."""
+        """Return the parameter's schema, None if the tool has none for it."""
         return self.properties.get(tool, {}).get(parameter)
 
     def name(self, raw: str) -> str:
-        """The tool that is meant. Models leak control tokens and namespaces into names.
+        """Return the tool's name without control tokens and namespaces, which models leak into names.
 
         Raises:
             MalformedError: this is no name.
@@ -78,7 +80,7 @@ def _properties(parameters: Any) -> Mapping[str, Any]:
 
 
 def _referred(schema: Any, root: Any) -> Any:
-    """The schema that a local reference means; others stay as they are."""
+    """Return the schema that a local reference points to, or the schema itself."""
     reference = schema.get("$ref") if isinstance(schema, dict) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
@@ -88,7 +90,7 @@ def _referred(schema: Any, root: Any) -> Any:
 
 
 class Machine(Protocol):
-    """The grammar of one output format. `thinking`: what comes now is reasoning."""
+    """The grammar of one output format. `thinking` is true while reasoning follows."""
 
     @property
     def thinking(self) -> bool: ...
@@ -112,7 +114,7 @@ class PlainText:
 
 
 class Parser:
-    """Feeds one answer to a machine."""
+    """A parser that feeds one answer to a machine."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -129,7 +131,7 @@ class Parser:
         return self._ready()
 
     def finish(self, complete: bool) -> list[ContentDelta]:
-        """The rest.
+        """Return the rest.
 
         Args:
             complete: the model ended its answer itself; False: it was cut off.
@@ -150,7 +152,7 @@ Waiting = Generator[None, None, str]
 
 
 class Cursor:
-    """Text that is read once, from front to back, except that a failed attempt can be taken back.
+    """A reader of text from front to back. A failed attempt can be taken back.
 
     Attributes:
         buffer: what has come and is not read yet.
@@ -171,14 +173,14 @@ class Cursor:
         self.ended, self.complete = True, complete
 
     def take(self, count: int) -> str:
-        """Reads `count` characters, or what there is."""
+        """Read `count` characters, or as many as there are."""
         taken, self.buffer = self.buffer[:count], self.buffer[count:]
         self.offset += len(taken)
         self._trail.append(taken)
         return taken
 
     def mark(self) -> None:
-        """From here on, text can be taken back."""
+        """Allow the text from here on to be taken back."""
         self._trail = []
 
     def trail(self) -> str:
@@ -186,7 +188,7 @@ class Cursor:
         return "".join(self._trail)
 
     def rewind(self, keep: int) -> None:
-        """Unreads all but the first `keep` characters since the mark."""
+        """Unread all but the first `keep` characters since the mark."""
         trail = self.trail()
         self.buffer = trail[keep:] + self.buffer
         self.offset -= len(trail) - keep
@@ -194,14 +196,14 @@ class Cursor:
 
 
 def peek(cursor: Cursor, count: int) -> Waiting:
-    """The next `count` characters; fewer only at the end."""
+    """Return the next `count` characters, fewer only at the end."""
     while len(cursor.buffer) < count and not cursor.ended:
         yield
     return cursor.buffer[:count]
 
 
 def spaces(cursor: Cursor) -> Waiting:
-    """Reads white space up to something else or the end."""
+    """Read white space."""
     taken = ""
     while True:
         taken += cursor.take(len(cursor.buffer) - len(cursor.buffer.lstrip()))
@@ -211,12 +213,12 @@ def spaces(cursor: Cursor) -> Waiting:
 
 
 def starts_with(cursor: Cursor, marks: Sequence[str]) -> Waiting:
-    """Which of the marks comes next, without reading it; empty: none."""
+    """Return which of the marks comes next, "" if none does, without reading it."""
     return (yield from ahead(cursor, 0, marks))
 
 
 def ahead(cursor: Cursor, at: int, marks: Sequence[str]) -> Waiting:
-    """As `starts_with`, for what comes `at` characters later."""
+    """Return which of the marks comes `at` characters later, as `starts_with`."""
     while True:
         text = cursor.buffer[at:]
         for mark in marks:

@@ -20,7 +20,9 @@ def is_text(schema: Any) -> bool:
 
 
 def convert(text: str, schema: Any) -> str:
-    """The value as JSON text. What does not fit the schema stays a string: the tool's own check names the fault."""
+    """Return the value as JSON text. A value that does not fit the schema stays a string: the tool's check names the
+    fault.
+    """
     types = _types(schema)
     value = _parsed(text.strip())
     if value is NOT_JSON:
@@ -37,7 +39,7 @@ def convert(text: str, schema: Any) -> str:
 
 
 def _types(schema: Any, depth: int = 8) -> set[str]:
-    """The JSON types that a schema allows; empty: unknown."""
+    """Return the JSON types that a schema allows; empty means unknown."""
     if not isinstance(schema, dict) or not depth:
         return set()
     stated = schema.get("type")
@@ -61,7 +63,7 @@ def _kind(value: Any) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """JSON, or a Python literal, which models write now and then."""
+    """Parse JSON, or a Python literal, which models sometimes write."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Answers whose reasoning and calls stand between tags within the text, as most families write them."""
+"""Answers with reasoning and calls between tags within the text, as most model families write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST_RETRY = 4096  # characters: a longer failed call is not searched for oth
 
 
 class TaggedText:
-    """Divides the text.
+    """A divider of tagged text into deltas.
 
     White space that templates set around reasoning and calls belongs to neither, nor to the text.
 
@@ -50,7 +50,7 @@ class TaggedText:
         self._called = False
 
     def run(self, cursor: Cursor) -> Reading[None]:
-        """The whole answer."""
+        """Read the whole answer."""
         yield from self._opening(cursor)
         while mark := (yield from self._text(cursor)):
             if self._think and mark in self._think:
@@ -62,7 +62,7 @@ class TaggedText:
             yield self._held
 
     def _opening(self, cursor: Cursor) -> Reading[None]:
-        """Reasoning, or a call without its tag, can only begin an answer."""
+        """Read the start. Reasoning, or a call without its tag, can only begin an answer."""
         begins = [self._think[0]] if self._think and not self._begun else []
         begins += ["{"] if self._bare and not self.thinking else []
         if not begins:
@@ -84,7 +84,7 @@ class TaggedText:
         self._held = None
 
     def _text(self, cursor: Cursor) -> Reading[str]:
-        """Says everything up to a tag, which is left; empty: the end."""
+        """Yield everything up to a tag, which is not read; "" means the end."""
         while True:
             marks = self._marks[self.thinking]
             at, mark = marks.first(cursor.buffer)
@@ -98,7 +98,7 @@ class TaggedText:
             yield None
 
     def _say(self, start: int, text: str) -> Reading[None]:
-        """Text without the white space at its ends; that at its end waits for more text."""
+        """Yield text without the white space at its ends. White space at its end waits for more text."""
         if self._trim:
             start, text = start + len(text) - len(text.lstrip()), text.lstrip()
         if not text:
@@ -115,7 +115,7 @@ class TaggedText:
         return ReasoningDelta(text, start=start) if self.thinking else TextDelta(text, start=start)
 
     def _attempt(self, cursor: Cursor, reader: CallReader, tag: int) -> Reading[None]:
-        """One or more calls, or the same characters as text."""
+        """Read one or more calls, or the same characters as text."""
         cursor.mark()
         start, keep, opened = cursor.offset, tag, False
         try:
@@ -136,7 +136,7 @@ class TaggedText:
             yield from self._say(start, cursor.trail())
 
     def _retry(self, cursor: Cursor, keep: int) -> None:
-        """Takes back what follows the tag: there may be a call in it."""
+        """Take back the text after the tag: it may contain a call."""
         read = len(cursor.trail())
         if read < keep:
             cursor.take(keep - read)
@@ -150,14 +150,16 @@ class TaggedText:
 
 
 class Marks:
-    """Looks for tags. Most text has no character that one begins with, which is all that is asked of it then."""
+    """A finder of tags. Most text has no character that begins one, which is the only check it needs."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = marks
         self._begins = frozenset(mark[0] for mark in marks)
 
     def first(self, text: str) -> tuple[int, str]:
-        """Where the first of them is, and which; if there is none, where one may begin, or the end of the text."""
+        """Return the place of the first tag and the tag. Without one, return where one may begin, or the end of the
+        text.
+        """
         if self._begins.isdisjoint(text):
             return len(text), ""
         found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]

@@ -1,4 +1,4 @@
-"""Calls as tags, one for each parameter, with values as they are: Qwen3-Coder, Qwen3.5, Nemotron-3."""
+"""Calls as tags, one for each parameter, with unquoted values: Qwen3-Coder, Qwen3.5, Nemotron-3."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AFTER_FUNCTION = (END_CALL, FUNCTION, CALL)
 
 
 def read_functions(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """One or more functions, and the end tag around them, which is forgotten like its beginning now and then."""
+    """Read one or more functions and the end tag around them. Models sometimes omit either tag."""
     while (yield from starts_with(cursor, (FUNCTION,))):
         yield from read_function(cursor, tools)
         yield from spaces(cursor)
@@ -23,7 +23,7 @@ def read_functions(cursor: Cursor, tools: Tools) -> Reading[None]:
 
 
 def read_function(cursor: Cursor, tools: Tools) -> Reading[None]:
-    """One function."""
+    """Read one function."""
     yield from expect(cursor, FUNCTION)
     name = tools.name((yield from _name(cursor)))
     yield from call(name, _arguments(cursor, tools, name))

@@ -54,7 +54,7 @@ def conversation(
     ending: Ending = "answer",
     field: str = "messages",
 ) -> Conversation:
-    """Checks and normalises OpenAI's chat messages.
+    """Check and normalise OpenAI's chat messages.
 
     Raises:
         InvalidRequestError: `field` is the path of the value at fault, like `messages[0].content[1].type`.
@@ -86,7 +86,7 @@ def ending_of(add_generation_prompt: bool | None, continue_final_message: bool) 
 
 
 def simpler_forms(messages: Sequence[Message]) -> Iterator[tuple[Message, ...]]:
-    """Other forms of a conversation, for templates that refuse it as it is.
+    """Yield other forms of a conversation, for templates that refuse it unchanged.
 
     Some want user and assistant to take turns; some of those know no system message either.
     """
@@ -96,7 +96,7 @@ def simpler_forms(messages: Sequence[Message]) -> Iterator[tuple[Message, ...]]:
 
 
 def _in_turns(messages: Sequence[Message]) -> list[Message]:
-    """Neighbours of one role become one message, unless calls or results would be torn apart."""
+    """Join neighbours of one role into one message, unless that would tear calls or results apart."""
     out: list[Message] = []
     for message in messages:
         before = out[-1] if out else None
@@ -183,7 +183,9 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(arguments: Any) -> dict[str, Any]:
-    """Templates iterate over a mapping. Broken JSON in the history must not fail the session: it is kept as text."""
+    """Return the arguments as a mapping, over which templates iterate. Broken JSON is kept as text: it must not fail
+    the session.
+    """
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = orjson.loads(arguments)
@@ -195,7 +197,7 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 
 
 def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Function tools; other kinds are the provider's own (web search and the like) and are left out."""
+    """Return the function tools. Other kinds are the provider's own (web search and the like) and are left out."""
     out = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
@@ -211,7 +213,7 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _system_first(messages: Sequence[Message]) -> list[Message]:
-    """Most templates refuse a second system message, or one that is not the first."""
+    """Join the system messages in front. Most templates refuse a second one, or one that is not the first."""
     system = [message["content"] for message in messages if message["role"] in ("system", "developer")]
     rest = [message for message in messages if message["role"] not in ("system", "developer")]
     return [{"role": "system", "content": "\n\n".join(filter(None, system))}, *rest] if system else rest

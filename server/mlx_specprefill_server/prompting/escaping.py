@@ -1,4 +1,4 @@
-"""Control tokens in what people, tools and files say are text, never structure.
+"""Control tokens in the text of people, tools and files are text, never structure.
 
 A template makes one text of structure and content, in which nothing tells them apart any more. So before rendering,
 names of control tokens in content are written in private-use characters, one for one, which mean nothing to templates.
@@ -65,7 +65,7 @@ class EscapedConversation:
 
     @cached_property
     def _substitutes(self) -> Mapping[int, int]:
-        """For each character that names have, one that the conversation does not have."""
+        """Return for each character of names one that the conversation does not have."""
         alphabet = sorted(set("".join(self._controls.ids)))
         given = (self._given.messages, self._given.tools, self._given.template_kwargs)
         used = sorted({ord(char) for text in _texts(given) for char in _private_in(text)})
@@ -80,7 +80,7 @@ class EscapedConversation:
         return {ord(char): first + i for i, char in enumerate(alphabet)}
 
     def from_json(self, rendered: str) -> str:
-        """A rendering with our private-use characters read back, where a template wrote them as JSON escapes."""
+        """Return a rendering with our private-use characters, where a template wrote them as JSON escapes."""
         if "_substitutes" not in self.__dict__:
             return rendered
         ours = set(self._substitutes.values())
@@ -92,7 +92,7 @@ class EscapedConversation:
         return ESCAPED.sub(read, rendered)
 
     def unescape(self, rendered: str) -> str:
-        """The same text, character for character, with the names of control tokens back in place."""
+        """Return the same text, character for character, with the names of control tokens restored."""
         if "_substitutes" not in self.__dict__:
             return rendered
         meant = {substitute: char for char, substitute in self._substitutes.items()}
@@ -143,7 +143,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _replaced(text: str, places: Places, by: Callable[[str], str]) -> tuple[str, Places]:
-    """A text with other parts in these places, and where they are."""
+    """Return a text with other parts in these places, and the new places."""
     parts: list[str] = []
     there: Places = []
     at = length = 0
@@ -157,7 +157,7 @@ def _replaced(text: str, places: Places, by: Callable[[str], str]) -> tuple[str,
 
 
 def _moved(at: int, parts: Places, others: Places) -> int:
-    """Where a place of a text is in another one that has other parts; one within a part is at its end."""
+    """Return the place in a text whose parts were replaced. A place within a part moves to its end."""
     before = bisect_right(parts, at, key=itemgetter(0)) - 1
     if before < 0:
         return at
@@ -166,7 +166,7 @@ def _moved(at: int, parts: Places, others: Places) -> int:
 
 
 class Encoder:
-    """Tokenizes rendered conversations; `tokenizer` is an mlx_lm TokenizerWrapper."""
+    """A tokenizer of rendered conversations; `tokenizer` is an mlx_lm TokenizerWrapper."""
 
     def __init__(self, tokenizer: Any, controls: ControlTokens) -> None:
         self._tokenizer = tokenizer._tokenizer  # the wrapper forwards attributes, but not the call itself
@@ -178,14 +178,14 @@ class Encoder:
         self._copy: Any = None
 
     def encode_raw(self, text: str) -> Encoded:
-        """With every name of a control token as that token."""
+        """Tokenize with every name of a control token as that token."""
         if not self._fast:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False)), None
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return tuple(encoded["input_ids"]), encoded["offset_mapping"]
 
     def encode(self, text: str, structure: Places, field: str) -> Encoded:
-        """Ids as mlx-lm makes them from a rendered template, and their places, which only fast tokenizers know.
+        """Return the ids that mlx-lm makes from a rendered template, and their places, which only fast tokenizers know.
 
         Args:
             structure: where control tokens are; what has a name elsewhere is text.
@@ -214,7 +214,7 @@ class Encoder:
         return sum(self._controls.ids[text[a:b]] in self._ids for a, b in places)
 
     def _renamed(self) -> Any:
-        """The tokenizer in which control tokens have other names, made when it is first needed: it takes a second."""
+        """The tokenizer whose control tokens have other names. It is made on first use, which takes a second."""
         with self._lock:
             if self._copy is None:
                 self._copy = _renamed(self._tokenizer.backend_tokenizer, self._names)
@@ -222,7 +222,7 @@ class Encoder:
 
 
 def _renamed(backend: Any, names: Mapping[str, str]) -> Any:
-    """A copy of a `tokenizers.Tokenizer` in which tokens have these names instead."""
+    """Return a copy of a `tokenizers.Tokenizer` whose tokens have these names instead."""
     rules = orjson.loads(backend.to_str())
     rules |= {"post_processor": None, "truncation": None, "padding": None}
     for token in rules["added_tokens"]:
@@ -287,7 +287,7 @@ class ControlTokens:
         self._words = {match[1] for name in self.ids if (match := WORD.fullmatch(name))}
 
     def places(self, text: str) -> Places:
-        """Where names stand, as tokenizers match them: the first, and of several the longest."""
+        """Return the places of names, as tokenizers match them: the first one, and the longest of several."""
         return [match.span() for match in self._pattern.finditer(text)]
 
     def in_content(self, text: str, kept: frozenset[str] = NOTHING, words: bool = False) -> Places:
@@ -306,7 +306,7 @@ class ControlTokens:
         return out
 
     def _runs(self, text: str, kept: frozenset[str]) -> Iterator[tuple[int, int]]:
-        """The parts between the names that stay."""
+        """Return the parts between the kept names."""
         at = 0
         for match in self._pattern.finditer(text) if kept else ():
             if match[0] in kept:
@@ -337,7 +337,7 @@ def _call_tags(tokenizer: Any) -> set[str]:
 
 
 def _longest_of(names: Iterable[str]) -> str:
-    """A pattern that finds the longest of the names in time linear in the text, whatever they have in common."""
+    """Return a pattern that finds the longest name in time linear in the text, whatever the names have in common."""
     tree: dict[str, Any] = {}
     for name in names:
         node = tree

@@ -1,4 +1,4 @@
-"""From conversations and raw prompts to token ids and message spans.
+"""Token ids and message spans of conversations and raw prompts.
 
 Templates and tokenizers take seconds on the longest prompts, so they run on worker threads of their own: the event loop
 stays free. A fast tokenizer may be used by several threads, as long as none changes its settings.
@@ -49,7 +49,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Fitted:
-    """A conversation as a template took it.
+    """A conversation in the form that its template took.
 
     Attributes:
         messages: of `render`; names of control tokens in them are escaped.
@@ -64,7 +64,7 @@ class _Fitted:
 
 
 class PromptBuilder:
-    """Renders and tokenizes for one model.
+    """A builder of prompts for one model.
 
     Args:
         tokenizer: an mlx_lm TokenizerWrapper.
@@ -85,7 +85,7 @@ class PromptBuilder:
         self._allow_special = allow_special_tokens
 
     async def chat(self, conversation: Conversation) -> Prompt:
-        """The rendered conversation, ready for the assistant's answer.
+        """Return the rendered conversation, ready for the assistant's answer.
 
         Raises:
             InvalidRequestError: the model has no chat template, or its template refuses the conversation.
@@ -94,7 +94,7 @@ class PromptBuilder:
         return await self.run(partial(self._chat, conversation))
 
     async def raw(self, text: str) -> Prompt:
-        """A prompt as it stands, with the special tokens that the tokenizer adds by itself.
+        """Return an unrendered prompt, with the special tokens that the tokenizer adds.
 
         Raises:
             ContextLengthError: it can't fit the context.
@@ -102,11 +102,11 @@ class PromptBuilder:
         return await self.run(partial(self._raw, text))
 
     async def text(self, conversation: Conversation) -> str:
-        """The rendered conversation as text; raises as `chat`."""
+        """Return the rendered conversation as text; raises as `chat`."""
         return (await self.run(partial(self._fitted, conversation))).text
 
     async def tokens(self, text: str, *, special: bool, field: str) -> list[int]:
-        """The ids of a text; `special` adds what the tokenizer puts around prompts by itself.
+        """Return the ids of a text. `special` adds the tokens that the tokenizer puts around prompts.
 
         Raises:
             ContextLengthError: it can't fit the context; names `field`.
@@ -114,7 +114,7 @@ class PromptBuilder:
         return await self.run(partial(self._tokens, text, special, field))
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Anything long that uses the tokenizer, on a worker thread."""
+        """Run a long call that uses the tokenizer on a worker thread."""
         return await self.workers.run(call)
 
     def _count(self, text: str) -> int:
@@ -149,7 +149,7 @@ class PromptBuilder:
         return Prompt(as_token_ids(tokens), to_tokens(found, offsets), ending)
 
     def _fitted(self, conversation: Conversation) -> _Fitted:
-        """The conversation in the first form that the template takes."""
+        """Return the conversation in the first form that the template takes."""
         if not self._tokenizer.has_chat_template:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", field=conversation.field)
         if "documents" in conversation.template_kwargs and "documents" not in str(self._tokenizer.chat_template):
@@ -189,7 +189,7 @@ class PromptBuilder:
 
 
 def _first_form(messages: Sequence[Message], render: Render) -> tuple[Sequence[Message], str]:
-    """The messages in the first form that the template takes, and its rendering of them."""
+    """Return the messages in the first form that the template takes, and its rendering of them."""
     try:
         return messages, render(messages)
     except InvalidRequestError as refusal:
@@ -212,7 +212,7 @@ def _turn_ends(tokenizer: Any) -> re.Pattern[str]:
 
 
 class Workers:
-    """Runs calls in order of arrival, `count` of them at a time."""
+    """Threads that run calls in order of arrival, `count` of them at a time."""
 
     def __init__(self, count: int) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="prompts")
@@ -220,7 +220,7 @@ class Workers:
         self._begun: dict[object, float] = {}  # by the monotonic clock
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The call's result. A caller that is cancelled takes a call along that has not begun."""
+        """Return the call's result. A cancelled caller also cancels a call that has not begun."""
         job = object()
         self._waiting.add(job)
         future = self._pool.submit(self._watched, job, call)
@@ -231,7 +231,7 @@ class Workers:
 
     @property
     def waiting(self) -> int:
-        """Calls that no thread has begun."""
+        """The number of calls that no thread has begun."""
         return len(self._waiting)
 
     @property
@@ -248,7 +248,7 @@ class Workers:
             del self._begun[job]
 
     def close(self) -> None:
-        """No more calls; those in work end by themselves."""
+        """Refuse further calls. Running ones end by themselves."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -257,7 +257,7 @@ SLACK = 2  # times the context: tokens of pieces may be a few more than those of
 
 
 class LengthCheck:
-    """Refuses texts that must have more tokens than the context, long before all of them is tokenized.
+    """A check that refuses texts longer than the context before all of them is tokenized.
 
     Args:
         context_length: tokens; None: nothing is refused.
@@ -270,7 +270,7 @@ class LengthCheck:
         self._count = count
 
     def check_length(self, characters: int, field: str) -> None:
-        """By the tokenizer's longest token.
+        """Check the length by the tokenizer's longest token.
 
         Raises:
             ContextLengthError: no tokenization can make it fit; its count of tokens is the least that there can be.
@@ -279,7 +279,7 @@ class LengthCheck:
             self._refuse(-(-characters // self._longest), field)
 
     def check(self, text: str, field: str) -> None:
-        """The same, and piece by piece: the work is bounded by the context whatever the text.
+        """Check by the longest token, then piece by piece. The context bounds the work, whatever the text.
 
         Raises:
             ContextLengthError: as `check_length`.
@@ -301,7 +301,7 @@ class LengthCheck:
 
 
 def _longest_token(tokenizer: Any) -> int:
-    """Characters that one token can stand for; 0 where one may stand for any number.
+    """Return how many characters one token can stand for; 0 means any number.
 
     That is so where unknown characters or the spaces around a special token disappear in it, and where characters are
     taken away before. Composing (NFC) makes at most one out of four.

@@ -1,4 +1,4 @@
-"""Where each message lies in a rendered prompt, for any chat template.
+"""The place of each message in a rendered prompt, for any chat template.
 
 The conversation is rendered a second time with marks around every message's text. If taking the marks out gives the
 first rendering back, character for character, the marks tell the exact places, whatever the template did to the text.
@@ -38,7 +38,7 @@ Render = Callable[[Sequence[Message]], str]
 
 @dataclass(frozen=True, slots=True)
 class CharSpan:
-    """A message in characters of the rendered text; the bounds mean what those of PromptSpan mean."""
+    """A message in characters of the rendered text. The bounds mean those of PromptSpan."""
 
     kind: SpanKind
     start: int
@@ -48,7 +48,7 @@ class CharSpan:
 
 
 def turn_ends(eos: Sequence[str], known: Callable[[str], bool]) -> re.Pattern[str]:
-    """Matches an end-of-turn marker and the line breaks after it.
+    """Return a pattern of an end-of-turn marker and the line breaks after it.
 
     Args:
         eos: texts of the model's own end tokens.
@@ -61,7 +61,7 @@ def turn_ends(eos: Sequence[str], known: Callable[[str], bool]) -> re.Pattern[st
 def locate(
     messages: Sequence[Message], text: str, render: Render, ends: re.Pattern[str], has_tools: bool
 ) -> list[CharSpan]:
-    """Spans of `text`, in order and without overlap.
+    """Return the spans of `text`, in order and without overlap.
 
     Args:
         text: `render(messages)`.
@@ -74,7 +74,7 @@ def locate(
 
 
 def to_tokens(spans: Sequence[CharSpan], offsets: Sequence[tuple[int, int]]) -> tuple[PromptSpan, ...]:
-    """Character spans as token spans. A token across a border belongs to what follows it."""
+    """Return character spans as token spans. A token across a border belongs to the span after it."""
     token_ends = list(accumulate((end for _, end in offsets), max))
     out = []
     for span in spans:
@@ -88,7 +88,7 @@ def to_tokens(spans: Sequence[CharSpan], offsets: Sequence[tuple[int, int]]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Content of message `index` at [start, end)."""
+    """The content of message `index` at [start, end)."""
 
     index: int
     start: int
@@ -96,7 +96,7 @@ class _Place:
 
 
 def _marked(messages: Sequence[Message], text: str, render: Render) -> list[_Place] | None:
-    """Places by marks; None when the marks changed the rendering."""
+    """Return the places by marks, None if the marks changed the rendering."""
     stem = _absent(text)
     try:
         marked = render([_with_marks(message, f"{stem}{i}") for i, message in enumerate(messages)])
@@ -123,13 +123,13 @@ def _place(index: int, places: Mapping[str, list[int]]) -> _Place | None:
 
 
 def _absent(text: str) -> str:
-    """A word of letters and digits that is not in the text."""
+    """Return a word of letters and digits that is not in the text."""
     taken = {int(number) for number in STEM.findall(text)}
     return f"Qk{next(number for number in count() if number not in taken)}zX"
 
 
 def _with_marks(message: Message, mark: str) -> Message:
-    """Marks inside the surrounding white space, which templates may strip."""
+    """Put marks inside the surrounding white space, which templates may strip."""
     content = message["content"]
     core = content.strip()
     if not core:
@@ -149,7 +149,7 @@ def _unique(messages: Sequence[Message], text: str) -> list[_Place]:
 
 
 def _in_order(places: Sequence[_Place]) -> list[_Place]:
-    """By place in the text (some templates move the system message), dropping any that would overlap."""
+    """Sort by place in the text and drop overlaps. Some templates move the system message."""
     out: list[_Place] = []
     for place in sorted(places, key=lambda p: (p.start, p.end)):
         if not out or place.start >= out[-1].end:
@@ -160,7 +160,7 @@ def _in_order(places: Sequence[_Place]) -> list[_Place]:
 def _spans(
     messages: Sequence[Message], text: str, places: Sequence[_Place], ends: re.Pattern[str], has_tools: bool
 ) -> Iterator[CharSpan]:
-    """Divides the template's own text between the located messages."""
+    """Divide the template's own text between the located messages."""
     if not places:
         return
     tail = _last_cut(text, places[-1].end, len(text), ends)
@@ -184,7 +184,7 @@ def _spans(
 def _said(
     message: Message, text: str, place: _Place, start: int, end: int, opening: str, ends: re.Pattern[str]
 ) -> tuple[int, int]:
-    """The content with what templates set around it but the assistant said: reasoning before, tool calls after."""
+    """Extend the content by the assistant's text that templates set around it: reasoning before, tool calls after."""
     first, last = place.start, place.end
     if "reasoning" in message:
         first = start + _common(text[start:first], opening)
@@ -194,13 +194,13 @@ def _said(
 
 
 def _missing(messages: Sequence[Message], place: _Place, following: _Place | None) -> list[Message]:
-    """Messages that say something between two located ones without being located; empty ones are all structure."""
+    """Return the messages with text between two located ones. Empty messages are all structure."""
     between = messages[place.index + 1 : following.index if following else len(messages)]
     return [m for m in between if m["content"].strip() or "tool_calls" in m or "reasoning" in m]
 
 
 def _gap(missing: Sequence[Message], text: str, start: int, end: int, opening: str, ends: re.Pattern[str]) -> CharSpan:
-    """Messages without text of their own, like an assistant's tool call, or with text that was cut, like reasoning."""
+    """Return the span of messages without text of their own, like a tool call, or with cut text, like reasoning."""
     kind = KINDS.get(missing[0]["role"], "other") if len(missing) == 1 else "other"
     content_end = _marker_start(text, start, end, ends)
     header = _common(text[start:content_end], opening)
@@ -208,7 +208,7 @@ def _gap(missing: Sequence[Message], text: str, start: int, end: int, opening: s
 
 
 def _common(one: str, other: str) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common beginning."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -218,7 +218,7 @@ def _first_cut(text: str, start: int, end: int, ends: re.Pattern[str]) -> int:
 
 
 def _last_cut(text: str, start: int, end: int, ends: re.Pattern[str]) -> int:
-    """After the last end-of-turn marker in [start, end), else `start`."""
+    """Return the end of the last end-of-turn marker in [start, end), else `start`."""
     return max((match.end() for match in ends.finditer(text, start, end)), default=start)
 
 

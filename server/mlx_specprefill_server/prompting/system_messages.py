@@ -16,7 +16,7 @@ __all__ = ["inline_system_messages"]
 
 
 def inline_system_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages, whose contents are texts, with system and developer messages at the beginning only."""
+    """Return the messages with system and developer messages at the beginning only. Contents must be texts."""
     out: list[Message] = []
     reminder: str | None = None  # of the group before this one, if that could not join a user message
     for is_system, group in groupby(messages, key=lambda message: message["role"] in ("system", "developer")):
@@ -37,7 +37,7 @@ def _reminder(system: Sequence[Message]) -> str:
 
 
 def _reminded(reminder: str | None, run: list[Message]) -> list[Message]:
-    """The reminder goes in front, so that what the user says is last, where a sparse prefill keeps it."""
+    """Put the reminder in front: the user's text stays last, where a sparse prefill keeps it."""
     if reminder is None:
         return run
     if run and run[0]["role"] == "user":

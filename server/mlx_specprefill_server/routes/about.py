@@ -20,7 +20,7 @@ router = APIRouter()
 
 @router.get("/metrics")
 async def metrics(models: ModelsDep) -> Response:
-    """Counts and times in Prometheus' text format; of several models each with its name."""
+    """Return counts and times in Prometheus' text format, with each model's name if there are several."""
     every = [entry.metrics for entry in models]
     text = text_of_several(every) if models.several else every[0].text()
     return Response(text, media_type=CONTENT_TYPE_PLAIN_1_0_0)
@@ -28,13 +28,13 @@ async def metrics(models: ModelsDep) -> Response:
 
 @router.get("/version")
 async def version() -> Response:
-    """The server's version, as vLLM says it."""
+    """Return the server's version in vLLM's form."""
     return JsonResponse({"version": __version__})
 
 
 @router.get("/props")
 async def props(service: ServiceDep) -> Response:
-    """The model's limits and its chat template, in llama.cpp's shape."""
+    """Return the model's limits and its chat template, in llama.cpp's shape."""
     tokenizer = service.engine.pair.tokenizer
     body = {
         "default_generation_settings": {
@@ -56,7 +56,7 @@ async def props(service: ServiceDep) -> Response:
 
 @router.get("/slots")
 async def slots(service: ServiceDep, fail_on_no_slot: str = "") -> Response:
-    """One entry per request that can be in work, in llama.cpp's shape; nothing of what the requests say.
+    """Return one entry per concurrent request, in llama.cpp's shape, without any text of the requests.
 
     `?fail_on_no_slot=1` answers 503 while all are taken.
     """

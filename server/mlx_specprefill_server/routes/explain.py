@@ -1,4 +1,4 @@
-"""POST /v1/specprefill/explain: what would be kept of a prompt, and why. Nothing is generated."""
+"""POST /v1/specprefill/explain: the kept chunks of a prompt and the reasons. Nothing is generated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ router = APIRouter()
 
 
 class ExplainRequest(Rendered, SpecPrefillFields):
-    """`messages` or `prompt`, and how it would be prefilled."""
+    """The body: `messages` or `prompt`, and the options of sparse prefill."""
 
     prompt: str | TokenIds | None = None
 
@@ -44,7 +44,7 @@ async def explain(
     body: Annotated[ExplainRequest, Depends(body_of(ExplainRequest, _one_prompt))],
     service: ModelDep,
 ) -> Response:
-    """The draft reads the prompt and scores it; the target is not run."""
+    """Score the prompt with the draft. The target does not run."""
     field = "messages" if body.prompt is None else "prompt"
     prompt = await while_connected(request, _prompt(service, body))
     if not prompt.tokens.size:

@@ -1,4 +1,4 @@
-"""GET /health and HEAD /: is the process there, and does the engine's thread still move?"""
+"""GET /health and HEAD /: the state of the process and of the engine's thread."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ STALE_AFTER_S = 600.0  # without a step of the engine
 
 @router.head("/")
 async def probe() -> Response:
-    """Some clients ask this before anything else."""
+    """Answer a probe, which some clients send first."""
     return Response()
 
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(models: ModelsDep) -> Response:
-    """200 while the engines move; 503 when their thread is dead, or it or one for prompts is silent for too long."""
+    """Return 200 while the engines step, 503 when a thread of the engine or the prompts is dead or silent."""
     services = [entry.service for entry in models if entry.service is not None]
     states = [service.engine.health() for service in services]
     workers = [service.prompts.workers for service in services]
@@ -51,7 +51,7 @@ async def health(models: ModelsDep) -> Response:
 
 
 def _trouble(models: Models) -> str | None:
-    """A single long step is not trouble, which is why the limit on silence is generous."""
+    """Return the problem, None without one. The limit on silence is generous: a single long step is no problem."""
     if (lost := models.lost) is not None:
         return lost  # also where its end ends this server
     if models.state.draining:

@@ -28,7 +28,7 @@ Interval = Annotated[float, Query(ge=0.2, le=5)]  # seconds; a stream notices wi
 
 @router.get("/stats")
 async def stats(service: ServiceDep, identity: IdentityDep) -> Response:
-    """The current statistics."""
+    """Return the current statistics."""
     return JsonResponse(_snapshot(service, identity))
 
 
@@ -36,7 +36,7 @@ async def stats(service: ServiceDep, identity: IdentityDep) -> Response:
 async def stream(
     models: ModelsDep, identity: IdentityDep, interval: Interval = 1.0, model: str | None = None
 ) -> Response:
-    """The statistics every `interval` seconds, as server-sent events."""
+    """Send the statistics every `interval` seconds, as server-sent events."""
     models.shown(model)
     return StreamingResponse(
         _snapshots(models, model, identity, interval), media_type="text/event-stream", headers=EVENT_STREAM_HEADERS
@@ -45,21 +45,21 @@ async def stream(
 
 @router.get("/cache")
 async def cached(service: ServiceDep, identity: IdentityDep) -> Response:
-    """The cached prompts of this API key; ids are digests and say nothing of the text."""
+    """Return the cached prompts of this API key. Ids are digests and reveal no text."""
     entries = await asyncio.to_thread(service.engine.cached, identity.visible_cache)
     return JsonResponse({"object": "list", "data": [_entry(entry) for entry in entries]})
 
 
 @router.delete("/cache")
 async def drop_all(service: ServiceDep, identity: IdentityDep) -> Response:
-    """Drops all cached prompts of this API key."""
+    """Drop all cached prompts of this API key."""
     await asyncio.to_thread(service.engine.drop_cached, None, identity.visible_cache)
     return JsonResponse({"deleted": True})
 
 
 @router.delete("/cache/{entry_id}")
 async def drop(service: ServiceDep, identity: IdentityDep, entry_id: str) -> Response:
-    """Drops one cached prompt, in memory and on disk."""
+    """Drop one cached prompt, in memory and on disk."""
     if not await asyncio.to_thread(service.engine.drop_cached, entry_id, identity.visible_cache):
         raise ApiError(404, f"There is no cached prompt with the id {entry_id!r:.80}.", param="id", code="not_found")
     return JsonResponse({"id": entry_id, "deleted": True})
@@ -72,7 +72,7 @@ async def _snapshots(models: Models, model: str | None, identity: Identity, inte
 
 
 def _snapshot_of(models: Models, name: str | None, identity: Identity) -> dict[str, Any]:
-    """Asked for each time anew: what sends it for hours may not hold a model in memory."""
+    """Look the model up and return its statistics. A stream of hours must not keep a model in memory."""
     try:
         return _snapshot(models.shown(name), identity)
     except ApiError as error:
@@ -101,5 +101,5 @@ def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
 
 
 def _entry(entry: CacheEntry) -> dict[str, Any]:
-    """Without its label, which would tell whose it is."""
+    """Return an entry without its label, which would reveal its owner."""
     return {name: value for name, value in asdict(entry).items() if name != "label"}

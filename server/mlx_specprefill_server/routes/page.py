@@ -1,4 +1,4 @@
-"""The page at /, and the files it is made of. They are read once, and nothing else is ever served from the disk."""
+"""The page at / and its files. They are read once, and nothing else is ever served from the disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEB = files("mlx_specprefill_server") / "web"
 
 
 def _served() -> dict[str, bytes]:
-    """By the path below /web/, but for licences and notes."""
+    """Return the files by their path below /web/, without licences and notes."""
     folders = {"": WEB, "vendor/": WEB / "vendor"}
     found = {prefix + file.name: file for prefix, folder in folders.items() for file in folder.iterdir()}
     return {name: file.read_bytes() for name, file in found.items() if name.rpartition(".")[2] in TYPES}
@@ -41,13 +41,13 @@ FILES = _served()
 
 @router.get("/")
 async def index() -> Response:
-    """The page."""
+    """Return the page."""
     return _file("index.html")
 
 
 @router.get("/web/{name:path}")
 async def part(name: str) -> Response:
-    """A script, a style or an image of the page."""
+    """Return a script, a style or an image of the page."""
     if name not in FILES:
         raise ApiError(404, "Not Found", code="unknown_url")
     return _file(name)

@@ -25,7 +25,7 @@ ONE_OF = ("content", "prompt", "messages")
 
 
 class Rendered(Body):
-    """A conversation to be rendered."""
+    """A conversation to render."""
 
     model: str | None = None
     messages: list[Any] | None = None
@@ -35,13 +35,13 @@ class Rendered(Body):
     continue_final_message: bool = False
 
     def conversation(self) -> Conversation:
-        """Normalised as for an answer."""
+        """Return the conversation, normalised as for an answer."""
         ending = ending_of(self.add_generation_prompt, self.continue_final_message)
         return conversation(self.messages or [], self.tools, self.chat_template_kwargs, ending)
 
 
 class TokenizeRequest(Rendered):
-    """`content` (llama.cpp), `prompt` (vLLM) or `messages` (both)."""
+    """The body of /tokenize: `content` (llama.cpp), `prompt` (vLLM) or `messages` (both)."""
 
     content: str | None = None
     prompt: str | None = None
@@ -52,7 +52,7 @@ class TokenizeRequest(Rendered):
 
 
 class DetokenizeRequest(Body):
-    """Token ids."""
+    """The body of /detokenize."""
 
     model: str | None = None
     tokens: TokenIds
@@ -72,7 +72,7 @@ async def tokenize(
     body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest, _one_prompt))],
     service: ModelDep,
 ) -> Response:
-    """The ids of a text or of a rendered conversation."""
+    """Return the ids of a text or of a rendered conversation."""
     tokens = await while_connected(request, _tokens(service, body))
     answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length}
     if body.with_pieces:
@@ -91,7 +91,7 @@ async def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
 
 
 def _piece(service: Service, token: int) -> str | list[int]:
-    """Text, or bytes where they are only a part of a character."""
+    """Return a token's text, or its bytes if they are only a part of a character."""
     data = bytes(service.vocabulary.token_bytes(token))
     try:
         return data.decode()
@@ -105,7 +105,7 @@ async def detokenize(
     body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))],
     service: ModelDep,
 ) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     size = service.vocabulary.size
     if not all(0 <= token < size for token in body.tokens):
         raise InvalidRequestError(f"tokens: ids must be from 0 to {size - 1}", field="tokens")
@@ -118,6 +118,6 @@ async def detokenize(
 async def apply_template(
     request: Request, body: Annotated[Rendered, Depends(body_of(Rendered))], service: ModelDep
 ) -> Response:
-    """The text that a conversation becomes, ready for the assistant's answer."""
+    """Return the rendered text of a conversation, ready for the assistant's answer."""
     text = await while_connected(request, service.prompts.text(body.conversation()))
     return JsonResponse({"prompt": text})

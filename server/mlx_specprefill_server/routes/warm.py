@@ -1,4 +1,4 @@
-"""POST /v1/specprefill/warm: read what an agent's sessions begin with ahead of the first of them."""
+"""POST /v1/specprefill/warm: read the common beginning of an agent's sessions ahead of the first one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ASKS = {"role": "user", "content": "."}  # many templates want a user to speak; 
 
 
 class WarmRequest(Body):
-    """A request of any dialect, with a system prompt or tools; what it asks is not read."""
+    """A request of any dialect with a system prompt or tools. Its question is not read."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -53,7 +53,7 @@ async def warm(
     body: Annotated[WarmRequest, Depends(body_of(WarmRequest))],
     service: ModelDep,
 ) -> Response:
-    """Reads the system prompt and the tools in full and keeps them."""
+    """Read the system prompt and the tools in full and keep them."""
     if not service.settings.prefix_cache_size:
         raise ApiError(400, "This server keeps no prefixes: its --prefix-cache-size is 0.", code="no_prefix_cache")
     given = body.model_extra or {}
@@ -67,7 +67,7 @@ async def warm(
 
 
 def _conversation(given: Mapping[str, Any]) -> Conversation:
-    """By the fields that only one dialect has."""
+    """Return the conversation. The dialect is told from fields that only one has."""
     body = dict(given)
     if "input" in body or "instructions" in body:
         asked = validate(ResponsesRequest, {"input": ASKS["content"], **body})
@@ -89,7 +89,7 @@ def _with_a_user(messages: Any) -> Any:
 
 
 def _opening(service: Service, prompt: Prompt) -> GenerationRequest:
-    """The prompt's beginning, and one token more: that a prompt has to go on after what is cached of it."""
+    """Return the prompt's beginning and one token more. A prompt must continue after its cached part."""
     whole = GenerationRequest(prompt.tokens, 1, spans=prompt.spans)
     if not whole.opening:
         message = "nothing to keep: the prompt begins neither with a system message nor with tools"

@@ -122,6 +122,8 @@ class Densifier:
     @property
     def drafts_first(self) -> bool:
         """Whether the draft is next to read."""
+        if not self._drafts:
+            return False
         turn = self.turns.first()
         return turn is not None and turn.drafts
 

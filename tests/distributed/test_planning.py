@@ -50,10 +50,3 @@ def test_the_plan_behind_a_cached_prefix_is_rank_0s() -> None:
         plan = first.plan(request, cached)
         assert plan.mode == "sparse"
         assert other.plan(request, cached) is plan
-
-
-def test_whether_it_pays_to_select_is_rank_0s_to_say() -> None:
-    said: list[tuple[str, Any]] = []
-    first, other = planner(Together(said, True), 0.01), planner(Together(said, False), 0.01, target_ms=1e-6)
-    assert first.selects(1000, 100, 10)
-    assert other.selects(1000, 100, 10)

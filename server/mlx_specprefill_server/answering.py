@@ -1,4 +1,4 @@
-"""Dialect-neutral requests for answers. Every dialect's body becomes one, and the engine gets its jobs."""
+"""Dialect-neutral requests for answers. Every dialect's body becomes one, and the engine gets requests made from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .deps import Service
 from .fields import SamplingFields
 from .generating.detokenizer import IncrementalDetokenizer, Stops
-from .generating.generation import Generation, Job
+from .generating.generation import AnswerSpec, Generation
 from .generating.reader import AnswerReader
 from .parsers.parser import Parser
 from .prompting.conversation import Conversation
@@ -32,7 +32,7 @@ __all__ = [
     "copies",
     "count_tokens",
     "engine_request",
-    "make_job",
+    "make_spec",
     "max_tokens_within",
     "sampling_params",
     "start_answers",
@@ -90,8 +90,8 @@ async def start_answers(
     constraint = _constraint(service, request, prompt, warnings)
     if constraint is not None:
         await service.compile(constraint)
-    job = _job(service, request, params, prompt, constraint)
-    return service.submit(copies(job, request.n), identity, cache_salt, warnings)
+    spec = _spec(service, request, params, prompt, constraint)
+    return service.submit(copies(spec, request.n), identity, cache_salt, warnings)
 
 
 async def sampling_params(service: Service, fields: SamplingFields) -> SamplingParams:
@@ -137,9 +137,9 @@ def _constraint(service: Service, request: AnswerRequest, prompt: Prompt, warnin
     )
 
 
-def _job(
+def _spec(
     service: Service, request: AnswerRequest, params: SamplingParams, prompt: Prompt, constraint: Constraint | None
-) -> Job:
+) -> AnswerSpec:
     budget, tools = request.thinking_budget, request.conversation.tools
     for_engine = engine_request(
         service,
@@ -153,7 +153,7 @@ def _job(
         constraint=constraint,
         reasoning=None if budget is None else service.format.budget(budget, prompt.ending),
     )
-    return make_job(
+    return make_spec(
         service,
         for_engine,
         request.sampling,
@@ -206,7 +206,7 @@ def engine_request(
     )
 
 
-def make_job(
+def make_spec(
     service: Service,
     request: GenerationRequest,
     fields: SamplingFields,
@@ -217,7 +217,7 @@ def make_job(
     parallel: bool = True,
     forced: bool = False,
     every_token: bool = False,
-) -> Job:
+) -> AnswerSpec:
     """Return the engine's request with the reader of its answer. The arguments are those of AnswerReader."""
     shown_ids = frozenset(fields.stop_token_ids if fields.include_stop_str_in_output else ())
 
@@ -233,13 +233,13 @@ def make_job(
             every_token=every_token,
         )
 
-    return Job(request, reader)
+    return AnswerSpec(request, reader)
 
 
-def copies(job: Job, n: int, first: int = 0) -> list[Job]:
-    """Return `n` jobs for one prompt, which is read once. `first` is the number of the first one among all jobs."""
-    others = [replace(job, request=_seeded(job.request, i), follows=first) for i in range(1, n)]
-    return [job, *others]
+def copies(spec: AnswerSpec, n: int, first: int = 0) -> list[AnswerSpec]:
+    """Return `n` specs for one prompt, which is read once. `first` is the number of the first one among all specs."""
+    others = [replace(spec, request=_seeded(spec.request, i), follows=first) for i in range(1, n)]
+    return [spec, *others]
 
 
 def _seeded(request: GenerationRequest, answer: int) -> GenerationRequest:

@@ -173,7 +173,7 @@ async def _known(request: Request, exc: Exception) -> Response:
 async def _unexpected(request: Request, exc: Exception) -> Response:
     # the outer ring raises it again after answering, so the log has the traceback
     response = error_response(exc, request.url.path)
-    response.headers["x-request-id"] = request.scope["exchange"].id  # its middleware is already left
+    response.headers["x-request-id"] = request.scope["request_trace"].id  # its middleware is already left
     return response
 
 

@@ -106,8 +106,8 @@ class RequestLimitMiddleware:
             raise ApiError(429, message, code="too_many_requests", headers=RETRY)
         seconds = min(self._timeout, _asked_timeout(Headers(scope=scope).get(TIMEOUT_HEADER)))
         if seconds < math.inf:
-            scope["exchange"].timeout_s = seconds
-            scope["exchange"].deadline = asyncio.get_running_loop().time() + seconds
+            scope["request_trace"].timeout_s = seconds
+            scope["request_trace"].deadline = asyncio.get_running_loop().time() + seconds
 
 
 def _asked_timeout(header: str | None) -> float:

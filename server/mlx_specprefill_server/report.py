@@ -25,7 +25,7 @@ __all__ = [
     "PROGRESS_S",
     "EventStream",
     "LiveTimings",
-    "ProgressTeller",
+    "ProgressReporter",
     "Report",
     "TextEvents",
     "comment",
@@ -198,7 +198,7 @@ def _rates(name: str, count: int, ms: float) -> dict[str, float]:
     }
 
 
-class ProgressTeller:
+class ProgressReporter:
     """A choice of the prefill steps that one stream reports.
 
     A client that asked for progress gets every step. The others get none of a prefill that takes less than PROGRESS_S
@@ -214,7 +214,7 @@ class ProgressTeller:
         self._started = clock()
         self._due: float | None = None  # None: the engine has not begun
 
-    def tell(self, event: Progress) -> dict[str, Any] | None:
+    def report(self, event: Progress) -> dict[str, Any] | None:
         """Return the event for this step, None if the stream shows none. No event precedes the first one that counts
         cached tokens.
         """

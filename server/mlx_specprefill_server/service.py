@@ -19,8 +19,8 @@ from .auth import Identity
 from .errors import DeadlineError, QueueTimeoutError
 from .explaining.inspection import RunningInspection
 from .generating.detokenizer import Vocabulary
-from .generating.generation import Generation, Job, LoopCalls, Outcome
-from .monitoring.access_log import RecentAnswers, RunningRequest, current_exchange
+from .generating.generation import AnswerResult, AnswerSpec, Generation, ThreadsafeCalls
+from .monitoring.access_log import RecentAnswers, RunningRequest, current_trace
 from .monitoring.metrics import Metrics
 from .parsers.formats import detect
 from .prompting.prompt import PromptBuilder
@@ -52,7 +52,7 @@ class ServerState:
         self.stopping = False
         self._live: WeakSet[Generation | RunningInspection] = WeakSet()
         self._lines: WeakKeyDictionary[Generation, RunningRequest] = WeakKeyDictionary()
-        self._loop_calls: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopCalls] = WeakKeyDictionary()
+        self._loop_calls: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadsafeCalls] = WeakKeyDictionary()
         self._converters = ThreadPoolExecutor(CONVERTERS, thread_name_prefix="bodies")
 
     async def convert(self, call: Callable[[], T], large: bool) -> T:
@@ -61,10 +61,10 @@ class ServerState:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._converters, call)
 
-    def calls(self) -> LoopCalls:
+    def calls(self) -> ThreadsafeCalls:
         """The calls to the running loop."""
         loop = asyncio.get_running_loop()
-        return self._loop_calls.setdefault(loop, LoopCalls(loop))
+        return self._loop_calls.setdefault(loop, ThreadsafeCalls(loop))
 
     def add(self, work: Generation | RunningInspection, line: RunningRequest | None = None) -> None:
         """Add a task that ends when the server stops. Its line is listed while it runs."""
@@ -138,20 +138,20 @@ class Service:
         await self.prompts.run(partial(self.engine.compile, constraint))
 
     def submit(
-        self, jobs: Sequence[Job], identity: Identity, cache_salt: str | None, warnings: Sequence[str] = ()
+        self, specs: Sequence[AnswerSpec], identity: Identity, cache_salt: str | None, warnings: Sequence[str] = ()
     ) -> Generation:
-        """Start all jobs. They share cached prompts only with this identity's other requests of the same salt.
+        """Start all specs. They share cached prompts only with this identity's other requests of the same salt.
 
         Raises:
             EngineClosedError: shutting down, or the engine takes nothing more.
         """
         self.state.refuse_when_stopping()
         label = identity.cache_label(cache_salt)
-        jobs = [replace(job, request=replace(job.request, label=label)) for job in jobs]
-        on_end = self._counted(len(jobs), identity)
-        exchange = current_exchange()
-        line = RunningRequest(None if exchange is None else exchange.id, identity.name, len(jobs[0].request.prompt))
-        generation = Generation(self.engine, jobs, self.state.calls(), on_end, warnings, line.saw)
+        specs = [replace(spec, request=replace(spec.request, label=label)) for spec in specs]
+        on_end = self._counted(len(specs), identity)
+        trace = current_trace()
+        line = RunningRequest(None if trace is None else trace.id, identity.name, len(specs[0].request.prompt))
+        generation = Generation(self.engine, specs, self.state.calls(), on_end, warnings, line.saw)
         self.state.add(generation, line)
         if (patience := self.settings.queue_timeout_s) is not None:
             generation.begin_within(patience, QueueTimeoutError(patience))
@@ -164,27 +164,27 @@ class Service:
         self.state.add(work)
         return work
 
-    def _counted(self, answers: int, identity: Identity) -> Callable[[Outcome], None]:
+    def _counted(self, answers: int, identity: Identity) -> Callable[[AnswerResult], None]:
         """Return a function that reports an answer's end to the metrics and to the request's log line."""
-        exchange = current_exchange()
-        if exchange is not None:
-            exchange.running += answers
+        trace = current_trace()
+        if trace is not None:
+            trace.running += answers
 
-        def ended(outcome: Outcome) -> None:
-            self.metrics.ended(outcome)
-            self.state.recent.add(outcome, None if exchange is None else exchange.id, identity.name)
-            if exchange is not None:
-                exchange.ended(outcome)
+        def ended(result: AnswerResult) -> None:
+            self.metrics.record(result)
+            self.state.recent.add(result, None if trace is None else trace.id, identity.name)
+            if trace is not None:
+                trace.add_answer(result)
 
         return ended
 
 
 def current_deadline() -> tuple[float, DeadlineError] | None:
     """Return the current request's deadline by the event loop's clock, and the error at that time."""
-    exchange = current_exchange()
-    if exchange is None or exchange.deadline is None:
+    trace = current_trace()
+    if trace is None or trace.deadline is None:
         return None
-    return exchange.deadline, DeadlineError(exchange.timeout_s)
+    return trace.deadline, DeadlineError(trace.timeout_s)
 
 
 def _short(model: str | None) -> str | None:

@@ -36,7 +36,7 @@ def families() -> dict[str, Any]:
     engine = FakeEngine()
     metrics = Metrics(engine, "demo")
     for account in (SPARSE, FULL):
-        metrics.ended(ended(account, 3))
+        metrics.record(ended(account, 3))
     found = {family.name: family for family in metrics.registry.collect()}
     engine.close()
     return found

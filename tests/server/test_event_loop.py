@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from mlx_specprefill_server.generating.generation import LoopCalls
+from mlx_specprefill_server.generating.generation import ThreadsafeCalls
 
 
 class CountedLoop:
@@ -21,8 +21,8 @@ class CountedLoop:
         self.woken.append(call)
 
 
-def calls_to(loop: Any) -> LoopCalls:
-    return LoopCalls(loop)
+def calls_to(loop: Any) -> ThreadsafeCalls:
+    return ThreadsafeCalls(loop)
 
 
 def test_what_comes_together_wakes_the_loop_once_and_keeps_its_order() -> None:
@@ -43,7 +43,7 @@ def test_one_that_raises_takes_no_other_along() -> None:
     async def main() -> list[int]:
         loop, seen = asyncio.get_running_loop(), list[int]()
         loop.set_exception_handler(lambda _, context: told.append(context))
-        post = LoopCalls(loop).post
+        post = ThreadsafeCalls(loop).post
         post(seen.append, 1)
         post(int, "no number")
         post(seen.append, 2)
@@ -77,7 +77,7 @@ def test_nothing_is_lost_between_threads() -> None:
     count = 2000
 
     async def main() -> list[tuple[int, int]]:
-        line, seen = LoopCalls(asyncio.get_running_loop()), list[tuple[int, int]]()
+        line, seen = ThreadsafeCalls(asyncio.get_running_loop()), list[tuple[int, int]]()
 
         def work(thread: int) -> None:
             for item in range(count):

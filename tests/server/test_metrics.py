@@ -25,7 +25,7 @@ from mlx_specprefill import (
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.request import Prediction
 from mlx_specprefill.specprefill.plan import plan_prefill
-from mlx_specprefill_server.generating.generation import Outcome
+from mlx_specprefill_server.generating.generation import AnswerResult
 from mlx_specprefill_server.monitoring.metrics import Metrics, reason_label
 
 from ..waiting import eventually
@@ -48,15 +48,15 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def counted(engine: FakeEngine, *ends: Outcome) -> dict[str, float]:
+def counted(engine: FakeEngine, *ends: AnswerResult) -> dict[str, float]:
     metrics = Metrics(engine, "demo/target")
     for end in ends:
-        metrics.ended(end)
+        metrics.record(end)
     return samples(metrics.text().decode())
 
 
-def ended(account: PrefillReport, tokens: int, reason: Any = "stop", stopped: bool = False) -> Outcome:
-    return Outcome(GenerationRequest((1,), 1), Finished(reason, tokens, account), stopped)
+def ended(account: PrefillReport, tokens: int, reason: Any = "stop", stopped: bool = False) -> AnswerResult:
+    return AnswerResult(GenerationRequest((1,), 1), Finished(reason, tokens, account), stopped)
 
 
 def test_tokens_are_summed(engine: FakeEngine) -> None:
@@ -74,7 +74,7 @@ def test_tokens_are_summed(engine: FakeEngine) -> None:
 
 
 def test_answers_are_counted_by_how_they_ended(engine: FakeEngine) -> None:
-    failed = Outcome(GenerationRequest((1,), 1), Failed(ValueError("x")), False)
+    failed = AnswerResult(GenerationRequest((1,), 1), Failed(ValueError("x")), False)
     found = counted(
         engine,
         ended(SPARSE, 10),
@@ -146,7 +146,7 @@ def test_the_engine_is_asked_at_the_scrape(engine: FakeEngine) -> None:
 
 def test_two_applications_count_apart(engine: FakeEngine) -> None:
     first, second = Metrics(engine, "a"), Metrics(engine, "a")
-    first.ended(ended(FULL, 1))
+    first.record(ended(FULL, 1))
     assert 'vllm:generation_tokens_total{model_name="a"} 1.0' in first.text().decode()
     assert 'vllm:generation_tokens_total{model_name="a"} 0.0' in second.text().decode()
 

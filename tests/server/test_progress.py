@@ -14,7 +14,7 @@ import pytest
 
 from mlx_specprefill import Progress
 from mlx_specprefill_server import report
-from mlx_specprefill_server.report import ProgressTeller
+from mlx_specprefill_server.report import ProgressReporter
 
 from .canned_answers import named_events
 from .fakes import FakeEngine
@@ -105,17 +105,17 @@ def test_the_sdks_skip_it(live: Any, engine: FakeEngine, monkeypatch: pytest.Mon
 
 def test_the_time_begins_with_the_prefill_and_not_in_the_queue() -> None:
     times = (60.0, 61.0, 62.5, 63.0, 64.4, 64.5)
-    teller = ProgressTeller(clock=iter((0.0, *times)).__next__)
+    reporter = ProgressReporter(clock=iter((0.0, *times)).__next__)
     seen = []
     for done in range(0, 10 * len(times), 10):
-        report = teller.tell(Progress("draft", done, 100, 0))
+        report = reporter.report(Progress("draft", done, 100, 0))
         seen.append(None if report is None else (report["processed"], report["time_ms"]))
     assert seen == [None, None, (20, 62_500), None, None, (50, 64_500)]
 
 
 def test_nothing_is_told_before_the_share_of_the_cache_is_known() -> None:
-    teller = ProgressTeller(asked=True)
-    assert teller.tell(Progress("prefill", 5, 10)) is None
-    report = teller.tell(Progress("prefill", 5, 10, 2))
+    reporter = ProgressReporter(asked=True)
+    assert reporter.report(Progress("prefill", 5, 10)) is None
+    report = reporter.report(Progress("prefill", 5, 10, 2))
     assert report is not None
     assert (report["processed"], report["total"]) == (7, 12)

@@ -20,7 +20,7 @@ from ..errors import JsonResponse, anthropic_body
 from ..generating.generation import Generation
 from ..prompting.conversation import Conversation, Ending, Message, conversation
 from ..prompting.system_messages import inline_system_messages
-from ..report import EventStream, ProgressTeller, Report, named_event
+from ..report import EventStream, ProgressReporter, Report, named_event
 from .blocks import chat_messages, function_tools
 from .schemas import CountRequest, MessagesRequest, refuse
 from .wire import BlockWriter, stop_of
@@ -93,7 +93,7 @@ class MessageAnswer:
 
     def __init__(self, service: Service, body: MessagesRequest, generation: Generation) -> None:
         self._generation = generation
-        self._progress = ProgressTeller(body.return_progress)
+        self._progress = ProgressReporter(body.return_progress)
         self._thinks = service.format.think is not None
         self._writer = BlockWriter()
         self._report = Report(generation.prompt_tokens, warnings=generation.warnings)
@@ -126,8 +126,8 @@ class MessageAnswer:
         yield PING
         content_at = monotonic()
         async for _, delta in self._generation.stream():
-            if isinstance(delta, Progress) and (told := self._progress.tell(delta)) is not None:
-                yield named_event({"type": "ping", "prompt_progress": told})
+            if isinstance(delta, Progress) and (event := self._progress.report(delta)) is not None:
+                yield named_event({"type": "ping", "prompt_progress": event})
             events = list(self._written(delta))
             if isinstance(delta, Idle):
                 yield PING

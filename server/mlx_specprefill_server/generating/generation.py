@@ -1,6 +1,6 @@
 """The bridge between the MLX thread and the event loop: requests go in, answer deltas come out.
 
-Events arrive through `LoopCalls`; everything else here runs on the event loop.
+Events arrive through `ThreadsafeCalls`; everything else here runs on the event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mlx_specprefill import (
 from ..deltas import AnswerDelta, AnswerDone, Idle
 from .reader import AnswerReader
 
-__all__ = ["Generation", "Job", "LoopCalls", "Outcome", "SlowReaderError"]
+__all__ = ["AnswerResult", "AnswerSpec", "Generation", "SlowReaderError", "ThreadsafeCalls"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,12 @@ class SlowReaderError(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class AnswerSpec:
     """The specification of one answer.
 
     Attributes:
         reader: makes the reader of the answer.
-        follows: None, or the number of an earlier job with the same prompt: this one starts when that one's prompt
+        follows: None, or the number of an earlier spec with the same prompt: this one starts when that one's prompt
             has been read, and finds it in the engine's cache.
     """
 
@@ -67,7 +67,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AnswerResult:
     """The engine's end of one answer, for metrics and logs. It exists for clients that have left, too."""
 
     request: GenerationRequest
@@ -94,24 +94,24 @@ class Generation:
     def __init__(
         self,
         engine: Engine,
-        jobs: Sequence[Job],
-        calls: LoopCalls,
-        on_end: Callable[[Outcome], None] = lambda _: None,
+        specs: Sequence[AnswerSpec],
+        calls: ThreadsafeCalls,
+        on_end: Callable[[AnswerResult], None] = lambda _: None,
         warnings: Sequence[str] = (),
         saw: Callable[[Event], None] = lambda _: None,
     ) -> None:
-        """Submit all jobs, or none.
+        """Submit all specs, or none.
 
         Args:
             calls: to the running loop.
             saw: called with every event as it arrives, whether or not its reader is there yet.
-            on_end: called with every answer's outcome, before the answer's end is streamed.
+            on_end: called with every answer's result, before the answer's end is streamed.
 
         Raises:
             InvalidRequestError, EngineClosedError: as `Engine.submit`.
         """
         self._engine = engine
-        self._jobs = jobs
+        self._specs = specs
         self._on_end = on_end
         self._calls = calls
         self._buffer = STREAM_BUFFER
@@ -124,11 +124,11 @@ class Generation:
         self._handles: dict[int, RequestHandle] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._queue_timer: asyncio.TimerHandle | None = None  # None: begun, or it may wait for ever
-        self._followers = {i: job.follows for i, job in enumerate(jobs) if job.follows is not None}
-        self._readers = [job.reader() for job in jobs]
-        self._open = set(range(len(jobs)))  # answers without an end
+        self._followers = {i: spec.follows for i, spec in enumerate(specs) if spec.follows is not None}
+        self._readers = [spec.reader() for spec in specs]
+        self._open = set(range(len(specs)))  # answers without an end
         try:
-            for i in range(len(jobs)):
+            for i in range(len(specs)):
                 if i not in self._followers:
                     self._start(i)
         except BaseException:
@@ -142,8 +142,8 @@ class Generation:
 
     @property
     def prompt(self) -> TokenIds:
-        """The token ids of the first job's prompt."""
-        return self._jobs[0].request.prompt
+        """The token ids of the first spec's prompt."""
+        return self._specs[0].request.prompt
 
     @property
     def prompt_tokens(self) -> int:
@@ -189,7 +189,7 @@ class Generation:
 
         An Idle comes after KEEP_ALIVE_S without a delta, Progress aside: most clients see no Progress.
         """
-        idle = IdleTimer(self._loop, KEEP_ALIVE_S, self._nothing_came)
+        idle = KeepAliveTimer(self._loop, KEEP_ALIVE_S, self._nothing_came)
         try:
             while self._open:
                 item = await self._next()
@@ -224,7 +224,7 @@ class Generation:
                 timer.cancel()
 
     def _start(self, index: int) -> None:
-        self._handles[index] = self._engine.submit(self._jobs[index].request, partial(self._on_event, index))
+        self._handles[index] = self._engine.submit(self._specs[index].request, partial(self._on_event, index))
 
     def _start_followers(self, leader: int) -> Iterator[tuple[int, AnswerDelta]]:
         """Start the answers that wait for the prompt of `leader`, which has been read, or will not be."""
@@ -255,8 +255,8 @@ class Generation:
             self._give_up(error)
 
     def _report_end(self, index: int, event: Finished | Failed) -> None:
-        job, stopped = self._jobs[index], index in self._open and self._readers[index].over
-        self._on_end(Outcome(job.request, event, stopped, copy=job.follows is not None))
+        spec, stopped = self._specs[index], index in self._open and self._readers[index].over
+        self._on_end(AnswerResult(spec.request, event, stopped, copy=spec.follows is not None))
 
     def _nothing_came(self) -> None:
         if not self._events:  # else the client is slow to take what came
@@ -320,10 +320,10 @@ class Generation:
         failed = f"failed: {event.error}"
         if event.account is not None:
             return replace(event.account, reason=f"{event.account.reason}; {failed}")
-        return PrefillReport("full", failed, prompt_tokens=len(self._jobs[index].request.prompt), kept_tokens=0)
+        return PrefillReport("full", failed, prompt_tokens=len(self._specs[index].request.prompt), kept_tokens=0)
 
 
-class LoopCalls:
+class ThreadsafeCalls:
     """Calls on one event loop, in the order in which any thread posted them.
 
     A step of the engine makes one event per running answer. Waking the loop for each of them costs the MLX thread a
@@ -354,7 +354,7 @@ class LoopCalls:
                 self._loop.call_exception_handler({"message": f"{call} failed", "exception": error})
 
 
-class IdleTimer:
+class KeepAliveTimer:
     """A timer that calls `ring` after every `after` seconds without a postponement. Postponing costs no timer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, after: float, ring: Callable[[], None]) -> None:

@@ -26,9 +26,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_specprefill import Event, Finished, Progress, TokenEvent
 
-from ..generating.generation import Outcome
+from ..generating.generation import AnswerResult
 
-__all__ = ["REQUEST_ID", "AccessLogMiddleware", "Exchange", "RecentAnswers", "RunningRequest", "current_exchange"]
+__all__ = ["REQUEST_ID", "AccessLogMiddleware", "RecentAnswers", "RequestTrace", "RunningRequest", "current_trace"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ PATIENCE_S = 5.0  # how long a line waits for answers that the engine has not en
 QUIET = ("/health", "/metrics", "/v1/specprefill/stats", "/v1/specprefill/cache")
 
 
-class Exchange:
+class RequestTrace:
     """One request and its response. Used on the event loop."""
 
     def __init__(self, scope: Scope) -> None:
@@ -49,7 +49,7 @@ class Exchange:
         self.method = scope["method"]
         self.path = quote(scope["path"], safe="/:@,+=~")[:LONGEST_PATH]  # what a client sends must not break the line
         self.status = 0
-        self.answers: list[Outcome] = []
+        self.answers: list[AnswerResult] = []
         self.running = 0
         self.deadline: float | None = None  # by the event loop's clock: the request is cancelled then,
         self.timeout_s = 0.0  # so many seconds after its arrival
@@ -57,13 +57,13 @@ class Exchange:
         self._ms: float | None = None  # None: the response is not over
         self._logged = False
 
-    def ended(self, outcome: Outcome) -> None:
+    def add_answer(self, result: AnswerResult) -> None:
         """Note the end of an answer."""
-        self.answers.append(outcome)
+        self.answers.append(result)
         self.running -= 1
         self._log_when_complete()
 
-    def over(self) -> None:
+    def end(self) -> None:
         """Note the end of the response, complete or not."""
         self._ms = 1e3 * (time.perf_counter() - self._begun)
         self._log_when_complete()
@@ -88,7 +88,7 @@ class Exchange:
         return {**head, "ms": round(self._ms or 0.0, 1), **_spent(self.answers)}
 
 
-def _spent(answers: Sequence[Outcome]) -> dict[str, Any]:
+def _spent(answers: Sequence[AnswerResult]) -> dict[str, Any]:
     """Return times and mode of the first prompt, and sums of tokens. Each prompt counts once for all its answers."""
     told = [(one.copy, one.event.account) for one in answers if one.event.account is not None]
     if not told:
@@ -108,12 +108,12 @@ def _spent(answers: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-_exchange: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
+_current: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
 
 
-def current_exchange() -> Exchange | None:
+def current_trace() -> RequestTrace | None:
     """Return the current request, None outside of one."""
-    return _exchange.get()
+    return _current.get()
 
 
 class AccessLogMiddleware:
@@ -126,29 +126,29 @@ class AccessLogMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = scope["exchange"] = Exchange(scope)
-        token = _exchange.set(exchange)
+        request_trace = scope["request_trace"] = RequestTrace(scope)
+        token = _current.set(request_trace)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = exchange.id
+                request_trace.status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_trace.id
             elif not message.get("more_body", False):  # a trace's span ends with this message
-                trace.get_current_span().set_attributes(_attributes(exchange))
+                trace.get_current_span().set_attributes(_attributes(request_trace))
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            exchange.status = exchange.status or 500
+            request_trace.status = request_trace.status or 500
             raise
         finally:
-            _exchange.reset(token)
-            exchange.over()
+            _current.reset(token)
+            request_trace.end()
 
 
-def _attributes(exchange: Exchange) -> dict[str, Any]:
-    spent = {"request_id": exchange.id, **_spent(exchange.answers)}
+def _attributes(request_trace: RequestTrace) -> dict[str, Any]:
+    spent = {"request_id": request_trace.id, **_spent(request_trace.answers)}
     return {f"specprefill.{name}": value for name, value in spent.items()}
 
 
@@ -207,14 +207,14 @@ class RecentAnswers:
         # One queue per API key: how soon an answer is pushed out of a common one would tell about other keys' traffic.
         self._answers: defaultdict[str, deque[dict[str, Any]]] = defaultdict(partial(deque, maxlen=HELD))
 
-    def add(self, outcome: Outcome, request_id: str | None, identity: str) -> None:
-        account = outcome.event.account
+    def add(self, result: AnswerResult, request_id: str | None, identity: str) -> None:
+        account = result.event.account
         self._answers[identity].appendleft(
             {
                 "request_id": request_id,
                 "ended": round(time.time(), 3),
-                "finish": outcome.reason,
-                "completion_tokens": outcome.event.completion_tokens if isinstance(outcome.event, Finished) else 0,
+                "finish": result.reason,
+                "completion_tokens": result.event.completion_tokens if isinstance(result.event, Finished) else 0,
                 "specprefill": None if account is None else account.to_dict(),
             }
         )

@@ -13,7 +13,7 @@ from prometheus_client.samples import Sample
 
 from mlx_specprefill import Engine, EngineStats, Finished, PrefillReport, Timings
 
-from ..generating.generation import Outcome
+from ..generating.generation import AnswerResult
 
 __all__ = ["EngineCollector", "Metrics", "Totals", "reason_label", "text_of_several"]
 
@@ -85,15 +85,15 @@ class Metrics:
     def _histogram(self, name: str, text: str, *labels: str, buckets: Sequence[float] = SECONDS) -> Histogram:
         return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
-    def ended(self, outcome: Outcome) -> None:
+    def record(self, result: AnswerResult) -> None:
         """Count one answer. The prompt of several answers, and its time in the queue, count once."""
-        self._success.labels(self.model, outcome.reason).inc()
-        account = outcome.event.account
+        self._success.labels(self.model, result.reason).inc()
+        account = result.event.account
         if account is None:
             return
-        tokens = outcome.event.completion_tokens if isinstance(outcome.event, Finished) else 0
+        tokens = result.event.completion_tokens if isinstance(result.event, Finished) else 0
         self._count_answer(account.timings.decode_ms / 1e3, tokens)
-        if not outcome.copy:
+        if not result.copy:
             self._count_prompt(account)
             if tokens:
                 self._time(account.timings)

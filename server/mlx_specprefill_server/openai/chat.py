@@ -29,7 +29,7 @@ from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connec
 from ..errors import JsonResponse
 from ..generating.detokenizer import Vocabulary
 from ..generating.generation import Generation
-from ..report import DONE, KEEP_ALIVE, EventStream, LiveTimings, ProgressTeller, Report, TextEvents, data_event
+from ..report import DONE, KEEP_ALIVE, EventStream, LiveTimings, ProgressReporter, Report, TextEvents, data_event
 from .schemas import ChatRequest, Envelope, refuse_chat, scored
 
 __all__ = ["router"]
@@ -81,7 +81,7 @@ class ChatAnswer:
         self._generation = generation
         self._body = body
         self._vocabulary = service.vocabulary if body.logprobs else None
-        self._progress = ProgressTeller(body.return_progress)
+        self._progress = ProgressReporter(body.return_progress)
         self._report = Report(generation.prompt_tokens, body.n, copies=body.n, warnings=generation.warnings)
         self._calls = [0] * body.n  # that each stream has begun
         self._bare = not (body.logprobs or body.return_token_ids or body.timings_per_token)  # chunks say text alone
@@ -122,8 +122,8 @@ class ChatAnswer:
                     yield KEEP_ALIVE
                 case Progress():
                     timings.add(delta)
-                    if (told := self._progress.tell(delta)) is not None:
-                        yield self._envelope.progress(told, self._progress.asked)
+                    if (event := self._progress.report(delta)) is not None:
+                        yield self._envelope.progress(event, self._progress.asked)
                 case AnswerDone():
                     finish = {"index": index, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason}
                     finish |= self._new_ids(index)

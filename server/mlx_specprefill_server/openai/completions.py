@@ -21,17 +21,17 @@ from mlx_specprefill import (
     as_token_ids,
 )
 
-from ..answering import copies, engine_request, make_job, sampling_params
+from ..answering import copies, engine_request, make_spec, sampling_params
 from ..auth import IdentityDep
 from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
 from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse
 from ..generating.detokenizer import Vocabulary
-from ..generating.generation import Generation, Job
+from ..generating.generation import AnswerSpec, Generation
 from ..parsers.parser import Parser, PlainText
 from ..prompting.prompt import Prompt
-from ..report import DONE, KEEP_ALIVE, EventStream, ProgressTeller, Report, data_event
+from ..report import DONE, KEEP_ALIVE, EventStream, ProgressReporter, Report, data_event
 from .schemas import LOWEST_LOGPROB, MAX_PROMPTS, CompletionRequest, Envelope, refuse_completion
 
 __all__ = ["router"]
@@ -69,11 +69,11 @@ async def create(
         await service.compile(constraint)
     sampling = await sampling_params(service, body)
     prompts = await while_connected(request, _prompts(service, body))
-    jobs: list[Job] = []
+    specs: list[AnswerSpec] = []
     for prompt in prompts:
-        jobs += copies(_job(service, body, sampling, prompt, constraint), body.n, first=len(jobs))
-    generation = service.submit(jobs, identity, body.cache_salt, warnings)
-    answer = CompletionAnswer(service, body, jobs, generation)
+        specs += copies(_spec(service, body, sampling, prompt, constraint), body.n, first=len(specs))
+    generation = service.submit(specs, identity, body.cache_salt, warnings)
+    answer = CompletionAnswer(service, body, specs, generation)
     if body.stream:
         return EventStream(answer.stream(), generation)
     return JsonResponse(await close_on_disconnect(request, generation, answer.collect()))
@@ -94,9 +94,9 @@ async def _prompt(service: Service, prompt: str | tuple[int, ...], suffix: str) 
     return Prompt(as_token_ids(prompt))
 
 
-def _job(
+def _spec(
     service: Service, body: CompletionRequest, sampling: SamplingParams, prompt: Prompt, constraint: Constraint | None
-) -> Job:
+) -> AnswerSpec:
     limit, prompt_logprobs = body.limit(), body.logprobs if body.echo else None
     if limit == 0 and prompt_logprobs is None:
         prompt_logprobs = 0  # an echo without an answer: the engine runs no request that asks for nothing
@@ -112,7 +112,7 @@ def _job(
         prompt_logprobs=prompt_logprobs,
         constraint=constraint,
     )
-    return make_job(
+    return make_spec(
         service,
         for_engine,
         body,
@@ -155,17 +155,19 @@ Written = tuple[_Choice, str, Logprobs | None, tuple[int, ...]]  # new text, its
 class CompletionAnswer:
     """The answers of one request, as a whole or as a stream."""
 
-    def __init__(self, service: Service, body: CompletionRequest, jobs: Sequence[Job], generation: Generation) -> None:
+    def __init__(
+        self, service: Service, body: CompletionRequest, specs: Sequence[AnswerSpec], generation: Generation
+    ) -> None:
         self._generation = generation
         self._vocabulary = service.vocabulary
-        self._progress = ProgressTeller(body.return_progress)
+        self._progress = ProgressReporter(body.return_progress)
         self._body = body
         texts = [text if isinstance(text, str) else self._vocabulary.decode(text) for text in body.prompt]
         self._choices = [
-            _Choice(i, texts[i // body.n] if body.echo else None, job.request.prompt) for i, job in enumerate(jobs)
+            _Choice(i, texts[i // body.n] if body.echo else None, spec.request.prompt) for i, spec in enumerate(specs)
         ]
-        self._prompt_tokens = sum(len(job.request.prompt) for job in jobs[:: body.n])
-        self._report = Report(self._prompt_tokens, len(jobs), body.n, generation.warnings)
+        self._prompt_tokens = sum(len(spec.request.prompt) for spec in specs[:: body.n])
+        self._report = Report(self._prompt_tokens, len(specs), body.n, generation.warnings)
         self._envelope = Envelope.new("cmpl", "text_completion", body.model or service.model_id)
 
     async def collect(self) -> dict[str, Any]:
@@ -201,8 +203,8 @@ class CompletionAnswer:
             match delta:
                 case Idle():
                     yield KEEP_ALIVE
-                case Progress() if (told := self._progress.tell(delta)) is not None:
-                    yield self._envelope.progress(told, self._progress.asked)
+                case Progress() if (event := self._progress.report(delta)) is not None:
+                    yield self._envelope.progress(event, self._progress.asked)
                 case AnswerDone():
                     finish = self._choice(self._choices[index], "", None, delta.finish_reason)
                     for last in self._envelope.ending(finish, self._report, self._report.add(delta, index)):

@@ -21,7 +21,7 @@ from ..errors import JsonResponse, api_error
 from ..generating.generation import Generation
 from ..prompting.conversation import Conversation, conversation
 from ..prompting.system_messages import inline_system_messages
-from ..report import EventStream, ProgressTeller, Report, named_event
+from ..report import EventStream, ProgressReporter, Report, named_event
 from .responses_input import Tools, chat_messages, function_tools
 from .responses_schema import ResponsesRequest, refuse
 from .responses_wire import ItemWriter
@@ -81,7 +81,7 @@ class ResponsesAnswer:
     def __init__(self, service: Service, body: ResponsesRequest, tools: Tools, generation: Generation) -> None:
         self._generation = generation
         self._body = body
-        self._progress = ProgressTeller(body.return_progress)
+        self._progress = ProgressReporter(body.return_progress)
         self._vocabulary = service.vocabulary
         self._writer = ItemWriter(self._scored, tools.namespaces)
         self._report = Report(generation.prompt_tokens, warnings=generation.warnings)
@@ -109,8 +109,8 @@ class ResponsesAnswer:
                 case Idle():
                     yield self._in_progress()
                 case Progress():
-                    if (told := self._progress.tell(delta)) is not None:
-                        yield self._in_progress(told)
+                    if (event := self._progress.report(delta)) is not None:
+                        yield self._in_progress(event)
                 case _:
                     for event in self._written(delta):
                         yield self._event(event)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from mlx_specprefill import GenerationRequest, InvalidRequestError, SpecPrefillOptions
 
-from ..answering import make_job, max_tokens_within
+from ..answering import make_spec, max_tokens_within
 from ..anthropic.messages import conversation_of as messages_conversation
 from ..anthropic.schemas import CountRequest
 from ..auth import IdentityDep
@@ -59,8 +59,8 @@ async def warm(
     given = body.model_extra or {}
     prompt = await while_connected(request, service.prompts.chat(_conversation(given)))
     opening = _opening(service, prompt)
-    job = make_job(service, opening, SamplingFields(), lambda: service.format.parser((), ""))
-    generation = service.submit([job], identity, body.cache_salt)
+    spec = make_spec(service, opening, SamplingFields(), lambda: service.format.parser((), ""))
+    generation = service.submit([spec], identity, body.cache_salt)
     report = await close_on_disconnect(request, generation, _read(service, generation))
     answer = {"object": "specprefill.warm", "model": service.model_id, "tokens": opening.opening}
     return JsonResponse(answer | {"cached_tokens": report.cached_tokens, "specprefill": report.account()})

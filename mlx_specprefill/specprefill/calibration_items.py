@@ -1,7 +1,7 @@
-"""Questions with known answers in real text, by which a draft's heads are calibrated.
+"""Questions with known answers in real text, to calibrate a draft's heads.
 
-Three kinds: copy a sentence of the text, a code that was put into it (needle), and a fact whose question shares no word
-with it (paraphrase). The text is docstrings of the standard library, so nothing has to be shipped.
+Three kinds: copy a sentence of the text, a code inserted into it (needle), and a fact whose question shares no word
+with it (paraphrase). The text is docstrings of the standard library, so none has to be shipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODULES = (
 )
 _SENTENCE = re.compile(r"[A-Z][^.\n]*(?:\n[^.\n]+)*\.")
 _SYLLABLES = "ba ce di fo gu ha ki lo mu ne pa ri so tu va we zo".split()
-# A fact and a question about it without a common word that carries meaning.
+# A fact and a question about it, without a shared content word.
 _FACTS = (
     ("The ferry leaves the harbour at seven each morning.", "When does the boat depart every day?"),
     ("Marta keeps the spare key beneath the blue flowerpot.", "Where is the extra door opener hidden?"),
@@ -42,7 +42,7 @@ _FACTS = (
 
 @dataclass(frozen=True)
 class CalibrationItem:
-    """A document, a question about it, and the passage of the document that answers."""
+    """A document, a question about it, and the passage with the answer."""
 
     kind: str
     document: str
@@ -51,7 +51,7 @@ class CalibrationItem:
 
 
 def calibration_items(number: int, characters: int, seed: int = 0) -> Iterator[CalibrationItem]:
-    """`number` items of each kind in turn, with documents of so many characters; the same ones for the same Python."""
+    """Yield `number` items of each kind in turn, with documents of `characters` characters. Same Python, same items."""
     makers = {"copy": _copy, "needle": _needle, "paraphrase": _paraphrase}
     for index in range(number):
         for kind in KINDS:
@@ -61,7 +61,7 @@ def calibration_items(number: int, characters: int, seed: int = 0) -> Iterator[C
 
 @cache
 def _passages() -> tuple[str, ...]:
-    """Docstrings, in a fixed order."""
+    """Return docstrings in a fixed order."""
     found: list[str] = []
     for name in _MODULES:
         spec = find_spec(name)
@@ -73,7 +73,7 @@ def _passages() -> tuple[str, ...]:
 
 
 def _document(rng: random.Random, characters: int) -> str:
-    """Consecutive docstrings, so many characters of them."""
+    """Return consecutive docstrings of `characters` characters in total."""
     passages = _passages()
     start, parts, size = rng.randrange(len(passages)), list[str](), 0
     while size < characters:
@@ -105,7 +105,7 @@ def _paraphrase(rng: random.Random, text: str) -> CalibrationItem:
 
 
 def _inserted(rng: random.Random, text: str, line: str) -> str:
-    """The text with that line anywhere but at its beginning."""
+    """Insert the line anywhere but at the text's beginning."""
     lines = text.split("\n")
     lines.insert(rng.randint(1, max(1, len(lines) - 1)), line)
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""Questions about all of a text: how often something is said, a summary, a list of everything.
+"""Detects questions about a whole text: a count, a summary, a list of everything.
 
-No score shows them. A draft's heads look at each place that counts, but the answer lies in none of them. The words of
-the question are looked at.
+Scores do not show them: a draft's heads attend to each relevant place, but no single place holds the answer. So the
+question's words are checked.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ _WHOLE = re.compile(
 
 
 def about_everything(question: str) -> str | None:
-    """The words by which a question asks for all of a text, None where there are none. English only."""
+    """Return the words that ask for the whole text; None if there are none. English only."""
     found = _WHOLE.search(question)
     return None if found is None else found.group()

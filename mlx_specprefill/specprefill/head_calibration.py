@@ -1,8 +1,8 @@
-"""Which heads of a draft look from a question at its answer: measured on items whose answer is known.
+"""Finds the heads of a draft that attend from a question to its answer, on items with known answers.
 
 A head's gain is the share of its attention from the question to the document that falls on the answer, less the share
-that an even spread would put there (after QRHead, arXiv 2506.09944). Of the heads with the most gain as many are taken
-as keep the most of the answers, and of the draft's layers as few as keep as much as all.
+of a uniform distribution (after QRHead, arXiv 2506.09944). The best heads by gain are tried in several numbers, and the
+number with the best recall is taken. Then the fewest layers with the same recall are taken.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ log = logging.getLogger(__name__)
 Bools = npt.NDArray[np.bool_]
 Rows = dict[tuple[int, int], npt.NDArray[np.float32]]
 
-_ITEMS, _CHARACTERS = 12, 2600  # of each kind; some 600 to 800 tokens
-_FEWEST = 4  # of each kind, however long they take
+_ITEMS, _CHARACTERS = 12, 2600  # per kind; some 600 to 800 tokens
+_FEWEST = 4  # per kind, whatever the time
 LIMIT_S = 60.0
 _KEEP = Fraction(1, 5)
-_NUMBERS = (1, 2, 4, 8)  # of heads that are tried
+_NUMBERS = (1, 2, 4, 8)  # of heads to try
 _DEPTHS = (Fraction(1, 4), Fraction(1, 3), Fraction(1, 2), Fraction(2, 3), Fraction(1))
-_EQUAL = 0.02  # of recall: as much as all layers keep
+_EQUAL = 0.02  # difference in recall that counts as none
 
 
 @dataclass(frozen=True)
 class _Read:
-    """One item as the draft read it: attention rows of all its heads, and which of the prompt's tokens are what."""
+    """One item as read by the draft: attention rows of all heads, and masks of the prompt's parts."""
 
     kind: str
     rows: Rows
@@ -73,17 +73,17 @@ def find_heads(
     limit_s: float = LIMIT_S,
     ranks: Ranks | None = None,
 ) -> DraftHeads:
-    """Calibrate a draft: three dozen prompts of some 700 tokens are read once, fewer where that takes too long.
+    """Calibrate a draft on three dozen prompts of some 700 tokens, or fewer if that takes too long.
 
     Args:
         draft: the whole model.
-        on_progress: gets the number of items read and that of all.
+        on_progress: called with the number of items read and of all items.
         seed: of the items.
-        limit_s: seconds after which no further item is read, once there are four of each kind.
+        limit_s: seconds after which reading stops, once there are four items of each kind.
         ranks: over which the draft's heads are split; None: they are all here.
 
     Raises:
-        SparseUnsupportedError: no head of it can be calibrated.
+        SparseUnsupportedError: none of its heads can be calibrated.
     """
     eligible = _eligible_calls(draft)
     reader = TextReader(tokenizer)
@@ -112,11 +112,10 @@ def calibrated_heads(
     measure: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DraftHeads | None:
-    """What an earlier calibration of this draft has found, else a new one, which is kept for the next time. Of several
-    ranks, what rank 0 finds, with the others' help where the draft is spread over them.
+    """Return the draft's heads from an earlier calibration, else calibrate and store them.
 
-    None without a draft that can score, where nothing is known and `measure` is false, and where the draft has no head
-    that can be calibrated, which is logged.
+    Rank 0 decides, with the other ranks' help if the draft is spread over them. Returns None without a draft that can
+    score, without a stored calibration if `measure` is false, and if none of its heads can be calibrated (logged).
 
     Args:
         folder: where calibrations are kept, a file per draft; None: nowhere.
@@ -149,7 +148,7 @@ def _calibrated(
 
 
 def _stored_heads(file: Path | None) -> DraftHeads | None:
-    """What an earlier calibration left in this file; None if nothing, or nothing that can be read, which is logged."""
+    """Return the heads stored in this file; None if there are none, or the file is unreadable (logged)."""
     if file is None or not file.is_file():
         return None
     try:
@@ -160,7 +159,7 @@ def _stored_heads(file: Path | None) -> DraftHeads | None:
 
 
 def _store_heads(file: Path | None, heads: DraftHeads) -> None:
-    """Into this file, if there is one; a failure is logged."""
+    """Store the heads in this file, if there is one. A failure is logged."""
     if file is None:
         return
     try:
@@ -170,7 +169,7 @@ def _store_heads(file: Path | None, heads: DraftHeads) -> None:
 
 
 def _chosen(draft: nn.Module, reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig) -> DraftHeads:
-    """All layers first; then fewer, as long as they keep as much."""
+    """Choose heads from all layers, then from fewer layers while recall stays equal."""
     ranked, layers = _ranked(reads), len(layers_of(draft))
     found: list[DraftHeads] = []
     for depth, calls in reversed(list(_depths(draft))):
@@ -187,14 +186,14 @@ def _chosen(draft: nn.Module, reads: Sequence[_Read], scoring: ScoringConfig, se
 def _best_number(
     heads: Sequence[Head], reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig
 ) -> tuple[tuple[Head, ...], dict[str, float]] | None:
-    """As many of the first heads as keep the most, more rather than fewer; and what they keep."""
+    """Return the number of leading heads with the best recall, more rather than fewer, and that recall."""
     tried = [tuple(heads[:number]) for number in _NUMBERS if number <= len(heads)]
     recalls = [(some, _recall(some, reads, scoring, selection)) for some in tried]
     return max(recalls, key=lambda entry: (round(_mean(entry[1]), 3), len(entry[0])), default=None)
 
 
 def _ranked(reads: Sequence[_Read]) -> list[Head]:
-    """Heads with a gain, the mean over the kinds of items, by descending gain."""
+    """Return heads with a positive mean gain over the kinds of items, by descending gain."""
     gains: dict[tuple[int, int], list[float]] = {}
     for kind in dict.fromkeys(read.kind for read in reads):
         of_kind = [read for read in reads if read.kind == kind]
@@ -214,7 +213,7 @@ def _gain(read: _Read, key: tuple[int, int]) -> float:
 def _recall(
     heads: Sequence[Head], reads: Sequence[_Read], scoring: ScoringConfig, selection: SelectionConfig
 ) -> dict[str, float]:
-    """Mean share of gold tokens kept, by kind."""
+    """Return the mean share of gold tokens kept, by kind."""
     shares: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for read in reads:
         importance = importance_of(read.rows, heads, read.template, scoring.pool_width)
@@ -231,14 +230,14 @@ def _mean(recall: Mapping[str, float]) -> float:
 
 
 def _depths(draft: nn.Module) -> Iterator[tuple[int, int]]:
-    """Numbers of first layers, ascending, and how many attention calls there are in them."""
+    """Yield ascending numbers of first layers, with their number of attention calls."""
     total, least = len(layers_of(draft)), smallest_depth(draft)
     for depth in sorted({max(least, -(-total * share.numerator // share.denominator)) for share in _DEPTHS}):
         yield depth, _calls(first_layers(draft, depth))
 
 
 def _calls(model: nn.Module) -> int:
-    """Attention calls of a forward; nothing is computed."""
+    """Return the attention calls of a forward. Computes nothing."""
     capture = HeadCapture(2, {})
     with capture.of_passage(2, 2, slice(0, 2)):
         model(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(model))
@@ -246,7 +245,7 @@ def _calls(model: nn.Module) -> int:
 
 
 def _eligible_calls(draft: nn.Module) -> set[int]:
-    """Attention calls that see the whole prompt, however long: those of windows look the same in a short one.
+    """Return the attention calls that see the whole prompt. Windows are excluded: in a short prompt they look the same.
 
     Raises:
         SparseUnsupportedError: windows and attention calls can't be matched.
@@ -299,7 +298,7 @@ def _of_all(capture: HeadCapture, ranks: Ranks | None) -> Rows:
 def _rendered(
     tokenizer: TokenizerWrapper, item: CalibrationItem
 ) -> tuple[npt.NDArray[np.int32], dict[str, tuple[int, int]]]:
-    """The prompt's tokens, and where "document", "question" and "gold" lie."""
+    """Return the prompt's tokens, and the ranges of "document", "question" and "gold"."""
     content = f"{item.document}\n\n{item.question}"
     text = content
     if tokenizer.has_chat_template:
@@ -318,14 +317,14 @@ def _rendered(
         "gold": place(item.gold),
     }
     ends = sorted({end for span in spans.values() for end in span})
-    # Tokenized in one piece; a place is found by the tokens of what comes before it.
+    # Tokenized in one piece. A range is found by the number of tokens before it.
     index = {end: len(tokenizer.encode(text[:end], add_special_tokens=False)) for end in ends}
     tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
     return tokens, {name: (index[begin], index[end]) for name, (begin, end) in spans.items()}
 
 
 def _passage_mask(length: int, span: tuple[int, int]) -> Bools:
-    """(length,) true within the span."""
+    """Return a mask (length,) that is true within the span."""
     mask = np.zeros(length, dtype=np.bool_)
     mask[slice(*span)] = True
     return mask

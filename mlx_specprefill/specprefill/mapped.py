@@ -1,4 +1,4 @@
-"""A draft with another tokenizer: the question asked in its tokens, its answer given in the target's."""
+"""Scoring by a draft with another tokenizer: converts the prompt to its tokens, and the scores back."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ __all__ = ["MappedScorer", "MappedTask", "map_task"]
 
 @dataclass(frozen=True)
 class MappedTask:
-    """What the draft is asked, in its own tokens, and the way back."""
+    """A scoring task in the draft's tokens, and the way back."""
 
     task: ToScore
     overlap: Overlap
 
     def scores(self, found: Scores) -> Scores:
-        """In the target's tokens. What the draft would go on with, and its cache, are no use to the target."""
+        """Convert scores to the target's tokens. Drops the draft's look-ahead and cache, which the target can't use."""
         importance = self.overlap.importance(found.importance)
         words = f"{found.words}, mapped by text"
         return replace(found, importance=importance, scorer="mapped-draft", words=words, lookahead=(), cache=[])
 
 
 def map_task(mapping: TextMapping, task: ToScore) -> MappedTask:
-    """
+    """Convert a task to the draft's tokens.
+
     Raises:
         SparseUnsupportedError: the prompt has no text.
     """
@@ -40,17 +41,17 @@ def map_task(mapping: TextMapping, task: ToScore) -> MappedTask:
     template = None
     if task.template is not None:
         template = overlap.mask(task.template)
-        template[0] = True  # a sink, whatever the target's first token stands for
+        template[0] = True  # a sink, whatever the target's first token is
     stops = frozenset(int(token) for token in mapping.tokenizer.eos_token_ids)
     question = overlap.span(*task.question)
-    none = np.zeros(0, dtype=np.int32)  # the draft has other ids for what asks
+    none = np.zeros(0, dtype=np.int32)  # the draft has other ids for the question
     task = replace(task, again=none)
     return MappedTask(replace(task, prompt=text.tokens, question=question, template=template, stop_ids=stops), overlap)
 
 
 @dataclass(frozen=True)
 class MappedScorer:
-    """A scorer for the target's prompts by a draft with another tokenizer. The task's cache is the draft's."""
+    """Scores the target's prompts with a draft that has another tokenizer. The task's cache is the draft's."""
 
     inner: Scorer
     mapping: TextMapping

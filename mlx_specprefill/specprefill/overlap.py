@@ -1,7 +1,7 @@
-"""Two tokenizations of one text: what one says of its tokens, said of the other's. Pure.
+"""Maps values between two tokenizations of one text. Pure functions.
 
-Every byte of the text lies in one token of either side, so a side is given by where its tokens end. Two tokens overlap
-where they share a byte.
+Every byte of the text lies in one token on either side, so the ends of its tokens define a side. Two tokens overlap if
+they share a byte.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Overlap:
             raise ValueError(f"the texts have {self.target[-1]} and {self.draft[-1]} bytes")
 
     def importance(self, found: Floats) -> Floats:
-        """Of the target's tokens, (M,), from the draft's, (N,): the maximum of those that a token overlaps.
+        """Return the importance of the target's tokens, (M,), from the draft's, (N,): the maximum over overlapping
+        tokens.
 
-        None is negative. A token without text has that of its neighbours, the larger one of two.
+        No value is negative. A token without text takes the larger value of its two neighbours.
         """
         first, stop = _overlapped(self.target, self.draft)
         has_text = stop > first
@@ -50,9 +51,10 @@ class Overlap:
         return _from_neighbours(np.where(has_text, highest, np.float32(0)), has_text)
 
     def mask(self, chosen: Bools) -> Bools:
-        """Of the draft's tokens, (N,), from the target's, (M,): true where every token that it overlaps is chosen.
+        """Return a mask of the draft's tokens, (N,), from the target's, (M,): true if all overlapping tokens are
+        chosen.
 
-        Also true where it has no text.
+        Also true for tokens without text.
         """
         first, stop = _overlapped(self.draft, self.target)
         counted = np.append(chosen | ~_has_text(self.target), True)
@@ -60,9 +62,9 @@ class Overlap:
         return np.asarray(every | (stop == first), dtype=np.bool_)
 
     def span(self, start: int, end: int) -> tuple[int, int]:
-        """The draft's tokens [start, end) that overlap the target's [start, end), at least one.
+        """Return the draft's tokens [start, end) that overlap the target's [start, end), at least one.
 
-        Of target tokens without text it is the draft's last token that begins before them.
+        For target tokens without text it is the last draft token that begins before them.
         """
         text = int(self.target[start - 1]) if start > 0 else 0, int(self.target[end - 1])
         stop = int(np.searchsorted(self.draft, text[1], side="left")) + 1
@@ -75,23 +77,23 @@ def _has_text(ends: Ends) -> Bools:
 
 
 def _overlapped(ends: Ends, others: Ends) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """For every token the others [first, stop) that it overlaps, none where it has no text."""
+    """Return for every token the others [first, stop) that it overlaps; empty for a token without text."""
     starts = np.append(0, ends[:-1])
     first = np.searchsorted(others, starts, side="right")
     return first, np.where(_has_text(ends), np.searchsorted(others, ends, side="left") + 1, first)
 
 
 def _pairs(first: npt.NDArray[np.intp], stop: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """As `reduceat` takes ranges, of which every second result counts."""
+    """Interleave ranges for `reduceat`, of whose results every second one counts."""
     return np.stack([first, stop], axis=1).ravel()
 
 
 def _from_neighbours(values: Floats, known: Bools) -> Floats:
-    """Where a value is not known, the larger of the nearest known ones before and after it."""
+    """Fill unknown values with the larger of the nearest known ones before and after."""
     if known.all():
         return values
     index, size = np.arange(values.size), values.size
     before = np.maximum.accumulate(np.where(known, index, -1))
     after = np.minimum.accumulate(np.where(known, index, size)[::-1])[::-1]
-    around = np.append(values, np.float32(0))  # its last element, which -1 and `size` mean, where there is no neighbour
+    around = np.append(values, np.float32(0))  # -1 and `size` index its last element: no neighbour
     return np.where(known, values, np.maximum(around[before], around[after]))

@@ -1,4 +1,4 @@
-"""Sparse or full, decided before any work is done. Pure."""
+"""Chooses sparse or full prefill before any work is done. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """How one prompt will be prefilled, by which rule, and the reason that its account will give.
+    """The prefill of one prompt: mode, rule, and the reason for its report.
 
-    `keep`, `forced` (M,) and `ranges` are only meaningful in sparse mode. `predicted` is None where nothing was
-    measured. `scope` is what competes. `choice` names what sparse turns of one conversation have in common; None: the
-    request wants all of its prompt read, or chooses by itself.
+    `keep`, `forced` (M,) and `ranges` have a meaning in sparse mode only. `predicted` is None without measurements.
+    `scope` is the text that competes. `choice` names the selection rule that the sparse turns of a conversation share;
+    None: the request is read in full, or has its own scores.
     """
 
     mode: Mode
@@ -56,14 +56,14 @@ def plan_prefill(
     cached_tokens: int | None = 0,
     predict: Callable[[int], Prediction] | None = None,
 ) -> PrefillPlan:
-    """Decide from the request, the server's policy and what the pair can do.
+    """Decide from the request, the server's policy and the pair's abilities.
 
     Args:
-        sparse_refusal: why this pair can't be prefilled sparsely, or None.
+        sparse_refusal: why this pair can't prefill sparsely, or None.
         draft_context: the draft's context length in tokens, None if unknown.
         cached_tokens: prompt tokens that a prefix cache already holds; all else looks at the rest. None: not known yet.
             The plan is then sparse if it could become so: all that is forced may be cached.
-        predict: what both ways would take if the target saw that many tokens of the rest; None: nothing was measured.
+        predict: returns the times of both prefills if the target sees that many tokens of the rest; None: not known.
     """
     M = len(request.prompt)
     options, policy = request.specprefill, config.policy
@@ -79,7 +79,7 @@ def plan_prefill(
     if (refusal := _refused(request, sparse_refusal)) is not None:
         return plan.as_full(refusal)
     if (options.enabled or policy.enabled) and keep < 1 and options.importance is None:
-        # A forced request means its newest message, so what it leaves is for forced ones.
+        # A forced request means its newest message, so its prefix serves forced requests only.
         plan = replace(plan, choice=f"{keep}:{rule}:{scope}" + ":forced" * bool(options.enabled))
     if (refusal := _too_long(M, draft_context)) is not None:
         return plan.as_full(refusal)
@@ -89,7 +89,7 @@ def plan_prefill(
 
 
 def _by_policy(plan: PrefillPlan, config: EngineConfig, uncached: int) -> PrefillPlan:
-    """What the server does by itself: by predicted times where they are known, else by length."""
+    """Apply the server's policy: by predicted times if known, else by length."""
     policy, predicted = config.policy, plan.predicted
     if not policy.enabled:
         return plan.as_full("off by server policy")
@@ -101,7 +101,7 @@ def _by_policy(plan: PrefillPlan, config: EngineConfig, uncached: int) -> Prefil
 
 
 def _kept(keep: Fraction, forced: Bools) -> int:
-    """About how many tokens a selection keeps: its share, but half of that at least beside what is forced."""
+    """Estimate the number of selected tokens: the share, but at least half of it beside forced tokens."""
     share = float(keep) * forced.size
     return int(min(forced.size, max(share, forced.sum() + share / 2)))
 
@@ -121,7 +121,7 @@ def _too_long(prompt_len: int, draft_context: int | None) -> str | None:
 
 
 def _possible(plan: PrefillPlan, config: EngineConfig, rest: Bools) -> PrefillPlan:
-    """What is cached need not be dropped: only the `rest` of what is forced is looked at."""
+    """Check that a sparse prefill drops enough: cached tokens aside, only the `rest` of the forced ones counts."""
     if plan.keep == 1:
         return plan.as_full("keep is 100 %")
     share = Fraction(int(rest.sum()), max(rest.size, 1))
@@ -133,12 +133,12 @@ def _possible(plan: PrefillPlan, config: EngineConfig, rest: Bools) -> PrefillPl
 
 
 USER_WHOLE, USER_HEAD, USER_TAIL = (2048, 8), (128, 64), (512, 16)  # (most tokens, divisor of the prompt length)
-TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result that follows the last user message
-SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in either scope; of a longer one both ends
+TOOL_HEAD, TOOL_TAIL = 64, 128  # of a tool result after the last user message
+SYSTEM_WHOLE, SYSTEM_ENDS = 512, 256  # tokens: a shorter system text is kept in full, of a longer one both ends
 
 
 class ForcedRange(NamedTuple):
-    """Prompt indices [start, end) and why they are kept."""
+    """Prompt indices [start, end), and why they are kept."""
 
     start: int
     end: int
@@ -148,12 +148,12 @@ class ForcedRange(NamedTuple):
 def forced_ranges(
     spans: Sequence[PromptSpan], prompt_len: int, config: SelectionConfig, scope: Scope = "user"
 ) -> list[ForcedRange]:
-    """The ranges that are always kept, clipped to the prompt, in no particular order; they may overlap.
+    """Return the ranges that are always kept, clipped to the prompt, in no order. Ranges may overlap.
 
     Args:
         spans: rendered messages in prompt order; none for a raw completion, which is treated as one user message.
         prompt_len: M >= 1.
-        scope: what competes, as in `SpecPrefillPolicy.scope`.
+        scope: the text that competes, as in `SpecPrefillPolicy.scope`.
     """
     last = ForcedRange(prompt_len - 1, prompt_len, "last prompt token")
     if config.forced == "last-token":
@@ -166,7 +166,7 @@ def forced_ranges(
 
 
 def forced_mask(ranges: Sequence[ForcedRange], prompt_len: int) -> npt.NDArray[np.bool_]:
-    """(M,) true where a range covers the token."""
+    """Return a mask (M,) that is true where a range covers the token."""
     mask = np.zeros(prompt_len, dtype=np.bool_)
     for r in ranges:
         mask[r.start : r.end] = True
@@ -176,14 +176,14 @@ def forced_mask(ranges: Sequence[ForcedRange], prompt_len: int) -> npt.NDArray[n
 def template_mask(
     spans: Sequence[PromptSpan], question: tuple[int, int], forced: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """(M,) the forced tokens that are not part of what is asked about: the first one, the template's, the question's.
+    """Return a mask (M,) of forced tokens outside the searched text: the first, the template's, the question's.
 
-    Much attention goes to them for no reason that lies in the document: the first token and the delimiters are sinks,
-    and the question's tokens look at each other.
+    They get much attention for reasons that are not in the document: the first token and the delimiters are sinks, and
+    the question's tokens attend to each other.
 
     Args:
-        question: [start, end) of the tokens that ask.
-        forced: (M,) true where a token is kept anyway.
+        question: [start, end) of the question's tokens.
+        forced: (M,) true for tokens that are always kept.
     """
     asks = ForcedRange(*question, "question")
     template = forced_mask([ForcedRange(0, 1, "first token"), asks, *_structure(spans, forced.size)], forced.size)
@@ -214,10 +214,10 @@ def _system(spans: Sequence[PromptSpan], limit: int, scope: Scope) -> Iterator[F
 
 
 def _last_turn(spans: Sequence[PromptSpan], prompt_len: int) -> Iterator[ForcedRange]:
-    """The last user message (or the last message, when no user speaks) and what follows it.
+    """Yield the last user message (or the last message, without a user), and the messages after it.
 
-    Of what follows, the newest is kept whole, up to as much as of a user message. Agents call tools many times for one
-    user message: of what was said before that, the ends are kept.
+    The newest of these is kept in full, up to the limit of a user message. Agents call tools many times for one user
+    message: of older messages the ends are kept.
     """
     users = [i for i, span in enumerate(spans) if span.kind == "user"]
     asked = users[-1] if users else len(spans) - 1
@@ -239,10 +239,10 @@ def _ends(
     reason: str,
     whole: int | None = None,
 ) -> Iterator[ForcedRange]:
-    """The whole content when it is short, else its two ends.
+    """Yield the whole content if it is short, else its two ends.
 
     Args:
-        whole: tokens that are short; None: as many as of a user message.
+        whole: tokens that count as short; None: the limit of a user message.
     """
     start, end = span.content_start, span.content_end
     if end - start <= (_share(prompt_len, USER_WHOLE) if whole is None else whole):

@@ -1,11 +1,11 @@
-"""Importance of every prompt token: what all scorers have in common.
+"""Importance of every prompt token.
 
-A scorer lets the draft read the prompt and says how much each token matters. There are two.
+A scorer lets the draft read the prompt and returns the importance of each token. There are two.
 
-`HeadScorer` is the default where a draft has been calibrated. Most heads of a model look elsewhere: at the start, at
-neighbours, at punctuation. A few copy or retrieve (retrieval heads, arXiv 2404.15574; QRHead, arXiv 2506.09944).
-Importance is the weighted mean of those few, each normalised to the attention that it has for what is open to choice,
-read from the rows of the question. No token is generated, and the draft runs no further than the last of these heads.
+`HeadScorer` is the default for a calibrated draft. Most heads of a model attend to the start, to neighbours, to
+punctuation. A few copy or retrieve (retrieval heads, arXiv 2404.15574; QRHead, arXiv 2506.09944). Importance is the
+weighted mean of those few, read from the rows of the question, each normalised to its attention on tokens outside
+template and question. No token is generated, and the draft runs no further than the last of these heads.
 
 `PaperScorer` is the published rule (SpecPrefill, section 3.2): look-ahead tokens, and the maximum over heads and
 layers.
@@ -57,15 +57,15 @@ class ToScore:
 
     Attributes:
         prompt: M token ids.
-        question: [start, end) of the tokens that ask (`question_span`).
-        template: (M,) true for the tokens of template and question, which are no matter of choice; None: none.
+        question: [start, end) of the question's tokens (`question_span`).
+        template: (M,) true for the tokens of template and question, which do not compete; None: none.
         stop_ids: tokens that end the draft's answer.
         cache: the draft's own mlx-lm cache, which may hold a dense prefix of the prompt up to the question at most.
             Afterwards it holds exactly the prompt.
-        step: asked for the tokens of each forward.
-        again: tokens that ask although what they ask about comes after them, int32 (Q,): they are read once more behind
+        step: returns the tokens of each forward.
+        again: question tokens in front of the text that they ask about, int32 (Q,): they are read a second time behind
             the prompt, and their attention counts instead of the question's. Only calibrated heads are read so.
-        seen: gets what the draft returns of the tokens from an index on, at every forward; None: nobody wants it.
+        seen: called at every forward with the index of its first token and the draft's output; None: not called.
     """
 
     prompt: npt.NDArray[np.int32]
@@ -79,7 +79,7 @@ class ToScore:
 
     @classmethod
     def alone(cls, draft: nn.Module, prompt: Any, config: ScoringConfig, **given: Any) -> ToScore:
-        """A prompt without messages, from its first token on."""
+        """Return a prompt without messages as input, from its first token on."""
         ids = np.asarray(prompt, dtype=np.int32)
         defaults: dict[str, Any] = {
             "question": question_span(ids.size, config),
@@ -94,16 +94,16 @@ class ToScore:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a scorer found.
+    """The result of a scorer.
 
     Attributes:
         importance: float32 (M,), non-negative.
-        scorer: who it was.
-        words: by which rule and on what, for a report.
-        lookahead: the draft's greedy continuation, as far as it was used; empty where the scorer needs none.
+        scorer: its name.
+        words: its rule and input, for a report.
+        lookahead: the draft's greedy continuation, as far as it was used; empty if the scorer needs none.
         rows: query rows averaged.
         cache: the draft's, holding exactly the prompt.
-        read: tokens of the prompt that the draft read for it, its own ones; the rest it had cached.
+        read: tokens, in the draft's tokenizer, that were read; the others were cached.
     """
 
     importance: npt.NDArray[np.float32]
@@ -116,10 +116,10 @@ class Scores:
 
 
 class Scorer(Protocol):
-    """Lets a draft read a prompt."""
+    """Interface of scorers."""
 
     def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
-        """Yields between draft forwards, returns the scores.
+        """Yield between draft forwards; return the scores.
 
         Raises:
             SparseUnsupportedError: no attention layer sees the whole prompt.
@@ -131,12 +131,12 @@ class Scorer(Protocol):
 def question_span(
     prompt_len: int, config: ScoringConfig, end: int | None = None, units: npt.NDArray[np.int32] | None = None
 ) -> tuple[int, int]:
-    """Indices [start, end) of the tokens that ask, at least one.
+    """Return [start, end) of the question's tokens, at least one.
 
     Args:
         end: of the last message; the prompt's if not given.
-        units: where lines and sentences begin. The last one before `end` asks, within the limits of
-            `ScoringConfig.question_rows`; without units, as many tokens as the lower limit says.
+        units: starts of lines and sentences. The last one before `end` is the question, within the limits of
+            `ScoringConfig.question_rows`. Without units the lower limit gives the number of tokens.
     """
     least, most = config.question_rows
     end = prompt_len if end is None else max(1, min(end, prompt_len))
@@ -149,10 +149,10 @@ def question_span(
 def asked_before(
     spans: Sequence[PromptSpan], config: ScoringConfig, units: npt.NDArray[np.int32]
 ) -> tuple[tuple[int, int], ...]:
-    """Where what asks stands in a prompt that ends with tool results: [start, end), in the order to read them in.
+    """Return the ranges [start, end) of the question in a prompt that ends with tool results, in reading order.
 
-    That is the model's last call with what it said before it, and the last line or sentence of the last user message
-    with header and end marker each. Nothing where a message of another kind ends the prompt: that one asks.
+    These are the model's last call with the text before it, and the last line or sentence of the last user message,
+    each with header and end marker. Empty if the prompt ends with another kind of message: that one is the question.
     """
     users = [span for span in spans if span.kind == "user"]
     if not users or spans[-1].kind != "tool":
@@ -178,7 +178,7 @@ def read_prompt(
     """Feed the prompt up to `end` to the draft.
 
     Args:
-        passage: [start, end) of tokens that are read in one forward, whose attention is captured.
+        passage: [start, end) of tokens that are read in one forward, with their attention captured.
         capturing: a context for that forward; gets the tokens in the cache after it, its own length, and where the
             passage lies in it.
     """
@@ -188,7 +188,7 @@ def read_prompt(
     while start < end:
         stop = min(start + task.step(), end)
         if start < first < stop < end:
-            stop = first  # the passage is read whole, together with what follows it
+            stop = first  # the passage is read in one forward, with the tokens after it
         elif first <= start:
             stop = end
         captured: AbstractContextManager[None] = nullcontext()
@@ -204,9 +204,9 @@ def read_prompt(
 
 
 class Undo:
-    """Returns a cache to the end of the prompt: plain KV by trimming, everything else from a copy of its state.
+    """Returns a cache to the end of the prompt: trims plain KV, and restores a copy of other state.
 
-    The copies share memory with the originals until those are written to.
+    The copies share memory with the originals until those are written.
     """
 
     def __init__(self, cache: list[Any]) -> None:
@@ -222,10 +222,10 @@ class Undo:
 
 
 def checked(importance: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The same, if it is finite.
+    """Return the importance unchanged.
 
     Raises:
-        SpecPrefillError: it is not.
+        SpecPrefillError: it is not finite.
     """
     if not np.isfinite(importance).all():
         raise SpecPrefillError("the draft's attention is not finite")
@@ -237,9 +237,11 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class HeadScorer:
-    """Args:
-    config: `pool_width` counts.
-    ranks: over which the draft's heads are split.
+    """Scores by calibrated heads.
+
+    Args:
+        config: `pool_width` is used.
+        ranks: over which the draft's heads are split.
     """
 
     heads: DraftHeads
@@ -261,7 +263,7 @@ class HeadScorer:
         return Scores(importance, "draft", words, (), asked, task.cache)
 
     def _importance(self, rows: Mapping[tuple[int, int], Floats], task: ToScore) -> Floats:
-        """The sum of what each rank's heads say, in one reduction, which counts the heads too."""
+        """Sum the importance over all ranks' heads in one reduction, which also counts the heads."""
         here = [head for head in self.heads.heads if (head.call, head.head) in rows]
         own = np.zeros(task.prompt.size, dtype=np.float32)
         if here:
@@ -275,7 +277,7 @@ class HeadScorer:
 
 
 def _ask_again(draft: nn.Module, task: ToScore, capture: HeadCapture) -> None:
-    """Feed what asks behind the prompt, capturing; the cache ends where it was."""
+    """Feed the question again behind the prompt, capturing; then restore the cache."""
     undo, Q = Undo(task.cache), task.again.size
     with capture.of_passage(task.prompt.size + Q, Q, slice(0, Q)):
         draft(mx.array(task.again)[None], cache=task.cache)
@@ -286,10 +288,10 @@ def _ask_again(draft: nn.Module, task: ToScore, capture: HeadCapture) -> None:
 def importance_of(
     rows: Mapping[tuple[int, int], Floats], heads: Sequence[Head], template: npt.NDArray[np.bool_] | None, width: int
 ) -> Floats:
-    """Importance (M,) float32 from attention rows (M,) per (call, head), a head without attention left out.
+    """Return importance (M,) float32 from attention rows (M,) per (call, head). Skips heads without attention.
 
     Args:
-        template: (M,) tokens that are no matter of choice; what heads look at there does not count.
+        template: (M,) tokens that do not compete; attention on them is ignored.
         width: taps of the mean over neighbouring tokens.
     """
     total = np.zeros_like(next(iter(rows.values())), dtype=np.float32)
@@ -297,23 +299,25 @@ def importance_of(
         row = rows[head.call, head.head]
         open_to_choice = row if template is None else np.where(template, np.float32(0), row)
         mass = float(open_to_choice.sum())
-        if mass != 0:  # one that is not finite goes on to be refused
+        if mass != 0:  # values that are not finite pass, to be refused later
             total += np.float32(head.weight / mass) * open_to_choice
     return np.array(pool(mx.array(total), width))
 
 
 @dataclass(frozen=True)
 class PaperScorer:
-    """Args:
-    config: `rows`, `include_last_prompt_query` and `pool_width` count.
-    ranks: over which the draft's heads are split.
+    """Scores by the paper's rule.
+
+    Args:
+        config: `rows`, `include_last_prompt_query` and `pool_width` are used.
+        ranks: over which the draft's heads are split.
     """
 
     config: ScoringConfig
     ranks: Ranks | None = None
 
     def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
-        """See `Scorer`. First layers alone write no answer: the last prompt token is their one row."""
+        """Score as `Scorer`. First layers generate no answer: the last prompt token is their only row."""
         M = task.prompt.size
         capture = QueryCapture(M, self.config.pool_width)
         yield from read_prompt(draft, task, M - 1)
@@ -334,9 +338,9 @@ def _look_ahead(
     config: ScoringConfig,
     ranks: Ranks | None,
 ) -> mx.array:
-    """Feed the last prompt token and the greedy tokens after it, capturing; the cache ends where it was after `last`.
+    """Feed the last prompt token and the greedy tokens after it, capturing; then restore the cache after `last`.
 
-    All steps are queued without waiting for a token's value: the end of the answer is looked for afterwards.
+    All steps are queued without waiting for a token's value. The end of the answer is found afterwards.
     """
     M = capture.prompt_len
     if config.include_last_prompt_query:
@@ -359,13 +363,13 @@ def _look_ahead(
 
 
 def _greedy(logits: mx.array, ranks: Ranks | None) -> mx.array:
-    """Return the likeliest next token (1,), rank 0's where there are several."""
+    """Return the likeliest next token (1,), rank 0's if there are several ranks."""
     token = mx.argmax(logits[:, -1, :], axis=-1)
     return token if ranks is None else ranks.tokens(token)
 
 
 def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: ToScore) -> mx.array:
-    """Feed the last prompt token to layers that can't say what comes next: its own row, and no token."""
+    """Feed the last prompt token to layers without an output head: its own row, and no token."""
     with capture.row(capture.prompt_len):
         returned = draft(last, cache=task.cache)
     if task.seen is not None:
@@ -381,7 +385,7 @@ def _scores(
         raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")
     generated = [int(token) for token in np.array(looked_ahead)]
     ended = next((i for i, token in enumerate(generated) if token in task.stop_ids), len(generated))
-    # Row t reads the token before generated[t] when the last prompt token is row 0, generated[t] itself otherwise.
+    # Row t reads the token before generated[t] if the last prompt token is row 0, else generated[t] itself.
     usable = ended + 1 if config.include_last_prompt_query else max(1, ended)
     rows = min(len(capture.rows), usable)
     attention = mx.stack(capture.rows[:rows])
@@ -394,7 +398,7 @@ def _scores(
 
 
 def scorer_for(rule: RuleName, heads: DraftHeads | None, config: ScoringConfig, ranks: Ranks | None = None) -> Scorer:
-    """The paper's scorer where that is asked for, and where no heads of the draft are known.
+    """Return the paper's scorer if the rule asks for it, or if no heads of the draft are known; else the head scorer.
 
     Args:
         ranks: over which the draft's attention heads are split; None: they are all here.

@@ -1,4 +1,4 @@
-"""From importance to kept tokens (SpecPrefill, section 3.2.3). Pure array functions."""
+"""Selects the kept tokens by importance (SpecPrefill, section 3.2.3). Pure array functions."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int32]
 
-_LOOKED = 13  # tokens of a line or sentence that it is weighed by: as many as attention is smoothed over
-_ORDINARY = 0.99  # quantile of what is not chosen; its very best is now and then an outlier
-_PIECE = 32  # tokens: what stands for a line or sentence where that is too long or not at hand
+_LOOKED = 13  # best tokens that weigh a line or sentence: the width of the smoothing of attention
+_ORDINARY = 0.99  # quantile of unchosen tokens; the maximum may be an outlier
+_PIECE = 32  # tokens: replaces a line or sentence that is too long or unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the target will see.
+    """The tokens that the target will see.
 
     Attributes:
         kept: prompt indices of the kept tokens, ascending and unique, int32 (N,).
-        forced: tokens kept whatever their score, bool (M,).
-        asked: importance of each token, less what smoothing carried over the end of a line, float32 (M,).
-        chunk_scores: by which chunks were chosen, float32 (C,).
-        chunk_forced: chunks whose every token is forced (C,).
+        forced: tokens kept at any score, bool (M,).
+        asked: importance of each token, without smoothing across the end of a line, float32 (M,).
+        chunk_scores: scores of the chunks, float32 (C,).
+        chunk_forced: chunks with forced tokens only (C,).
         chunk_chosen: chunks kept for their score (C,).
         chunk_size: tokens per chunk; the last one may be shorter.
     """
@@ -59,7 +59,7 @@ class Selection:
 
 
 def chunk_means(importance: Floats, chunk_size: int) -> Floats:
-    """Mean over contiguous chunks, (M,) -> (C,); a short last chunk is averaged over its own length."""
+    """Return the mean over contiguous chunks, (M,) -> (C,). A short last chunk is averaged over its own length."""
     starts = np.arange(0, importance.size, chunk_size)
     sums = np.add.reduceat(importance.astype(np.float64), starts)
     lengths = np.diff(np.append(starts, importance.size))
@@ -67,27 +67,27 @@ def chunk_means(importance: Floats, chunk_size: int) -> Floats:
 
 
 def by_sentence(importance: Floats, units: Indices, config: SelectionConfig) -> Floats:
-    """What each token's line or sentence is weighed by, (M,) float32: the mean of its best 13 tokens in a row.
+    """Return the weight of each token's line or sentence, (M,) float32: the mean of its best 13 tokens in a row.
 
-    The draft looks at where a passage begins. What goes on in the next chunk, like the value after a long name, would
-    compete with the best of the rest on its own. Every chunk that a line or sentence touches gets at least its weight.
+    The draft attends to the start of a passage. Its continuation in the next chunk, like the value after a long name,
+    would compete alone. Every chunk that a line or sentence touches gets at least its weight.
 
     Args:
         importance: (M,).
-        units: where lines and sentences begin, ascending, the first at 0 (`PromptText`); those longer than
+        units: starts of lines and sentences, ascending, the first at 0 (`PromptText`). Units longer than
             `sentence_limit` are cut into pieces.
     """
     M = importance.size
     begin, end = _pieces(units, M, config.sentence_limit)
     total = np.append(0.0, np.cumsum(importance, dtype=np.float64))
     looked_end = np.minimum(np.arange(M) + _LOOKED, np.repeat(end, end - begin))
-    seen = total[looked_end] - total[:M]  # in what begins at each token and ends with its unit at the latest
+    seen = total[looked_end] - total[:M]  # tokens from each token on, up to the end of its unit
     weight = (np.maximum.reduceat(seen, begin) / _LOOKED).astype(np.float32)
     return np.repeat(weight, end - begin)
 
 
 def _pieces(units: Indices, length: int, limit: int) -> tuple[Indices, Indices]:
-    """Where units that are longer than `limit` tokens are cut as well, and where each ends."""
+    """Return the starts and ends of units, those longer than `limit` tokens cut into pieces."""
     ends = np.append(units[1:], length)
     long = ends - units > limit
     cuts = [np.arange(start, end, _PIECE) for start, end in zip(units[long], ends[long], strict=True)]
@@ -100,9 +100,9 @@ def select_chunks(
 ) -> Selection:
     """Keep ceil(C * keep) chunks, best score first, ties to the lower index, plus every forced token.
 
-    Chunks that are forced as a whole count towards the budget, but at least half of it goes to chunks chosen by score:
-    a long system prompt must not leave nothing for the document. A chunk that is forced in part competes like any
-    other; when it loses, its forced tokens are kept without the rest.
+    Fully forced chunks count towards the budget, but at least half of it goes to chunks chosen by score: a long system
+    prompt must not displace the document. A partly forced chunk competes like any other; if it loses, only its forced
+    tokens are kept.
 
     Args:
         chunk_scores: (C,) finite.
@@ -129,7 +129,7 @@ def select_chunks(
 def select_tokens(
     importance: Floats, forced: Bools, text: PromptText, keep: Fraction, config: SelectionConfig
 ) -> Selection:
-    """From importance (M,) to what is kept: chunk means, lines and sentences kept together, the best chunks.
+    """Select from importance (M,): chunk means, lines and sentences kept together, the best chunks.
 
     Args:
         forced: (M,) per token.
@@ -144,10 +144,10 @@ def select_tokens(
 
 
 def _raise_headings(scores: Floats, headings: Indices, size: int) -> None:
-    """A heading is worth as much as the best line below it: what was found in a file means little without its name.
+    """Raise a heading to the best score below it: lines found in a file mean little without its name.
 
     Args:
-        scores: (C,) of chunks; those of headings are raised.
+        scores: (C,) of chunks; raises those of headings in place.
         headings: of `PromptText`.
         size: of a chunk.
     """
@@ -162,20 +162,20 @@ def _raise_headings(scores: Floats, headings: Indices, size: int) -> None:
 
 
 def ordinary_of(asked: Floats, others: Bools) -> float:
-    """The importance of the best among `others`, tokens that are not chosen."""
+    """Return the importance of the best of `others`, tokens that are not chosen."""
     return float(np.quantile(asked[others], _ORDINARY)) if others.any() else 0.0
 
 
 def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
-    """What the selection asks for that an earlier turn has dropped.
+    """Return the chosen tokens that an earlier turn dropped and that stand out.
 
-    Most of what fills the budget is ordinary and changes from question to question. Asked for are the chosen tokens
-    that stand out: with so many times the importance of the best that are not chosen. What an earlier turn holds does
-    not count, however much it is looked at: an earlier question in the same words draws most attention. With the
-    tokens go the chosen chunks beside them, up to 32 tokens away and with no gap: the rest of a line or sentence.
+    Most of the budget is filled with ordinary text, which changes from question to question. Tokens are recalled only
+    if they stand out: if their importance is a multiple of the best unchosen one. Tokens that the earlier turn holds do
+    not count: an earlier question in the same words gets the most attention. The chosen chunks beside them are recalled
+    too, up to 32 tokens away and without a gap: the rest of a line or sentence.
 
     Args:
-        held: (L,) whether the earlier turn kept the token, for the first L <= M tokens; the rest is new to it.
+        held: (L,) true if the earlier turn kept the token, for the first L <= M tokens; the rest is new.
         stands_out: of `SelectionConfig`.
 
     Returns:
@@ -199,7 +199,7 @@ def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
 
 
 def strongest(tokens: Indices, asked: Floats, most: int) -> Indices:
-    """Return the runs of tokens with the highest importance, so many tokens at most.
+    """Return the runs of tokens with the highest importance, at most `most` tokens.
 
     Args:
         tokens: prompt indices, ascending int32.
@@ -211,41 +211,41 @@ def strongest(tokens: Indices, asked: Floats, most: int) -> Indices:
 
 
 def kept_spans(kept: Indices) -> tuple[tuple[int, int], ...]:
-    """Kept indices as maximal [start, end) spans."""
+    """Return kept indices as maximal [start, end) spans."""
     parts = np.split(kept, np.flatnonzero(np.diff(kept) != 1) + 1)
     return tuple((int(part[0]), int(part[-1]) + 1) for part in parts if part.size)
 
 
 _UNKNOWN, _ENDS_LINE, _ENDS_SENTENCE, _BEGINS_WORD = 1, 2, 4, 8
 _BLANK = 16  # white space only
-_DIGIT = 32  # a digit is the first that can be seen
-_HEADING = 32  # tokens that a heading has at most
-_SPACES = ("\u0120", "\u2581")  # what stands for it in byte-level and in SentencePiece vocabularies
+_DIGIT = 32  # the first visible character is a digit
+_HEADING = 32  # longest heading, in tokens
+_SPACES = ("\u0120", "\u2581")  # the space in byte-level and in SentencePiece vocabularies
 _STOPS, _WIDE_STOPS = (".", "!", "?"), ("。", "！", "？")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """What selection knows of a prompt's text.
+    """Lines, sentences and headings of a prompt.
 
     Attributes:
-        units: indices at which lines and sentences begin, ascending, the first of them 0; int32 (U,).
-        headings: short lines above lines that begin with numbers, as the name of a file above what was found in it:
-            where each begins and ends, and where those lines end; int32 (H, 3).
+        units: starts of lines and sentences, ascending, the first of them 0; int32 (U,).
+        headings: short lines above lines that begin with numbers, as a file's name above its search results: start and
+            end of each, and the end of those lines; int32 (H, 3).
     """
 
     units: Indices
     headings: Indices = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int32))
 
     def part(self, start: int, end: int) -> PromptText:
-        """Return what is known of the prompt's tokens [start, end); indices count from `start`."""
+        """Return the same for the prompt's tokens [start, end). Indices count from `start`."""
         inside = self.units[(self.units > start) & (self.units < end)]
         headings = self.headings[(self.headings[:, 0] >= start) & (self.headings[:, 2] <= end)]
         return PromptText(np.append(np.int32(0), inside - np.int32(start)), headings - np.int32(start))
 
 
 class TextReader:
-    """Reads with a tokenizer of mlx-lm; each token id is decoded once.
+    """Finds lines, sentences and headings with a tokenizer of mlx-lm. Decodes each token id once.
 
     A unit ends with a token that holds a line break, or with a sentence's full stop before a space.
     """
@@ -289,7 +289,7 @@ class TextReader:
 
 
 def _headings(kinds: npt.NDArray[np.uint8]) -> Indices:
-    """See `PromptText.headings`. Lines without anything to see count for nothing."""
+    """Return `PromptText.headings`. Skips lines without visible characters."""
     M = kinds.size
     starts = np.append(0, np.flatnonzero(kinds[:-1] & _ENDS_LINE > 0) + 1).astype(np.int32)
     following = np.append(np.where(kinds & _BLANK == 0, np.arange(M), M), M)
@@ -299,7 +299,7 @@ def _headings(kinds: npt.NDArray[np.uint8]) -> Indices:
     starts, ends, seen = starts[shown], ends[shown], seen[shown]
     numbered = kinds[seen] & _DIGIT > 0
     heads = np.flatnonzero(~numbered[:-1] & numbered[1:])
-    others = np.append(np.flatnonzero(~numbered), numbered.size)  # where a run of numbered lines ends
+    others = np.append(np.flatnonzero(~numbered), numbered.size)  # ends of runs of numbered lines
     last = others[np.searchsorted(others, heads, side="right")] - 1
     found = np.stack([starts[heads], ends[heads], ends[last]], axis=1)
     short: Indices = found[found[:, 1] - found[:, 0] <= _HEADING]

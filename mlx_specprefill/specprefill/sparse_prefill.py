@@ -1,4 +1,4 @@
-"""Prefill of the target, sparse or full, through one code path."""
+"""Prefills the target, sparse or full, through one code path."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..request import Progress, TokenIds
 
 __all__ = ["prefill"]
 
-# Tokens of the last forward. One alone would cost a whole pass over the weights; so few rows cost the output projection
-# little, which sees all of them. Up to twice as many are not worth a second pass.
+# Tokens of the last forward. One alone would cost a whole pass over the weights. A few rows add little to the output
+# projection, which runs over all of them. Up to twice as many are not worth a second pass.
 _TAIL = 32
 
 
@@ -33,19 +33,19 @@ def prefill(
     forward: Callable[[], AbstractContextManager[None]] = nullcontext,
     last_forward: Callable[[mx.array, list[Any]], mx.array] | None = None,
 ) -> Generator[Progress, None, mx.array]:
-    """Feed the prompt, or the kept part of it at its original positions; yields between forwards.
+    """Feed the prompt, or its kept tokens at their original positions. Yields between forwards.
 
     After a sparse prefill the cache decodes from position offset + M although it holds fewer tokens.
 
     Args:
         cache: positioned for a sparse prefill; any mlx-lm cache for a full one. Holds `offset` tokens already.
-        prompt: M token ids that follow what the cache holds.
+        prompt: M token ids that follow the cached ones.
         kept: ascending prompt indices (N,) that end in M - 1; None feeds everything.
-        step: tokens per forward, or a function asked before each. The last forward is short, because all of its rows
-            meet the output projection.
+        step: tokens per forward, or a function called before each. The last forward is short, because all of its rows
+            reach the output projection.
         cuts: counts of fed tokens at which a forward must end, ascending.
         forward: a context for each forward.
-        last_forward: feeds the last token (1, 1) to the cache in place of the model, and more that may follow it;
+        last_forward: feeds the last token (1, 1) to the cache in place of the model, and more tokens that may follow;
             returns the token's logits (1, V).
 
     Returns:
@@ -53,7 +53,7 @@ def prefill(
 
     Raises:
         SparseUnsupportedError: the cache can't hold original positions.
-        ValueError: the last prompt token is not kept: its logits are the answer's first token.
+        ValueError: the last prompt token is not kept: its logits give the answer's first token.
     """
     if kept is not None:
         if kept.size == 0 or kept[-1] != len(prompt) - 1:

@@ -1,7 +1,7 @@
-"""Prefill of a target in two parts: its first layers read the whole prompt, the others the kept tokens.
+"""Prefills a target in two parts: its first layers read the whole prompt, the others the kept tokens.
 
-Nothing that the first layers compute is thrown away: a scorer lets them read the prompt, keeps what they pass on, and
-when it is known which tokens are kept, the other layers go on from there.
+The first layers' work is reused: a scorer reads the prompt with them and keeps the hidden states. After the selection
+the other layers continue from there.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _Part = tuple[int, mx.array]  # index of the first token, hidden states (1, L, D
 
 
 class HiddenStates:
-    """What the first layers pass on of a prompt's tokens.
+    """Hidden states that the first layers return for a prompt.
 
     Attributes:
-        first: index below which nothing is kept as it is read: the other layers have it.
-        known: index below which the draft need not read anew for it.
+        first: index below which no states are kept: the other layers have read these tokens.
+        known: index below which the draft need not read again for them.
     """
 
     def __init__(self, first: int = 0, known: int | None = None, parts: Sequence[_Part] = ()) -> None:
@@ -41,11 +41,11 @@ class HiddenStates:
 
     @property
     def end(self) -> int:
-        """Index behind the last one."""
+        """Return the index after the last state."""
         return max((start + states.shape[1] for start, states in self._parts), default=self.first)
 
     def keep(self, start: int, hidden: mx.array) -> None:
-        """Keep the hidden states (1, L, D) of the tokens from index `start` on, in the order in which they are read."""
+        """Keep the hidden states (1, L, D) of the tokens from index `start` on. Call in reading order."""
         skipped = max(0, self.first - start)
         new = hidden[:, skipped:]
         if new.shape[1]:
@@ -56,14 +56,14 @@ class HiddenStates:
             self._parts.append((start + skipped, new))
 
     def covers(self, indices: npt.NDArray[np.int32]) -> bool:
-        """Return whether the states of all these prompt indices are here."""
+        """Return whether the states of all these prompt indices are stored."""
         return sum(int(_within(part, indices).sum()) for part in self._parts) == indices.size
 
     def of(self, indices: npt.NDArray[np.int32]) -> mx.array:
-        """Return the states of the prompt's indices (N,), ascending, (1, N, D).
+        """Return the states (1, N, D) of the prompt's ascending indices (N,).
 
         Raises:
-            ValueError: it does not cover them.
+            ValueError: some are missing.
         """
         if not self.covers(indices):
             raise ValueError("hidden states of some tokens were not kept")
@@ -72,7 +72,7 @@ class HiddenStates:
         return mx.concatenate(chosen, axis=1) if chosen else self._parts[0][1][:, :0]
 
     def between(self, start: int, end: int) -> tuple[int, mx.array] | None:
-        """Return the states of [start, end) as far as they are here, and the index of the first."""
+        """Return the stored states of [start, end), with the index of the first; None if there are none."""
         inside = [part for part in _below(end, self._parts) if part[0] + part[1].shape[1] > start]
         if not inside:
             return None
@@ -106,17 +106,17 @@ def prefill_upper(
     step: int | Callable[[], int],
     offset: int = 0,
 ) -> Generator[Progress, None, mx.array]:
-    """As `prefill` of the kept tokens, in the layers behind the first ones.
+    """Prefill the kept tokens in the layers behind the first ones, as `prefill`.
 
     Args:
-        cache: positioned, of those layers alone.
-        hidden: what the first layers passed on of the kept tokens, (1, N, D).
+        cache: positioned, of those layers only.
+        hidden: the first layers' hidden states of the kept tokens, (1, N, D).
     """
     return prefill(Reading(model.upper, hidden), cache, prompt, kept, step, offset)
 
 
 class Reading:
-    """The upper layers as a model of tokens, whose hidden states (1, N, D) are known, in the order they are fed."""
+    """The upper layers as a model of tokens with known hidden states (1, N, D), in feeding order."""
 
     def __init__(self, upper: UpperLayers, hidden: mx.array) -> None:
         self._upper = upper

@@ -1,8 +1,8 @@
-"""The target's multi-token prediction head as a proposer. Its cache of keys and values follows the text like a layer's.
+"""The target's multi-token prediction head as a proposer. Its KV cache follows the text like a layer's.
 
-Entry p needs the target's hidden state of token p, and token p + 1. After a sparse prefill those p have one whose next
-token was kept as well, at their original positions. Entries that the head added while it drafted are trimmed, and added
-again with the target's hidden states once those are known.
+Entry p needs the target's hidden state of token p, and token p + 1. After a sparse prefill it exists if token p + 1 was
+kept as well, at the original position. Entries that the head added while drafting are trimmed, and added again with the
+target's hidden states.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class PromptReader:
     """Reads a prompt with the head while the target does.
 
     Args:
-        fed: prompt indices that the target is about to read, ascending up to the last one.
+        fed: prompt indices that the target will read, ascending up to the last one.
 
     Attributes:
         cache: the head's entries.
-        hidden: the target's hidden states from the last prompt token on, (1, R, D), once it was read.
+        hidden: the target's hidden states from the last prompt token on, (1, R, D), after the prefill.
     """
 
     def __init__(self, head: MTPHead, prompt: Sequence[int] | TokenIds, fed: Indices) -> None:
@@ -48,23 +48,23 @@ class PromptReader:
         self._done = 0
 
     def read(self, forwards: Sequence[mx.array]) -> None:
-        """The hidden states (1, L, D) of one or more forwards of the target."""
+        """Read the hidden states (1, L, D) of one or more target forwards."""
         for hidden in forwards:
             self._read(hidden)
         mx.eval(self.hidden, [] if self.cache.empty() else self.cache.state)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The target's forwards inside are read when it is left."""
+        """Return a context whose target forwards are read at its end."""
         with recorded_hidden() as forwards:
             yield
         self.read(forwards)
 
     def _read(self, hidden: mx.array) -> None:
         first, end = self._done, self._done + hidden.shape[1]
-        if self.hidden is not None:  # of the token before, whose next one is known now
+        if self.hidden is not None:  # of the previous token, whose successor is known now
             first, hidden = first - 1, mx.concatenate([self.hidden, hidden], axis=1)
-        at = self._fed[first:end]  # ends with the prompt, whatever was fed beyond it
+        at = self._fed[first:end]  # ends with the prompt; later tokens are ignored
         self._done = first + at.size
         self.hidden = hidden[:, at.size - 1 :]
         followed = np.flatnonzero(np.diff(at) == 1)
@@ -83,10 +83,10 @@ class MTPProposer(Proposer):
         self.gamma = gamma
         self.head = reader.head
         self.cache = reader.cache
-        self._hidden = reader.hidden  # of the tokens before those of the text that the head has not read
+        self._hidden = reader.hidden  # of the tokens before the unread ones
         self._next = reader.length - 1  # position of its next entry
         self._read = 0  # tokens of the generated text that it has read
-        self._drafted = 0  # entries on top that are its own guesses
+        self._drafted = 0  # entries from its own drafts
 
     def recording(self) -> AbstractContextManager[list[mx.array]]:
         return recorded_hidden()

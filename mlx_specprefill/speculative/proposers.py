@@ -1,4 +1,4 @@
-"""What proposers have in common, and the simplest one: a draft model, one token after another."""
+"""The interface of proposers, and the simplest one: a draft model that generates one token after another."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Verified:
     Attributes:
         length: generated tokens that the target's cache holds now.
         proposed, accepted: tokens of the proposal.
-        row: of the verification's forward, that of the last token that stayed.
-        recorded: what the proposer recorded in that forward.
+        row: the last kept token's row in the verification's forward.
+        recorded: the proposer's record of that forward.
     """
 
     length: int
@@ -46,7 +46,7 @@ class Verified:
 
 @dataclass
 class AcceptanceCounts:
-    """How many proposed tokens of one level were accepted. Tokens after a rejected one were not judged."""
+    """Counts of proposed and accepted tokens of one level. Tokens after a rejected one do not count."""
 
     judged: int = 0
     accepted: int = 0
@@ -57,7 +57,7 @@ class AcceptanceCounts:
 
     @property
     def rate(self) -> float | None:
-        """Accepted share of the judged tokens."""
+        """Return the accepted share of the judged tokens."""
         return self.accepted / self.judged if self.judged else None
 
 
@@ -73,27 +73,27 @@ class Proposer(ABC):
     inner: AcceptanceCounts | None = None
 
     def recording(self) -> AbstractContextManager[Any]:
-        """The context in which a forward of the target runs; its value becomes `Verified.recorded`."""
+        """Return the context in which a forward of the target runs. Its value becomes `Verified.recorded`."""
         return nullcontext()
 
     def idle(self, text: Sequence[int]) -> bool:
-        """Whether to wait for the token that follows the generated `text` is not worth it: nothing is known of it."""
+        """Return whether the generated `text` gives no hint, so that the row does not wait for its next token."""
         return False
 
     @abstractmethod
     def propose(self, text: Sequence[int], count: int, sampler: TokenSampler) -> Proposal:
-        """About `count` tokens that may follow the generated `text`, all of which is final; fewer if it can't."""
+        """Return about `count` tokens that may follow the final generated `text`; fewer if it can't."""
 
     @abstractmethod
     def settle(self, verified: Verified) -> None:
-        """Take note of the target's verification."""
+        """Update from the target's verification."""
 
 
 class Drafter(Proposer):
-    """A model that drafts on a cache of its own, one token at a time.
+    """A model that drafts on its own cache, one token at a time.
 
     Args:
-        cache: holds the prompt, or what the model knows of it.
+        cache: holds the prompt, or the part that the model has read.
 
     Attributes:
         held: generated tokens in the cache.
@@ -123,12 +123,12 @@ class Drafter(Proposer):
         self._snapshot = None
 
     def keep(self, length: int) -> None:
-        """Hold no more than the first `length` generated tokens. Until `settle`, more can be taken back."""
+        """Cut the cache to the first `length` generated tokens. More can be taken back until `settle`."""
         if self._snapshot is not None and self.held > length:
             self.held -= self._snapshot.take_back(self.held - length, fed=self.held - self._settled)
 
     def _catch_up(self, text: Sequence[int]) -> mx.array:
-        """Feed what is new; logits (1, V) of the last token."""
+        """Feed the new tokens; return the logits (1, V) of the last one."""
         logits = self._feed(text[self.held :])
         if self._snapshot is None:
             self._snapshot, self._settled = Snapshot(self.cache), self.held

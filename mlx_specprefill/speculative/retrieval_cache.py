@@ -1,8 +1,8 @@
 """A small part of a KV cache, on which the model that filled it drafts (TriForce, section 4.1).
 
-The cache is cut into chunks, and each KV head keeps those that the last accepted token's queries look at most. Always
-in: the first chunk, which holds the attention sink, and a ring with exact copies of the most recent tokens. Keys keep
-their rotation, so what is dropped leaves a gap and nothing else moves.
+The cache is cut into chunks, and each KV head keeps those with the most attention of the last accepted token's queries.
+It always keeps the first chunk, which holds the attention sink, and a ring with exact copies of the most recent tokens.
+Keys keep their rotation: dropped chunks leave gaps, and nothing moves.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..errors import SparseUnsupportedError
 __all__ = ["RetrievalKVCache", "attention_shares", "best_chunks"]
 
 _MAX_RING = 512
-_SHORTLIST = 4  # times as many chunks as are kept, chosen by their mean keys, are compared by their own keys
-_CARRY = 0.25  # of a chunk's score that the next one gets at least: what is being copied goes on there
+_SHORTLIST = 4  # factor of chunks chosen by their mean keys, then compared by their own keys
+_CARRY = 0.25  # part of a chunk's score that the next one gets at least: copied text continues there
 
 
 def attention_shares(queries: mx.array, keys: mx.array, per_chunk: int) -> mx.array:
-    """The share of one token's attention, softmax(q k / sqrt(D)), that goes to each chunk, per KV head, (H_kv, C).
+    """Return the share of one token's attention, softmax(q k / sqrt(D)), on each chunk, per KV head, (H_kv, C).
+
+    The maximum over query heads with common keys counts, so that one retrieving head is not outvoted (the paper has no
+    such heads).
 
     Args:
         queries: (H, D), rotated.
         keys: (H_kv, C * per_chunk, D): a chunk's own keys, or one mean of them.
-
-    Query heads that share keys and values are joined by their maximum, so that one head that retrieves is not outvoted
-    (the paper has no such heads).
     """
     heads, D = keys.shape[0], keys.shape[-1]
     grouped = queries.reshape(heads, -1, D).astype(keys.dtype)
@@ -40,7 +40,7 @@ def attention_shares(queries: mx.array, keys: mx.array, per_chunk: int) -> mx.ar
 
 
 def best_chunks(scores: mx.array, count: int) -> mx.array:
-    """The `count` best of C chunks per KV head, (H_kv, count), ascending; chunk 0 is always among them.
+    """Return the `count` best of C chunks per KV head, (H_kv, count), ascending, always with chunk 0.
 
     Passages cross the borders of chunks: a quarter of a score carries over to the next chunk.
     """
@@ -51,12 +51,12 @@ def best_chunks(scores: mx.array, count: int) -> mx.array:
 
 
 class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
-    """Chosen chunks, then a ring of exact recent tokens, then what is being drafted; (1, H_kv, S, D).
+    """Chosen chunks, then a ring of exact recent tokens, then the draft's tokens; (1, H_kv, S, D).
 
-    It follows mlx-lm's cache protocol. What is drafted can be trimmed.
+    Follows mlx-lm's cache protocol. Drafted tokens can be trimmed.
 
     Args:
-        source: the cache that it is a part of; only committed tokens may be in it in `rebuild` and `follow`.
+        source: the full cache; holds only committed tokens during `rebuild` and `follow`.
         budget: tokens of chosen chunks and ring together.
         chunk: tokens per chunk.
     """
@@ -70,17 +70,17 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         self.chunks = max(1, (budget - self.ring) // chunk)
         self.chosen: mx.array | None = None
         self._means: mx.array | None = None
-        self._start = 0  # slot of the source where the ring begins
+        self._start = 0  # slot of the source at the ring's start
         self._size = 0
         self.offset: Any = source.offset
 
     @property
     def full(self) -> bool:
-        """The ring has no room for what has been generated since the last `rebuild`."""
+        """Return whether the ring has no room for the tokens generated since the last `rebuild`."""
         return self.keys is None or _slots(self.source) - self._start > self.ring
 
     def rebuild(self, queries: mx.array) -> None:
-        """Choose chunks anew. queries (H, D): of the last token in the source."""
+        """Choose chunks again. queries (H, D): of the last token in the source."""
         slots, chunk = _slots(self.source), self.chunk
         candidates = max(0, slots - self.ring // 2) // chunk
         self._start = candidates * chunk
@@ -96,7 +96,7 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         self.follow()
 
     def follow(self) -> None:
-        """Forget what was drafted, and copy the ring from the source."""
+        """Drop drafted tokens, and copy the ring from the source."""
         assert self.keys is not None
         assert self.values is not None
         begin, slots = self._picked, _slots(self.source)
@@ -146,7 +146,7 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         return best_chunks(scores, min(self.chunks, candidates))
 
     def _mean_keys(self, count: int) -> mx.array:
-        """Of the first `count` chunks, (H_kv, count, D). Complete chunks never change: each mean is computed once."""
+        """Return the mean keys of the first `count` chunks, (H_kv, count, D). Each mean is computed once."""
         done = 0 if self._means is None else int(self._means.shape[1])
         if count > done:
             fresh: mx.array = self.source.keys[0, :, done * self.chunk : count * self.chunk]
@@ -156,7 +156,7 @@ class RetrievalKVCache(_BaseCache):  # type: ignore[misc]
         return self._means
 
     def _gathered(self, array: mx.array, chunks: mx.array) -> mx.array:
-        """Chunks (H_kv, n) of an array, token by token: cut into chunks, the whole cache would be copied first."""
+        """Gather chunks (H_kv, n) of an array by token: gathering by chunk would copy the whole cache first."""
         slots = (chunks[..., None] * self.chunk + mx.arange(self.chunk)).reshape(1, array.shape[1], -1, 1)
         return mx.take_along_axis(array, slots, axis=2)
 

@@ -1,7 +1,7 @@
 """TriForce (section 4): the target drafts for itself on a small part of its cache, on top of a smaller model.
 
-The level between needs no weights of its own. A forward on the small part reads the same weights but few keys and
-values, which pays when reading the whole cache takes most of the time.
+The middle level needs no weights of its own. A forward on the small part reads the same weights but few keys and
+values, which pays off when reading the whole cache takes most of the time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["RetrievalPromptCache", "TriForceProposer"]
 
 
 class RetrievalPromptCache:
-    """A retrieval cache per layer of full attention; windows and recurrent states are copied as they are.
+    """A retrieval cache per layer of full attention. Windows and recurrent states are copied unchanged.
 
     Args:
-        source: the target's prompt cache, which others advance.
+        source: the target's prompt cache.
 
     Raises:
         SparseUnsupportedError: there is nothing to retrieve from.
@@ -50,14 +50,14 @@ class RetrievalPromptCache:
 
     @property
     def full(self) -> bool:
-        """Whether chunks have to be chosen before more is drafted."""
+        """Return whether `rebuild` is needed before further drafts."""
         return any(small.full for small in self._small.values() if not small.source.empty())
 
     def rebuild(self, attention: AttentionRecord, row: int) -> None:
-        """Choose chunks by the queries of one row of the forward that was recorded.
+        """Choose chunks by the queries of one row of the recorded forward.
 
         Raises:
-            SparseUnsupportedError: the queries can't be told apart by layer, or don't fit the keys.
+            SparseUnsupportedError: the queries can't be assigned to layers, or don't fit the keys.
         """
         layers = [part for part in leaves(self.source) if not isinstance(part, ArraysCache) and not part.empty()]
         if attention.handwritten or len(attention.queries) != len(layers):
@@ -71,7 +71,7 @@ class RetrievalPromptCache:
             small.rebuild(queries[0, :, row])
 
     def follow(self) -> None:
-        """Forget what was drafted; exact copies of what the target's cache holds now."""
+        """Drop drafted tokens, and copy the target's recent ones."""
         for small in self._small.values():
             if not small.source.empty():
                 small.follow()
@@ -84,15 +84,16 @@ class RetrievalPromptCache:
         if small is not None and not small.empty():
             return small
         mirrored = copy.copy(part)
-        mirrored.state = copy.deepcopy(part.state)  # shares memory until one of the two is written to
+        mirrored.state = copy.deepcopy(part.state)  # shares memory until one of the two is written
         return mirrored
 
 
 class TriForceProposer(Proposer):
-    """A small model drafts, the target on its retrieved cache verifies and corrects, and proposes that.
+    """A small model drafts, the target on its retrieved cache verifies and corrects, and the result is proposed.
 
-    What passes the inner verification has the distribution of the middle level, and is proposed with that distribution
-    (the paper's CORRECT; its published code records the same one but draws from another after a rejection).
+    Tokens that pass the inner verification have the distribution of the middle level, and are proposed with that
+    distribution (the paper's CORRECT; its published code records the same one but draws from another after a
+    rejection).
     """
 
     inner: AcceptanceCounts
@@ -120,7 +121,7 @@ class TriForceProposer(Proposer):
         return proposal
 
     def _verify(self, text: list[int], drafted: Proposal, proposal: Proposal, sampler: TokenSampler) -> None:
-        """One inner round: what stays, and what follows it, goes into `proposal`. The text's last token is not fed."""
+        """Run one inner round: append the kept tokens and the next one to `proposal`. Does not feed the last one."""
         rollback = Rollback(self.retrieved.caches)
         logits = rollback.forward(self.model, mx.array([[text[-1], *drafted.tokens]]))
         distributions = sampler.distributions(logits, text, drafted.tokens)

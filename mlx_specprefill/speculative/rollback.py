@@ -1,8 +1,8 @@
-"""Rollback of fed tokens, for every kind of cache.
+"""Rolls back fed tokens, in every kind of cache.
 
-Keys and values are trimmed. A window that has wrapped has overwritten what a trim would need, so it is not trimmed: a
-forward of several rows leaves a ring that still holds what was before it, and cutting its last rows off is exact; over
-several forwards, a copy is kept. Recurrent states are restored and replayed.
+Keys and values are trimmed. A window that has wrapped has overwritten the tokens that a trim needs. A forward of
+several rows leaves a ring that still holds the tokens before it, so cutting its last rows off is exact. Over several
+forwards, a copy is kept. Recurrent states are restored and replayed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RINGS = (RotatingKVCache, PositionedRotatingKVCache)
 
 
 def rollback_refusal(model: nn.Module, cache: Sequence[Any]) -> str | None:
-    """Why tokens can't be taken back from this model's caches; None when they can."""
+    """Return why tokens can't be taken back from this model's caches; None if they can."""
     for part in leaves(cache):
         if getattr(part, "keep", 0):
             return "its window keeps first tokens"
@@ -36,7 +36,7 @@ def rollback_refusal(model: nn.Module, cache: Sequence[Any]) -> str | None:
 
 
 class Rollback:
-    """One forward of several tokens, of which only the first ones may stay."""
+    """One forward of several tokens, of which a prefix is kept."""
 
     def __init__(self, cache: Sequence[Any], shift: int = 0) -> None:
         self._parts = list(leaves(cache))
@@ -47,14 +47,14 @@ class Rollback:
         self._calls: list[RecurrentCall] = []
 
     def forward(self, model: Callable[..., mx.array], tokens: mx.array) -> mx.array:
-        """Feed tokens (1, R); logits (R, V)."""
+        """Feed tokens (1, R); return logits (R, V)."""
         self._rows = tokens.shape[1]
         self._states = {id(part): list(part.cache) for part in self._parts if isinstance(part, ArraysCache)}
         with recorded_recurrence() as self._calls, adjusted_offsets([self._shift]):
             return model(tokens, cache=self._cache)[0]
 
     def keep(self, count: int) -> None:
-        """Go on as if only the first `count` tokens (at least 1) had been fed.
+        """Roll back to the first `count` tokens (at least 1).
 
         Raises:
             SparseUnsupportedError: a recurrent layer was not seen during the forward.
@@ -78,7 +78,7 @@ class Rollback:
 
 
 def _cut(part: Any, count: int) -> None:
-    """Drop the last rows of a ring that a forward of several rows has just put into order."""
+    """Drop the last rows of a ring that a forward of several rows has just put in order."""
     ring = part.inner if isinstance(part, Positioned) else part
     if ring.keys is None:
         return
@@ -92,19 +92,19 @@ def _cut(part: Any, count: int) -> None:
 
 
 class Snapshot:
-    """A cache before tokens that may be taken back, whatever the forwards that feed them."""
+    """A copy of a cache before tokens that may be taken back after any number of forwards."""
 
     def __init__(self, cache: Sequence[Any]) -> None:
         states: list[Any] = [part for part in leaves(cache) if isinstance(part, (ArraysCache, *_RINGS))]
         self._trimmed = [part for part in leaves(cache) if not isinstance(part, (ArraysCache, *_RINGS))]
-        # Copies share memory with the ring until that is written to.
+        # Copies share memory with the ring until it is written.
         self._restored = [(part, copy.deepcopy(part.state)) for part in states]
 
     def take_back(self, count: int, fed: int) -> int:
-        """Take back the last `count` of the `fed` tokens, or all of them where a part of the cache can't be trimmed.
+        """Take back the last `count` of the `fed` tokens, or all of them if a part of the cache can't be trimmed.
 
         Returns:
-            How many.
+            The number of tokens taken back.
         """
         count = fed if self._restored else count
         for part in self._trimmed:

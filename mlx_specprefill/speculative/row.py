@@ -1,9 +1,9 @@
-"""A row that decodes by proposals: several tokens per forward of the target, with its own distribution.
+"""Decodes a row with proposals: several tokens per target forward, with the target's distribution.
 
-Invariant between rounds: the target's cache holds the prompt and all tokens that were returned. After a proposal one
-more token is chosen and not fed; the next round feeds it together with a proposal, keeps what the target accepts, and
-chooses the next one. While nothing is proposed, the next forward is queued before this one's token is read, as in a
-batch of plain rows: so a proposer that has nothing to say costs nothing.
+Invariant between rounds: the target's cache holds the prompt and all returned tokens. After a proposal one more token
+is chosen and not fed. The next round feeds it together with a proposal, keeps the tokens that the target accepts, and
+chooses the next one. Without a proposal, the next forward is queued before this one's token is read, as in a batch of
+plain rows, so an idle proposer costs nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LastForward:
     """The last forward of the prefill, which also verifies tokens that may follow the prompt.
 
     Attributes:
-        ahead: those tokens, as the scorer looked ahead.
+        ahead: these tokens, from the scorer's look-ahead.
         logits: (1 + len(ahead), V) once fed.
     """
 
@@ -41,7 +41,7 @@ class LastForward:
         self.logits: mx.array | None = None
 
     def __call__(self, last: mx.array, cache: list[Any]) -> mx.array:
-        """Feed the prompt's last token (1, 1); its logits (1, V)."""
+        """Feed the prompt's last token (1, 1); return its logits (1, V)."""
         tokens = mx.concatenate([last, mx.array([self.ahead], dtype=last.dtype)], axis=1) if self.ahead else last
         self.rollback = Rollback(cache)
         self.logits = self.rollback.forward(self.model, tokens)
@@ -50,35 +50,35 @@ class LastForward:
 
 @dataclass(frozen=True)
 class Limits:
-    """Where an answer ends."""
+    """The end of an answer: stop tokens and length."""
 
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
 
     def cut(self, tokens: Sequence[int], done: int) -> int:
-        """How many of the tokens belong to an answer that has `done` already."""
+        """Return the number of leading tokens that belong to an answer of `done` tokens so far."""
         stop = next((i + 1 for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
         return min(stop, self.max_tokens - done)
 
 
 class SpeculativeRow:
-    """One sequence that decodes by itself, whatever others do beside it.
+    """One sequence that decodes alone, beside other rows.
 
     Args:
         cache: the target's, prefilled; the row owns it until it ends.
         logits: of the last prompt token, (1, V).
-        first: the forward that gave them, if tokens were verified in it.
+        first: their forward, if it verified tokens.
         logprobs: None, or how many alternatives to report per token.
         shift: positions minus slots for caches that can't carry it.
 
     Attributes:
-        tokens: returned so far.
+        tokens: those returned so far.
         steps: target forwards since the prefill.
-        acceptance: of the proposed tokens.
+        acceptance: counts of the proposed tokens.
         early: events of the tokens that are known before the first step: those that the prefill's last forward has
             verified, and the one that follows them. Steps return it no more.
-        free: tokens that the prefill's last forward has verified.
-        proposing: the proposer is at work: if it raises, the row itself is as good as before.
+        free: tokens verified by the prefill's last forward.
+        proposing: the proposer is running: if it raises, the row itself is intact.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class SpeculativeRow:
         return stopped or len(self.tokens) >= self.limits.max_tokens
 
     def step(self) -> list[TokenEvent]:
-        """One forward of the target, after what it takes to propose; the tokens that it adds.
+        """Run one target forward, after the proposer's; return the tokens that it adds.
 
         Afterwards the cache holds exactly the prompt and `tokens`.
         """
@@ -147,14 +147,14 @@ class SpeculativeRow:
         return events
 
     def leave(self) -> list[TokenEvent]:
-        """Feed the chosen token: from then on, `logits` decide what follows."""
+        """Feed the chosen token. Then `logits` decide the next one."""
         if self.ended or self._next is None:
             return []
         rows, _ = self._forward(Rollback(self.cache, self._shift), mx.array([[self._next]]))
         return self._commit([self._next], rows)
 
     def _begin(self, first: LastForward | None) -> list[TokenEvent]:
-        """The tokens that the prefill's last forward has verified already."""
+        """Return the tokens that the prefill's last forward has verified."""
         ahead = [] if first is None else first.ahead[: self.limits.max_tokens]
         rows = self.logits if first is None or first.logits is None else first.logits[: len(ahead) + 1]
         proposal: list[Distribution] = list(ahead)
@@ -170,16 +170,16 @@ class SpeculativeRow:
         return [*events, self._event(verdict.token, self.logits)] if self._told else events
 
     def _rests(self) -> bool:
-        """Whether the next token need not be known before it is fed: no grammar follows it, and nothing is proposed."""
+        """Return whether the next token can be fed unread: no grammar needs it, and nothing is proposed."""
         self.proposing = True
         rests = self._sampler.grammar is None and self.proposer.idle(self.tokens)
         self.proposing = False
         return rests
 
     def _feed_unread(self) -> list[TokenEvent]:
-        """Queue the forward of the token that `logits` choose, then read which one it is."""
+        """Queue the forward of the token that `logits` choose, then read it."""
         token = self._sampler.choose(self.logits, self.tokens)
-        # By itself: what is queued at once can only be read once all of it is done.
+        # Evaluated alone: arrays that are queued together can only be read once all are done.
         mx.async_eval(token)  # type: ignore[no-untyped-call]
         rows, recorded = self._forward(Rollback(self.cache, self._shift), token[None])
         events = self._commit([int(np.array(token)[0])], rows)
@@ -187,7 +187,7 @@ class SpeculativeRow:
         return events
 
     def _chosen(self) -> int:
-        """The token to feed next."""
+        """Return the token to feed next."""
         if self._next is None:
             (distribution,) = self._sampler.distributions(self.logits, self.tokens)
             self._next = draw(distribution, self._sampler.rng)
@@ -202,7 +202,7 @@ class SpeculativeRow:
         return proposal
 
     def _forward(self, rollback: Rollback, fed: mx.array) -> tuple[mx.array, Any]:
-        """Queue the forward of the tokens `fed` (1, R): logits (R, V), and what the proposer has recorded."""
+        """Queue the forward of `fed` (1, R); return logits (R, V), and the proposer's record."""
         self.steps += 1
         with self.proposer.recording() as recorded:
             rows = rollback.forward(self.model, fed)
@@ -210,7 +210,7 @@ class SpeculativeRow:
         return rows, recorded
 
     def _commit(self, tokens: list[int], rows: mx.array) -> list[TokenEvent]:
-        """Tokens whose forward gave the logits `rows` (R, V) are part of the answer."""
+        """Append tokens whose forward gave the logits `rows` (R, V) to the answer."""
         if not tokens:
             return []
         deciding = mx.concatenate([self.logits, rows[:-1]])
@@ -222,6 +222,6 @@ class SpeculativeRow:
         return events[told:]
 
     def _event(self, token: int, logits: mx.array) -> TokenEvent:
-        """The event of a token that logits (1, V) decided."""
+        """Return the event of a token chosen from logits (1, V)."""
         raw = logits.astype(mx.float32)
         return token_event(token, raw - mx.logsumexp(raw, axis=-1, keepdims=True), self._logprobs)

@@ -1,4 +1,4 @@
-"""Speculation strategies: what each needs, and how its proposer is made."""
+"""Speculation strategies: their requirements and their proposers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def make_proposer(
     kept: npt.NDArray[np.int32] | None,
     reader: PromptReader | None,
 ) -> Generator[Progress, None, Proposer]:
-    """The strategy's proposer; yields between forwards.
+    """Make the strategy's proposer. Yields between forwards.
 
     Args:
-        cache: the target's, with the prompt in it.
-        draft: the small model; `draft_cache` holds exactly the prompt in it, if it was read.
-        kept: prompt indices that the target holds, None for all.
+        cache: the target's, which holds the prompt.
+        draft: the small model; `draft_cache` holds exactly the prompt if the model has read it.
+        kept: prompt indices in the target's cache; None: all.
         reader: the target's MTP head, which has read the prompt along with it.
 
     Raises:
@@ -71,12 +71,12 @@ def make_proposer(
 def refusal(
     strategy: StrategyName, target: nn.Module, draft: nn.Module | str, mtp: MTPHead | str, quantized: bool = False
 ) -> str | None:
-    """Why a strategy can't run with these models; None if it can.
+    """Return why a strategy can't run with these models; None if it can.
 
     Args:
-        draft: the model that may propose tokens, or why there is none.
+        draft: the proposing model, or why there is none.
         mtp: the target's MTP head, or why it has none.
-        quantized: the target's cache will be.
+        quantized: the target's cache will be quantised.
     """
     general = adapter_for(architecture_of(target)).speculation_refusal
     if (general := general or rollback_refusal(target, make_prompt_cache(target))) is not None:
@@ -98,9 +98,9 @@ def _draft_refusal(draft: nn.Module | str) -> str | None:
 
 
 def gathered(cache: Sequence[Any], kept: npt.NDArray[np.int32]) -> list[Any]:
-    """A draft's cache cut down to the prompt indices that the target kept; windows and states stay as they are.
+    """Return a draft's cache cut to the prompt indices that the target kept. Windows and states stay unchanged.
 
-    Keys keep their rotation, so this masks the others out. It changes what is proposed, never what is accepted.
+    Keys keep their rotation, so this masks the others. It changes the proposals, never the answer.
     """
     index = mx.array(kept)
     return [_gathered(part, kept, index) if type(part) is KVCache and not part.empty() else part for part in cache]
@@ -117,9 +117,9 @@ def _gathered(part: KVCache, kept: npt.NDArray[np.int32], index: mx.array) -> Po
 
 
 def read_ends(draft: nn.Module, prompt: TokenIds, sinks: int, window: int) -> Generator[Progress, None, list[Any]]:
-    """A small model's cache of a prompt's first `sinks` tokens and last `window`, read as if they were one text.
+    """Return a small model's cache of a prompt's first `sinks` and last `window` tokens, read as one text.
 
-    It costs the same whatever the prompt's length.
+    The cost does not depend on the prompt's length.
     """
     ids = np.asarray(prompt, dtype=np.int32)
     read = mx.array(np.concatenate([ids[:sinks], ids[max(sinks, ids.size - window) :]]))[None]

@@ -1,4 +1,4 @@
-"""From logits to the distributions that tokens are drawn from, after the request's filters, penalties and grammar.
+"""Turns logits into sampling distributions, with the request's filters, penalties and grammar.
 
 Target and drafts of a request share one sampler.
 """
@@ -24,8 +24,8 @@ class TokenSampler:
     Args:
         params: with temperature 0 every distribution is a single token.
         processors: functions of (generated tokens so far, logits (1, V)).
-        grammar: the answer's grammar, at its start; `commit` takes it on.
-        stops: ids after which nothing is worth proposing.
+        grammar: the answer's grammar, at its start; `commit` advances it.
+        stops: ids that end the answer.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TokenSampler:
         self.rng = Rng(params.seed)
 
     def choose(self, logits: mx.array, before: Sequence[int]) -> mx.array:
-        """A token (1,) that follows the generated tokens `before`, not evaluated; of no use to a grammar.
+        """Choose a token (1,) after the generated tokens `before`, without evaluating it. Ignores the grammar.
 
         Args:
             logits: (1, V).
@@ -55,7 +55,7 @@ class TokenSampler:
         return choose(logits, history, self._sampler, self._processors)[0]
 
     def distributions(self, logits: mx.array, before: Sequence[int], fed: Sequence[int] = ()) -> list[Distribution]:
-        """Per row of logits (1 + F, V). Row i follows the generated tokens `before` and the first i of `fed`.
+        """Return the distribution of each row of logits (1 + F, V). Row i follows `before` and the first i of `fed`.
 
         Raises:
             InvalidRequestError: the grammar has become too complex to follow.
@@ -72,7 +72,7 @@ class TokenSampler:
         return list(weights / weights.sum(axis=-1, keepdims=True))
 
     def permitted(self, before: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of `tokens`, from the first on, the grammar lets follow the generated tokens `before`.
+        """Return the number of leading `tokens` that the grammar permits after the generated tokens `before`.
 
         Raises:
             InvalidRequestError: the grammar has become too complex to follow.
@@ -88,14 +88,14 @@ class TokenSampler:
         return len(tokens)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """These tokens are part of the answer."""
+        """Append tokens to the answer."""
         if self.grammar is not None:
             for token in tokens:
                 self.grammar.accept(token)
             self._committed += len(tokens)
 
     def _allowed(self, grammar: GrammarState, before: Sequence[int], fed: Sequence[int], size: int) -> mx.array:
-        """What the grammar lets follow each row, (1 + F, V) bool."""
+        """Return the grammar's mask of each row, (1 + F, V) bool."""
         ahead = self._ahead(grammar, before)
         masks = [ahead.allowed(size)]
         for token in fed:
@@ -104,7 +104,7 @@ class TokenSampler:
         return mx.array(np.stack([np.ones(size, np.bool_) if mask is None else mask for mask in masks]))
 
     def _ahead(self, grammar: GrammarState, before: Sequence[int]) -> GrammarState:
-        """After these generated tokens; the grammar itself stays where it is."""
+        """Return a copy of the grammar advanced by these generated tokens."""
         ahead = grammar.fork()
         for token in before[self._committed :]:
             ahead.accept(token)

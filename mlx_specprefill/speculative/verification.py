@@ -1,4 +1,4 @@
-"""Speculative sampling: which proposed tokens stay, and what follows them (TriForce, section 4.2).
+"""Speculative sampling: verifies proposed tokens, and draws the next one (TriForce, section 4.2).
 
 The text keeps the target's distribution. One function serves both levels of a hierarchy. A distribution is a vector of
 probabilities, or, at temperature 0, a single token.
@@ -26,11 +26,11 @@ class Rng:
         self._random = np.random.default_rng(seed)
 
     def bernoulli(self, probability: float) -> bool:
-        """True with this probability."""
+        """Return True with this probability."""
         return float(self._random.random()) < probability
 
     def categorical(self, distribution: Probabilities) -> int:
-        """A token of the distribution (V,)."""
+        """Draw a token from the distribution (V,)."""
         sums = np.cumsum(distribution)
         drawn = int(np.searchsorted(sums, self._random.random() * sums[-1], side="right"))
         return min(drawn, int(np.flatnonzero(distribution)[-1]))  # the product may round up to the last sum
@@ -38,7 +38,7 @@ class Rng:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The first `accepted` proposed tokens stay; `token` comes after them."""
+    """The first `accepted` proposed tokens are kept; `token` follows them."""
 
     accepted: int
     token: int
@@ -51,7 +51,7 @@ def verify(p: Sequence[Distribution], q: Sequence[Distribution], proposed: Seque
 
     Args:
         p: the verifying model's distributions, one more than there are proposed tokens.
-        q: the distributions that the proposed tokens were really drawn from.
+        q: the distributions that the proposed tokens were drawn from.
     """
     for i, token in enumerate(proposed):
         if not rng.bernoulli(acceptance(p[i], q[i], token)):
@@ -60,18 +60,18 @@ def verify(p: Sequence[Distribution], q: Sequence[Distribution], proposed: Seque
 
 
 def draw(distribution: Distribution, rng: Rng) -> int:
-    """A token of the distribution."""
+    """Draw a token from the distribution."""
     return distribution if isinstance(distribution, int) else rng.categorical(distribution)
 
 
 def acceptance(p: Distribution, q: Distribution, token: int) -> float:
-    """min(1, p(token) / q(token))."""
+    """Return min(1, p(token) / q(token))."""
     ours = _of(p, token)
     return min(1.0, ours / _of(q, token)) if ours > 0 else 0.0
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
-    """norm(max(0, p - q)): what is drawn from when a token of q was rejected."""
+    """Return norm(max(0, p - q)), the distribution after a token of q was rejected."""
     if isinstance(p, int):
         return p
     rest = p.copy()

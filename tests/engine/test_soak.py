@@ -50,6 +50,7 @@ from mlx_specprefill.specprefill.sparse_prefill import prefill
 from tests.engine.held import unaccounted
 from tests.slices import finish
 from tests.tiny import random_prompt, tiny_pair
+from tests.waiting import eventually
 
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "200"))
 FAMILIES = ("llama", "qwen3_5", "gpt_oss")
@@ -277,10 +278,9 @@ def resident() -> int:
 
 def counted_bytes(engine: Engine) -> int:
     caches = engine.caches
-    sessions = [session for store in caches.sessions._sessions.values() for session in store.values()]
     assert caches._target is not None
     assert caches._draft is not None
-    return caches._target.nbytes + caches._draft.nbytes + sum(session.nbytes for session in sessions)
+    return caches._target.nbytes + caches._draft.nbytes
 
 
 def check_solo_selection(pair: ModelPair, tickets: list[Ticket]) -> None:
@@ -330,7 +330,7 @@ def test_soak(family: str, unheard: None) -> None:
         assert settled(engine)
         assert unaccounted(engine) < before + (1 << 20)  # without a collection: the server has none either
         assert engine.health().alive
-        assert engine.memory.admission.reserved == 0
+        assert eventually(lambda: crowd.engine.memory.admission.reserved == 0)  # the draft may read in idle time
         assert len(engine.rows) == 0
     assert engine.health().running == engine.health().queued == 0
     ends = Counter(_ending(ticket) for ticket in crowd.tickets)
@@ -405,7 +405,7 @@ def test_a_first_token_that_cannot_be_read_fails_alone(monkeypatch: pytest.Monke
             pass
         assert isinstance(ending, Finished)
         assert ending.completion_tokens == 200
-        assert engine.memory.admission.reserved == 0
+        assert eventually(lambda: engine.memory.admission.reserved == 0)  # the draft may read in idle time
 
 
 def test_a_fault_of_the_engine_itself_ends_what_runs_and_not_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,4 +420,4 @@ def test_a_fault_of_the_engine_itself_ends_what_runs_and_not_the_loop(monkeypatc
             last = list(engine.generate(request))[-1]
         assert isinstance(last, Failed)
         assert isinstance(list(engine.generate(request))[-1], Finished)
-        assert engine.memory.admission.reserved == 0
+        assert eventually(lambda: engine.memory.admission.reserved == 0)  # the draft may read in idle time

@@ -276,6 +276,11 @@ def resident() -> int:
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
 
 
+def frees(engine: Engine) -> bool:
+    """Return whether nothing is reserved any more, once the draft has read what it reads in idle time."""
+    return eventually(lambda: engine.memory.admission.reserved == 0)
+
+
 def counted_bytes(engine: Engine) -> int:
     caches = engine.caches
     assert caches._target is not None
@@ -330,7 +335,7 @@ def test_soak(family: str, unheard: None) -> None:
         assert settled(engine)
         assert unaccounted(engine) < before + (1 << 20)  # without a collection: the server has none either
         assert engine.health().alive
-        assert eventually(lambda: crowd.engine.memory.admission.reserved == 0)  # the draft may read in idle time
+        assert frees(engine)
         assert len(engine.rows) == 0
     assert engine.health().running == engine.health().queued == 0
     ends = Counter(_ending(ticket) for ticket in crowd.tickets)
@@ -405,7 +410,7 @@ def test_a_first_token_that_cannot_be_read_fails_alone(monkeypatch: pytest.Monke
             pass
         assert isinstance(ending, Finished)
         assert ending.completion_tokens == 200
-        assert eventually(lambda: engine.memory.admission.reserved == 0)  # the draft may read in idle time
+        assert frees(engine)
 
 
 def test_a_fault_of_the_engine_itself_ends_what_runs_and_not_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,4 +425,4 @@ def test_a_fault_of_the_engine_itself_ends_what_runs_and_not_the_loop(monkeypatc
             last = list(engine.generate(request))[-1]
         assert isinstance(last, Failed)
         assert isinstance(list(engine.generate(request))[-1], Finished)
-        assert eventually(lambda: engine.memory.admission.reserved == 0)  # the draft may read in idle time
+        assert frees(engine)

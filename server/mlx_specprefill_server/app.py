@@ -40,8 +40,8 @@ ON: TelemetryConfig = {"auto_configure": True, "logs": False}  # records of exce
 OFF: TelemetryConfig = {"auto_configure": False, "tracing": False, "metrics": False, "logs": False}
 
 LOST_STATUS = 1
-TELLING_S = 5.0  # for the last answers, and for /health to say what is lost
-ENDING_S = 10  # that connections get to end after their answers were ended
+TELLING_S = 5.0  # seconds for the last answers, and for /health to report the loss
+ENDING_S = 10  # seconds for connections to close after their answers have ended
 
 __all__ = ["Server", "app_of", "create_app", "make_server", "serve", "serve_models"]
 
@@ -71,7 +71,7 @@ def app_of(models: Models) -> FastAPI:
     app.add_middleware(RequestLimitMiddleware, state=models.state, settings=settings)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(AuthMiddleware, settings=settings)
-    if settings.cors_origins:  # outside of the gate, which asks for a key that no preflight has
+    if settings.cors_origins:  # outside of AuthMiddleware: a preflight has no key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
         )
@@ -142,7 +142,7 @@ class Server(uvicorn.Server):
             self.lost, self._end_at = lost, now + TELLING_S
         self._awake.note(bool(self._state.requests))
         over = now >= self._end_at
-        # Where something is lost /health says so first; of several ranks, mlx.launch sends SIGTERM before that.
+        # /health reports a loss before the exit. Of several ranks, mlx.launch sends SIGTERM earlier.
         if over or (self._state.draining and not self._state.requests and self.lost is None):
             self.should_exit = True
         return await super().on_tick(counter)

@@ -21,7 +21,7 @@ from .settings import Settings
 __all__ = ["AuthMiddleware", "Identity", "IdentityDep", "anonymous", "identities_by_key"]
 
 OPEN_PATHS = ("/", "/health")  # no key needed
-OPEN_FOLDER = "/web/"  # nor for what the page is made of
+OPEN_FOLDER = "/web/"  # nor for the page's files
 
 
 class AuthMiddleware:
@@ -69,9 +69,9 @@ class AuthMiddleware:
         """Return the identity of the request's key, None without a valid key."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
-        # Clients that are also signed in elsewhere send that token as well, so either header may hold the key.
+        # Clients that are signed in elsewhere send that token too, so either header may hold the key.
         given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
-        # every key is compared to the end, so the time taken tells nothing about any of them
+        # every comparison runs to its end, so its time reveals nothing about a key
         found = [
             identity for text in given for key, identity in self._identities.items() if hmac.compare_digest(text, key)
         ]
@@ -108,7 +108,7 @@ def _is_json(content_type: str) -> bool:
     return content_type.partition(";")[0].strip().lower() == "application/json"
 
 
-# Names end up in cache folders, where a plain hash of a short key could be looked up. Some 10 ms per key, at start.
+# Names appear in cache folders, where a plain hash of a short key could be looked up. About 10 ms per key, at start.
 SCRYPT = {"n": 2**12, "r": 8, "p": 1, "salt": b"mlx-specprefill cache owner"}
 
 

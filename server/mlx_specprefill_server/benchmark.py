@@ -45,12 +45,12 @@ __all__ = [
     "short_name",
 ]
 
-FORMAT = 1  # of the record; another number when its fields change their meaning
-WARM_UP = 512  # tokens of a prompt that is not counted
-ANSWER = 16  # tokens that follow each prefill, for the rate of decoding
-_PIECE = 4000  # characters that are tokenized at once
-_STRIDE = 50_021  # characters between the beginnings of two repetitions' prompts
-_BUSY = 0.5  # of the cores
+FORMAT = 1  # the record's format; it increases when a field changes its meaning
+WARM_UP = 512  # tokens of a warm-up prompt, which is not counted
+ANSWER = 16  # tokens after each prefill, for the decoding speed
+_PIECE = 4000  # characters per tokenizer call
+_STRIDE = 50_021  # characters between the starts of two repetitions' prompts
+_BUSY = 0.5  # share of the cores
 
 
 class BenchmarkError(SpecPrefillError):

@@ -29,10 +29,10 @@ MAX_CONNECTIONS = 1024
 HEADER_LIMIT = 64 << 10  # bytes of a request's line and headers
 HEADER_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 120.0
-WRITE_TIMEOUT_S = 300.0  # in which a client reads nothing of its answer
+WRITE_TIMEOUT_S = 300.0  # seconds without a read by the client
 RESERVED = 24  # descriptors for files, and for connections that are accepted before they can be refused
-FEWEST = 8  # connections with which a server is of use
-LARGEST_LIMIT = 10_240  # open files; macOS takes no higher number, whatever its hard limit says
+FEWEST = 8  # the fewest connections that make a usable server
+LARGEST_LIMIT = 10_240  # open files; macOS accepts no higher number, whatever its hard limit is
 OPEN_FILES = Path("/dev/fd")
 
 
@@ -97,10 +97,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._connections = connections
-        self._timer: asyncio.TimerHandle | None = None  # of what is awaited from the client
-        self._reading: asyncio.TimerHandle | None = None  # of the client's reading
+        self._timer: asyncio.TimerHandle | None = None  # the deadline of the client's next data
+        self._reading: asyncio.TimerHandle | None = None  # the deadline of the client's next read
         self._in_head = True
-        self._head_bytes = 0  # as they came
+        self._head_bytes = 0  # raw header bytes
         self._parsed_bytes = 0  # as they were parsed, of a head that came in one piece with something else
         self._too_long = False
 
@@ -183,7 +183,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _too_late(self) -> None:
         if self._in_head and not self.is_idle:
-            self._await(HEADER_TIMEOUT_S)  # what comes next is not read before the answer is over
+            self._await(HEADER_TIMEOUT_S)  # the next request is not read before the answer is over
         elif self._in_head and not self._head_bytes:
             self.transport.close()  # a browser's spare connection
         else:

@@ -46,7 +46,7 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 ANTHROPIC_OVERLOADED = 529
-# Paths of other kinds of server, whose clients would otherwise look for a mistake of their own.
+# Paths of other kinds of server. The message tells their clients that the mistake is not theirs.
 NOT_DONE_HERE = {
     "/v1/embeddings": "This server generates text and makes no embeddings.",
     "/v1/rerank": "This server generates text and ranks no documents.",
@@ -173,7 +173,7 @@ async def _known(request: Request, exc: Exception) -> Response:
 async def _unexpected(request: Request, exc: Exception) -> Response:
     # the outer ring raises it again after answering, so the log has the traceback
     response = error_response(exc, request.url.path)
-    response.headers["x-request-id"] = request.scope["request_trace"].id  # its middleware is already left
+    response.headers["x-request-id"] = request.scope["request_trace"].id  # its middleware has already returned
     return response
 
 

@@ -237,10 +237,10 @@ def first_limit(*limits: int | None) -> int | None:
 
 NO_PENALTY = "not supported; use repetition_penalty, presence_penalty or frequency_penalty"
 NO_FILTER = "not supported; use top_p, top_k, min_p, typical_p or xtc_probability"
-# field: (its neutral values, why others are refused)
+# field: (its neutral values, the reason to refuse others)
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "dry_multiplier": ((0,), NO_PENALTY),  # the other dry_ fields only mean something beside it
-    "mirostat": ((0,), NO_FILTER),  # mirostat_tau and mirostat_eta likewise
+    "dry_multiplier": ((0,), NO_PENALTY),  # the other dry_ fields mean nothing without it
+    "mirostat": ((0,), NO_FILTER),  # mirostat_tau and mirostat_eta mean nothing without it
     "top_n_sigma": ((0, -1), NO_FILTER),
     "top_a": ((0,), NO_FILTER),
     "tfs_z": ((1,), NO_FILTER),

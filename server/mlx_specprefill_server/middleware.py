@@ -17,7 +17,7 @@ from .settings import Settings
 
 __all__ = ["TIMEOUT_HEADER", "HeadMiddleware", "RequestLimitMiddleware", "TrailingSlashMiddleware"]
 
-OWN_HEAD = ("/", "/health")  # paths with an answer of their own to HEAD
+OWN_HEAD = ("/", "/health")  # paths with their own answer to HEAD
 
 
 class TrailingSlashMiddleware:
@@ -93,7 +93,7 @@ class RequestLimitMiddleware:
         finally:
             self._state.requests -= 1
             self._running[identity] -= 1
-            self._running += Counter()  # forgets those at 0
+            self._running += Counter()  # drops entries at 0
 
     def _admit(self, scope: Scope) -> None:
         if self._state.draining:

@@ -38,7 +38,7 @@ def locate(wanted: PackagedFile) -> Path:
     """
     name, version = wanted.package.split("==")
     for installed in distributions(name=name):
-        # The metadata and the list of files are written last, so an installation that was cut off lacks them.
+        # The metadata and the list of files are written last, so an incomplete installation lacks them.
         if installed.read_text("METADATA") and installed.version == version:
             for listed in installed.files or ():
                 path = Path(str(listed.locate()))
@@ -77,7 +77,7 @@ def _installer() -> list[str]:
     """Return the command without the package. It takes wheels only: a build would run the package's code."""
     options = ["--no-deps", "--only-binary=:all:"]
     if importlib.util.find_spec("pip") is not None:
-        # pip can't uninstall what was cut off: it has to write over it.
+        # pip can't uninstall an incomplete installation, so it must overwrite it.
         options += ["--ignore-installed", "--no-input", "--disable-pip-version-check"]
         return [sys.executable, "-m", "pip", "install", *options]
     if (uv := shutil.which("uv")) is not None:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["ONE_SHOT", "Tell", "load", "load_engine", "make_settings", "only_given", "silent"]
 
-ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": "off"}  # no next request will use what is kept
+ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": "off"}  # no later request would use the cache
 
 Tell = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 """Says what is being done while it lasts; what it gives takes how much of it is done, of models megabytes."""
@@ -91,7 +91,7 @@ def load(
     names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
     heads = None if pair.heads is None else Path(pair.heads)
     own = pair.draft in (None, "self")
-    # A draft that may have to propose tokens needs all of its layers; the target's own propose nothing.
+    # A draft that may propose tokens needs all of its layers. The target's own first layers propose none.
     early = own or settings is None or settings.speculative not in ("draft", "triforce")
     with tell(f"Loading {names}") as progress:
         made = load_pair(
@@ -108,7 +108,7 @@ def load(
         )
     if pair.context is not None:
         made = replace(made, context_length=min(made.context_length, pair.context))
-    if not made.drafted:  # the target's own layers can't, where each rank has some of them
+    if not made.drafted:  # the target's own layers can't score if each rank has some of them
         return made
     if made.heads is None and settings is not None:
         found = _heads(made, settings, calibrate, tell)

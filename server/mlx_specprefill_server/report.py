@@ -33,7 +33,7 @@ __all__ = [
     "named_event",
 ]
 
-PROGRESS_S = 2.0  # of prefill, after which a stream says how far it is, and so on
+PROGRESS_S = 2.0  # seconds of prefill between two reports of a stream
 
 
 class Report:

@@ -30,11 +30,11 @@ __all__ = [
 Model = TypeVar("Model", bound=BaseModel)
 
 BODY_LIMIT = 32 << 20  # bytes
-SMALL = 1 << 16  # bytes of a body that can hold no more than the limits below allow
-MOST_VALUES = 1 << 20  # in one body; also the tokens of the longest prompt that models read today
+SMALL = 1 << 16  # bytes of a body that can't exceed the limits below
+MOST_VALUES = 1 << 20  # values in one body; also the tokens of the longest prompt that models read today
 MOST_CONTAINERS = 1 << 16  # arrays and objects in one body: a conversation has a few per message
-MOST_MEMBERS = 1 << 15  # of all objects in one body; each takes ten times as long to parse as a number
-DEEPEST = 250  # what comes in may have to go out again, a little deeper, and orjson writes no more than 254 levels
+MOST_MEMBERS = 1 << 15  # members of all objects in one body; each takes ten times as long to parse as a number
+DEEPEST = 250  # levels; a value may be written again, a little deeper, and orjson writes at most 254 levels
 LONGEST_NAME = 256  # characters of a model's name, which answers and logs repeat
 CONTAINERS = (list, dict)
 

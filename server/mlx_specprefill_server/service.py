@@ -29,7 +29,7 @@ from .settings import Settings
 __all__ = ["ServerState", "Service", "current_deadline"]
 
 CONVERTERS = 2  # threads; they compete with the event loop for the interpreter
-PATIENCE_S = 5.0  # for the engine to end an answer itself, which it does between two of its steps
+PATIENCE_S = 5.0  # seconds for the engine to end an answer itself, between two of its steps
 REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 T = TypeVar("T")

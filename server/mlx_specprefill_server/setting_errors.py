@@ -14,7 +14,7 @@ from .settings import ENV_PREFIX, Settings
 
 __all__ = ["NOT_SETTINGS", "flag_of", "unknown_variables", "variable", "what_is_wrong"]
 
-NOT_SETTINGS = ["BLAS", "CONTROL", "LAUNCHED", "RANK_KEY"]  # read by the library, before there are settings
+NOT_SETTINGS = ["BLAS", "CONTROL", "LAUNCHED", "RANK_KEY"]  # read by the library before the settings exist
 _FLAGS = {
     "admin_keys": "--admin-key",
     "allowed_hosts": "--allowed-host",

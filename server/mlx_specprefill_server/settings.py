@@ -28,8 +28,8 @@ from .parsers.formats import ReasoningParser, ToolParser
 __all__ = ["ENV_PREFIX", "Densify", "KeepShare", "LogFormat", "LogLevel", "Settings", "default_text"]
 
 ENV_PREFIX = "MLX_SPECPREFILL_"
-ENGINE = EngineConfig()  # where the engine's defaults are stated
-_REMEMBERED_BYTES = 8 << 30  # of disk space, for prompts that agents begin with
+ENGINE = EngineConfig()  # the source of the engine's defaults
+_REMEMBERED_BYTES = 8 << 30  # bytes of disk space for the common beginnings of agents' prompts
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -70,7 +70,8 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     model_alias: str | None = None  # the id that /v1/models shows; default: the last part of the target's name
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()
-    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()  # keys that see all callers'
+    # keys that see the data of all callers
+    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()
     share_cache: bool = Field(
         default=False,
         description="All API keys share one prompt cache. A key can then learn from timing what others asked.",
@@ -79,7 +80,7 @@ class Settings(BaseSettings):
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = Field(
         default=(), description="Let pages of these origins call the server, *: any."
     )
-    max_models: int | None = Field(default=None, ge=1)  # of several, in memory at the same time
+    max_models: int | None = Field(default=None, ge=1)  # of several models, the number in memory
     strict_model: bool = Field(default=False, description="404 for requests that name another model.")
     draft_placement: DraftPlacement = "first"  # on several ranks: the draft on rank 0, or a part of it on each
     shutdown_grace_s: float = Field(
@@ -114,9 +115,9 @@ class Settings(BaseSettings):
         description="What target and draft cost on this machine, per pair; calibrated heads lie in `heads` beside it.",
     )
     specprefill_keep_pct: KeepShare = ENGINE.policy.keep_pct
-    specprefill_scope: Scope = ENGINE.policy.scope  # what competes when a request doesn't say
-    rule: RuleName = ENGINE.rule  # how tokens are scored and chosen when a request doesn't say
-    speculative: SpeculationName = ENGINE.speculation.strategy  # how answers are drafted when a request doesn't say
+    specprefill_scope: Scope = ENGINE.policy.scope  # the default of a request's selection scope
+    rule: RuleName = ENGINE.rule  # the default of a request's rule
+    speculative: SpeculationName = ENGINE.speculation.strategy  # the default of a request's speculation
     prefill_step: int = Field(
         default_factory=lambda: ENGINE.prefill_step,
         ge=1,
@@ -125,9 +126,9 @@ class Settings(BaseSettings):
     max_rows: int = Field(default=ENGINE.max_rows, ge=1)
     target_itl_ms: float = Field(
         default=ENGINE.slice_target_ms, gt=0
-    )  # a prefill may delay running answers by this much
+    )  # milliseconds by which a prefill may delay running answers
     memory_limit: Annotated[int, BeforeValidator(_size), Field(gt=0)] | None = None
-    wired_limit: WiredLimit = ENGINE.wired_limit  # what macOS is to keep resident
+    wired_limit: WiredLimit = ENGINE.wired_limit  # memory that macOS keeps resident
     prefix_cache_size: Size = ENGINE.prefix_cache_bytes
     prefix_cache_dir: Path | None = None
     prefix_disk_size: Size = ENGINE.prefix_disk_bytes

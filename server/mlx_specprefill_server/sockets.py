@@ -12,7 +12,7 @@ from ipaddress import ip_address
 
 __all__ = ["address", "bound_sockets", "is_exposed"]
 
-_PROBE_S = 0.5  # for a program on this machine to answer
+_PROBE_S = 0.5  # seconds for a program on this machine to answer
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def bound_sockets(host: str, port: int) -> Iterator[list[socket.socket]]:
     with ExitStack() as stack:
         sockets: list[socket.socket] = []
         for family, address in _addresses(host, port):
-            taken = sockets[0].getsockname()[1] if sockets else port  # one port for all, also where any will do
+            taken = sockets[0].getsockname()[1] if sockets else port  # one port for all, also if any port will do
             sockets.append(stack.enter_context(_bind(family, address, taken)))
         yield sockets
 

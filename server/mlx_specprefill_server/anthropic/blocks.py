@@ -14,7 +14,7 @@ from ..prompting.conversation import Message, omission_note
 
 __all__ = ["chat_messages", "function_tools"]
 
-# Claude Code's first system block. It changes from request to request, and with it all that follows in the cache.
+# Claude Code's first system block. It changes with every request and would make everything after it miss the cache.
 BILLING_HEADER = "x-anthropic-billing-header:"
 LEFT_OUT = {"redacted_thinking", "server_tool_use", "container_upload", "tool_reference", "browser_state"}
 

@@ -30,7 +30,7 @@ __all__ = ["conversation_of", "router"]
 router = APIRouter()
 
 PING = named_event({"type": "ping"})
-# Claude Code gives up after 300 s in which it saw neither content nor, in older versions, anything but pings.
+# Claude Code gives up after 300 s without an event. Older versions do so after 300 s of pings only.
 STIR_AFTER_S = 120.0
 
 

@@ -22,7 +22,7 @@ __all__ = ["BlockWriter", "stop_of"]
 
 Event = dict[str, Any]
 
-# Real signatures prove who thought. Clients send them back unread, and some drop a thinking block that has none.
+# A signature proves who wrote the thinking. Clients send it back unread. Some drop a thinking block without one.
 SIGNATURE = "mlx-specprefill"
 START: dict[str, dict[str, Any]] = {
     "text": {"type": "text", "text": ""},
@@ -51,11 +51,11 @@ class BlockWriter:
     """A writer of one answer. At most one block is open at a time: text, thinking or a tool call."""
 
     def __init__(self) -> None:
-        self.blocks: list[dict[str, Any]] = []  # those that are closed, as they stand in a whole message
-        self._index = 0  # of the open block, or of the next one
+        self.blocks: list[dict[str, Any]] = []  # closed blocks, in the form of a whole message
+        self._index = 0  # the index of the open block, or of the next one
         self._open: dict[str, Any] | None = None
-        self._text: list[str] = []  # of the open block
-        self.broken = False  # a call was announced that is none
+        self._text: list[str] = []  # the text of the open block
+        self.broken = False  # a call was announced and turned out malformed
 
     def write(self, delta: AnswerDelta) -> Iterator[Event]:
         """Return the events of one delta."""

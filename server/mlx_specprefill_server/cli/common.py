@@ -49,7 +49,7 @@ __all__ = [
     "usable_memory",
 ]
 
-USAGE_ERROR = 2  # the exit status of everything the user can put right
+USAGE_ERROR = 2  # the exit status of errors that the user can fix
 FAILED = 1
 _DEFAULT_PAIR, _SUBSTITUTE = "smollm2", "demo"
 
@@ -120,7 +120,7 @@ def choose(
     found = _default_pair() if name is None else find_pair(name, pairs_file)
     if no_draft and found.draft != "self":
         draft = "self"
-    if draft is not None:  # heads are those of one draft
+    if draft is not None:  # calibrated heads belong to one draft
         return found.model_copy(update={"draft": draft, "draft_heads": None, "heads": None})
     return found
 

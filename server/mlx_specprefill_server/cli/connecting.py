@@ -59,7 +59,8 @@ def _models(address: str, key: str | None) -> list[tuple[str, list[str], int | N
     """Return the id, the aliases and the window of each model; raises OptionError."""
     try:
         request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})
-        with urllib.request.urlopen(request, timeout=30) as response:  # a machine that is busy with prompts is slow
+        # seconds; a machine that is reading prompts answers slowly
+        with urllib.request.urlopen(request, timeout=30) as response:
             return [(one["id"], one.get("aliases", []), one["context_length"]) for one in json.load(response)["data"]]
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         hint = "start the server first, or say where it is (--url) and which key it asks for (--api-key)"

@@ -33,8 +33,8 @@ __all__ = ["Finding", "doctor", "examine"]
 
 _SECRETS = ("API_KEYS", "ADMIN_KEYS")
 _SHOWN = ("mlx", "mlx-lm", "transformers", "numpy", "llguidance", "fastapi")
-_LOW_MEMORY = 4 << 30  # bytes: below that only the bundled pair fits comfortably
-_OLDEST_MACOS = 14  # that MLX has wheels for
+_LOW_MEMORY = 4 << 30  # bytes; with less, only the bundled pair fits comfortably
+_OLDEST_MACOS = 14  # the oldest macOS that MLX has wheels for
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from .options import PairsFile
 
 __all__ = ["fetch_missing", "pull"]
 
-_CONTEXT = 32768  # tokens of prompt and answer for which memory has to have room
+_CONTEXT = 32768  # tokens of prompt and answer that must fit the memory
 _SPARE_DISK = 1 << 30  # bytes
 
 
@@ -148,7 +148,7 @@ def _asking_for(repository: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, RuntimeError, httpx2.HTTPError) as error:
-        why = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error  # whose cause says more
+        why = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error  # its cause says more
         raise OptionError(_in_words(repository, why or error)) from error
 
 

@@ -24,12 +24,12 @@ from .serving import serve
 __all__ = ["ServiceError", "app", "plist", "unit"]
 
 NAME = "mlx-specprefill"
-RESTART_S = 30  # after a failure
-STOP_S = 40  # requests get 30 s of these to finish, unless MLX_SPECPREFILL_SHUTDOWN_GRACE_S says otherwise
+RESTART_S = 30  # seconds before a restart after a failure
+STOP_S = 40  # seconds; running requests get 30 s of them unless MLX_SPECPREFILL_SHUTDOWN_GRACE_S is set
 _STOPPED_WITHIN_S = STOP_S + 5  # launchd answers bootout before the server has ended
 _STARTED_WITHIN_S = 15
-_STILL_STOPPING = (5, 37)  # how bootstrap ends while launchd stops the service that was there
-_NO_SUCH_DOMAIN = 125  # gui/UID, where nobody has logged in at the screen
+_STILL_STOPPING = (5, 37)  # bootstrap's status while launchd stops the previous service
+_NO_SUCH_DOMAIN = 125  # the status for gui/UID if nobody has logged in at the screen
 _CLOSED_FOLDERS = ("Documents", "Desktop", "Downloads")
 
 app = typer.Typer(

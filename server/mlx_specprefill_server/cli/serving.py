@@ -202,7 +202,7 @@ def serve(
                 assert isinstance(engine, RankedEngine)
                 follow(engine, ranks)
                 return
-        # First, because loading takes minutes: a port that another program has is to be known at once.
+        # First: loading takes minutes, and a port in use must be reported at once.
         with listening(settings) as sockets:
             with loading() as engine:
                 serve_forever(engine, settings, sockets)

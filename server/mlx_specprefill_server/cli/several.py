@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 LAUNCHED_VARIABLE = f"{ENV_PREFIX}LAUNCHED"
 KEY_VARIABLE = f"{ENV_PREFIX}RANK_KEY"
-_SECRET = (f"{ENV_PREFIX}API_KEYS", f"{ENV_PREFIX}ADMIN_KEYS")  # no command line may show them
-_PEER_TIMEOUT_S = 60.0  # of silence, after which another machine counts as lost
-_ASKS = {signal.SIGTERM: b"end\n", signal.SIGINT: b"stop\n"}  # what the launcher passes on to the ranks
+_SECRET = (f"{ENV_PREFIX}API_KEYS", f"{ENV_PREFIX}ADMIN_KEYS")  # must not appear in a command line
+_PEER_TIMEOUT_S = 60.0  # seconds of silence after which another machine counts as lost
+_ASKS = {signal.SIGTERM: b"end\n", signal.SIGINT: b"stop\n"}  # input from the launcher by signal
 
 
 # --- the command that starts the others ------------------------------------------------------------------------------
@@ -54,11 +54,11 @@ def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> 
     port = () if starting_port is None else ("--starting-port", str(starting_port))
     own = (sys.executable, "-m", "mlx_specprefill_server", *arguments)
     command = [str(launcher), "--hostfile", str(hosts), *port, *_environment(), "--", *own]
-    # Its input stays open: it looks at it all the time, and the ranks take its end for the launcher's.
+    # Its input stays open: it polls it, and the ranks take its end for the end of the launcher.
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
         asked = _pass_on_signals(process)
         status = process.wait()
-    return 0 if asked() else status or LOST_STATUS  # a server ends by itself only where something went wrong
+    return 0 if asked() else status or LOST_STATUS  # a server that ends by itself has failed
 
 
 def _named(hosts: Path) -> list[str]:
@@ -118,7 +118,7 @@ def join(settings: Settings) -> Ranks | None:
     Raises:
         LoadError: a rank is missing, or has other versions or settings.
     """
-    # What each machine may have for itself: paths, and how much memory there is.
+    # Settings that may differ between machines: paths and memory.
     config = replace(settings.engine_config(), prefix_cache_dir=None, calibration_file=None, memory_limit=None)
     same = {"engine settings": str(config), "draft placement": settings.draft_placement}
     return join_ranks(_PEER_TIMEOUT_S, same)
@@ -134,7 +134,8 @@ def end_together(ranks: Ranks) -> None:
 def follow(engine: RankedEngine, ranks: Ranks) -> None:
     """Follow rank 0 on another rank until it ends."""
     for number in _ASKS:
-        signal.signal(number, signal.SIG_IGN)  # rank 0 gets it too, lets its requests finish, and ends this one
+        # rank 0 gets the signal too, lets its requests finish, and ends this rank
+        signal.signal(number, signal.SIG_IGN)
     logger.info("process %d is rank %d of %d and follows rank 0", os.getpid(), ranks.rank, ranks.size)
     engine.follow()
     ranks.close()

@@ -17,7 +17,7 @@ from .common import one_line_errors, read_text
 
 __all__ = ["WarmError", "warm"]
 
-_TIMEOUT_S = 3600.0  # the longest prompts on the slowest machines
+_TIMEOUT_S = 3600.0  # seconds; for the longest prompts on the slowest machines
 
 
 class WarmError(SpecPrefillError):

@@ -15,9 +15,9 @@ from .files import Values
 
 __all__ = ["AGENTS", "RunningServer", "Setup", "any_other"]
 
-_ID = "mlx-specprefill"  # of our entry among an agent's providers
+_ID = "mlx-specprefill"  # the id of our entry among an agent's providers
 _KEY_VARIABLE = "MLX_SPECPREFILL_API_KEY"
-_PATIENCE_MS = 3_000_000  # a long prompt on a slow machine
+_PATIENCE_MS = 3_000_000  # milliseconds, for a long prompt on a slow machine
 _MOST_OUTPUT = 8192  # tokens; agents plan their compaction by it
 
 
@@ -136,7 +136,7 @@ def _cline(server: RunningServer) -> Setup:
         "maxTokens": server.output,
         "timeout": _PATIENCE_MS,
     }
-    now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.000Z}"  # which is required
+    now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.000Z}"  # a required field
     provider = {"settings": settings, "updatedAt": now, "tokenSource": "manual"}
     values = {"lastUsedProvider": "openai-compatible", "providers": {"openai-compatible": provider}}
     path = _home("CLINE_DATA_DIR", ".cline", "data") / "settings" / "providers.json"

@@ -23,7 +23,7 @@ from mlx_specprefill import SpecPrefillError
 __all__ = ["ConfigurationError", "Values", "edited", "write"]
 
 Values = Mapping[str, Any]
-_Document = tuple[Any, Callable[[Any], str]]  # its data, and what makes a text of them
+_Document = tuple[Any, Callable[[Any], str]]  # its data, and a function that serialises them
 
 
 class ConfigurationError(SpecPrefillError):

@@ -10,7 +10,7 @@ __all__ = ["EnforceableSchema", "Schema"]
 
 Schema = dict[str, Any]
 
-# Of JSON Schema's own words; others say nothing about values.
+# Keywords of JSON Schema. Other words say nothing about values.
 _NOT_ENFORCED = frozenset(
     "not if then else uniqueItems contains minContains maxContains propertyNames dependentRequired dependentSchemas "
     "dependencies unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef".split()

@@ -18,9 +18,10 @@ __all__ = ["calls_rule", "forced_tools", "has_grammar"]
 Schema = Mapping[str, Any]
 
 _SCALARS = {"number", "integer", "boolean", "null"}
-_TYPED = {"type", "anyOf", "oneOf", "allOf", "$ref", "const", "enum"}  # a schema without these says nothing of the type
+# a schema without these words leaves the type open
+_TYPED = {"type", "anyOf", "oneOf", "allOf", "$ref", "const", "enum"}
 _OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "not"}
-_MOST_CALLS = 16  # in one answer: a weak model could go on with them for ever
+_MOST_CALLS = 16  # calls in one answer; a weak model could write them without end
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 
 

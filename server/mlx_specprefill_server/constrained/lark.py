@@ -15,7 +15,7 @@ from .enforceable import EnforceableSchema, Schema
 
 __all__ = ["Lark"]
 
-# At most one space, and only where people write one: a model that likes whitespace could fill its whole answer with it.
+# At most one space, where people write one. A model could fill its whole answer with free whitespace.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _ESCAPED_OR_SPECIAL = re.compile(r"\\.|/|\n", re.DOTALL)
 

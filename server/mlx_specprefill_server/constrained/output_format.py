@@ -141,7 +141,7 @@ def _response_format(value: Any, field: str) -> OutputFormat | None:
     match kind:
         case "text":
             return None
-        case "json_object":  # llama.cpp puts a schema beside it
+        case "json_object":  # llama.cpp puts the schema beside the type
             schema = value.get("schema")
             return OutputFormat("json_object", field=field) if schema is None else _json(schema, f"{field}.schema")
         case "json_schema":

@@ -12,7 +12,7 @@ from .explained import ExplainedChunk
 
 __all__ = ["LEVELS", "chunk_state", "heat_levels", "render_heatmap"]
 
-LEVELS = 6  # shades of the background; the top one is the best-scored sixth of the chunks
+LEVELS = 6  # shades of the background; the strongest one marks the best sixth of the chunks
 
 _BARS = 512
 _Row = tuple[ExplainedChunk, int]  # and its shade

@@ -12,10 +12,10 @@ from mlx_specprefill import TokenIds
 
 __all__ = ["NO_STOPS", "REPLACEMENT", "IncrementalDetokenizer", "StopMatcher", "Stops", "Vocabulary"]
 
-CONTEXT_TOKENS = 5  # of the prompt: how the first token reads (a leading space) depends on what precedes it
-MOST_CONTEXT = 24  # tokens; cutting the context back costs a decode, so it is not done for every token
-MOST_UNDECIDED = 8  # tokens; more that don't decode are garbage, or the replacement character itself
-UNFINISHED_BYTES = 3  # at most, of one character
+CONTEXT_TOKENS = 5  # tokens of the prompt: the first token's text (a leading space) depends on them
+MOST_CONTEXT = 24  # tokens; cutting the context costs a decode, so it happens only every so often
+MOST_UNDECIDED = 8  # tokens; more undecodable ones are garbage, or the replacement character itself
+UNFINISHED_BYTES = 3  # bytes of an unfinished character, at most
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -26,7 +26,7 @@ class IncrementalDetokenizer:
     def __init__(self, decode: Decode, prompt: Sequence[int] | TokenIds = ()) -> None:
         self._decode = decode
         self._tokens = [int(token) for token in prompt[-CONTEXT_TOKENS:]]
-        self._given = len(self._tokens)  # tokens whose text has been given out
+        self._given = len(self._tokens)  # number of tokens whose text has been returned
         self._given_text = decode(self._tokens)
 
     def push(self, token: int) -> str:
@@ -122,7 +122,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._bytes = _byte_of_char()
-        # Of a fast tokenizer: what its own `decode` ends in, called once per generated token.
+        # The innermost function of a fast tokenizer's `decode`. It runs once per generated token.
         self._backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
 
     @cached_property

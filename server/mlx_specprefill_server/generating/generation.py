@@ -37,7 +37,7 @@ __all__ = ["AnswerResult", "AnswerSpec", "Generation", "SlowReaderError", "Threa
 
 logger = logging.getLogger(__name__)
 
-STREAM_BUFFER = 4096  # events that may wait for a client; beyond it its answers are given up
+STREAM_BUFFER = 4096  # events that may wait for a client; more of them end its answers
 KEEP_ALIVE_S = 5.0
 
 
@@ -72,8 +72,8 @@ class AnswerResult:
 
     request: GenerationRequest
     event: Finished | Failed
-    stopped: bool  # by a stop string, which the engine sees as a cancellation
-    copy: bool = False  # a further answer to a prompt that was read for an earlier one
+    stopped: bool  # ended by a stop string; the engine sees a cancellation
+    copy: bool = False  # a further answer to the prompt of an earlier one
 
     @property
     def reason(self) -> Literal["stop", "length", "abort", "error"]:
@@ -119,11 +119,11 @@ class Generation:
         self._saw = saw
         self._closed = False
         self._loop = asyncio.get_running_loop()
-        self._events: deque[tuple[int, Event] | None] = deque()  # None: nothing came for a while
-        self._wanted: asyncio.Future[None] | None = None  # what waits for an event
+        self._events: deque[tuple[int, Event] | None] = deque()  # None means a pause
+        self._wanted: asyncio.Future[None] | None = None  # the future of a waiting reader
         self._handles: dict[int, RequestHandle] = {}
         self._timers: list[asyncio.TimerHandle] = []
-        self._queue_timer: asyncio.TimerHandle | None = None  # None: begun, or it may wait for ever
+        self._queue_timer: asyncio.TimerHandle | None = None  # None: begun, or no limit
         self._followers = {i: spec.follows for i, spec in enumerate(specs) if spec.follows is not None}
         self._readers = [spec.reader() for spec in specs]
         self._open = set(range(len(specs)))  # answers without an end
@@ -202,7 +202,7 @@ class Generation:
             self._cancel_timers()
 
     def _give_up(self, error: Exception) -> None:
-        for index in self._open:  # first: `close` has another reason for those that wait for one of these
+        for index in self._open:  # first: `close` would give the followers another reason
             self._put((index, Failed(error)))
         self.close()
 
@@ -259,7 +259,7 @@ class Generation:
         self._on_end(AnswerResult(spec.request, event, stopped, copy=spec.follows is not None))
 
     def _nothing_came(self) -> None:
-        if not self._events:  # else the client is slow to take what came
+        if not self._events:  # else the client is a slow reader
             self._put(None)
 
     def _silence(self) -> Iterator[tuple[int, AnswerDelta]]:
@@ -345,7 +345,7 @@ class ThreadsafeCalls:
             self._loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
-        self._awake = False  # first: what is posted from here on wakes the loop again
+        self._awake = False  # first: every later post wakes the loop again
         while self._waiting:
             call, item = self._waiting.popleft()
             try:

@@ -65,7 +65,7 @@ class AnswerReader:
         self._as_parsed = not (stops.strings or forced or with_tokens)  # text is shown as the parser gives it
         self._every_token = every_token
         self._new_ids: list[int] = []
-        self._calls = 0  # that are not broken
+        self._calls = 0  # number of calls that are not broken
         self._reasoning_tokens = 0
         self.completion_tokens = self.read_tokens = 0
         self.over = False

@@ -25,8 +25,8 @@ from .refusals import RETRY_AFTER_S, MissingModelError, NoRoomError, failed, nam
 __all__ = ["Models"]
 
 logger = logging.getLogger(__name__)
-LOOK_AGAIN_S = 1.0  # at a model whose time is over, while something still runs
-PATIENCE_S = 30.0  # of a loading that has begun, for room that has been taken since
+LOOK_AGAIN_S = 1.0  # seconds between looks at an expired model in use
+PATIENCE_S = 30.0  # seconds in which a loading waits for room that was taken in the meantime
 
 
 class Models:
@@ -227,13 +227,13 @@ class Models:
             entry.state, failure = "unloaded", error
         except (RequestCancelled, EngineClosedError):
             entry.state, failure = "unloaded", ApiError(503, "The server is shutting down.", code="engine_unavailable")
-        except Exception as error:  # also those that nobody has thought of: one model must not take the others along
+        except Exception as error:  # every kind: one model's failure must not end the others
             logger.exception("%s could not be loaded", entry.id)
             entry.state, entry.error = "failed", reason_of(error)
             failure = failed(entry)
         finally:
             entry.task = None
-        if failure is not None:  # out here it doesn't keep the frames that hold half a model
+        if failure is not None:  # out here the exception no longer keeps frames that hold half a model
             await asyncio.to_thread(self._the_host.release)
             raise failure.with_traceback(None)
 
@@ -376,7 +376,7 @@ class Models:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waits for it has it
+            task.exception()  # all waiting requests have it
 
     @property
     def _the_host(self) -> Loader:

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 RETRY_AFTER_S = "5"
-FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^\s/:,'\"]+/)*(?=[^\s/:,'\"])")  # of an absolute path, up to its last part
+FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^\s/:,'\"]+/)*(?=[^\s/:,'\"])")  # the folders of an absolute path
 
 
 class MissingModelError(ValueError):

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
 SANE_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 LONGEST_PATH = 200
-PATIENCE_S = 5.0  # how long a line waits for answers that the engine has not ended
-# Asked all the time: logged at level debug when all is well.
+PATIENCE_S = 5.0  # seconds that a line waits for answers that the engine has not ended
+# Polled often: logged at level debug unless they fail.
 QUIET = ("/health", "/metrics", "/v1/specprefill/stats", "/v1/specprefill/cache")
 
 
@@ -47,12 +47,12 @@ class RequestTrace:
         asked = Headers(scope=scope).get(REQUEST_ID, "")
         self.id = asked if SANE_ID.fullmatch(asked) else f"req_{uuid4().hex}"
         self.method = scope["method"]
-        self.path = quote(scope["path"], safe="/:@,+=~")[:LONGEST_PATH]  # what a client sends must not break the line
+        self.path = quote(scope["path"], safe="/:@,+=~")[:LONGEST_PATH]  # a client's path must not break the line
         self.status = 0
         self.answers: list[AnswerResult] = []
         self.running = 0
-        self.deadline: float | None = None  # by the event loop's clock: the request is cancelled then,
-        self.timeout_s = 0.0  # so many seconds after its arrival
+        self.deadline: float | None = None  # by the event loop's clock
+        self.timeout_s = 0.0  # seconds from the arrival to the deadline
         self._begun = time.perf_counter()
         self._ms: float | None = None  # None: the response is not over
         self._logged = False
@@ -164,7 +164,8 @@ class RunningRequest:
         self.begun = time.time()
         self._request_id = request_id
         self._prompt_tokens = prompt_tokens
-        self._stages: list[tuple[str, float]] = [("queued", self.begun)]  # and when each began, seconds since the epoch
+        # each stage with its start, in seconds since the epoch
+        self._stages: list[tuple[str, float]] = [("queued", self.begun)]
         self._done = self._total = self._made = 0
         self._cached: int | None = None
 
@@ -204,7 +205,7 @@ class RecentAnswers:
     """The last answers of each API key. Used on the event loop."""
 
     def __init__(self) -> None:
-        # One queue per API key: how soon an answer is pushed out of a common one would tell about other keys' traffic.
+        # One queue per API key. A common one would reveal other keys' traffic by the time an answer stays in it.
         self._answers: defaultdict[str, deque[dict[str, Any]]] = defaultdict(partial(deque, maxlen=HELD))
 
     def add(self, result: AnswerResult, request_id: str | None, identity: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["configure_logging"]
 
-CHATTY = ("httpx", "httpcore", "asyncio", "filelock", "urllib3")  # libraries that log their own business at info
+CHATTY = ("httpx", "httpcore", "asyncio", "filelock", "urllib3")  # libraries that log internals at level info
 
 
 def configure_logging(level: str, form: str = "text") -> None:

@@ -24,7 +24,7 @@ SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 GAPS_TEXT = "Time between tokens; every token with its answer's mean."
 STAGES = ("queue", "draft", "select", "prefill", "decode")
 
-# What an account's reason begins with; free text would make a new series for every prompt length.
+# Beginnings of a report's reason. Free text would make a new series for every prompt length.
 REASONS = {
     "requested": r"requested",
     "threshold": r"\d+ uncached prompt tokens, threshold",

@@ -83,8 +83,8 @@ class ChatAnswer:
         self._vocabulary = service.vocabulary if body.logprobs else None
         self._progress = ProgressReporter(body.return_progress)
         self._report = Report(generation.prompt_tokens, body.n, copies=body.n, warnings=generation.warnings)
-        self._calls = [0] * body.n  # that each stream has begun
-        self._bare = not (body.logprobs or body.return_token_ids or body.timings_per_token)  # chunks say text alone
+        self._calls = [0] * body.n  # streams that have begun
+        self._bare = not (body.logprobs or body.return_token_ids or body.timings_per_token)  # chunks carry text only
         self._texts: dict[tuple[int, str], TextEvents] = {}
         self._envelope = Envelope.new("chatcmpl", "chat.completion", body.model or service.model_id)
 

@@ -38,7 +38,7 @@ __all__ = ["router"]
 
 router = APIRouter()
 
-# (markers, where they go): Qwen and others, StarCoder, DeepSeek, GLM; Codestral puts the end first
+# (markers, their places): Qwen and others, StarCoder, DeepSeek, GLM; Codestral puts the end first
 _ORDER = "{0}{prompt}{1}{suffix}{2}"
 FILL_IN_THE_MIDDLE = (
     (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), _ORDER),
@@ -99,7 +99,7 @@ def _spec(
 ) -> AnswerSpec:
     limit, prompt_logprobs = body.limit(), body.logprobs if body.echo else None
     if limit == 0 and prompt_logprobs is None:
-        prompt_logprobs = 0  # an echo without an answer: the engine runs no request that asks for nothing
+        prompt_logprobs = 0  # an echo without an answer: the engine takes no request for 0 tokens
     for_engine = engine_request(
         service,
         prompt,

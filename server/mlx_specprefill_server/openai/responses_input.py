@@ -136,7 +136,7 @@ def function_tools(tools: Sequence[Any]) -> Tools:
     for function, namespace in _functions(tools):
         name = function["name"]
         if name in functions:
-            continue  # a call could not say which of them it means
+            continue  # a call could not name one of them
         functions[name] = function
         if namespace is not None:
             namespaces[name] = namespace

@@ -27,12 +27,12 @@ class ItemWriter:
     """A writer of one answer. At most one item is open at a time: a message, reasoning or a function call."""
 
     def __init__(self, scored: Scored, namespaces: Mapping[str, str]) -> None:
-        self.items: list[dict[str, Any]] = []  # those that are closed
-        self._index = 0  # of the open item, or of the next one
+        self.items: list[dict[str, Any]] = []  # closed items
+        self._index = 0  # the index of the open item, or of the next one
         self._scored = scored
         self._namespaces = namespaces
         self._open: dict[str, Any] | None = None
-        self._text: list[str] = []  # of the open item, and the logprobs of its tokens
+        self._text: list[str] = []  # the text of the open item, and the logprobs of its tokens
         self._logprobs: list[dict[str, Any]] = []
 
     def write(self, delta: AnswerDelta) -> Iterator[Event]:

@@ -175,7 +175,7 @@ def _is(*allowed: Any) -> Callable[[Any], bool]:
     return lambda value: any(type(value) is type(one) and value == one for one in allowed)
 
 
-# field: (is this value harmless?, why others are refused)
+# field: (a test for harmless values, the reason to refuse others)
 REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "functions": (_is([]), "not supported; use tools"),
     "function_call": (_is("auto", "none"), "not supported; use tools"),

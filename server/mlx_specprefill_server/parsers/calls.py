@@ -185,5 +185,5 @@ def _given(delta: CallDelta | None) -> Reading[None]:
 
 
 def _text(delta: ContentDelta) -> str:
-    assert isinstance(delta, CallDelta)  # nothing else comes out of arguments
+    assert isinstance(delta, CallDelta)  # arguments yield nothing else
     return delta.text

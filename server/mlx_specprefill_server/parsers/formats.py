@@ -29,7 +29,7 @@ THINK_TAGS: Mapping[str, tuple[str, str]] = {
     "mistral": ("[THINK]", "[/THINK]"),
     "gemma": ("<|channel>thought", "<channel|>"),
 }
-# Marks in templates, the first that is found decides. Gemma's and GLM's templates also have marks of later lines.
+# Marks in templates; the first one found decides. Gemma's and GLM's templates also have marks of later rows.
 MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("gemma", GEMMA_4[:2]),
@@ -133,7 +133,7 @@ def _budget_marks(tokenizer: Any, calls: ToolParser | None, think: tuple[str, st
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
-    if calls == "harmony":  # whose models then go on in another channel
+    if calls == "harmony":  # its models then continue in another channel
         return ids(REASONING_HEAD), ids(REASONING_END), ids(REASONING_END + ANSWER_HEAD)
     return None if think is None else (ids(think[0]), ids(think[1]), ids(think[1]))
 

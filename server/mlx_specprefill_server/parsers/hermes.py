@@ -55,7 +55,7 @@ class _Call:
         self._closers = closers
         self._bare = bare
         self._name: str | None = None
-        self._early: str | None = None  # arguments that came before the name
+        self._early: str | None = None  # arguments before the name
         self._called = False
 
     def read(self) -> Reading[None]:

@@ -11,7 +11,7 @@ from .parser import Cursor, MalformedError, Reading, Tools, overlap
 
 __all__ = ["reader"]
 
-# What a parser made for well-formed calls raises on others.
+# Errors of parsers for well-formed calls on malformed ones.
 FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
 
 

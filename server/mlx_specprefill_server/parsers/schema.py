@@ -30,7 +30,7 @@ def convert(text: str, schema: Any) -> str:
     kind = _kind(value)
     if "string" in types and kind != "null":
         return _dumped(text)
-    if not types:  # nothing is known: only what can hardly be meant as text is none
+    if not types:  # unknown type: a value stays text unless it can hardly be meant as text
         return _dumped(value if kind in ("object", "array") else text)
     if kind == "number" and value == int(value) and "number" not in types and "integer" in types:
         return _dumped(int(value))

@@ -11,7 +11,8 @@ from .parser import Cursor, MalformedError, Reading, Tools, overlap, spaces, sta
 __all__ = ["Marks", "TaggedText"]
 
 BARE = '{"name"'
-LONGEST_RETRY = 4096  # characters: a longer failed call is not searched for others, or reading could take squared time
+# characters; a longer failed call is not searched for others, or reading could take quadratic time
+LONGEST_RETRY = 4096
 
 
 class TaggedText:
@@ -44,9 +45,9 @@ class TaggedText:
         self._bare = bare if tools else None
         self._readers = {**openers, **({BARE: bare} if bare else {})} if tools else {}
         closing = [mark for mark in self._readers if mark != BARE] + ([think[1]] if think else [])
-        self._marks = {False: Marks(list(self._readers)), True: Marks(closing)}  # by whether it is reasoning
-        self._held: TextDelta | ReasoningDelta | None = None  # white space that may turn out to stand before a tag
-        self._trim = thinking and not begun  # white space at the beginning of what comes next is dropped
+        self._marks = {False: Marks(list(self._readers)), True: Marks(closing)}  # by whether the text is reasoning
+        self._held: TextDelta | ReasoningDelta | None = None  # white space that may precede a tag
+        self._trim = thinking and not begun  # white space at the start of the following text is dropped
         self._called = False
 
     def run(self, cursor: Cursor) -> Reading[None]:

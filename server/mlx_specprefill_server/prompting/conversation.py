@@ -16,13 +16,13 @@ from mlx_specprefill import InvalidRequestError
 
 __all__ = ["Conversation", "Ending", "Message", "conversation", "ending_of", "omission_note", "simpler_forms"]
 
-Message = dict[str, Any]  # as templates read it: role, content (str), and what else the role has
+Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TEXT_ONLY = {"role", "content", "name"}
-# the arguments of apply_chat_template itself, which a request must not reach
+# apply_chat_template's own arguments, which a request must not set
 RESERVED_KWARGS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
@@ -124,7 +124,7 @@ def _message(message: Any, where: str) -> Message:
         out["reasoning_content"] = out["reasoning"] = reasoning
     if role == "assistant" and message.get("tool_calls"):
         out["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
-    elif role == "assistant" and message.get("function_call"):  # as OpenAI wrote calls before there were several
+    elif role == "assistant" and message.get("function_call"):  # OpenAI's older form of a single call
         out["tool_calls"] = [_tool_call({"function": message["function_call"]}, f"{where}.function_call")]
     return out
 

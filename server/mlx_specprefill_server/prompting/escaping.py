@@ -35,10 +35,10 @@ NOTHING: frozenset[str] = frozenset()
 
 Encoded = tuple[tuple[int, ...], list[tuple[int, int]] | None]
 
-FIRST, LAST = 0xF0000, 0xFFFFD  # of a plane that is private use
+FIRST, LAST = 0xF0000, 0xFFFFD  # the bounds of a private-use plane
 PRIVATE = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]")
 ESCAPED = re.compile(r"\\u(db[89ab][0-9a-f])\\u(d[c-f][0-9a-f]{2})", re.IGNORECASE)  # of that plane, in ASCII JSON
-# Of JSON schemas and of calls; templates ask for them by name.
+# Words of JSON schemas and of calls that templates read by name.
 WORDS = frozenset(
     "$defs $ref additionalProperties allOf anyOf arguments array boolean const default description enum format "
     "function id integer items maxItems maximum minItems minimum name null number object oneOf parameters pattern "
@@ -272,7 +272,7 @@ class ControlTokens:
             named = name in structure or (BRACKETED.fullmatch(name) is not None and name in template)
             return special or named or token in ends or BY_CONVENTION.fullmatch(name) is not None
 
-        # A token that only stands alone as a word can't be told from text by its name.
+        # A token that only matches a whole word can't be told from text by its name.
         added = {t: token for t, token in known.items() if token.content and not token.single_word}
         self.ids = {token.content: t for t, token in added.items() if is_control(t, token.content, bool(token.special))}
         plain = {added[t].content for t in self.ids.values() if not added[t].special and t not in ends}

@@ -30,10 +30,10 @@ __all__ = ["LengthCheck", "Prompt", "PromptBuilder", "Workers"]
 
 T = TypeVar("T")
 
-WORKERS = 4  # threads; the tokenizer leaves the interpreter to others while it works
-ENDING = 256  # characters: more than a template writes to open an answer, where no marker says where that begins
+WORKERS = 4  # threads; the tokenizer releases the GIL while it works
+ENDING = 256  # characters; more than a template writes to open an answer, for templates without a marker
 
-# What a template raises on a conversation that it does not provide for. jinja2 wraps only some of them.
+# Errors of templates on a conversation that they don't support. jinja2 wraps only some of them.
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError)
 
 
@@ -136,7 +136,7 @@ class PromptBuilder:
         return bool(start) and text.startswith(start)
 
     def _chat(self, conversation: Conversation) -> Prompt:
-        # Of what the assistant said templates may leave out the reasoning.
+        # Templates may omit the reasoning of the assistant's messages.
         said = sum(len(message["content"]) for message in conversation.messages if message["role"] != "assistant")
         self._size.check_length(said, conversation.field)
         fitted = self._fitted(conversation)
@@ -252,8 +252,8 @@ class Workers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-PIECE = 16  # characters per token of the context that are tokenized at a time: several times what prose has
-SLACK = 2  # times the context: tokens of pieces may be a few more than those of the whole, at the cuts
+PIECE = 16  # characters per token of the context in one tokenizer call; several times the rate of prose
+SLACK = 2  # times the context; pieces may have a few more tokens than the whole, at the cuts
 
 
 class LengthCheck:

@@ -31,7 +31,7 @@ TURN_ENDS = (
     "<|endoftext|>", "<|eot|>", "<｜end▁of▁sentence｜>", "<|end_of_role|>",
 )  # fmt: skip
 
-STEM = re.compile("Qk([0-9]{1,9})zX")  # no text has room for all of them
+STEM = re.compile("Qk([0-9]{1,9})zX")  # no text can contain all of them
 
 Render = Callable[[Sequence[Message]], str]
 

@@ -18,7 +18,7 @@ __all__ = ["inline_system_messages"]
 def inline_system_messages(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with system and developer messages at the beginning only. Contents must be texts."""
     out: list[Message] = []
-    reminder: str | None = None  # of the group before this one, if that could not join a user message
+    reminder: str | None = None  # reminders of the group before, if it could not join a user message
     for is_system, group in groupby(messages, key=lambda message: message["role"] in ("system", "developer")):
         run = list(group)
         if not is_system or not out:

@@ -15,7 +15,7 @@ __all__ = ["router"]
 
 router = APIRouter()
 
-STALE_AFTER_S = 600.0  # without a step of the engine
+STALE_AFTER_S = 600.0  # seconds without a step of the engine
 
 
 @router.head("/")
@@ -53,7 +53,7 @@ async def health(models: ModelsDep) -> Response:
 def _trouble(models: Models) -> str | None:
     """Return the problem, None without one. The limit on silence is generous: a single long step is no problem."""
     if (lost := models.lost) is not None:
-        return lost  # also where its end ends this server
+        return lost  # also on a server that then ends
     if models.state.draining:
         return "the server is shutting down"
     for service in (entry.service for entry in models):

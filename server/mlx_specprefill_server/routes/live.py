@@ -23,7 +23,7 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/specprefill")
 
-Interval = Annotated[float, Query(ge=0.2, le=5)]  # seconds; a stream notices within one that the server stops
+Interval = Annotated[float, Query(ge=0.2, le=5)]  # seconds; a stream stops within one of them when the server stops
 
 
 @router.get("/stats")
@@ -32,7 +32,7 @@ async def stats(service: ServiceDep, identity: IdentityDep) -> Response:
     return JsonResponse(_snapshot(service, identity))
 
 
-@router.get("/stats/stream", include_in_schema=False)  # it has no end, which no description can say
+@router.get("/stats/stream", include_in_schema=False)  # the stream has no end, which no description can express
 async def stream(
     models: ModelsDep, identity: IdentityDep, interval: Interval = 1.0, model: str | None = None
 ) -> Response:

@@ -35,7 +35,7 @@ __all__ = ["router"]
 
 router = APIRouter()
 
-ASKS = {"role": "user", "content": "."}  # many templates want a user to speak; what is kept ends before it
+ASKS = {"role": "user", "content": "."}  # many templates need a user message; the kept tokens end before it
 
 
 class WarmRequest(Body):

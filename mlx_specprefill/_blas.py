@@ -1,8 +1,8 @@
-"""Give MLX on Linux a fast BLAS.
+"""Gives MLX on Linux a fast BLAS.
 
 MLX's Linux CPU wheel links the reference BLAS. The dynamic linker looks a symbol up in the global scope first, so an
-OpenBLAS or MKL loaded with RTLD_GLOBAL before `mlx.core` takes the place of it. Nothing is loaded on other systems,
-with a CUDA build, or when `MLX_SPECPREFILL_BLAS` says `off`; the same variable can name a library file.
+OpenBLAS or MKL loaded with RTLD_GLOBAL before `mlx.core` replaces it. Nothing is loaded on other systems, with a CUDA
+build, or if `MLX_SPECPREFILL_BLAS` is `off`; the same variable can name a library file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["BlasStatus", "preload"]
 ENV = "MLX_SPECPREFILL_BLAS"
 BlasState = Literal["loaded", "not-needed", "off", "missing", "too-late", "failed"]
 
-# Names as Debian, Fedora and conda install them, the threaded builds first; MKL also comes in a wheel, `mkl`.
+# Names as Debian, Fedora and conda install them, the threaded builds first. MKL also comes in the wheel `mkl`.
 SONAMES = ("libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so.0", "libmkl_rt.so.3", "libmkl_rt.so.2")
-# The smallest wheel that brings one, and the last of its series whose functions have their plain names.
+# The smallest wheel with an OpenBLAS, and the last of its series whose functions have their plain names.
 WHEEL = "scipy-openblas32==0.3.23.293.2"
 WHEEL_MODULE, WHEEL_LIBRARY = "scipy_openblas32", "lib/libopenblas_python.so"
 PROBE = "cblas_sgemm"
@@ -38,7 +38,7 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class BlasStatus:
-    """What `preload` did. `notice` is the one line worth showing to a user at start, or None."""
+    """Result of `preload`. `notice` is a line to show to the user at start, or None."""
 
     state: BlasState
     library: str | None = None
@@ -63,19 +63,21 @@ def preload() -> BlasStatus:
 
 
 def _cuda_build() -> bool:
-    """Matrix products run on an NVIDIA GPU. With `mlx-cpu` beside it, which of the two won the shared file is open."""
+    """Return whether matrix products run on an NVIDIA GPU. With `mlx-cpu` installed too, either may own the shared
+    file.
+    """
     names = {distribution.name for distribution in distributions()}
     return "mlx-cpu" not in names and any(name and name.startswith("mlx-cuda") for name in names)
 
 
 def _already_global() -> bool:
-    """LD_PRELOAD or the program itself has put a fast BLAS into the global scope."""
+    """Return whether LD_PRELOAD or the program has put a fast BLAS into the global scope."""
     program = ctypes.CDLL(None)
     return hasattr(program, PROBE) and any(hasattr(program, mark) for mark in FOREIGN_MARKS)
 
 
 def _candidates() -> Iterator[str]:
-    """The environment's own libraries (conda, the wheel mkl), what the system linker knows, the wheel's."""
+    """Yield the environment's libraries (conda, the wheel mkl), the system linker's, the wheel's."""
     for soname in SONAMES:
         local = Path(sys.prefix, "lib", soname)
         if local.is_file():
@@ -101,7 +103,7 @@ def _load_chosen(name: str) -> BlasStatus:
 
 
 def _load(name: str) -> str | None:
-    """Load one library for the whole process; the reason if that is impossible."""
+    """Load one library for the whole process; return the reason if that is impossible."""
     try:
         if not hasattr(ctypes.CDLL(name), PROBE):
             return f"{PROBE} is not in it"

@@ -1,6 +1,6 @@
-"""The limit on open files, which mlx-lm sets when it is imported: to 2048, and the hard limit to 4096.
+"""Restores the limit on open files, which importing mlx-lm sets to 2048, and its hard limit to 4096.
 
-That fails where the hard limit is lower, with a traceback in place of a server, and takes away from where it is higher.
+That raises if the hard limit is lower, and lowers it if it is higher.
 """
 
 from __future__ import annotations

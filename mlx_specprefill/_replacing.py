@@ -1,4 +1,4 @@
-"""Writing a file as a whole: a reader finds the old content or the new one, never a part."""
+"""Replaces a file atomically: a reader finds the old content or the new one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["replace_text"]
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Make this the file's content, and its folder if it is missing.
+    """Replace the file's content. Makes its folder if it is missing.
 
     Raises:
         OSError: it can't be written.

@@ -1,4 +1,4 @@
-"""Work in steps: a generator that yields its progress and returns its result, walked with `for`."""
+"""Work in steps: a generator that yields its progress and returns its result, iterated with `for`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Steps(Generic[P, R]):
     """An iterator over the steps of a generator.
 
     Attributes:
-        result: what the generator returned, once the steps are over.
+        result: the generator's return value, after the last step.
     """
 
     result: R
@@ -34,7 +34,7 @@ class Steps(Generic[P, R]):
             raise
 
     def finish(self) -> R:
-        """Run all that is left, whatever it yields; the result."""
+        """Run the remaining steps; return the result."""
         for _ in self:
             pass
         return self.result

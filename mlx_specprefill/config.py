@@ -1,4 +1,4 @@
-"""Frozen configuration of scoring, selection, policy and engine. Every default is the one the documentation states."""
+"""Frozen configuration of scoring, selection, policy and engine. Every default is the documented one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Scope = Literal["user", "all"]
 
 
 def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill_keep_pct") -> Fraction:
-    """The share of chunks to keep as an exact rational in (0, 1].
+    """Return the share of chunks to keep as an exact rational in (0, 1].
 
     Floats go through their shortest decimal form, so 0.07 is 7/100 and not its binary neighbour: ceil(C * p) on
     the float would keep one chunk too many for some C.
@@ -58,12 +58,12 @@ def keep_pct(value: float | int | str | Fraction, field_name: str = "specprefill
 
 @dataclass(frozen=True, slots=True)
 class ScoringConfig:
-    """How the draft's attention becomes one importance per prompt token."""
+    """Turns the draft's attention into one importance per prompt token."""
 
     rows: int = 8  # paper: N, the last prompt token's row and look-ahead rows, which are averaged
     include_last_prompt_query: bool = True  # paper: False leaves all N rows to generated tokens
-    # The last line or sentence of the last message, but at least and at most so many tokens of the message: calibrated
-    # heads are read where these attend to.
+    # The question is the last line or sentence of the last message, within these limits in tokens. Calibrated heads are
+    # read there.
     question_rows: tuple[int, int] = (16, 48)
     pool_width: int = 13  # taps of the zero-padded mean over neighbouring tokens; odd
     prefill_step: int = 2048  # tokens per draft forward
@@ -81,16 +81,16 @@ class ScoringConfig:
 
 @dataclass(frozen=True, slots=True)
 class SelectionConfig:
-    """Which tokens the target sees. Limits are tokens."""
+    """Selects the tokens that the target sees. Limits are tokens."""
 
     chunk_size: int = 8
     by_sentence: bool = True  # the chunks of one line or sentence are kept together; False: the paper
     sentence_limit: int = 96  # longer lines and sentences are cut into pieces of 32, each kept together
-    # A chosen token that an earlier turn dropped is recalled if it has so many times the importance of the best tokens
-    # that are not chosen (docs/decisions/0022).
+    # A chosen token that an earlier turn dropped is recalled if its importance is this multiple of the best unchosen
+    # one (docs/decisions/0022).
     stands_out: float = 2.0
     forced: ForcedRule = "template"  # "last-token" is the paper's rule plus the last prompt token, for ablations
-    max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay: full prefill
+    max_forced_share: Fraction = Fraction(3, 5)  # above it a sparse prefill can't pay off: full prefill
     verbatim_system_limit: int = 16384  # system prompt and tool definitions are kept whole up to here
 
     def __post_init__(self) -> None:
@@ -99,40 +99,41 @@ class SelectionConfig:
 
     @property
     def as_published(self) -> SelectionConfig:
-        """The paper's chunks (SpecPrefill, section 3.2.3), with the same tokens forced."""
+        """Return the paper's chunks (SpecPrefill, section 3.2.3), with the same tokens forced."""
         return replace(self, chunk_size=32, by_sentence=False)
 
 
 @dataclass(frozen=True, slots=True)
 class SpecPrefillPolicy:
-    """What the server does when a request says nothing about `specprefill`."""
+    """The server's policy for requests without `specprefill`."""
 
     enabled: bool = True
     threshold: int | None = 8192  # sparse only when the uncached suffix is longer (tokens); None: by predicted saving
-    min_saving_share: Fraction = Fraction(1, 5)  # of the full prefill's time; sparse prefill is lossy: it must pay
+    min_saving_share: Fraction = Fraction(1, 5)  # of the full prefill's time: it is lossy, so it must pay off
     min_saving_ms: float = 1000.0
     keep_pct: Fraction = Fraction(1, 5)
-    recall_share: Fraction = Fraction(1, 4)  # of what would be kept of the old text; so much is recalled at most
+    recall_share: Fraction = Fraction(1, 4)  # of the share kept of the old text: the most that is recalled
     densify: bool = True  # after a sparse turn, make its prompt dense in idle time
     on_battery: bool = False  # also while the machine runs on battery
-    # What competes: "user" what users, tools and earlier turns said, "all" also a long system text but for its ends.
+    # The text that competes: "user" for users, tools and earlier turns, "all" also for a long system text except its
+    # ends.
     scope: Scope = "user"
 
     @property
     def long_prompt(self) -> int:
-        """Tokens above which a prompt counts as long where nothing was measured."""
+        """Return the tokens above which a prompt counts as long without measurements."""
         return _LONG_PROMPT if self.threshold is None else self.threshold
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """How answers are drafted and verified. Nothing here changes an answer's distribution, only its speed.
+    """Drafting and verification of answers. It changes only an answer's speed, never its distribution.
 
     The numbers of tokens are small because a forward of several rows is not free on Apple GPUs: four rows of a 4-bit
     model cost about 1.1 to 1.6 times one, eight 1.7 to 2.7 times.
     """
 
-    strategy: SpeculationName = "off"  # what requests get that don't say
+    strategy: SpeculationName = "off"  # default of requests
     gamma: int = 3  # tokens that the draft model or the MTP head proposes at a time
     gamma1: int = 2  # triforce: tokens of the small model per inner verification
     gamma2: int = 4  # triforce: tokens per verification on the whole cache
@@ -140,9 +141,9 @@ class SpeculationConfig:
     chunk: int = 16  # tokens per retrieved chunk
     sinks: int = 16  # first tokens of the prompt that triforce's small model reads
     window: int = 1024  # last tokens of the prompt that it reads
-    ngram: int = 8  # tokens that are proposed at a time of what followed an earlier place like this one
-    ngram_match: int = 3  # last tokens that have to be the same there
-    gather_above: int = 16384  # prompt tokens above which a draft's cache is cut down to what the target kept
+    ngram: int = 8  # tokens proposed at a time from an earlier match
+    ngram_match: int = 3  # last tokens that have to match
+    gather_above: int = 16384  # prompt tokens above which a draft's cache is cut to the target's kept tokens
 
     def __post_init__(self) -> None:
         if self.strategy not in SPECULATION_NAMES:
@@ -156,28 +157,28 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The engine's whole configuration."""
+    """The engine's configuration."""
 
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
-    rule: RuleName = "default"  # how tokens are scored and chosen for requests that don't say
+    rule: RuleName = "default"  # default of requests: scoring and selection of tokens
     policy: SpecPrefillPolicy = field(default_factory=SpecPrefillPolicy)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     # Tokens per forward at most; a cancelled request stops within one such chunk. 2048 on a GPU. MLX's CPU attention
-    # computes the whole square of a chunk, masked or not, so there 128 is a quarter faster.
+    # computes the whole square of a chunk, masked or not, so 128 is a quarter faster there.
     prefill_step: int = field(default_factory=lambda: 2048 if mx.default_device() == mx.Device(mx.gpu) else 128)
     max_queue: int = 256  # requests waiting to be admitted
     max_rows: int = 32  # requests that prefill or decode at the same time
-    slice_target_ms: float = 200.0  # a prefill slice may delay running answers by this much
+    slice_target_ms: float = 200.0  # a prefill chunk may delay running answers by this much
     memory_limit: int | None = None  # bytes for weights, sequences and caches; None: what the device recommends
-    wired_limit: WiredLimit = "auto"  # what macOS is to keep resident: see docs/guides/mac.md before
-    prefix_cache_bytes: int = 2 << 30  # memory for dense prefixes and sparse sessions; 0 turns both off
-    prefix_cache_dir: Path | None = None  # where prefixes outlive the process
-    prefix_cache_optional: bool = False  # True: go on without that folder where it can't be used
+    wired_limit: WiredLimit = "auto"  # memory that macOS keeps resident: see docs/guides/mac.md
+    prefix_cache_bytes: int = 2 << 30  # memory for prefixes; 0 turns them off
+    prefix_cache_dir: Path | None = None  # folder of prefixes that survive a restart
+    prefix_cache_optional: bool = False  # True: run without that folder if it can't be used
     prefix_disk_bytes: int = 20 << 30
-    # Only what several requests began with, up to the end of the system prompt and the tools, is written there.
+    # Only prefixes that several requests share, up to the end of the system prompt and the tools, are written there.
     prefix_disk_lasting: bool = False
-    calibration_file: Path | None = None  # where measured costs outlive the process
+    calibration_file: Path | None = None  # file of measured costs that survives a restart
     kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)
     kv_group_size: int = 64
 

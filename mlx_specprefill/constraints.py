@@ -1,7 +1,7 @@
-"""Grammars that an answer must follow: compiled once, then one mask over the vocabulary per token.
+"""Grammars of answers: compiled once, then one mask over the vocabulary per token.
 
-llguidance keeps the grammar's state on the CPU and says which tokens may come next; the mask is applied to the logits
-by the code that chooses the token. Nothing here touches an array of MLX or needs a particular device.
+llguidance keeps the grammar's state on the CPU and returns the permitted tokens. The code that chooses the token
+applies the mask to the logits. Nothing here touches an array of MLX or needs a particular device.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Mask = npt.NDArray[np.bool_]
 
 _LARGEST = 1 << 20  # characters of a grammar
 _COMPILED = 64  # grammars kept
-# A step stays within some 100 ms whatever the grammar; llguidance's own limits allow seconds.
+# A step stays within some 100 ms for any grammar; llguidance's own limits allow seconds.
 _LIMITS = LLParserLimits(max_items_in_row=1000, step_max_items=20_000, step_lexer_fuel=100_000)
-# Without this, text that the grammar forces is split as the tokenizer would split it, special tokens included, which
-# the parser then refuses; and the model could not choose between two ways of writing it.
+# Otherwise llguidance splits forced text as the tokenizer does, special tokens included, which its parser refuses. And
+# the model could not choose between two spellings.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _DETAILS = re.compile(r"\n<|\n +\d+ \|")
 _LONGEST_MESSAGE = 400
 
 
 class GrammarState(Protocol):
-    """Says of one answer which tokens may come next: `accept` each token, ask `allowed` before the next."""
+    """State of one answer's grammar: `accept` each token, call `allowed` before the next."""
 
     def fork(self) -> GrammarState:
-        """A copy that goes its own way, for tokens that may be taken back."""
+        """Return an independent copy, for tokens that may be taken back."""
         ...
 
     def accept(self, token: int) -> None:
-        """Go on past a generated token.
+        """Advance by a generated token.
 
         Raises:
             InvalidRequestError: the answer can't be followed any further.
@@ -51,17 +51,17 @@ class GrammarState(Protocol):
         ...
 
     def allowed(self, size: int) -> Mask | None:
-        """Which of `size` token ids may come next, (size,) bool; None: all of them. Raises as `accept`."""
+        """Return a mask of the permitted ids, (size,) bool; None permits all. Raises as `accept`."""
         ...
 
 
 class LLGuidanceState:
-    """One answer's way through its grammar: `accept` each token, ask `allowed` before the next.
+    """State of one answer's grammar: `accept` each token, call `allowed` before the next.
 
     Args:
-        stops: ids that end the answer; the grammar allows them where its text may end.
-        eos: ids that the grammar itself takes for the end.
-        min_tokens: stop ids stay forbidden until so many tokens were accepted, unless nothing else may follow.
+        stops: ids that end the answer; permitted where the grammar's text may end.
+        eos: ids that the grammar itself treats as the end.
+        min_tokens: number of tokens before stop ids are permitted, unless nothing else may follow.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class LLGuidanceState:
         self._over = False
 
     def fork(self) -> LLGuidanceState:
-        """A copy that goes its own way, for tokens that may be taken back."""
+        """Return an independent copy, for tokens that may be taken back."""
         twin = copy.copy(self)
         twin._matcher = self._matcher.deep_copy()
         return twin
 
     def accept(self, token: int) -> None:
-        """Go on past a generated token.
+        """Advance by a generated token.
 
         Raises:
             InvalidRequestError: the grammar has become too complex to follow.
@@ -100,7 +100,7 @@ class LLGuidanceState:
                 raise self._failed(_message(self._matcher))
 
     def allowed(self, size: int) -> Mask | None:
-        """Which of `size` token ids may come next, (size,) bool; None: all of them.
+        """Return a mask of the permitted ids, (size,) bool; None permits all.
 
         Raises:
             InvalidRequestError: the grammar has become too complex to follow.
@@ -118,16 +118,16 @@ class LLGuidanceState:
         return mask
 
     def _by_grammar(self, size: int) -> Mask:
-        """What may continue the text; its end is told by the request's stop ids alone, if it has any.
+        """Return the mask of text that may continue. The request's stop ids, if any, replace the grammar's end.
 
-        A forward has just emptied the caches, so what counts here is how little code runs.
+        A forward has just emptied the caches, so speed depends on how little code runs.
         """
         if self._over:
             return np.zeros(size, np.bool_)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise self._failed(_message(self._matcher))
-        mask = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)  # zeros where there are no more bits
+        mask = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)  # zeros for missing bits
         if self._foreign:
             mask[[token for token in self._foreign if token < size]] = False
         return mask
@@ -149,17 +149,17 @@ class ReasoningBudgetState:
         self._inside = budget.opened
         self._spent = 0
         self._recent: tuple[int, ...] = ()
-        self._closing: tuple[int, ...] = ()  # what has to follow
+        self._closing: tuple[int, ...] = ()  # tokens that have to follow
         self._close_when_spent()
 
     def fork(self) -> ReasoningBudgetState:
-        """A copy that goes its own way, for tokens that may be taken back."""
+        """Return an independent copy, for tokens that may be taken back."""
         twin = copy.copy(self)
         twin._inner = None if self._inner is None else self._inner.fork()
         return twin
 
     def accept(self, token: int) -> None:
-        """Go on past a generated token; raises as the grammar."""
+        """Advance by a generated token; raises as the grammar."""
         if self._inner is not None:
             self._inner.accept(token)
         budget = self._budget
@@ -173,7 +173,7 @@ class ReasoningBudgetState:
         self._close_when_spent()
 
     def allowed(self, size: int) -> Mask | None:
-        """As the grammar, but for what the budget demands; raises as the grammar."""
+        """Return the grammar's mask, replaced while the budget forces tokens; raises as the grammar."""
         if self._closing:
             only = np.zeros(size, np.bool_)
             only[self._closing[0]] = True
@@ -206,15 +206,15 @@ class Grammars:
         self._compiled = lru_cache(_COMPILED)(self._compile)
 
     def check(self, constraint: Constraint) -> None:
-        """Compile, or remember that it was.
+        """Compile the grammar, unless it was compiled before.
 
         Raises:
-            InvalidRequestError: names the field and what is wrong with the grammar.
+            InvalidRequestError: names the field and the grammar's error.
         """
         self._matcher(constraint)
 
     def state(self, constraint: Constraint, stops: frozenset[int], min_tokens: int = 0) -> LLGuidanceState:
-        """For one answer.
+        """Return the state of one answer.
 
         Raises:
             InvalidRequestError: as `check`.
@@ -233,7 +233,7 @@ class Grammars:
             raise ValueError(f"the grammar has {len(grammar)} characters, more than {_LARGEST}")
         text = grammar if grammar.lstrip().startswith("{") else grammar + _NO_FORCING
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
-        matcher.compute_bitmask()  # what is too complex mostly shows at the first token
+        matcher.compute_bitmask()  # a grammar that is too complex mostly fails at the first token
         if matcher.is_error():
             raise ValueError(_message(matcher))
         return matcher
@@ -247,7 +247,7 @@ class Grammars:
 
 
 def _message(matcher: LLMatcher) -> str:
-    """llguidance's message without its dump of the parser and its excerpts of the grammar."""
+    """Return llguidance's message without its parser dump and grammar excerpts."""
     text = _DETAILS.split(matcher.get_error(), maxsplit=1)[0].strip()
     if text == "NoExtensionBias":
         return "no text satisfies the grammar"

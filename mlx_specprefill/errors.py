@@ -48,11 +48,11 @@ _WORDS: dict[DeviceErrorKind, tuple[str, ...]] = {
 
 
 class SpecPrefillError(Exception):
-    """Root of everything this library raises on purpose."""
+    """Root of all exceptions that this library raises on purpose."""
 
 
 class InvalidRequestError(SpecPrefillError, ValueError):
-    """A request that can never succeed as sent. `field` is the request field at fault, if there is one."""
+    """A request that can never succeed as sent. `field` is the invalid request field, if there is one."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -79,15 +79,15 @@ class LoadError(SpecPrefillError):
 
 
 class PairMismatchError(LoadError):
-    """Two tokenizers that were to be one differ, or a text can't be mapped from one to the other."""
+    """Two tokenizers that should be equal differ, or a text can't be mapped from one to the other."""
 
 
 class SettingsError(SpecPrefillError):
-    """The configuration asks for what this machine or these models can't do; the message says what to change."""
+    """A setting that this machine or these models can't fulfil. The message names the change to make."""
 
 
 class SparseUnsupportedError(SpecPrefillError):
-    """Sparse prefill was asked of a model or cache that can't do it exactly."""
+    """Sparse prefill of a model or cache that can't do it exactly."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -99,11 +99,11 @@ class EngineError(SpecPrefillError):
 
 
 class EngineClosedError(EngineError):
-    """The engine takes no request now: not started, shutting down, or its queue is full."""
+    """The engine accepts no request now: not started, shutting down, or its queue is full."""
 
 
 class DeviceError(EngineClosedError):
-    """The device is out of memory, has given up a computation, or takes no more work; the message says what to do."""
+    """The device is out of memory, has aborted a computation, or refuses work. The message names the remedy."""
 
 
 class PeerLostError(EngineClosedError):
@@ -115,7 +115,7 @@ class PeerLostError(EngineClosedError):
 
 
 class PeerLost(BaseException):
-    """Raised on the MLX thread where it would have to wait for a process that is gone."""
+    """Raised on the MLX thread instead of waiting for a lost process."""
 
     def __init__(self, error: PeerLostError) -> None:
         super().__init__(str(error))
@@ -123,10 +123,10 @@ class PeerLost(BaseException):
 
 
 class RequestCancelled(SpecPrefillError):  # noqa: N818 - a control signal, not an error
-    """Raised between two slices of work after the caller cancelled."""
+    """Raised between two steps after the caller cancelled."""
 
 
 def device_error(error: BaseException) -> DeviceErrorKind | None:
-    """Return what the device complains of, by MLX's words; None: it is another error."""
+    """Return the kind of the device's error, by MLX's message; None for other errors."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     return next((kind for kind, words in _WORDS.items() if any(word in text for word in words)), None)

@@ -1,4 +1,4 @@
-"""Loading a target and a draft, and the checks that they fit together."""
+"""Loads a target and a draft, and checks that they fit together."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ _PIPELINE = "each machine has some of the target's layers, so these can't score 
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """A target, its draft if there is one, and what they can do together.
+    """A target, its draft if there is one, and their common abilities.
 
     Attributes:
         tokenizer: mlx-lm's wrapper around the target's tokenizer.
-        sparse_refusal: why prompts can't be prefilled sparsely, None when they can.
+        sparse_refusal: why prompts can't be prefilled sparsely; None if they can.
         mtp: the target's head for multi-token prediction, or why it has none.
         context_length: the target's window in tokens; `draft_context` the draft's, None without one.
         dtype: of the target's floating-point weights.
-        target_config, draft_config: what their config.json held.
+        target_config, draft_config: contents of their config.json.
         heads: the draft's calibrated heads, None where it was not calibrated.
         staged: the target in two parts, where the draft is the target's own first layers; or why prompts can't be
             prefilled in stages.
-        mapping: the way from the target's tokens to those of a draft with another tokenizer; None: it has the target's.
-        ranks: the processes that run the target together, if it is not one alone; `sharding`: how it is spread.
+        mapping: from the target's tokens to those of a draft with another tokenizer; None: it has the target's.
+        ranks: the processes that run the target together, if there are several; `sharding`: how it is spread.
         draft_placement: on which of several ranks the draft is, None on one or without a draft. With "first", the other
             ranks know of it what rank 0 told them, and have none: `draft` and `mapping` are None, `draft_id` is not.
     """
@@ -91,24 +91,24 @@ class ModelPair:
 
     @property
     def stages(self) -> StagedModel | None:
-        """The target in two parts, if sparse prompts are prefilled so."""
+        """Return the target in two parts, if sparse prompts are prefilled in stages."""
         return None if isinstance(self.staged, str) else self.staged
 
     @property
     def drafted(self) -> bool:
-        """Whether there is a draft, here or on rank 0."""
+        """Return whether there is a draft, here or on rank 0."""
         return self.draft is not None or self.draft_placement == "first"
 
     @property
     def split(self) -> Ranks | None:
-        """The processes over which the draft's attention heads are split, if they are."""
+        """Return the processes over which the draft's attention heads are split; None if they are not."""
         return self.ranks if self.draft_placement == "sharded" else None
 
     def agree(self, what: str, find: Callable[[], T]) -> T:
-        """What is found out about the draft: by rank 0 for all, or by all together where each has a part of it.
+        """Return a property of the draft, found by rank 0, or by all ranks if each holds a part of it.
 
         Args:
-            what: names the question, the same on all ranks.
+            what: name of the question, the same on all ranks.
 
         Raises:
             PeerLost: a process is gone.
@@ -121,12 +121,12 @@ class ModelPair:
 
     @property
     def draft_ratio(self) -> float:
-        """How many tokens the draft reads for one of the target's, in English and code."""
+        """Return the draft's tokens per token of the target, in English and code."""
         return 1.0 if self.mapping is None else self.mapping.ratio
 
     @property
     def proposer(self) -> nn.Module | str:
-        """The model that may propose tokens of an answer, or why there is none."""
+        """Return the model that may propose tokens of an answer, or why there is none."""
         if self.draft is None:
             return "there is no draft model"
         if self.mapping is not None:
@@ -223,7 +223,7 @@ def load_pair(
 
 
 def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -> ModelPair:
-    """The pair with calibrated heads of its draft, which then runs no further than the last of them.
+    """Return the pair with calibrated heads of its draft, which then runs no further than the last of them.
 
     Args:
         exit_early: False keeps all layers, which a draft needs to propose tokens of an answer.
@@ -262,7 +262,7 @@ def _calibrated_heads(
     folder: str | Path,
     draft_layers: int | None,
 ) -> DraftHeads | None:
-    """The heads that were asked for, or those in the draft's folder. Trained ones are known already."""
+    """Return the given heads, or those in the draft's folder. Trained heads are known already."""
     beside = (place_of(folder) or Path(folder)) / "heads.json"
     known = heads is not None or pair.heads is not None
     if not known and pair.drafted and draft_layers is None and beside.is_file():
@@ -287,7 +287,7 @@ def make_pair(
     sharding: Sharding | None = None,
     draft_placement: DraftPlacement | None = None,
 ) -> ModelPair:
-    """Join loaded models: install what they need, once, and find out whether this pair can prefill sparsely.
+    """Join loaded models: install their wrappers once, and find out whether this pair can prefill sparsely.
 
     Args:
         draft, draft_layers, draft_heads: as in `load_pair`.
@@ -308,8 +308,8 @@ def make_pair(
         draft, draft_id = with_retrieval_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
     elif draft_layers is not None:
         draft, draft_id = shallow(draft, draft_id, draft_layers)
-    # Frequencies of RoPE and the like are no parameters, and a lazy array can be computed on the thread that made it
-    # alone.
+    # Values like RoPE's frequencies are no parameters, and a lazy array can be computed only on the thread that made
+    # it.
     mx.eval(target, draft)
     mapping = None if draft_tokenizer is None else mapping_between(tokenizer, draft_tokenizer, draft_id)
     refusal = sparse_refusal(target, draft, ranks)
@@ -341,11 +341,11 @@ def make_pair(
 
 
 def _told_by_rank_0(pair: ModelPair, ranks: Ranks) -> ModelPair:
-    """On the other ranks: the pair with what rank 0 knows of a draft that is there alone."""
+    """Return, on another rank, the pair with rank 0's knowledge of a draft that only rank 0 has."""
 
     def known() -> dict[str, Any]:
         found = {name: getattr(pair, name) for name in ("draft_id", "draft_config", "heads", "sparse_refusal")}
-        # How many tokens a draft with another tokenizer reads is known to rank 0 alone, which refuses what is too long.
+        # Only rank 0 can count the tokens of a draft with another tokenizer; it refuses prompts that are too long.
         return found | {"draft_context": pair.draft_context if pair.mapping is None else None}
 
     told = ranks.agree("draft", known)
@@ -353,7 +353,7 @@ def _told_by_rank_0(pair: ModelPair, ranks: Ranks) -> ModelPair:
 
 
 def _staged(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> StagedModel | str:
-    """In two parts on all ranks or on none."""
+    """Split the target in two parts, on all ranks or on none."""
     found = staged_model(target, draft)
     refusal = None if isinstance(found, StagedModel) else found
     refusal = agreed(ranks, "staged", lambda: refusal)
@@ -361,7 +361,7 @@ def _staged(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> 
 
 
 def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:
-    """The MTP head in the target's files, which mlx-lm does not load, or why there is none to use."""
+    """Load the MTP head from the target's files, which mlx-lm skips, or return why there is none."""
     try:
         head = load_mtp_head(model, place_of(where) or Path(where))
     except LoadError as error:
@@ -375,7 +375,7 @@ def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead
 
 
 def _name(where: str | Path) -> str:
-    """The name of a repository, file or folder, without its path: clients see it."""
+    """Return the name of a repository, file or folder without its path, which clients must not see."""
     path = Path(where)
     if is_gguf(path):
         return path.stem

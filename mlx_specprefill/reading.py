@@ -1,4 +1,4 @@
-"""One model into memory: piece by piece, so that others can use the device in between, or the copy that is there."""
+"""Loads one model in pieces, so that others can use the device in between, or returns the loaded copy."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16
 _PIECE = 128 << 20  # bytes
 
 OnProgress = Callable[[int, int], None]
-"""Gets the bytes that are in memory, and those of the whole model."""
+"""Called with the bytes that are in memory, and those of the whole model."""
 Read = tuple[nn.Module, TokenizerWrapper, dict[str, Any]]
 
 
 class LoadedModels:
-    """Models in memory, by where they come from: pairs that name the same one have one copy. Keeps none alive.
+    """Models in memory by their source: pairs with the same one share a copy. Keeps none alive.
 
     One thread only.
     """
@@ -57,12 +57,12 @@ class LoadedModels:
         self._models: dict[tuple[str, DtypeName], tuple[weakref.ref[nn.Module], TokenizerWrapper, dict[str, Any]]] = {}
 
     def holds(self, where: str | Path, dtype: DtypeName) -> bool:
-        """Whether it is there; from any thread."""
+        """Return whether the model is loaded. May be called from any thread."""
         kept = self._models.get((str(place_of(where) or where), dtype))
         return kept is not None and kept[0]() is not None
 
     def read(self, where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
-        """As `read_model`, if it is not there yet."""
+        """Load as `read_model`, unless it is loaded already."""
         key = (str(place_of(where) or where), dtype)
         if key in self._models:
             kept, tokenizer, config = self._models[key]
@@ -74,7 +74,7 @@ class LoadedModels:
 
 
 def read_model(where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
-    """Model, tokenizer and configuration of a folder, a GGUF file or a repository id, which is downloaded if need be.
+    """Load model, tokenizer and configuration of a folder, a GGUF file or a repository id, downloading it if necessary.
 
     Args:
         dtype: as in `load_pair`.
@@ -95,9 +95,9 @@ def read_model(where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> 
 
 
 def _check_range(model: nn.Module, where: str | Path) -> None:
-    """Look at the hidden values of a dozen tokens, if the model runs in float16.
+    """Check the hidden values of a dozen tokens, if the model runs in float16.
 
-    So few are enough: a text's first tokens have the largest ones (SmolLM2-135M: 25 400, over long texts 25 600).
+    A dozen is enough: a text's first tokens have the largest values (SmolLM2-135M: 25 400, over long texts 25 600).
 
     Raises:
         LoadError: a hidden value overflows.
@@ -117,13 +117,14 @@ def _check_range(model: nn.Module, where: str | Path) -> None:
 def read_part(
     where: str | Path, dtype: DtypeName, on_progress: OnProgress, ranks: Ranks, kind: Sharding | None = None
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], Sharding | None]:
-    """This rank's part of a model, whose other weights are not read, and how it is spread.
+    """Load this rank's part of a model without reading other weights; return it and its sharding.
 
     Args:
-        kind: how; None: as mlx-lm can.
+        kind: of sharding; None: mlx-lm's.
 
     Raises:
-        LoadError: as for `read_model`; mlx-lm can't spread it over so many ranks, or another rank has other files.
+        LoadError: as for `read_model`; mlx-lm can't spread it over this number of ranks, or another rank has other
+            files.
     """
     path = place_of(where)
     if is_gguf(path or Path(where)):
@@ -161,7 +162,7 @@ def _errors(where: str | Path) -> Iterator[None]:
 
 
 def _lazy(where: str | Path) -> Read:
-    """Parameters that are only known where to be read."""
+    """Return a model whose parameters are not read yet."""
     path = place_of(where)
     if path is None:
         log.info("%s is not in Hugging Face's cache: it is downloaded", where)
@@ -174,9 +175,9 @@ def _lazy(where: str | Path) -> Read:
 
 
 def _split_as_declared(tokenizer: TokenizerWrapper, folder: Path) -> None:
-    """Let text be split as tokenizer.json says, where the folder names no other class than the one that reads it.
+    """Split text as tokenizer.json says, if the folder names no other class.
 
-    For some model types transformers takes its own rules all the same, by which other tokens come out.
+    For some model types transformers applies its own rules, which give other tokens.
     """
     settings, file = folder / "tokenizer_config.json", folder / "tokenizer.json"
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
@@ -189,7 +190,7 @@ def _split_as_declared(tokenizer: TokenizerWrapper, folder: Path) -> None:
 
 
 def _fill(model: nn.Module, on_progress: OnProgress) -> None:
-    """Compute the parameters, which so far are only known where to be read."""
+    """Read the parameters into memory."""
     arrays = [array for _, array in tree_flatten(model.parameters())]
     total, done = sum(int(array.nbytes) for array in arrays), 0
     for piece in _pieces(arrays):
@@ -210,7 +211,9 @@ def _pieces(arrays: list[mx.array]) -> Iterator[list[mx.array]]:
 
 
 def _read_gguf(path: Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
-    """On the CPU backend packed weights are slower than float32 ones, so only a dtype asked for keeps them packed."""
+    """Load a GGUF file. On the CPU backend packed weights are slower than float32 ones, so they stay packed only if a
+    dtype is set.
+    """
     unpacked = dtype == "auto" and _on_cpu()
     wanted = mx.float32 if unpacked else _DTYPES.get(dtype)
     try:
@@ -222,7 +225,7 @@ def _read_gguf(path: Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
 
 
 def cast_model(model: nn.Module, dtype: DtypeName) -> None:
-    """Its floating-point parameters, as `load_pair` says."""
+    """Cast the floating-point parameters as `load_pair` does."""
     if dtype == "auto" and not _on_cpu():
         return
     model.set_dtype(mx.float32 if dtype == "auto" else _DTYPES[dtype])

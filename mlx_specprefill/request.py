@@ -1,7 +1,7 @@
-"""What crosses the thread boundary: the frozen request going in, the frozen events coming out.
+"""The types that cross the thread boundary: the frozen request, and the frozen events.
 
-The engine is token-only. Whoever renders the chat template says where the messages lie (`PromptSpan`), so that the
-engine can keep the template's structure without knowing any template.
+The engine is token-only. The caller that renders the chat template adds the messages' ranges (`PromptSpan`), so that
+the engine can keep the template's structure without knowing any template.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 Mode = Literal["sparse", "full"]
-# The draft; a draft with another tokenizer; the target's own first layers, which nothing reads twice; the request.
+# The draft; a draft with another tokenizer; the target's own first layers; the request's own scores.
 ScorerKind = Literal["draft", "mapped-draft", "self", "request"]
 Stage = Literal["queued", "draft", "select", "prefill", "decode"]
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -59,11 +59,11 @@ _LABEL_PART = re.compile(r"[\w-]{0,64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class CacheLabel:
-    """Who shares what is cached: nothing that is kept under one label is found, or seen, under another.
+    """Owner and salt of cached prefixes. A prefix is found and listed only under its own label.
 
     Attributes:
-        owner: whose it is; what is kept is listed and dropped by owner.
-        salt: a part of the owner's that is to be apart from the rest.
+        owner: prefixes are listed and dropped by owner.
+        salt: separates some of an owner's prefixes from the others.
 
     Both are empty or up to 64 letters, digits, underscores and hyphens. They are written into cache folders, so a
     secret must come as a digest.
@@ -78,7 +78,7 @@ class CacheLabel:
                 raise ValueError(f"{name} must be at most 64 letters, digits, _ and -, got {part!r:.80}")
 
 
-SHARED = CacheLabel()  # of requests that say nothing else
+SHARED = CacheLabel()  # default label of requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +112,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpecPrefillOptions:
-    """The request's own word on drafts, for its prompt and for its answer.
+    """The request's options for drafts, for its prompt and for its answer.
 
     Attributes:
         enabled: True forces it, False turns it off, None: server policy.
         keep_pct: share of chunks to keep, in (0, 1]; None: server policy.
         return_spans: report which prompt indices the target saw.
-        rule: how tokens are scored and chosen; None: as the server does.
-        importance: the caller's own scores, float32 (M,), finite, used instead of asking the draft.
+        rule: scoring and selection of tokens; None: the server's.
+        importance: the caller's own scores, float32 (M,), finite, in place of the draft's.
         speculative: how the answer is drafted; None: as the server does. The answer's distribution stays the same, but
             for rounding in half precision.
-        scope: what competes, as in `SpecPrefillPolicy.scope`; None: server policy.
+        scope: the text that competes, as in `SpecPrefillPolicy.scope`; None: server policy.
     """
 
     enabled: bool | None = None
@@ -140,7 +140,7 @@ class Constraint:
 
     Attributes:
         grammar: llguidance's: a Lark text, or its JSON form ("{...").
-        field: what errors name.
+        field: request field that errors name.
         starts_after: the generated tokens that the grammar's text follows, such as the end of reasoning; until they
             have come, nothing is masked. Empty: from the first token on.
     """
@@ -152,10 +152,10 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningBudget:
-    """How much an answer may reason before it has to go on.
+    """A limit on the reasoning of an answer.
 
     Attributes:
-        tokens: of reasoning, >= 0. Once so many were generated, `closing` follows, and no reasoning is opened again.
+        tokens: of reasoning, >= 0. Then `closing` follows, and no reasoning is opened again.
         start: the generated tokens that open reasoning; `end`: those that close it.
         closing: tokens, beginning with `end`.
         opened: the prompt has opened it.
@@ -179,11 +179,11 @@ class GenerationRequest:
         logprobs: None, or how many alternatives per generated token (0..20) to report.
         prompt_logprobs: None, or as `logprobs` for the prompt's own tokens (echo); forces a full prefill.
         spans: the rendered messages in prompt order, empty for a raw completion.
-        constraint: None, or what the generated text must look like.
-        reasoning: None, or how much of the answer may be reasoning.
-        min_tokens: stop ids are not generated before so many tokens, unless the constraint leaves nothing else.
+        constraint: None, or the grammar of the generated text.
+        reasoning: None, or the budget of reasoning tokens.
+        min_tokens: number of tokens before stop ids may be generated, unless the constraint leaves nothing else.
         label: cached prefixes and sessions are shared with requests of the same label.
-        remember: what the opening leaves in the cache lasts at once, as if a second request had used it.
+        remember: pin the opening's prefix at once, as if a second request had used it.
     """
 
     prompt: TokenIds
@@ -205,15 +205,15 @@ class GenerationRequest:
 
     @property
     def opening(self) -> int:
-        """Tokens of the system prompt and the tools in front, which the sessions of one agent share."""
+        """Return the tokens of the system prompt and the tools in front, which the sessions of one agent share."""
         return opening_of(self.spans)
 
     @property
     def usable_prefix(self) -> int:
-        """How many cached prompt tokens it may start from.
+        """Return the number of cached prompt tokens that the request may resume from.
 
-        The last token must be fed for its logits. A request that forces sparse prefill means its newest message: what
-        is kept of that must not depend on whether an earlier request happened to leave a dense copy.
+        The last token must be fed for its logits. A request that forces sparse prefill means its newest message: the
+        kept tokens must not depend on whether an earlier request left a dense copy.
         """
         if self.prompt_logprobs is not None:
             return 0
@@ -246,14 +246,14 @@ class Prediction:
         return self.full_ms - self.sparse_ms
 
     def pays(self, policy: SpecPrefillPolicy) -> bool:
-        """Whether the predicted saving clears both margins of the policy."""
+        """Return whether the predicted saving exceeds both margins of the policy."""
         enough = self.saving_ms >= policy.min_saving_ms
         return enough and self.saving_ms >= float(policy.min_saving_share) * self.full_ms
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationReport:
-    """How the answer was drafted, and why, or why not.
+    """The drafting of the answer, with its reason.
 
     Attributes:
         strategy: "autoregressive", or the name of the one that ran.
@@ -277,26 +277,26 @@ class SpeculationReport:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReport:
-    """What was done with the prompt, and why."""
+    """The prefill of the prompt, with its reason."""
 
     mode: Mode
     reason: str
     prompt_tokens: int
     kept_tokens: int
     cached_tokens: int = 0
-    kept_share: float | None = None  # of the prompt's tokens, those kept by force included; None in full mode
-    scorer: ScorerKind | None = None  # who scored the prompt; None in full mode
-    recalled_tokens: int = 0  # that an earlier turn had dropped, and that were read for this one
+    kept_share: float | None = None  # of the prompt's tokens, forced ones included; None in full mode
+    scorer: ScorerKind | None = None  # None in full mode
+    recalled_tokens: int = 0  # tokens dropped by an earlier turn and read for this one
     timings: Timings = field(default_factory=Timings)
-    predicted: Prediction | None = None  # before the work; None where nothing was measured
+    predicted: Prediction | None = None  # before the prefill; None without measurements
     kept_spans: tuple[tuple[int, int], ...] | None = None
-    speculation: SpeculationReport | None = None  # None: not asked for
-    scoring: str | None = None  # how it was scored, by which rule and on what, in words
-    scope: Scope | None = None  # what competed; None in full mode
-    draft_tokens: int = 0  # of the prompt, in the draft's own tokens, without those that it had cached
+    speculation: SpeculationReport | None = None  # None: not requested
+    scoring: str | None = None  # rule and input of the scorer
+    scope: Scope | None = None  # the text that competed; None in full mode
+    draft_tokens: int = 0  # uncached tokens of the prompt, in the draft's tokenizer
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON shape that clients get next to `usage`."""
+        """Return the JSON object that clients get next to `usage`."""
         times = self.timings
         account: dict[str, Any] = {
             "mode": self.mode,
@@ -357,7 +357,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token. `logprob` and `top_logprobs` are filled when the request asked for them."""
+    """One generated token. `logprob` and `top_logprobs` are set if the request asked for them."""
 
     token: int
     logprob: float | None = None
@@ -366,7 +366,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Always the last event of a request that did not fail."""
+    """The last event of a request that did not fail."""
 
     reason: FinishReason
     completion_tokens: int
@@ -375,7 +375,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Always the last event of a request that failed; the engine goes on with the next one."""
+    """The last event of a request that failed. The engine goes on with the next one."""
 
     error: Exception
     account: PrefillReport | None = None
@@ -388,7 +388,7 @@ TokenIds = npt.NDArray[np.int32]
 
 
 def as_token_ids(ids: Sequence[int] | TokenIds) -> TokenIds:
-    """Token ids as one int32 array (M,) that can't be written to; an int32 array is not copied.
+    """Return token ids as one read-only int32 array (M,). An int32 array is not copied.
 
     Raises:
         InvalidRequestError: an id that no vocabulary has.
@@ -404,7 +404,7 @@ def as_token_ids(ids: Sequence[int] | TokenIds) -> TokenIds:
 
 
 def joined(prompt: TokenIds, answer: Sequence[int]) -> TokenIds:
-    """The prompt's token ids and those of its answer."""
+    """Return the prompt's token ids followed by those of its answer."""
     return np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
 
 
@@ -431,5 +431,5 @@ class PromptSpan:
 
 
 def opening_of(spans: Sequence[PromptSpan]) -> int:
-    """Tokens of the system messages and tool definitions that a prompt begins with."""
+    """Return the number of tokens of the system messages and tool definitions at a prompt's start."""
     return max((span.end for span in takewhile(lambda span: span.kind in ("system", "tools"), spans)), default=0)

@@ -1,4 +1,4 @@
-"""From logits to tokens. Samplers have a key of their own: a seed means the same text whatever else is drawn."""
+"""Chooses tokens from logits. Every sampler has its own key: a seed gives the same text beside any other request."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _RANGES = (
     ("xtc_probability", 0.0, 1.0),
     ("xtc_threshold", 0.0, 1.0),
 )
-# A share of less than this is no number in float32: not even the likeliest token would reach it.
+# A smaller share is 0 in float32, and would exclude even the likeliest token.
 _LEAST_SHARE = 1e-9
 _HIGHEST_XTC = 0.5  # two tokens can't both be above it
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse what can't be sampled from.
+    """Check the sampling parameters.
 
     Raises:
         InvalidRequestError: names the field.
@@ -82,12 +82,12 @@ def _check_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def greedy(logits: mx.array) -> mx.array:
-    """The most likely tokens (B,) of logits (B, V)."""
+    """Return the most likely tokens (B,) of logits (B, V)."""
     return mx.argmax(logits, axis=-1)
 
 
 def make_sampler(params: SamplingParams, vocab_size: int) -> Sampler:
-    """A function from logits (B, V) to tokens (B,).
+    """Return a function from logits (B, V) to tokens (B,).
 
     Temperature comes first, then typical-p, top-p, min-p, top-k and XTC.
     """
@@ -106,7 +106,7 @@ def make_sampler(params: SamplingParams, vocab_size: int) -> Sampler:
 
 
 def filtered_logits(params: SamplingParams, vocab_size: int) -> Sampler:
-    """The distribution that `make_sampler` draws from, for temperatures above 0.
+    """Return the distribution that `make_sampler` draws from, for temperatures above 0.
 
     A function from logits (B, V) to unnormalised log-probabilities (B, V) float32; -inf where a filter cuts.
     """
@@ -141,7 +141,7 @@ def _filters(params: SamplingParams, vocab_size: int) -> list[Sampler]:
 
 
 def apply_typical_p(logprobs: mx.array, typical_p: float) -> mx.array:
-    """Locally typical sampling (arXiv 2202.00666), on log-probabilities (B, V); at least one token is left."""
+    """Apply locally typical sampling (arXiv 2202.00666) to log-probabilities (B, V). Keeps at least one token."""
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
     probs = mx.exp(logprobs)
     surprise = mx.where(probs > 0, -logprobs, 0.0)
@@ -153,7 +153,7 @@ def apply_typical_p(logprobs: mx.array, typical_p: float) -> mx.array:
 
 
 def _excluding_top_choices(logprobs: mx.array, params: SamplingParams) -> mx.array:
-    """XTC's distribution, a mixture: with `xtc_probability` the top choices are left out."""
+    """Return XTC's distribution, a mixture: with `xtc_probability` the top choices are left out."""
     others = apply_xtc(logprobs, 1.0, params.xtc_threshold, list(params.xtc_special_tokens))
     cut, whole = (part - mx.logsumexp(part, axis=-1, keepdims=True) for part in (others, logprobs))
     probability = params.xtc_probability
@@ -161,7 +161,7 @@ def _excluding_top_choices(logprobs: mx.array, params: SamplingParams) -> mx.arr
 
 
 def logits_processors(params: SamplingParams) -> list[LogitsProcessor]:
-    """Functions of (generated tokens so far, logits (1, V)); penalties look at the generated text only, as OpenAI's."""
+    """Return functions of (generated tokens so far, logits (1, V)). Penalties count generated text, as OpenAI's."""
     whole = 1 << 30
     processors: list[LogitsProcessor] = make_logits_processors(
         logit_bias=dict(params.logit_bias) or None,
@@ -180,7 +180,7 @@ def logits_processors(params: SamplingParams) -> list[LogitsProcessor]:
 
 
 def held_back(tokens: frozenset[int], until: int) -> LogitsProcessor:
-    """Forbids `tokens` (stop ids) before `until` tokens have been generated."""
+    """Forbid `tokens` (stop ids) before `until` tokens have been generated."""
     ids = mx.array(sorted(tokens), dtype=mx.int32)
 
     def process(history: mx.array, logits: mx.array) -> mx.array:
@@ -192,7 +192,7 @@ def held_back(tokens: frozenset[int], until: int) -> LogitsProcessor:
 
 
 def only(tokens: frozenset[int]) -> LogitsProcessor:
-    """Forbids all other tokens."""
+    """Forbid all other tokens."""
     ids = mx.array(sorted(tokens), dtype=mx.int32)
 
     def process(history: mx.array, logits: mx.array) -> mx.array:
@@ -202,7 +202,7 @@ def only(tokens: frozenset[int]) -> LogitsProcessor:
 
 
 def without(words: Sequence[tuple[int, ...]]) -> LogitsProcessor:
-    """Forbids the last token of each sequence where the generated text ends with those before it."""
+    """Forbid the last token of each sequence after the tokens before it."""
     longest = max(map(len, words)) - 1
     begun = mx.array([[_ANY] * (longest + 1 - len(word)) + list(word[:-1]) for word in words], dtype=mx.int32)
     last = mx.array([word[-1] for word in words], dtype=mx.int32)
@@ -220,13 +220,13 @@ _ANY, _NONE = -1, -2  # no token has these ids
 
 
 def _forbidden(logits: mx.array, tokens: mx.array) -> mx.array:
-    """Without `tokens` (V,) bool; untouched if they are all that is left."""
+    """Forbid `tokens` (V,) bool, unless they are all that is left."""
     cut = mx.where(tokens, -mx.inf, logits)
     return mx.where((cut > -mx.inf).any(axis=-1, keepdims=True), cut, logits)
 
 
 def top_logprobs(logprobs: mx.array, tokens: Sequence[int], count: int) -> list[tuple[Logprob, tuple[Logprob, ...]]]:
-    """The chosen tokens' log-probabilities and the `count` best alternatives, per row.
+    """Return the chosen tokens' log-probabilities and the `count` best alternatives, per row.
 
     Args:
         logprobs: (R, V) float32, normalised.
@@ -251,7 +251,7 @@ def choose(
     processors: Sequence[LogitsProcessor],
     allowed: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The next tokens (B,), and the log-probabilities (B, V) of the model itself, before penalties and temperature.
+    """Return the next tokens (B,), and the model's log-probabilities (B, V) before penalties and temperature.
 
     Args:
         logits: (B, V); one row if there are processors.
@@ -267,7 +267,7 @@ def choose(
 
 
 def token_event(token: int, scores: mx.array, logprobs: int | None) -> TokenEvent:
-    """The event of one row's token; scores (1, V), read only if `logprobs` asks for them."""
+    """Return the event of one row's token. Reads scores (1, V) only if `logprobs` is set."""
     if logprobs is None:
         return TokenEvent(token)
     ((own, best),) = top_logprobs(scores, [token], logprobs)

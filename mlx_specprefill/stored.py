@@ -1,4 +1,4 @@
-"""Models in Hugging Face's cache, by their repository ids. Asks no network.
+"""Models in Hugging Face's cache, by their repository ids. Uses no network.
 
 The cache holds `models--publisher--name/snapshots/COMMIT/files`, and `refs/main` names the commit.
 """
@@ -29,21 +29,21 @@ __all__ = [
 ]
 
 LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
-"""Patterns of the files in a repository that loading it takes."""
+"""Patterns of the repository files that loading needs."""
 
 _ID = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>[^/].*\.gguf))?", re.ASCII)
 
 
 def is_repository_id(name: str) -> bool:
-    """Whether it has the form `publisher/name` or `publisher/name/FILE.gguf`."""
+    """Return whether the name has the form `publisher/name` or `publisher/name/FILE.gguf`."""
     return _ID.fullmatch(name) is not None
 
 
 def place_of(where: str | Path) -> Path | None:
-    """The folder or GGUF file that is meant: the one of that path, else the stored model of that id; None without.
+    """Return the folder or GGUF file of this path, else of the stored model with this id; None if there is neither.
 
     Raises:
-        LoadError: of several GGUF files in the repository none is named.
+        LoadError: the repository has several GGUF files and none is named.
     """
     path = Path(where).expanduser()
     if path.exists() or str(where).startswith((".", "/", "~")):
@@ -52,7 +52,7 @@ def place_of(where: str | Path) -> Path | None:
 
 
 def find_model(name: str) -> Path | None:
-    """Where the files of a repository id lie, if all that loading takes are there.
+    """Return the path of a repository id's files, if all that loading needs are there.
 
     Args:
         name: `publisher/name`, or `publisher/name/FILE.gguf`.
@@ -68,7 +68,7 @@ def find_model(name: str) -> Path | None:
 
 
 def _snapshot_of(repository: str) -> Path | None:
-    """The folder of the commit that `main` was when it was fetched last, whole or not."""
+    """Return the folder of the commit of `main` at the last download, complete or not."""
     stored = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
     try:
         commit = (stored / "refs" / constants.DEFAULT_REVISION).read_text(encoding="utf-8").strip()
@@ -79,7 +79,7 @@ def _snapshot_of(repository: str) -> Path | None:
 
 
 def _model_in(folder: Path, file: str | None) -> Path | None:
-    """What can be loaded from a folder: itself, where every file of its weights is there, or a GGUF file in it.
+    """Return the loadable model of a folder: the folder itself if all its weights are there, or a GGUF file in it.
 
     Raises:
         LoadError: as in `place_of`.
@@ -107,15 +107,12 @@ def _has_weights(folder: Path) -> bool:
 
 
 def describe_stored(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """What config.json of a model's folder says, or its GGUF file, and how many elements of each type its weights have.
+    """Return the configuration of a model's folder or GGUF file, and the number of weights of each type.
 
-    Types are those of safetensors. Of the weights only the heads of their files are read.
-
-    Raises:
-        LoadError: a file is missing, broken, or of a kind that can't be loaded.
+    Types are those of safetensors. Reads only the headers of the weights' files.
     """
     try:
-        if is_gguf(path):  # the CPU backend has them unpacked
+        if is_gguf(path):  # the CPU backend unpacks them
             return describe_gguf(path, pack=mx.default_device() != mx.Device(mx.cpu))
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         heads = [parse_local_safetensors_file_metadata(file) for file in path.glob("model*.safetensors")]

@@ -1,9 +1,9 @@
-"""Query capture: the draft's attention rows, read where attention happens.
+"""Captures the draft's attention rows at the attention primitive.
 
-mlx-lm's attention modules differ in projections, norms, gates, rotations and cache layouts, but all of them hand
-finished queries and keys to `mx.fast.scaled_dot_product_attention`, or their logits to `mx.softmax` where they write
-attention by hand (gemma2, phi3small, quantised KV caches). Reading there needs no knowledge of the family: q_norm,
-gate split, RoPE, per-token scales, MLA's float masks and sinks are already applied or passed along. The wrappers
+mlx-lm's attention modules differ in projections, norms, gates, rotations and cache layouts. All of them hand finished
+queries and keys to `mx.fast.scaled_dot_product_attention`, or their logits to `mx.softmax` where they write attention
+by hand (gemma2, phi3small, quantised KV caches). Reading there needs no knowledge of the family: q_norm, gate split,
+RoPE, per-token scales, MLA's float masks and sinks are already applied or passed along. The wrappers
 (`adapters/patches`) do nothing unless an observer is active on the calling thread.
 """
 
@@ -42,19 +42,16 @@ T = TypeVar("T")
 
 
 class Active(threading.local, Generic[T]):
-    """A value that wrapped calls of the current thread use or report to.
+    """A value for the wrapped calls of the current thread.
 
-    Blocks nest: the innermost value counts, and leaving a block brings back the one around it.
-
-    Attributes:
-        value: None outside of every block.
+    Blocks nest: the innermost value counts, and the end of a block restores the one around it.
     """
 
     value: T | None = None
 
     @contextmanager
     def during(self, value: T) -> Iterator[T]:
-        """Inside the block, `value` is the current thread's."""
+        """Set the current thread's value inside the block."""
         outer, self.value = self.value, value
         try:
             yield value
@@ -66,24 +63,25 @@ TILE = 1 << 20  # logits that are scored at a time; about a dozen arrays of that
 
 
 class AttentionObserver(Protocol):
-    """What attention calls are shown to."""
+    """Interface of objects that see attention calls."""
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
-        """One call of the primitive: queries (B, H, L, D), keys (B, H_kv, S, D)."""
+        """Observe one call of the primitive: queries (B, H, L, D), keys (B, H_kv, S, D)."""
         ...
 
     def observe_logits(self, logits: mx.array) -> None:
-        """One softmax, of attention or of anything else."""
+        """Observe one softmax, of attention or of other code."""
         ...
 
 
 def pool(rows: mx.array, width: int) -> mx.array:
-    """Zero-padded mean over `width` (odd) neighbours along the last axis; padding counts, so the edges are attenuated.
+    """Return the zero-padded mean over `width` (odd) neighbours along the last axis. Padding counts: edges are
+    attenuated.
+
+    A window sum of any width is built from power-of-two window sums: log2(width) additions instead of width.
 
     Args:
         rows: (..., M) float32.
-
-    A window sum of any width is built from power-of-two window sums: log2(width) additions instead of width.
     """
     half, M = width // 2, rows.shape[-1]
     window = mx.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(half, half)])
@@ -100,7 +98,9 @@ def pool(rows: mx.array, width: int) -> mx.array:
 
 
 def prompt_attention(logits: mx.array, prompt_len: int, sinks: mx.array | None) -> mx.array:
-    """Softmax over the prompt's keys in float32, (H, ..., S) -> (H, ..., M); a sink (H,) joins the denominator."""
+    """Return the softmax over the prompt's keys in float32, (H, ..., S) -> (H, ..., M). Sinks (H,) join the
+    denominator.
+    """
     logits = logits[..., :prompt_len].astype(mx.float32)
     if sinks is None:
         return mx.softmax(logits, axis=-1)
@@ -112,14 +112,8 @@ def prompt_attention(logits: mx.array, prompt_len: int, sinks: mx.array | None) 
 class QueryCapture:
     """Turns the attention of single-token forwards into pooled rows, the maximum over layers and heads.
 
-    Only the running maximum is kept, never the rows of all layers.
-    A layer counts when its key set spans all tokens so far; what a rotating window or a gathered key set returns is
-    shorter and is skipped.
-
-    Attributes:
-        prompt_len: M.
-        rows: one (M,) float32 array per captured token, in order.
-        layers: attention calls that counted, per row.
+    Keeps only the running maximum, never the rows of all layers. A layer counts if its key set spans all tokens so far.
+    The key set of a rotating window or a gathered one is shorter and is skipped.
     """
 
     def __init__(self, prompt_len: int, pool_width: int) -> None:
@@ -143,7 +137,7 @@ class QueryCapture:
             self.layers.append(self._count)
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
-        """One attention call: queries (1, H, 1, D), keys (1, H_kv, S, D)."""
+        """Observe one attention call: queries (1, H, 1, D), keys (1, H_kv, S, D)."""
         if queries.shape[0] != 1 or queries.shape[-2] != 1 or keys.shape[-2] != self._span:
             return
         heads, kv_heads, S = queries.shape[1], keys.shape[1], keys.shape[-2]
@@ -159,7 +153,7 @@ class QueryCapture:
         self._count += 1
 
     def observe_logits(self, logits: mx.array) -> None:
-        """One hand-written softmax: (1, H, 1, S) or (1, H_kv, group, 1, S), masked."""
+        """Observe one hand-written softmax: (1, H, 1, S) or (1, H_kv, group, 1, S), masked."""
         if logits.ndim < 4 or logits.shape[0] != 1 or logits.shape[-2:] != (1, self._span):
             return
         rows = logits.reshape(1, -1, *logits.shape[-2:])
@@ -168,21 +162,21 @@ class QueryCapture:
         self._count += 1
 
     def _tiles(self, kv_heads: int, group: int, size: int) -> Iterator[tuple[slice, slice]]:
-        """Parts of (H_kv, group) heads of `size` logits each that together are no more than a tile, or one head."""
+        """Yield parts of (H_kv, group) heads with `size` logits each. Each part fits a tile, or is one head."""
         fit = max(1, TILE // size)
         for first in range(0, kv_heads, max(1, fit // group)):
             for member in range(0, group, fit):
                 yield slice(first, first + max(1, fit // group)), slice(member, member + fit)
 
     def _after(self, tile: mx.array) -> mx.array:
-        """The tile, to be computed when the ones before it are done; else the graph advances all of them together."""
+        """Return the tile, to be computed after the ones before it; else the graph advances all of them together."""
         if self._best is None:
             return tile
         ordered: list[mx.array] = mx.depends([tile], [self._best])
         return ordered[0]
 
     def _add(self, logits: mx.array, sinks: mx.array | None) -> None:
-        """Logits (H, 1, S)."""
+        """Add one layer's logits (H, 1, S)."""
         seen = prompt_attention(logits, self.prompt_len, sinks)[:, 0]
         pooled = pool(mx.pad(seen, [(0, 0), (0, self.prompt_len - seen.shape[-1])]), self.pool_width)
         row = pooled.max(axis=0)
@@ -192,15 +186,15 @@ class QueryCapture:
 class HeadCapture:
     """Reads the attention rows of single heads while a part of the prompt is read.
 
-    Attention calls are numbered in the order of a forward, from 0; those that can't be read count too, so that a
+    Attention calls are numbered in the order of a forward, from 0. Calls that can't be read are numbered too, so that a
     number means the same layer at every prompt length.
 
     Attributes:
         prompt_len: M.
         heads: the heads to read, by the number of their attention call; None: all heads of all calls.
-        rank: of the process, where the heads of each call are split evenly over several, in the order of their ranks:
-            those of the others are not found. Numbers count the heads of all.
-        found: (M,) float32 per (call, head), what the tokens of the passage attend to on average.
+        rank: of the process, if the heads of each call are split evenly over several in the order of their ranks. Only
+            its own heads are found. Numbers count the heads of all ranks.
+        found: (M,) float32 per (call, head), the passage's mean attention.
         calls: attention calls of the last captured forward.
     """
 
@@ -214,14 +208,14 @@ class HeadCapture:
 
     @contextmanager
     def of_passage(self, span: int, length: int, passage: slice) -> Iterator[None]:
-        """Capture these tokens of a causal forward of `length` tokens after which the cache holds `span` <= M."""
+        """Capture the passage in a causal forward of `length` tokens, after which the cache holds `span` <= M."""
         self._span, self._length, self._passage = span, length, passage
         self.calls = 0
         with _observer.during(self):
             yield
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> None:
-        """One attention call: queries (1, H, L, D), keys (1, H_kv, S, D)."""
+        """Observe one attention call: queries (1, H, L, D), keys (1, H_kv, S, D)."""
         call, S = self._numbered(), keys.shape[-2]
         if queries.shape[0] != 1 or queries.shape[-2] != self._length or self._span != S:
             return
@@ -233,9 +227,9 @@ class HeadCapture:
             self._keep(call, number, logits, None if sinks is None else sinks[head : head + 1])
 
     def observe_logits(self, logits: mx.array) -> None:
-        """One hand-written softmax: (1, H, L, S) or (1, H_kv, group, L, S), masked."""
+        """Observe one hand-written softmax: (1, H, L, S) or (1, H_kv, group, L, S), masked."""
         if logits.ndim < 4 or logits.shape[0] != 1 or logits.shape[-2] != self._length:
-            return  # the softmax of a router
+            return  # a router's softmax
         call = self._numbered()
         if logits.shape[-1] != self._span:
             return
@@ -248,7 +242,7 @@ class HeadCapture:
         return self.calls - 1
 
     def _wanted(self, call: int, heads: int) -> Iterator[tuple[int, int]]:
-        """Heads by their numbers, and where they are among the `heads` that are here."""
+        """Yield the numbers of wanted heads, with their places among the `heads` of this rank."""
         first = self.rank * heads
         here = range(first, first + heads)
         for number in here if self.heads is None else self.heads.get(call, ()):
@@ -256,7 +250,7 @@ class HeadCapture:
                 yield number, number - first
 
     def _mask_of(self, mask: Any, heads: int) -> mx.array:
-        """Of the passage's rows, (1 or H, rows, S): what they see, or what is added to their logits."""
+        """Return the mask of the passage's rows, (1 or H, rows, S), boolean or added to the logits."""
         if isinstance(mask, mx.array):
             rows = mx.broadcast_to(mask, (1, mask.shape[1] if mask.ndim == 4 else 1, self._length, self._span))
             return rows[0, :, self._passage]
@@ -265,7 +259,7 @@ class HeadCapture:
         return seen[None]
 
     def _keep(self, call: int, head: int, logits: mx.array, sinks: mx.array | None) -> None:
-        """Logits (rows, S)."""
+        """Keep one head's mean attention from logits (rows, S)."""
         row = prompt_attention(logits[None], self.prompt_len, sinks)[0].mean(axis=0)
         self.found[call, head] = mx.pad(row, [(0, self.prompt_len - row.shape[-1])])
 
@@ -275,12 +269,12 @@ def _masked(logits: mx.array, mask: mx.array) -> mx.array:
 
 
 class AttentionRecord:
-    """The queries of every attention call, in order, and the shape of the keys that they met.
+    """The queries of every attention call, in order, and the shapes of their keys.
 
     Attributes:
         queries: (1, H, L, D) each.
         keys: the shapes (1, H_kv, S, D) of the keys.
-        handwritten: attention that no queries can be read from.
+        handwritten: number of attention calls without readable queries.
     """
 
     def __init__(self) -> None:
@@ -301,14 +295,14 @@ _observer: Active[AttentionObserver] = Active()
 
 @contextmanager
 def recorded_attention() -> Iterator[AttentionRecord]:
-    """Collects what attention is asked for on this thread."""
+    """Collect the attention calls on this thread."""
     record = AttentionRecord()
     with _observer.during(record):
         yield record
 
 
 def wrap_attention(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """`mx.fast.scaled_dot_product_attention` that shows its inputs to the active observer."""
+    """Wrap `mx.fast.scaled_dot_product_attention` to show its inputs to the active observer."""
 
     def attend(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
         if _observer.value is not None:
@@ -319,7 +313,7 @@ def wrap_attention(attention: Callable[..., mx.array]) -> Callable[..., mx.array
 
 
 def wrap_softmax(softmax: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """`mx.softmax` that shows attention logits to the active observer."""
+    """Wrap `mx.softmax` to show attention logits to the active observer."""
 
     def normalise(a: mx.array, /, *args: Any, **kwargs: Any) -> mx.array:
         if _observer.value is not None:
@@ -329,12 +323,12 @@ def wrap_softmax(softmax: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return normalise
 
 
-_FINDS = 0.5  # recall of the kind of item that it finds best, from which on a draft may choose
+_FINDS = 0.5  # recall in the draft's best kind of item from which on a draft may choose
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One head: the number of its attention call in a forward, its place in there, and its weight."""
+    """One head: the number of its attention call in a forward, its index in that call, and its weight."""
 
     call: int
     head: int
@@ -363,7 +357,11 @@ class DraftHeads:
 
     @classmethod
     def from_dict(cls, values: Any) -> DraftHeads:
-        """Raises ValueError: it is not what `to_dict` makes."""
+        """Return the heads that `to_dict` wrote.
+
+        Raises:
+            ValueError: the values have another form.
+        """
         try:
             heads = tuple(Head(int(call), int(head), float(weight)) for call, head, weight in values["heads"])
             recall = {str(kind): float(value) for kind, value in values["recall"].items()}
@@ -377,7 +375,7 @@ class DraftHeads:
 
     @property
     def refusal(self) -> str | None:
-        """Why this draft must not choose what a target sees; None if it may."""
+        """Return why this draft must not choose the target's tokens; None if it may."""
         if not self.recall or max(self.recall.values()) >= _FINDS:
             return None
         found = ", ".join(f"{kind} {share:.2f}" for kind, share in self.recall.items())
@@ -392,7 +390,7 @@ class DraftHeads:
 
 
 def read_heads(file: Path) -> DraftHeads:
-    """Heads that were written as `DraftHeads.to_dict`.
+    """Read heads written as `DraftHeads.to_dict`.
 
     Raises:
         LoadError: the file can't be read, or holds something else.

@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration, tokenizer and weights say about it."""
+"""Properties of a checkpoint's configuration, tokenizer and weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def context_length(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
-    """The smaller of what the model was configured for and what its tokenizer says, in tokens."""
+    """Return the smaller of the configured context and the tokenizer's limit, in tokens."""
     known = _text_config(config)
     names = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length", "n_positions", "n_ctx")
     limits = [known[name] for name in names if isinstance(known.get(name), int) and known[name] > 0]
@@ -27,7 +27,7 @@ def context_length(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
 
 
 def vocab_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
-    """Rows of the output projection; at least the tokenizer's vocabulary."""
+    """Return the rows of the output projection; at least the tokenizer's vocabulary."""
     stated = _text_config(config).get("vocab_size")
     return stated if isinstance(stated, int) and stated > 0 else len(tokenizer.get_vocab())
 

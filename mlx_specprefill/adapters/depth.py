@@ -1,10 +1,9 @@
-"""The first layers of a model, as a model of their own that shares its weights.
+"""The first layers of a model, as a model that shares its weights.
 
 No forward is copied or taken apart. A shallow copy of the modules around the list of layers gets another list: the
-first layers as they are, and in the place of every other one a stop, which ends the forward with what it was given.
-The list keeps its length, and so does the list of caches that the forward sees, so whatever a forward looks up by a
-layer's index (kinds of attention, masks, inputs per layer) stays where it is. What would follow the stop, the final
-norm and the output projection included, never runs.
+first layers unchanged, and a stop in place of each other layer, which ends the forward with its input. The list keeps
+its length, and so does the forward's list of caches, so lookups by a layer's index (kinds of attention, masks, inputs
+per layer) still work. The modules after the stop, including the final norm and the output projection, never run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = [
 
 
 class FirstLayers(nn.Module):  # type: ignore[misc]
-    """The first `count` layers of `whole`: tokens (B, L) to the hidden states (B, L, ...) that the next layer reads.
+    """The first `count` layers of `whole`: tokens (B, L) to the hidden states (B, L, ...) for the next layer.
 
     Every parameter is the same array as in `whole`, which is not changed: both can be used in turn.
 
@@ -41,7 +40,7 @@ class FirstLayers(nn.Module):  # type: ignore[misc]
         whole: the model; not one of this module's children.
         count: layers that run.
         model: the shallow copy, with stops.
-        slots: which of the whole model's caches these layers have.
+        slots: indices of these layers' caches in the whole model's list.
     """
 
     whole: nn.Module
@@ -63,18 +62,18 @@ class FirstLayers(nn.Module):  # type: ignore[misc]
 
     @property
     def spans_prompt(self) -> bool:
-        """Whether one of the layers keeps the keys of the whole prompt, so that its attention can score it."""
+        """Return whether one of the layers keeps the keys of the whole prompt, so that its attention can score it."""
         return any(type(part) is KVCache for part in leaves(self.make_cache()))
 
     def make_cache(self) -> list[Any]:
-        """Caches of these layers alone, as `make_prompt_cache` makes them for the whole model."""
+        """Return the caches of these layers only, as `make_prompt_cache` makes them for the whole model."""
         whole = make_prompt_cache(self.whole)
         return [whole[slot] for slot in self.slots]
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         if cache is None:
             return self._hidden(inputs, None)
-        every = list(make_prompt_cache(self.whole))  # those of the other layers stay empty
+        every = list(make_prompt_cache(self.whole))  # the other layers' caches stay empty
         for slot, part in zip(self.slots, cache, strict=True):
             every[slot] = part
         return self._hidden(inputs, every)
@@ -87,14 +86,14 @@ class FirstLayers(nn.Module):  # type: ignore[misc]
         raise SparseUnsupportedError(f"its forward ends before layer {self.count}")
 
     def _used_caches(self) -> tuple[int, ...]:
-        """Which of the whole model's caches these layers write to; nothing is computed to find out."""
+        """Return the indices of the whole model's caches that these layers write. Computes nothing."""
         cache = list(make_prompt_cache(self.whole))
         self._hidden(mx.zeros((1, 2), dtype=mx.int32), cache)
         return tuple(slot for slot, part in enumerate(cache) if any(not leaf.empty() for leaf in leaves([part])))
 
 
 def first_layers(model: nn.Module, count: int) -> nn.Module:
-    """The first `count` layers, or the model itself if it has no more: that one goes on to logits, if it does at all.
+    """Return the first `count` layers, or the model itself if it has no more layers.
 
     Args:
         model: a model of mlx-lm, or first layers of one.
@@ -117,18 +116,18 @@ def first_layers(model: nn.Module, count: int) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers, in the order in which they run."""
+    """Return the decoder layers in running order."""
     return list(model.layers)
 
 
 def smallest_depth(model: nn.Module) -> int:
-    """How many first layers it takes for one among them that sees the whole prompt; at most all of them."""
+    """Return the smallest number of first layers with one that sees the whole prompt; at most all layers."""
     total = len(layers_of(model))
     return next((count for count in range(1, total) if FirstLayers(whole_draft(model), count).spans_prompt), total)
 
 
 def whole_draft(model: nn.Module) -> nn.Module:
-    """The model that these layers are the first of; a model itself otherwise."""
+    """Return the model that these first layers belong to; a whole model is returned unchanged."""
     return model.whole if isinstance(model, FirstLayers) else model
 
 
@@ -141,7 +140,7 @@ class _Stopped(Exception):  # noqa: N818 - a control signal, not an error
 
 
 class StandIn(nn.Module):  # type: ignore[misc]
-    """Takes the place of a layer, or of a part of one, and has its attributes."""
+    """Stands in for a layer, or for a part of one, with its attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -156,10 +155,10 @@ class StandIn(nn.Module):  # type: ignore[misc]
 
 
 class Observed(StandIn):
-    """Runs the layer, and shows what it returns.
+    """Runs the layer and reports its results.
 
     Args:
-        seen: gets the results.
+        seen: called with the results.
     """
 
     def __init__(self, layer: nn.Module, seen: list[Any]) -> None:
@@ -186,7 +185,7 @@ class _Stop(StandIn):
 
 
 def replacing(module: nn.Module, twins: Mapping[int, nn.Module]) -> nn.Module:
-    """The module, or a shallow copy of it if some list below it holds layers that have a twin, by the layer's id."""
+    """Return the module, or a shallow copy of it if a list below it holds layers with a twin, by the layer's id."""
     changed: dict[str, Any] = {}
     for name, value in module.items():
         if isinstance(value, list) and any(id(part) in twins for part in value):

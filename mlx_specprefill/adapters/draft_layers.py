@@ -1,4 +1,4 @@
-"""The part of a draft that reads prompts: its first layers, with heads that were trained on them or without."""
+"""The part of a draft that reads prompts: its first layers, with or without trained heads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["shallow", "with_retrieval_heads"]
 
 
 def shallow(draft: nn.Module | None, draft_id: str, count: int) -> tuple[nn.Module, str]:
-    """The draft's first layers, and their name.
+    """Return the draft's first layers, and their name.
 
     Raises:
-        LoadError: there is no draft, or these layers of it can't score.
+        LoadError: there is no draft, or these layers can't score.
     """
     if draft is None:
         raise LoadError(f"draft_layers is {count}, but there is no draft")
@@ -35,7 +35,7 @@ def shallow(draft: nn.Module | None, draft_id: str, count: int) -> tuple[nn.Modu
 def with_retrieval_heads(
     draft: nn.Module | None, draft_id: str, count: int | None, file: Path
 ) -> tuple[nn.Module, str]:
-    """The draft's first layers with retrieval heads on top, and their name.
+    """Return the draft's first layers with retrieval heads on top, and their name.
 
     Raises:
         LoadError: there is no draft, these layers of it can't run alone, or the heads are another model's.

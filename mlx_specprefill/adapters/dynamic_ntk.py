@@ -1,7 +1,7 @@
 """Dynamic NTK RoPE at original positions.
 
 mlx-lm computes its base from the end of the sequence, `max(L + offset, limit)`, which needs one integer. With one
-position per token the end of the sequence is the position after the last of them.
+position per token, the end is the position after the last one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["wrap_dynamic_ntk"]
 
 
 def wrap_dynamic_ntk(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """`DynamicNTKScalingRoPE.__call__` that takes positions; integer offsets go through mlx-lm's own code."""
+    """Wrap `DynamicNTKScalingRoPE.__call__` to take positions. Integer offsets go through mlx-lm's own code."""
 
     @wraps(stock)
     def rotate(self: Any, x: mx.array, offset: Any = 0) -> mx.array:
-        """x (B, H, L, D); offset as in mlx-lm, one per row (B,), or positions (1, L) int32."""
+        """Rotate x (B, H, L, D). offset: as in mlx-lm, one per row (B,), or positions (1, L) int32."""
         if not isinstance(offset, mx.array) or offset.ndim == 0:
             return stock(self, x, offset)
-        if offset.ndim == 1:  # every row has a base of its own
+        if offset.ndim == 1:  # every row has its own base
             starts = np.array(offset).tolist()
             return mx.concatenate([stock(self, x[row : row + 1], start) for row, start in enumerate(starts)])
         seq_len = max(int(np.array(offset).max()) + 1, self.max_position_embeddings)

@@ -1,4 +1,4 @@
-"""The target's final hidden states, read where its output projection gets them: after the last norm.
+"""Records the target's final hidden states, the input of its output projection, after the last norm.
 
 The inner text model of a Qwen3.5 returns them.
 """
@@ -21,7 +21,7 @@ _states: Active[list[mx.array]] = Active()
 
 
 def wrap_hidden(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """A text model's `__call__` that shows its output to the active recording."""
+    """Wrap a text model's `__call__` to show its output to the active recording."""
 
     @wraps(call)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
@@ -35,6 +35,6 @@ def wrap_hidden(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 @contextmanager
 def recorded_hidden() -> Iterator[list[mx.array]]:
-    """Collects the hidden states (B, L, D) of the forwards on this thread, in order."""
+    """Collect the hidden states (B, L, D) of the forwards on this thread, in order."""
     with _states.during([]) as states:
         yield states

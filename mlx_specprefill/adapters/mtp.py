@@ -35,12 +35,12 @@ ARCHITECTURES = ("qwen3_5", "qwen3_5_moe")
 Tensors = dict[str, mx.array]
 _PREFIX = re.compile(r"^(?:.*\.)?mtp\.")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.(\w+)$")
-# Norms of the layer whose weights lie around 1; a raw checkpoint stores them minus 1.
+# Norms whose weights lie around 1. A raw checkpoint stores them minus 1.
 _TELLING_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
 
 class MTPLayers(nn.Module):  # type: ignore[misc]
-    """The head's own weights, named as in the checkpoint, without its `mtp.`."""
+    """The head's own weights, named as in the checkpoint without the prefix `mtp.`."""
 
     def __init__(self, args: TextModelArgs) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class MTPLayers(nn.Module):  # type: ignore[misc]
 
 
 class MTPHead:
-    """A head on its target, whose embedding and output projection it shares.
+    """A head on its target; it shares the target's embedding and output projection.
 
     Args:
         model: a model of `mlx_lm.models.qwen3_5` or `qwen3_5_moe`.
@@ -82,17 +82,17 @@ class MTPHead:
         return sum(int(array.nbytes) for _, array in tree_flatten(self.layers.parameters()))
 
     def __call__(self, hidden: mx.array, following: mx.array, cache: Any) -> mx.array:
-        """Read entries; what the next guess takes as its hidden state, (1, L, D).
+        """Read entries; return the hidden state for the next guess, (1, L, D).
 
         Args:
             hidden: (1, L, D).
             following: the token after each, (1, L).
-            cache: one layer's cache of keys and values; it holds all earlier entries.
+            cache: one layer's KV cache; it holds all earlier entries.
         """
         return self.layers(self._text.model.embed_tokens(following), hidden, cache)
 
     def logits(self, out: mx.array) -> mx.array:
-        """(1, L, D) -> (1, L, V)."""
+        """Return the logits: (1, L, D) -> (1, L, V)."""
         if self._text.args.tie_word_embeddings:
             tied: mx.array = self._text.model.embed_tokens.as_linear(out)
             return tied
@@ -101,10 +101,10 @@ class MTPHead:
 
 
 def load_mtp_head(model: nn.Module, folder: Path) -> MTPHead:
-    """The head that a checkpoint's files hold, in the dtypes that they have there, not yet read from disk.
+    """Load the head from a checkpoint's files, in their dtypes and not yet read from disk.
 
     Raises:
-        LoadError: there is none, or none that fits; the message says why.
+        LoadError: there is none, or none that fits; the message gives the reason.
     """
     if architecture_of(model) not in ARCHITECTURES:
         raise LoadError(f"MTP heads of {architecture_of(model)} are not supported")
@@ -131,7 +131,7 @@ def _check_config(folder: Path) -> None:
 
 
 def _tensors(folder: Path) -> Tensors:
-    """All `mtp.` tensors of a checkpoint's files, that prefix removed; nothing else is read from disk."""
+    """Return all `mtp.` tensors of a checkpoint's files, without that prefix. Reads nothing else from disk."""
     index = folder / "model.safetensors.index.json"
     named = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
     missing = {file for name, file in named.items() if _PREFIX.match(name) and not (folder / file).is_file()}
@@ -147,7 +147,7 @@ def _tensors(folder: Path) -> Tensors:
 
 
 def normalised(tensors: Mapping[str, mx.array]) -> Tensors:
-    """A head's tensors as mlx-lm's modules have them: experts stacked, norms around 1."""
+    """Return a head's tensors in the form of mlx-lm's modules: experts stacked, norms around 1."""
     stacked = _stacked_experts(_split_experts(dict(tensors)))
     telling = [stacked[name] for kind in _TELLING_NORMS if (name := f"layers.0.{kind}.weight") in stacked]
     means = [float(np.array(norm.astype(mx.float32).mean())) for norm in telling]
@@ -157,7 +157,7 @@ def normalised(tensors: Mapping[str, mx.array]) -> Tensors:
 
 
 def _split_experts(tensors: Tensors) -> Tensors:
-    """`experts.gate_up_proj` (E, 2 I, D) and `experts.down_proj` -> `switch_mlp`'s three projections."""
+    """Split `experts.gate_up_proj` (E, 2 I, D) and `experts.down_proj` into `switch_mlp`'s three projections."""
     split: Tensors = {}
     for name, array in tensors.items():
         if name.endswith(".experts.gate_up_proj"):
@@ -172,7 +172,7 @@ def _split_experts(tensors: Tensors) -> Tensors:
 
 
 def _stacked_experts(tensors: Tensors) -> Tensors:
-    """`experts.E.gate_proj.weight` for every expert E -> one stack, with scales and biases likewise."""
+    """Stack `experts.E.gate_proj.weight` over all experts E, with scales and biases."""
     experts: dict[str, dict[int, mx.array]] = {}
     stacked: Tensors = {}
     for name, array in tensors.items():
@@ -186,7 +186,7 @@ def _stacked_experts(tensors: Tensors) -> Tensors:
 
 
 def _quantisation(path: str, module: nn.Module, tensors: Tensors) -> bool | dict[str, Any]:
-    """How a module's weights are packed, which their shapes tell; False where they are not."""
+    """Return how a module's weights are packed, from their shapes; False if they are not."""
     if f"{path}.scales" not in tensors or not hasattr(module, "to_quantized"):
         return False
     packed: dict[str, Any] = infer_quant_config(path, module, tensors)

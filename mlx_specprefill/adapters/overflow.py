@@ -1,4 +1,4 @@
-"""Check that a model's hidden values fit into float16, which ends at 65 504.
+"""Checks that a model's hidden values fit into float16, which ends at 65 504.
 
 Models are trained in bfloat16, whose range is that of float32. In float16 hidden values that are too large become
 infinite, and every answer nonsense.
@@ -23,9 +23,9 @@ FLOAT16_MAX = 65504.0
 
 
 def largest_hidden(model: nn.Module) -> float:
-    """Return the largest magnitude that a layer returns in one forward; infinity where one overflows.
+    """Return the largest magnitude that a layer returns in one forward; infinity if one overflows.
 
-    Layers that are not called themselves, but part by part, are only checked for overflows.
+    Layers that are called part by part are only checked for overflows.
     """
     returned: list[Any] = []
     watched = replacing(model, {id(layer): Observed(layer, returned) for layer in layers_of(model)})

@@ -1,10 +1,10 @@
 """Every function of mlx and mlx-lm that is wrapped at run time.
 
-`loading` installs the wrappers after a pair's models are built; each is installed once per process and stays. Ordinary
-calls pass through unchanged. A wrapper acts only on what callers of this library alone do: it takes one position per
-token, or it reports to a recording that is active on the calling thread. No model is changed per request.
+`loading` installs the wrappers after a pair's models are built. Each is installed once per process and stays. Ordinary
+calls pass through unchanged. A wrapper acts only on calls of this library: it takes one position per token, or it
+reports to a recording that is active on the calling thread. No model is changed per request.
 
-Not in the table, because nothing is wrapped: `cache/positioned` adds the names of its two classes to
+One change is not in the table, because it wraps nothing: `cache/positioned` adds the names of its two classes to
 `mlx_lm.models.cache`, where composite caches look them up.
 """
 
@@ -34,9 +34,9 @@ class Patch:
     """One wrapper.
 
     Attributes:
-        names: what is wrapped, as `module:attribute.path`; wrapped once the module is imported.
+        names: wrapped functions, as `module:attribute.path`; wrapped once the module is imported.
         wrap: makes the wrapper of a function.
-        reason: what needs it.
+        reason: the feature that needs it.
         tested_in: the test that compares its effect with a reference.
     """
 

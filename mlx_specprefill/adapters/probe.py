@@ -1,7 +1,7 @@
-"""A check at start-up that this very model follows explicit positions.
+"""Checks at start-up that this model follows explicit positions.
 
-The verified table speaks of architectures; a checkpoint can still switch on a variant that no test saw. A few forwards
-of at most 12 tokens compare the position mapping with ordinary forwards of the same model. Nothing is kept.
+The verified table covers architectures; a checkpoint can enable an untested variant. A few forwards of at most 12
+tokens compare the position mapping with ordinary forwards of the same model. Nothing is kept.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["probe_quantized", "probe_sparse", "probe_staged", "staged_model"]
 Positions = npt.NDArray[np.int32]
 
 _COUNT = 12
-TOKENS = [(7 * i + 3) % 29 for i in range(_COUNT)]  # small ids exist in every vocabulary
+TOKENS = [(7 * i + 3) % 29 for i in range(_COUNT)]  # every vocabulary has small ids
 _GAPPED = np.array([0, 1, 2, 9, 10, 23, 24, 40, 41, 58, 77, 90], dtype=np.int32)
-_SPLIT = 5  # the gapped prompt goes in two chunks, so that the second one meets a cache with gaps
+_SPLIT = 5  # the gapped prompt has two chunks: the second one meets a cache with gaps
 _SHIFT = 7
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 4e-2}
 
 
 def probe_sparse(model: nn.Module) -> str | None:
-    """None if the model follows explicit positions, else the reason why it must be prefilled fully."""
+    """Return why the model must be prefilled fully; None if it follows explicit positions."""
     try:
         return _probe(model)
     except SparseUnsupportedError as error:
@@ -44,8 +44,9 @@ def probe_sparse(model: nn.Module) -> str | None:
 
 
 def probe_quantized(model: nn.Module, cache: list[Any], group_size: int, bits: int) -> str | None:
-    """None if the model decodes with a quantised KV cache, else the reason why it can't: mlx-lm's attention can, but
-    some models have one of their own.
+    """Return why the model can't decode with a quantised KV cache; None if it can.
+
+    mlx-lm's attention can, but some models have their own.
 
     Args:
         cache: an empty one, plain or positioned; not to be used again.
@@ -62,7 +63,7 @@ def probe_quantized(model: nn.Module, cache: list[Any], group_size: int, bits: i
 
 
 def staged_model(target: nn.Module, draft: nn.Module | None) -> StagedModel | str:
-    """The target in two parts, the first of which is this draft, or why it can't be run so."""
+    """Return the target in two parts, of which the draft is the first, or why it can't be split."""
     if not isinstance(draft, FirstLayers) or draft.whole is not target:
         return "the draft is not the target's own first layers"
     refusal = adapter_for(architecture_of(target)).staged_refusal
@@ -79,7 +80,7 @@ def staged_model(target: nn.Module, draft: nn.Module | None) -> StagedModel | st
 
 
 def probe_staged(model: StagedModel) -> str | None:
-    """None if the model's two parts together are the model, and the second one follows positions, else the reason."""
+    """Return why the model's two parts differ from the model, or ignore positions; None if they agree."""
     try:
         return _probe_parts(model)
     except SparseUnsupportedError as error:
@@ -101,8 +102,9 @@ def _probe_parts(model: StagedModel) -> str | None:
 
 
 def _in_parts(model: StagedModel, positions: Positions, sizes: Sequence[int]) -> mx.array:
-    """The first layers over a longer text, the others over the probe's tokens in chunks, which lie in it at these
-    positions, then both over one more; logits (13, V)."""
+    """Run the first layers over a longer text, the others over the probe's tokens at `positions` in chunks, then both
+    over one more; return the logits (13, V).
+    """
     text = np.arange(positions[-1] + 1, dtype=np.int32) % 29
     text[positions] = TOKENS
     cache = make_positioned_cache(model.whole)
@@ -144,7 +146,7 @@ def _probe(model: nn.Module) -> str | None:
 def _forward(
     model: nn.Module, cache: list[Any], sizes: Sequence[int], before: Callable[[list[Any], slice], None] | None = None
 ) -> mx.array:
-    """Feed the probe's tokens in chunks of `sizes`; their logits, (12, V)."""
+    """Feed the probe's tokens in chunks of `sizes`; return their logits, (12, V)."""
     logits, start = [], 0
     for size in sizes:
         part = slice(start, start + size)
@@ -157,13 +159,13 @@ def _forward(
 
 
 def _one_by_one_stock(model: nn.Module) -> mx.array:
-    """How much rounding alone moves the logits: the same sequence without any mapping."""
+    """Return the logits of the same sequence without any mapping, to measure rounding."""
     return _forward(model, make_prompt_cache(model), [1] * _COUNT)
 
 
 def _at_positions(model: nn.Module, positions: Positions) -> mx.array:
     def explicit(cache: list[Any], part: slice) -> None:
-        """Positions as a matrix even where they have no gap, so that the mapping itself is what runs."""
+        """Set positions as a matrix even without gaps, so that the mapping runs."""
         on_device = mx.array(positions[part])[None]
         for layer in leaves(cache):
             if isinstance(layer, Positioned):
@@ -173,14 +175,14 @@ def _at_positions(model: nn.Module, positions: Positions) -> mx.array:
 
 
 def _ordinary(positions: Positions) -> Callable[[list[Any], slice], None]:
-    """One token at a time has one integer offset: mlx-lm's own path through every RoPE."""
+    """Feed single tokens, which have one integer offset: mlx-lm's own path through every RoPE."""
     return lambda cache, part: place(cache, positions[part])
 
 
 def _distance(a: mx.array, b: mx.array) -> float:
-    """Median over tokens of the largest difference, relative to the largest logit.
+    """Return the median over tokens of the largest difference, relative to the largest logit.
 
-    The median: in half precision a mixture-of-experts router may flip on one token, which says nothing about positions.
+    In half precision a mixture-of-experts router may flip on one token, which does not affect the median.
     """
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     worst = mx.abs(a - b).max(axis=-1) / mx.maximum(mx.abs(b).max(), 1e-9)

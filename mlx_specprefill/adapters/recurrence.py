@@ -1,9 +1,9 @@
-"""Replay of recurrent layers: their state after the first rows of a forward, without running the model again.
+"""Replays recurrent layers: computes their state after the first rows of a forward, without running the model again.
 
 A recurrent state can't be trimmed. But the output of such a layer depends only on its inputs and on the state before
 the forward, and inputs of early rows don't depend on later ones. So the inputs are recorded during a forward, and the
-layer's own recurrence runs again over the rows that stay. mlx-lm's recurrent modules share no base class; they are
-listed by name, and a model whose states and modules don't match is refused.
+layer's own recurrence runs again over the kept rows. mlx-lm's recurrent modules share no base class; they are listed by
+name, and a model whose states and modules don't match is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _INPUTS = ("x", "inputs", "hidden_states", "input_states")
 
 @dataclass(frozen=True)
 class RecurrentCall:
-    """One call of a recurrent module: its unwrapped function, arguments, and the state that it wrote to."""
+    """One call of a recurrent module: its unwrapped function, its arguments, and the state that it wrote."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -56,7 +56,7 @@ class RecurrentCall:
     cache: ArraysCache
 
     def replay(self, rows: int) -> None:
-        """Run it again on its first `rows` inputs; the state must be what it was before the call."""
+        """Run the call again on its first `rows` inputs. The state must be that from before the call."""
         kwargs = {name: _first(value, rows) if name in _INPUTS else value for name, value in self.kwargs.items()}
         self.call(*(_first(value, rows) if isinstance(value, mx.array) else value for value in self.args), **kwargs)
 
@@ -69,7 +69,7 @@ _calls: Active[list[RecurrentCall]] = Active()
 
 
 def wrap_recurrence(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent module's `__call__` that shows its arguments to the active recording."""
+    """Wrap a recurrent module's `__call__` to show its arguments to the active recording."""
 
     @wraps(call)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -84,13 +84,13 @@ def wrap_recurrence(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def recorded_recurrence() -> Iterator[list[RecurrentCall]]:
-    """Collects the calls of recurrent modules on this thread."""
+    """Collect the calls of recurrent modules on this thread."""
     with _calls.during([]) as calls:
         yield calls
 
 
 def replay_refusal(model: nn.Module, cache: Sequence[Any]) -> str | None:
-    """Why this model's recurrent states can't be replayed; None when they can, or when there are none."""
+    """Return why this model's recurrent states can't be replayed; None if they can, or if there are none."""
     states = sum(isinstance(part, ArraysCache) for part in leaves(cache))
     modules = sum(_name(type(module)) in RECURRENT for module in model.modules())
     if states in (0, modules):

@@ -1,4 +1,4 @@
-"""Why a target can't be prefilled sparsely with a draft."""
+"""Reasons against sparse prefill of a target with a draft."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["sparse_refusal"]
 
 
 def sparse_refusal(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> str | None:
-    """The reason, of one process or of several that hold different parts; None: it can.
+    """Return why one rank or another can't prefill sparsely; None if all can.
 
     Args:
         draft: on rank 0; the others may have none.

@@ -1,8 +1,8 @@
-"""Which architectures of mlx-lm may be prefilled sparsely or used as a draft.
+"""Architectures of mlx-lm that can be prefilled sparsely or used as a draft.
 
-An architecture is a file in `mlx_lm/models`. `verified.json` holds one row per file: what
-`scripts/make_support_table.py` measured when it compared sparse prefill with a masked dense run of the same model.
-What has no row is refused, never guessed.
+An architecture is a file in `mlx_lm/models`. `verified.json` holds one row per file, measured by
+`scripts/make_support_table.py`, which compares sparse prefill with a masked dense run of the same model. An
+architecture without a row is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOT_IMPORTABLE = "mlx-lm can't import it without the package ai2-olmo, so it wa
 _DEPTH_DIFFERS = "its first layers alone differ from those of the whole model"
 _METAL_ONLY = "it runs on Metal kernels only and could not be verified"
 
-# Why sparse prefill is not exact there. A test asserts that this and what the oracle says agree.
+# Reasons why sparse prefill is not exact. A test asserts that the oracle agrees with this table.
 SPARSE_REFUSALS: Mapping[str, str] = {
     "afm7": "its KV-reuse layers rotate queries by storage slot",
     "baichuan_m1": "it convolves keys and values of neighbouring slots inside attention",
@@ -59,7 +59,7 @@ SPARSE_REFUSALS: Mapping[str, str] = {
     "rwkv7": _NO_ATTENTION,
 }
 
-# Why attention rows over the whole prompt can't be read there.
+# Reasons why attention rows over the whole prompt can't be read.
 DRAFT_REFUSALS: Mapping[str, str] = {
     "bitnet": _METAL_ONLY,
     "deepseek_v32": "it attends to a gathered subset of the keys when it decodes",
@@ -74,7 +74,7 @@ DRAFT_REFUSALS: Mapping[str, str] = {
     "rwkv7": _NO_ATTENTION,
 }
 
-# Why its rows decode one by one although their caches have a batch form.
+# Reasons to decode rows one by one although their caches have a batch form.
 BATCH_REFUSALS: Mapping[str, str] = {
     "afm7": "its KV-reuse layers rotate queries by the slot that all rows share",
     "bitnet": _METAL_ONLY,
@@ -86,13 +86,13 @@ BATCH_REFUSALS: Mapping[str, str] = {
     "prism_hadamard_qwen35": "it was not verified: its weights exist in a quantised form only",
 }
 
-# Why several tokens in one forward are not what they are one by one, so that a proposal can't be verified there.
+# Reasons why several tokens in one forward differ from single ones, so that proposals can't be verified.
 SPECULATION_REFUSALS: Mapping[str, str] = {
     "phi3small": "its block-sparse attention of several tokens differs from that of single tokens",
     "plamo3": "its window is one token wider when it is fed several tokens than when it is fed one",
 }
 
-# Why its forward can't be run in two parts, the first layers over the prompt and the others over the kept tokens.
+# Reasons why a forward can't be split into first layers over the prompt and others over the kept tokens.
 STAGED_REFUSALS: Mapping[str, str] = {
     "gemma3n": "its layers pass on several hidden states per token and share keys with earlier ones",
     "iquestloopcoder": "its forward runs over its layers twice and calls parts of them",
@@ -108,15 +108,15 @@ _ABSOLUTE = frozenset({"hunyuan", "hunyuan_v1_dense", "iquestloopcoder", "minist
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What one architecture can't do.
+    """Limits of one architecture.
 
     Attributes:
         sparse_refusal: why it can't be prefilled sparsely; None if it can.
         draft_refusal: why it can't score a prompt; None if it can.
-        depth_refusal: why its first layers can't do so alone; None if they can.
+        depth_refusal: why its first layers can't score alone; None if they can.
         batch_refusal: why it can't decode several sequences in one forward; None if it can.
         speculation_refusal: why it can't verify several tokens in one forward; None if it can.
-        staged_refusal: why its layers can't be run in two parts; None if they can, at some depth at least.
+        staged_refusal: why its layers can't be run in two parts; None if they can at some depth.
         absolute: it depends on absolute positions by design, so moving a whole sequence changes its logits.
     """
 
@@ -131,13 +131,13 @@ class Adapter:
 
 @cache
 def verified() -> Mapping[str, Mapping[str, Any]]:
-    """The rows of `verified.json`: architecture -> sparse, reason, error, capture, depth, staged, mlx_lm."""
+    """Return the rows of `verified.json`: architecture -> sparse, reason, error, capture, depth, staged, mlx_lm."""
     rows: dict[str, dict[str, Any]] = json.loads((files(__package__) / "verified.json").read_text(encoding="utf-8"))
     return rows
 
 
 def adapter_for(model_type: str) -> Adapter:
-    """The adapter of a checkpoint's `model_type` (or of a file in `mlx_lm/models`), aliases of mlx-lm resolved."""
+    """Return the adapter of a `model_type` (or of a file in `mlx_lm/models`). Resolves mlx-lm's aliases."""
     architecture = MODEL_REMAPPING.get(model_type, model_type)
     row = verified().get(architecture)
     if row is None:
@@ -164,10 +164,10 @@ def adapter_for(model_type: str) -> Adapter:
 
 
 def architecture_of(model: nn.Module) -> str:
-    """The file of `mlx_lm/models` that a loaded model comes from; the safest argument for `adapter_for`.
+    """Return the file of `mlx_lm/models` that a loaded model comes from; the safest argument for `adapter_for`.
 
-    A checkpoint's `model_type` can be claimed by a file of its own (`model_file`) or be moved by mlx-lm according to
-    `architectures`; the class that was really instantiated can't be mistaken.
+    A checkpoint's `model_type` can be claimed by its own file (`model_file`) or changed by mlx-lm according to
+    `architectures`. The instantiated class is certain.
     """
     whole = model.whole if isinstance(model, FirstLayers) else model
     return type(whole).__module__.removeprefix("mlx_lm.models.")

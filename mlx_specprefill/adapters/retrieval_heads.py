@@ -1,9 +1,9 @@
-"""Retrieval heads: a small trained attention layer on a target's first layers, which together are a draft.
+"""Retrieval heads: a small trained attention layer on a target's first layers; together they are a draft.
 
-A target's own heads that find what a question asks about lie in the middle of it. `scripts/train_retrieval_heads.py`
-teaches a few heads to find the same from the hidden states after the first layers: queries and keys of the normed
-states, neither values nor positions. The output of this attention is not used and never computed: MLX is lazy, so a
-forward costs the keys, and a captured one the attention of the rows it captures.
+A target's own retrieval heads lie in its middle. `scripts/train_retrieval_heads.py` trains a few heads to do the same
+on the hidden states after the first layers: queries and keys of the normed states, neither values nor positions. The
+output of this attention is not used and never computed: MLX is lazy, so a forward costs the keys, and a captured one
+the attention of the captured rows.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .depth import FirstLayers, layers_of
 __all__ = ["RetrievalDraft", "RetrievalHeads", "attach_heads", "heads_file_layers", "known_heads", "write_heads"]
 
 FORMAT = "mlx-specprefill retrieval heads 1"
-_WITNESS = "post_attention_layernorm.weight"  # of the last of the first layers; no quantisation touches it
-_ALIKE = 0.02  # of the witness's largest value: what half precision may change
+_WITNESS = "post_attention_layernorm.weight"  # of the last first layer; never quantised
+_ALIKE = 0.02  # of the witness's largest value: tolerance for half precision
 
 
 class RetrievalHeads(nn.Module):  # type: ignore[misc]
-    """Attention without an output: hidden states (B, L, D) leave their keys in a cache and show both to a capture.
+    """Attention without an output: stores the keys of hidden states (B, L, D), and shows queries and keys to a capture.
 
     Args:
         hidden: D.
-        heads: each has queries and keys of its own, `width` wide.
+        heads: each has its own queries and keys, `width` wide.
     """
 
     def __init__(self, hidden: int, heads: int, width: int, eps: float) -> None:
@@ -47,7 +47,7 @@ class RetrievalHeads(nn.Module):  # type: ignore[misc]
     def __call__(self, hidden: mx.array, cache: KVCache | None = None) -> None:
         inner = mx.fast.rms_norm(hidden, None, self.eps)
         queries, keys = self._split(self.q_proj(inner)), self._split(self.k_proj(inner))
-        values = keys[..., :1]  # a cache keeps some
+        values = keys[..., :1]  # a cache needs some
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
         mask = "causal" if hidden.shape[1] > 1 else None
@@ -61,7 +61,7 @@ class RetrievalHeads(nn.Module):  # type: ignore[misc]
 class RetrievalDraft(FirstLayers):
     """The first layers of a model, and retrieval heads that read their hidden states.
 
-    The heads are its last layer: they have the last cache, and theirs is the last attention call of a forward.
+    The heads are its last layer, with the last cache and the last attention call of a forward.
     """
 
     def __init__(self, whole: nn.Module, count: int, heads: RetrievalHeads) -> None:
@@ -82,7 +82,7 @@ class RetrievalDraft(FirstLayers):
 
 
 def known_heads(draft: RetrievalDraft) -> DraftHeads:
-    """All retrieval heads, with equal weights; these need no calibration."""
+    """Return all retrieval heads with equal weights. These need no calibration."""
     with recorded_attention() as record:
         draft(mx.zeros((1, 2), dtype=mx.int32))
     call = len(record.queries) - 1
@@ -94,7 +94,7 @@ def write_heads(file: Path, heads: RetrievalHeads, model: nn.Module, layers: int
     """Store heads that were trained on the hidden states after the first `layers` of `model`.
 
     Args:
-        about: what people should know: origin, licence.
+        about: origin, licence.
     """
     arrays = {name: array.astype(mx.float16) for name, array in tree_flatten(heads.parameters())}
     facts = {"layers": layers, "heads": heads.heads, "width": heads.width, "eps": heads.eps}
@@ -104,7 +104,7 @@ def write_heads(file: Path, heads: RetrievalHeads, model: nn.Module, layers: int
 
 
 def heads_file_layers(file: Path) -> int:
-    """How many first layers the heads in a file were trained on.
+    """Return the number of first layers that the heads in a file were trained on.
 
     Raises:
         LoadError: the file can't be read, or holds no retrieval heads.
@@ -113,7 +113,7 @@ def heads_file_layers(file: Path) -> int:
 
 
 def attach_heads(model: nn.Module, file: Path) -> RetrievalDraft:
-    """The first layers of `model` with the heads from a file, in the type of the model's weights.
+    """Return the first layers of `model` with the heads from a file, in the dtype of the model's weights.
 
     Raises:
         LoadError: the file can't be read, is broken, or was made for another model.

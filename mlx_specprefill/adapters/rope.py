@@ -31,11 +31,11 @@ RopeFn = Callable[..., mx.array]
 
 
 class PositionMappedRoPE:
-    """`mx.fast.rope` that also takes one absolute position per token (SpecPrefill, section 3.2.4).
+    """Wraps `mx.fast.rope` to take one absolute position per token (SpecPrefill, section 3.2.4).
 
-    The kernel knows one offset per batch row. Tokens are therefore folded into the batch axis, where each of them is
-    a sequence of length one with an offset of its own. The arithmetic is the kernel's: results are bit-identical to
-    rotating the dense sequence and taking the same rows.
+    The kernel takes one offset per batch row. So tokens are folded into the batch axis, each as a sequence of length
+    one with its own offset. The arithmetic is the kernel's: results are bit-identical to rotating the dense sequence
+    and taking the same rows.
     """
 
     def __init__(self, rope: RopeFn) -> None:
@@ -52,7 +52,7 @@ class PositionMappedRoPE:
         B, L = x.shape[0], x.shape[-2]
         if offset.shape[1] != L:
             raise ValueError(f"{offset.shape[1]} positions for {L} tokens")
-        if B == 1:  # (1, ..., L, D) -> (L, ..., 1, D) is a view of what models build anyway
+        if B == 1:  # (1, ..., L, D) -> (L, ..., 1, D) is a view of the models' layout
             return self.rope(x.swapaxes(0, -2), dims, *args, offset=offset[0], **kwargs).swapaxes(0, -2)
         positions = mx.broadcast_to(offset, (B, L)).reshape(-1)
         rows = mx.moveaxis(x, -2, 1)  # (B, L, ..., D)
@@ -62,7 +62,7 @@ class PositionMappedRoPE:
 
 
 class OffsetAdjustedRoPE:
-    """`mx.fast.rope` with a shift added to the offset of the current call: position = slot + shift.
+    """Wraps `mx.fast.rope` to add a shift to the offset of the current call: position = slot + shift.
 
     The shift belongs to a sequence, not to the model, so it is held per thread and only inside `adjusted_offsets`.
     """
@@ -80,13 +80,13 @@ _shifts: Active[mx.array | int] = Active()
 
 
 def wrap_rope(rope: RopeFn) -> PositionMappedRoPE:
-    """Both wrappers around `mx.fast.rope`."""
+    """Put both wrappers around `mx.fast.rope`."""
     return PositionMappedRoPE(OffsetAdjustedRoPE(rope))
 
 
 @contextmanager
 def adjusted_offsets(shifts: Sequence[int]) -> Iterator[None]:
-    """Inside the block, row b of every rotation on this thread is `shifts[b]` positions further on.
+    """Inside the block, move row b of every rotation on this thread by `shifts[b]` positions.
 
     For rows whose cache can't carry the shift. All-zero shifts cost nothing.
 

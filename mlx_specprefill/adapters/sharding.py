@@ -1,4 +1,4 @@
-"""A target spread over several processes, by mlx-lm's own means."""
+"""Shards a target over several processes with mlx-lm's own code."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ __all__ = ["DraftPlacement", "Sharding", "check_heads", "files_digest", "shard",
 
 Sharding = Literal["tensor", "pipeline"]
 DraftPlacement = Literal["first", "sharded"]
-"""On rank 0 alone, which sends the others the importance, or a part of every layer on each rank."""
+""""first": on rank 0, which sends the importance to the others. Else each rank holds a part of every layer."""
 _PART = 4096  # bytes
 _PARTS = 64  # of every file
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """How mlx-lm can spread it: every layer over all ranks, else some layers to each rank; None: not at all."""
+    """Return mlx-lm's way to spread the model: every layer over all ranks, else some layers to each rank; None if
+    neither.
+    """
     if hasattr(model, "shard"):
         return "tensor"
     return "pipeline" if hasattr(getattr(model, "model", None), "pipeline") else None
 
 
 def shard(model: nn.Module, name: str, config: dict[str, Any], group: Ranks, kind: Sharding | None = None) -> Sharding:
-    """Leave this rank's part of a model whose weights were not read yet.
+    """Reduce a model whose weights were not read yet to this rank's part.
 
     Args:
-        kind: how; None: as `sharding_of` says.
+        kind: of sharding; None: `sharding_of`.
 
     Raises:
-        LoadError: mlx-lm can't spread it over so many ranks.
+        LoadError: mlx-lm can't spread it over this number of ranks.
     """
     kind = kind or sharding_of(model)
     if kind is None or (kind == "tensor" and not hasattr(model, "shard")):
@@ -52,21 +54,21 @@ def shard(model: nn.Module, name: str, config: dict[str, Any], group: Ranks, kin
 
 
 def check_heads(name: str, config: dict[str, Any], size: int) -> None:
-    """mlx-lm divides without looking at the rest.
+    """Check that head counts are divisible by the number of ranks. mlx-lm ignores the remainder.
 
     Raises:
-        LoadError: there is one.
+        LoadError: there is a remainder.
     """
     text = config.get("text_config", config)
     for key in ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"):
         count = text.get(key)
-        # A latent cache (MLA) is whole on every rank, whatever this number says.
+        # A latent cache (MLA) is whole on every rank, whatever this number.
         if isinstance(count, int) and count % size and not (key == "num_key_value_heads" and "kv_lora_rank" in text):
             raise LoadError(f"{name} can't be spread over {size} ranks: its {count} {key} can't be divided by that")
 
 
 def files_digest(path: Path) -> str:
-    """Of a checkpoint's configuration and of samples of its weights, without reading all of them."""
+    """Return a digest of a checkpoint's configuration and of samples of its weights."""
     digest = hashlib.blake2b(digest_size=16)
     files = [path] if path.is_file() else sorted([*path.glob("config.json"), *path.glob("*.safetensors")])
     for file in files:

@@ -1,12 +1,12 @@
-"""A model in two parts: its first layers read the whole prompt, the others the kept tokens alone.
+"""A model in two parts: its first layers read the whole prompt, the others only the kept tokens.
 
-The counterpart of `depth`: again a shallow copy of the modules around the list of layers, in which each of the first
-layers is replaced, here by an entrance that gives the hidden states of the first part in place of what it was called
-with. Embeddings, which the forward still looks up, are never computed.
+The counterpart of `depth`: a shallow copy of the modules around the list of layers, in which an entrance replaces each
+of the first layers. It returns the first part's hidden states instead of its input. The forward still looks up
+embeddings, but they are never computed.
 
 Forwards make one mask per kind of attention, from the cache of the first layer of that kind, and read positions there.
-In the second part that layer may be one that does not run; in its slot lies the cache of the first layer of the same
-kind that does. So each part works with its own caches alone, and these may hold different numbers of tokens.
+In the second part that layer may be one that does not run; its slot then holds the cache of the first running layer of
+the same kind. So each part works with its own caches, and these may hold different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _hidden: Active[mx.array] = Active()
 
 
 class UpperLayers:
-    """The layers of a model behind its first ones: hidden states (B, L, ...) of the latter to logits (B, L, V).
+    """The layers of a model behind its first ones: their hidden states (B, L, ...) to logits (B, L, V).
 
     Attributes:
-        slots: which of the whole model's caches these layers have.
+        slots: indices of these layers' caches in the whole model's list.
     """
 
     def __init__(self, lower: FirstLayers) -> None:
@@ -49,7 +49,7 @@ class UpperLayers:
         """
         Args:
             inputs: the tokens (B, L) of these hidden states; some models read them in every layer.
-            cache: of these layers alone.
+            cache: of these layers only.
         """
         every: list[Any] = list(make_prompt_cache(self._whole))
         for slot, part in zip(self.slots, cache, strict=True):
@@ -62,9 +62,9 @@ class UpperLayers:
 
 
 class StagedModel:
-    """Both parts as one model, whose caches may hold more tokens in the first layers than in the others.
+    """Both parts as one model, whose first layers' caches may hold more tokens than the others.
 
-    With caches of one length it computes what the whole model does.
+    With caches of one length it computes the whole model.
 
     Attributes:
         whole: the model; its weights are used in place.
@@ -83,21 +83,21 @@ class StagedModel:
         self._check()
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
-        """Tokens (B, L) to logits (B, L, V), with all caches of the whole model."""
+        """Compute logits (B, L, V) of tokens (B, L), with all caches of the whole model."""
         lower, upper = self.split(cache)
         return self.upper(inputs, self.lower(inputs, cache=lower), upper)
 
     def split(self, cache: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The caches of the first layers, and those of the others."""
+        """Return the caches of the first layers, and those of the others."""
         return [cache[slot] for slot in self.lower.slots], [cache[slot] for slot in self.upper.slots]
 
     def join(self, lower: Sequence[Any], upper: Sequence[Any]) -> list[Any]:
-        """All caches of the whole model, in order; what `lower` has beyond those of the first layers is left out."""
+        """Return all caches of the whole model, in order. Extra caches in `lower` are ignored."""
         by_slot = dict(zip(self.lower.slots, lower, strict=False)) | dict(zip(self.upper.slots, upper, strict=True))
         return [by_slot[slot] for slot in sorted(by_slot)]
 
     def _check(self) -> None:
-        """Nothing is computed for it."""
+        """Check that the model can be split. Computes nothing."""
         tokens = mx.zeros((1, 2), dtype=mx.int32)
         cache = make_prompt_cache(self.whole)
         _, upper = self.split(cache)
@@ -113,10 +113,10 @@ class StagedModel:
 
 
 class _Entrance(StandIn):
-    """Returns the hidden states that were given instead.
+    """Returns given hidden states instead of running.
 
     Args:
-        results: how many things the layer returns; those behind the hidden states are None.
+        results: number of values that the layer returns; those after the hidden states are None.
     """
 
     def __init__(self, layer: nn.Module, results: int | None) -> None:
@@ -142,7 +142,7 @@ class _Part(StandIn):
 
 
 def _results(whole: nn.Module, layers: Sequence[nn.Module]) -> list[int | None]:
-    """How many things each of the layers returns, None for one that is no tuple; nothing is computed to find out."""
+    """Return the number of values that each layer returns, None if it is no tuple. Computes nothing."""
     seen: list[list[Any]] = [[] for _ in layers]
     observed = {id(layer): Observed(layer, results) for layer, results in zip(layers, seen, strict=True)}
     replacing(whole, observed)(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(whole))
@@ -151,7 +151,7 @@ def _results(whole: nn.Module, layers: Sequence[nn.Module]) -> list[int | None]:
 
 
 def _stand_in(caches: Sequence[Any], slot: int, others: Sequence[int]) -> int | None:
-    """The slot whose cache a forward is to find in this one: the first of its kind, else any with positions."""
+    """Return the slot whose cache a forward finds in this one: the first of its kind, else any with positions."""
     alike = (other for other in others if _kind(caches[other]) == _kind(caches[slot]))
     positioned = (other for other in others if hasattr(caches[slot], "offset") and hasattr(caches[other], "offset"))
     return next(alike, next(positioned, None))

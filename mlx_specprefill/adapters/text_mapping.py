@@ -1,8 +1,8 @@
-"""A draft with another tokenizer than the target's reads the text that the target's tokens say.
+"""Converts a target's tokens to text for a draft with another tokenizer.
 
 The target's special tokens become line breaks in that text, so that two messages don't run together. The draft's chat
-template is not applied; what its tokenizer puts before every text (a start token) is. No text of the prompt becomes a
-special token of the draft.
+template is not applied; the start token of its tokenizer is. No text of the prompt becomes a special token of the
+draft.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["LEAST_ALIGNED", "DraftText", "TextMapping", "map_text"]
 Ends = npt.NDArray[np.int64]
 
 LEAST_ALIGNED = 0.999  # share of bytes
-_BREAK, _UNKNOWN = b"\n", b"\0"  # what special tokens stand for: the target's, and the draft's
+_BREAK, _UNKNOWN = b"\n", b"\0"  # text of the target's special tokens, and of the draft's
 _UNDECODABLE = re.compile("[\udc80-\udcff]")
-# English and code: how many tokens the draft makes of what the target makes one is measured on this.
+# English and code, to measure the ratio of draft tokens to target tokens.
 _PLAIN = """\
 The committee met on 14 March 2024 to discuss the report. Nobody had expected that the figures would differ so much from
 those of the previous year; the chairwoman asked whether "estimated" meant what it usually means. It didn't.
@@ -61,11 +61,11 @@ D\u00e9j\u00e0 vu, na\u00efve, \u0141\u00f3d\u017a, stra\u00dfe, \u0130stanbul, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftText:
-    """One prompt as the draft reads it.
+    """One prompt in the draft's tokens.
 
     Attributes:
         tokens: int32 (N,), the draft's.
-        target_ends, draft_ends: int64 (M,) and (N,), where in the text each token ends, in bytes. Start tokens of the
+        target_ends, draft_ends: int64 (M,) and (N,), end of each token in the text, in bytes. Start tokens of the
             draft end at 0.
     """
 
@@ -75,19 +75,20 @@ class DraftText:
 
 
 class TextMapping:
-    """Reads prompts of a target for a draft with another tokenizer. Not thread-safe.
+    """Converts a target's prompts for a draft with another tokenizer. Not thread-safe.
 
     Attributes:
         tokenizer: the draft's.
-        aligned: share of the bytes of a text in many scripts that lie in draft tokens which say just these bytes, as
-            far as the draft's tokenizer does not change them.
-        ratio: draft tokens for one of the target's, in English and code.
+        aligned: share of bytes, in a text of many scripts, in draft tokens that stand for exactly these bytes. Changes
+            by the draft's normaliser are ignored.
+        ratio: draft tokens per target token, in English and code.
     """
 
     def __init__(self, target: TokenizerWrapper, draft: TokenizerWrapper) -> None:
-        """
+        """Prepare the conversion.
+
         Raises:
-            PairMismatchError: one of the tokenizers is of a kind whose tokens can't be placed in the text.
+            PairMismatchError: a tokenizer is of a kind whose tokens can't be located in the text.
         """
         self.tokenizer = draft
         self._target = TokenBytes(target, _BREAK)
@@ -99,10 +100,10 @@ class TextMapping:
         self.aligned = self._aligned_share(target.encode(_PLAIN + _SCRIPTS, add_special_tokens=False))
 
     def read(self, tokens: TokenIds) -> DraftText:
-        """What the target's tokens say, in the draft's.
+        """Return the draft's tokens of the target's text.
 
         Raises:
-            SparseUnsupportedError: they say nothing.
+            SparseUnsupportedError: the text is empty.
         """
         text, target_ends = self._target.read(tokens)
         said = _decoded(text)
@@ -114,14 +115,14 @@ class TextMapping:
         return DraftText(every, target_ends, np.concatenate([before, draft_ends]))
 
     def _start_tokens(self) -> list[int]:
-        """What the draft's tokenizer puts before a text."""
+        """Return the tokens that the draft's tokenizer puts before a text."""
         self._backend.encode_special_tokens = True
         alone, whole = (self._backend.encode("a", add_special_tokens=added).ids for added in (False, True))
         found = next((at for at in range(len(whole)) if whole[at : at + len(alone)] == alone), 0)
         return list(whole[:found])
 
     def _tokens(self, text: str) -> tuple[list[int], Ends]:
-        """The draft's tokens, and where they end in the text's bytes.
+        """Return the draft's tokens, and their ends in the text's bytes.
 
         Raises:
             SparseUnsupportedError: there are none.
@@ -142,7 +143,7 @@ class TextMapping:
         return encoding.ids, ends
 
     def _encoded(self, text: str) -> Encoding:
-        self._backend.encode_special_tokens = True  # of what other users of the tokenizer set
+        self._backend.encode_special_tokens = True  # other users of the tokenizer may have set it
         encoding = self._backend.encode(text, add_special_tokens=False)
         if not encoding.ids:
             raise SparseUnsupportedError("the prompt has no text that the draft could read")
@@ -158,7 +159,7 @@ class TextMapping:
         return good / len(data)
 
     def _same(self, stands: bytes, says: bytes) -> bool:
-        """Whether the draft's tokens say what stands there, but for what its normaliser changes."""
+        """Return whether the draft's tokens stand for these bytes, apart from changes by its normaliser."""
         if stands == says or self._backend.normalizer is None:
             return stands == says
         normal = self._backend.normalizer.normalize_str(stands.decode(errors="replace"))
@@ -166,10 +167,10 @@ class TextMapping:
 
 
 def map_text(target: TokenizerWrapper, draft: TokenizerWrapper) -> TextMapping:
-    """The way from a target's prompts to a draft with another tokenizer.
+    """Return the mapping from a target's prompts to a draft with another tokenizer.
 
     Raises:
-        PairMismatchError: the tokens of one of the two can't be placed in a text, or not all of them.
+        PairMismatchError: some tokens of one of the two can't be located in a text.
     """
     for whose, tokenizer in (("target", target), ("draft", draft)):
         if not TokenBytes(tokenizer, b"").agrees(_PLAIN + _SCRIPTS):
@@ -187,7 +188,7 @@ def map_text(target: TokenizerWrapper, draft: TokenizerWrapper) -> TextMapping:
 
 
 def _decoded(text: bytes) -> str:
-    """As text of equally many bytes: a question mark stands for each that belongs to no character."""
+    """Decode to text with the same number of bytes: a question mark replaces each invalid byte."""
     try:
         return text.decode()
     except UnicodeDecodeError:
@@ -195,7 +196,7 @@ def _decoded(text: bytes) -> str:
 
 
 def _placed(own: bytes, ends: Ends, data: bytes) -> Ends | None:
-    """Where tokens end that say just this, or this after spaces, which some tokenizers put before a text."""
+    """Return the ends of tokens that stand for this text, or for spaces followed by it; some tokenizers add a space."""
     added = len(own) - len(data)
     if added < 0 or not own.endswith(data) or own[:added].strip(b" "):
         return None
@@ -204,24 +205,23 @@ def _placed(own: bytes, ends: Ends, data: bytes) -> Ends | None:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A text cut where one token ends and another begins: most pieces are one token, a character that several tokens
-    share is in one piece with all of them.
+    """A text cut where token boundaries and character boundaries agree. Tokens that share a character share a piece.
 
     Attributes:
         stops: int64 (P,), the number of tokens up to each piece's end.
-        ends: int64 (P,), where each piece ends in the text's bytes.
+        ends: int64 (P,), end of each piece in the text's bytes.
     """
 
     stops: Ends
     ends: Ends
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
-        """Of each piece the tokens and the bytes."""
+        """Yield the tokens and the bytes of each piece."""
         stops, ends = [0, *self.stops.tolist()], [0, *self.ends.tolist()]
         return zip(starmap(slice, pairwise(stops)), starmap(slice, pairwise(ends)), strict=True)
 
     def of_several(self) -> Iterator[tuple[slice, slice]]:
-        """Those of more than one token."""
+        """Yield the pieces of more than one token."""
         several = np.flatnonzero(np.diff(self.stops, prepend=0) > 1).tolist()
         for at in several:
             first, start = (int(self.stops[at - 1]), int(self.ends[at - 1])) if at else (0, 0)
@@ -229,10 +229,10 @@ class _Pieces:
 
 
 def _pieces(text: str, offsets: list[tuple[int, int]]) -> _Pieces:
-    """From the characters [start, end) that the tokenizer says each token comes from.
+    """Build pieces from the characters [start, end) of each token.
 
-    What it leaves out between two tokens belongs to the earlier one, a mark that was joined to its letter for example;
-    white space at its end to the later one. What follows the last token belongs to that.
+    Characters between two tokens belong to the earlier one, like a mark that was joined to its letter; white space at
+    their end belongs to the later one. Characters after the last token belong to it.
     """
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     bytes_before = np.append(0, np.cumsum(1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)))
@@ -247,7 +247,7 @@ def _pieces(text: str, offsets: list[tuple[int, int]]) -> _Pieces:
 
 
 def _shared(ends: Ends) -> Ends:
-    """Where several tokens end at one place, what lies before it is divided among them."""
+    """Divide the bytes of several tokens with the same end among them."""
     borders, first, count = np.unique(ends, return_index=True, return_counts=True)
     length, group = np.diff(borders, prepend=0), np.repeat(np.arange(borders.size), count)
     rank = np.arange(ends.size) - first[group] + 1

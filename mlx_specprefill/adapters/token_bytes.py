@@ -1,4 +1,4 @@
-"""The bytes that the tokens of a vocabulary stand for, read off the tokenizer's own decoder.
+"""The bytes of a vocabulary's tokens, derived from the tokenizer's decoder.
 
 Exact for byte-level BPE, for SentencePiece vocabularies (spaces as U+2581, bytes as <0xNN>), and for words joined by
 spaces. Other decoders are refused by name.
@@ -26,7 +26,7 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def backend_of(tokenizer: TokenizerWrapper) -> Tokenizer:
-    """Its implementation in the `tokenizers` library.
+    """Return the implementation in the `tokenizers` library.
 
     Raises:
         PairMismatchError: it has another one.
@@ -39,11 +39,11 @@ def backend_of(tokenizer: TokenizerWrapper) -> Tokenizer:
 
 
 class TokenBytes:
-    """The bytes of a tokenizer's tokens; each id is looked up once. Not thread-safe."""
+    """The bytes of a tokenizer's tokens. Looks up each id once. Not thread-safe."""
 
     def __init__(self, tokenizer: TokenizerWrapper, special: bytes) -> None:
         """Args:
-            special: what special tokens stand for. Other added tokens stand for their text.
+            special: bytes of special tokens. Other added tokens stand for their text.
 
         Raises:
             PairMismatchError: its decoder is of an unknown kind.
@@ -56,7 +56,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def read(self, ids: Sequence[int] | TokenIds) -> tuple[bytes, npt.NDArray[np.int64]]:
-        """The text of these tokens, and int64 (M,) where in it each of them ends. Unknown ids have no text."""
+        """Return the text of these tokens, and the end of each in it, int64 (M,). Unknown ids have no text."""
         tokens = np.asarray(ids, dtype=np.int32)
         unique, where = np.unique(tokens, return_inverse=True)
         pieces = [self[int(token)] for token in unique]
@@ -64,7 +64,7 @@ class TokenBytes:
         return b"".join([self._known[token] for token in tokens.tolist()]), np.cumsum(lengths[where])
 
     def agrees(self, text: str) -> bool:
-        """Whether the tokens of this text stand for what the tokenizer decodes them to, special tokens left out."""
+        """Return whether this text's tokens stand for the text that the tokenizer decodes, special tokens aside."""
         special = {index for index, token in self._backend.get_added_tokens_decoder().items() if token.special}
         ids = [token for token in self._backend.encode(text, add_special_tokens=False).ids if token not in special]
         said = self.read(ids)[0].decode(errors="replace")
@@ -83,10 +83,10 @@ class TokenBytes:
 
 
 def _piece_by(decoder: dict[str, Any] | None) -> Piece:
-    """How this decoder turns one token's name into bytes.
+    """Return the conversion of a token's name to bytes by this decoder.
 
     Raises:
-        PairMismatchError: of an unknown kind.
+        PairMismatchError: the kind is unknown.
     """
     if decoder is None:
         return lambda piece: b" " + piece.encode()
@@ -96,7 +96,7 @@ def _piece_by(decoder: dict[str, Any] | None) -> Piece:
     if kinds == ["ByteLevel"]:
         return _of_byte_level
     known = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
-    # What strips the whole text stands behind what makes one of the pieces.
+    # A step that strips the whole text comes after the one that joins the pieces.
     strips_pieces = "Strip" in kinds and "Fuse" not in kinds[: kinds.index("Strip")]
     if not texts or not known.issuperset(kinds) or strips_pieces:
         raise PairMismatchError(f"text can't be mapped by a tokenizer with the decoder {' + '.join(kinds)}")
@@ -113,7 +113,8 @@ def _piece_by(decoder: dict[str, Any] | None) -> Piece:
 
 
 def _text_step(step: dict[str, Any]) -> Callable[[str], str]:
-    """
+    """Return the function of a decoder's step on text.
+
     Raises:
         PairMismatchError: it replaces a pattern.
     """
@@ -126,8 +127,10 @@ def _text_step(step: dict[str, Any]) -> Callable[[str], str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that byte-level vocabularies write for every byte, as GPT-2 chose them: printable ones as they are,
-    the others from U+0100 on."""
+    """Return the byte of each character in byte-level vocabularies.
+
+    GPT-2 chose them: printable bytes as they are, the others from U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Whether two tokenizers are one, and the way from one to the other where they are not."""
+"""Compares two tokenizers, and maps between them if they differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def mapping_between(target: TokenizerWrapper, draft: TokenizerWrapper, draft_id: str) -> TextMapping | None:
-    """The way from the target's tokens to the draft's; None where they are the same.
+    """Return the mapping from the target's tokens to the draft's; None if they are the same.
 
     Raises:
         PairMismatchError: there is none.
@@ -43,7 +43,7 @@ def _mapped(
 
 
 def check_same_tokenizer(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:
-    """The draft's indices must mean the target's tokens.
+    """Check that the draft's ids mean the target's tokens.
 
     Raises:
         PairMismatchError: vocabularies, special tokens or the tokens of a probe text differ.
@@ -63,5 +63,7 @@ def check_same_tokenizer(target: TokenizerWrapper, draft: TokenizerWrapper) -> N
 
 
 def _added(tokenizer: TokenizerWrapper) -> set[int]:
-    """Ids of added tokens. Whether they are special is not compared: it matters for decoding, and GGUF files differ."""
+    """Return the ids of added tokens. Their special flag is ignored: it matters for decoding only, and GGUF files
+    differ.
+    """
     return {int(index) for index in tokenizer.added_tokens_decoder}

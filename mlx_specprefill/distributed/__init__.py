@@ -1,1 +1,1 @@
-"""Several processes that run one model together, on MLX's own distributed backends."""
+"""Several processes that run one model together, over MLX's distributed backends."""

@@ -1,4 +1,4 @@
-"""How a process becomes one of several that run a model together."""
+"""Joins a process to the others that run a model together."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _PACKAGES = ("mlx-specprefill", "mlx", "mlx-lm")
 
 
 def join_ranks(timeout: float = 60.0, facts: dict[str, str] | None = None) -> Ranks | None:
-    """Join the processes that `mlx.launch` has started with this one; None where it was started alone.
+    """Join the processes that `mlx.launch` has started with this one; return None if it was started alone.
 
     Args:
-        timeout: seconds to wait for the others, and of silence after which one of them counts as lost.
-        facts: by name, what has to be the same on all ranks beside the versions of the packages.
+        timeout: seconds to wait for the others, and seconds of silence after which one counts as lost.
+        facts: values by name that have to be equal on all ranks, besides the packages' versions.
 
     Raises:
-        LoadError: a rank is missing or differs, or MLX's own connection does not come about.
-        SettingsError: the environment does not say where rank 0 is.
+        LoadError: a rank is missing or differs, or MLX's own connection fails.
+        SettingsError: the environment holds no address of rank 0.
     """
     found = place()
     if found is None:
@@ -43,13 +43,13 @@ def _version(package: str) -> str:
 
 
 def _mlx_group(place: Place, timeout: float) -> mx.distributed.Group:
-    """MLX waits for its peers without a limit."""
+    """Make MLX's group with a time limit; MLX has none."""
     found: list[mx.distributed.Group | Exception] = []
 
     def init() -> None:
         try:
             found.append(mx.distributed.init(strict=True))
-        except Exception as error:  # noqa: BLE001 - it belongs to the caller
+        except Exception as error:  # noqa: BLE001 - it is raised by the caller
             found.append(error)
 
     thread = threading.Thread(target=init, name="mlx-specprefill-init", daemon=True)

@@ -1,9 +1,8 @@
-"""The processes' connection beside MLX's: what rank 0 tells the others, and signs of life.
+"""The control connection beside MLX's: rank 0's decisions, and heartbeats.
 
-MLX's collectives carry arrays. They have no time limit and don't say who is missing, and a process that waits in one
-keeps a core busy. So rank 0 holds one TCP connection to every other rank, on which its decisions go out and both sides
-say every now and then that they are alive. Rank 0's messages are pickled, the others' are JSON: rank 0 serves clients,
-and takes no code from anybody.
+MLX's collectives carry arrays. They have no time limit and don't report who is missing, and a process that waits in one
+keeps a core busy. So rank 0 holds one TCP connection to every other rank for its decisions and for heartbeats in both
+directions. Rank 0's messages are pickled, the others' are JSON: rank 0 serves clients, and accepts no code.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from .place import Place
 __all__ = ["Link", "connect"]
 
 log = logging.getLogger(__name__)
-_BEATS = 4  # signs of life within the time after which a process counts as lost
-_MISSED = 2  # of those, from which a process is the one that the others wait for
+_BEATS = 4  # heartbeats within the timeout
+_MISSED = 2  # missed heartbeats after which a process is the one that the others wait for
 _RETRY_S = 0.1
 _END, _BEAT = "end", "beat"
 
 
 @dataclass(eq=False)
 class _Peer:
-    """One of the other processes, as the link sees it.
+    """State of the connection to another process.
 
     Attributes:
-        seen: when it last said something, by the monotonic clock.
-        said: what it said, but for signs of life; None: nothing will come any more.
+        seen: time of its last message, by the monotonic clock.
+        said: its messages except heartbeats; None: the connection has ended.
     """
 
     rank: int
@@ -84,10 +83,11 @@ class Link:
     def _thread(self, name: str, call: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=call, args=args, name=f"mlx-specprefill-{name}", daemon=True).start()
 
-    # --- what rank 0 tells -------------------------------------------------------------------------------------------
+    # --- decisions of rank 0
+    # ----------------------------------------------------------------------------------------------
 
     def tell(self, what: str, value: Any) -> None:
-        """From rank 0 to all others.
+        """Send a value from rank 0 to all others.
 
         Raises:
             PeerLost: one is gone.
@@ -101,7 +101,7 @@ class Link:
                 raise self._lose(peer.rank, f"its connection is closed ({error})") from error
 
     def hear(self) -> tuple[str, Any]:
-        """What rank 0 tells next.
+        """Receive rank 0's next value.
 
         Raises:
             PeerLost: it is gone.
@@ -115,10 +115,11 @@ class Link:
         return found
 
     def same(self, what: str, value: str) -> None:
-        """
+        """Check that all ranks have rank 0's value.
+
         Raises:
-            LoadError: a rank has another value than rank 0; all of them raise.
-            PeerLost: one is gone.
+            LoadError: a rank has another value; all ranks raise.
+            PeerLost: a process is gone.
         """
         if self.rank:
             try:
@@ -145,21 +146,22 @@ class Link:
                 return f"{name} has another {what} than rank 0: {said.get('value')!r}, not {value!r}"
         return None
 
-    # --- signs of life -----------------------------------------------------------------------------------------------
+    # --- heartbeats
+    # -------------------------------------------------------------------------------------------------------
 
     def watch(self, beat: Callable[[], float] | None) -> None:
-        """Look at the MLX thread too."""
+        """Also watch the MLX thread."""
         self._beat = beat
 
     def on_lost(self, call: Callable[[PeerLostError], None]) -> None:
         self._calls.append(call)
 
     def differ(self, why: str) -> PeerLost:
-        """The processes no longer do the same."""
+        """Report that the processes are out of sync."""
         return self._lose(self.rank, why)
 
     def close(self) -> None:
-        """Nothing is lost from here on; the others are told."""
+        """Close the connections and notify the others. Later errors are ignored."""
         if self._closed:
             return
         self._closed = True
@@ -188,7 +190,7 @@ class Link:
         message = json.dumps({_BEAT: True}).encode() if self.rank else pickle.dumps((_BEAT, None))
         while not self._closed and self.lost is None:
             for peer in self._peers.values():
-                with suppress(OSError):  # the listener notices
+                with suppress(OSError):  # the listener reports the error
                     peer.send(message)
             time.sleep(self.timeout / _BEATS)
 
@@ -211,10 +213,10 @@ class Link:
             raise PeerLost(self.lost)
 
     def _lose(self, rank: int, why: str, words: str | None = None) -> PeerLost:
-        """The first loss counts; the others follow from it.
+        """Record the first loss; later ones follow from it.
 
         Args:
-            words: the whole message, where it is not known which rank it is.
+            words: the whole message, if the rank is unknown.
         """
         with self._losing:
             first = self.lost is None and not self._closed
@@ -230,15 +232,15 @@ class Link:
         return PeerLost(self.lost)
 
 
-# --- how they find each other ----------------------------------------------------------------------------------------
+# --- connection setup -------------------------------------------------------------------------------------------------
 
 
 def connect(place: Place, timeout: float, facts: dict[str, str]) -> Link:
     """Wait for the other processes.
 
     Args:
-        timeout: seconds, for that and from then on.
-        facts: versions and the like, which have to be the same everywhere.
+        timeout: seconds, for this and for later messages.
+        facts: values, like versions, that have to be equal on all ranks.
 
     Raises:
         LoadError: a rank is missing, or differs from rank 0.
@@ -253,7 +255,7 @@ def connect(place: Place, timeout: float, facts: dict[str, str]) -> Link:
 
 
 def _call(place: Place, deadline: float) -> _Peer:
-    """From another rank to rank 0."""
+    """Connect from another rank to rank 0."""
     while True:
         try:
             connection = Client(place.control, authkey=place.key)
@@ -271,7 +273,7 @@ def _call(place: Place, deadline: float) -> _Peer:
 
 
 def _receive(place: Place, deadline: float) -> list[_Peer]:
-    """Rank 0 from all others."""
+    """Accept connections of all others on rank 0."""
     try:
         listener = Listener(place.control, backlog=place.size, authkey=place.key)
     except OSError as error:
@@ -303,6 +305,6 @@ def _receive(place: Place, deadline: float) -> list[_Peer]:
 
 
 def _at_once(connection: Connection) -> None:
-    """Small messages must not wait for the acknowledgement of earlier ones."""
+    """Send small messages without waiting for earlier acknowledgements."""
     with socket.socket(fileno=os.dup(connection.fileno())) as wire:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""Where a process stands among those that `mlx.launch` has started: what its environment says."""
+"""Rank of a process among those that `mlx.launch` has started, from its environment."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Place:
     """One of `size` processes.
 
     Attributes:
-        control: address at which rank 0 listens for the others, beside MLX's own connections.
-        hosts: of the ranks, as far as they are known.
-        key: what the processes prove to each other.
+        control: address at which rank 0 listens, beside MLX's own connections.
+        hosts: of the ranks, if known.
+        key: secret with which the processes authenticate.
     """
 
     rank: int
@@ -36,15 +36,15 @@ class Place:
     key: bytes
 
     def name(self, rank: int) -> str:
-        """A rank and its machine, for people."""
+        """Return a rank and its machine for messages."""
         return f"rank {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"rank {rank}"
 
 
 def place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """None for a process alone.
+    """Return the place of this process; None if it runs alone.
 
     Raises:
-        SettingsError: the environment says that there are others, but not where rank 0 is.
+        SettingsError: the environment shows other ranks, but no address of rank 0.
     """
     rank = environ.get("MLX_RANK", environ.get("OMPI_COMM_WORLD_RANK"))
     if rank is None:
@@ -64,7 +64,7 @@ Found = tuple[int, tuple[str, int] | None, Sequence[str]]
 
 
 def _ring(environ: Mapping[str, str]) -> Found | None:
-    """The ring's file lists the addresses of each rank. The port before rank 0's first one is taken to be free."""
+    """Read the ring's file with each rank's addresses. The port before rank 0's first one is assumed to be free."""
     nodes = _listed(environ.get("MLX_HOSTFILE"))
     if not nodes:
         return None

@@ -1,8 +1,8 @@
-"""What the processes that run one model together have to agree on.
+"""Agreement among the processes that run one model together.
 
-All of them take the same steps in the same order. Rank 0 decides whatever depends on a clock, a client or chance, and
-tells the others (`agree`); what each of them must have, memory or a cached prefix, counts where all have it (`range`);
-numbers that are computed on every rank are rank 0's, because machines may round differently (`tokens`, `floats`).
+All take the same steps in the same order. Rank 0 decides whatever depends on a clock, a client or chance, and sends it
+to the others (`agree`). Memory or a cached prefix counts only if all have it (`range`). Numbers that every rank
+computes are taken from rank 0, because machines may round differently (`tokens`, `floats`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process among the several that run one model together.
+    """This process among those that run one model together.
 
-    Everything but `same`, `on_lost` and `close` belongs to the thread that uses MLX.
+    Everything except `same`, `on_lost` and `close` belongs to the MLX thread.
 
     Args:
         link: to the other processes, beside MLX's connections.
@@ -48,14 +48,14 @@ class Ranks:
 
     @property
     def lost(self) -> PeerLostError | None:
-        """Say which rank is gone, once one is; nothing can be computed any more."""
+        """Return the error of the lost rank, if one is lost; nothing can be computed any more."""
         return self._link.lost
 
     def agree(self, what: str, read: Callable[[], T]) -> T:
-        """Return what rank 0 reads; the others don't read.
+        """Return rank 0's value. The others don't call `read`.
 
         Args:
-            what: names the question, the same on all ranks.
+            what: name of the question, the same on all ranks.
 
         Raises:
             PeerLost: a process is gone, or asks another question.
@@ -77,7 +77,7 @@ class Ranks:
         return low, -high
 
     def every(self, fact: bool) -> bool:
-        """Return whether it is so on all ranks."""
+        """Return whether the fact is true on all ranks."""
         return bool(self.range(int(fact))[0])
 
     def tokens(self, tokens: mx.array) -> mx.array:
@@ -95,7 +95,7 @@ class Ranks:
         return np.array(mx.distributed.all_sum(mx.array(values), group=self.group))
 
     def highest(self, values: mx.array) -> mx.array:
-        """Return the highest of all ranks, for each value, not evaluated."""
+        """Return the highest value of all ranks, elementwise, not evaluated."""
         self._check()
         return mx.distributed.all_max(values, group=self.group)
 
@@ -105,14 +105,15 @@ class Ranks:
         return mx.distributed.all_gather(values, group=self.group)
 
     def same(self, what: str, value: str) -> None:
-        """
+        """Check that all ranks have the same value.
+
         Raises:
             LoadError: another rank has another value.
         """
         self._link.same(what, value)
 
     def together(self, error: Exception) -> None:
-        """Check that all ranks failed alike, where the work goes on without what failed.
+        """Check that all ranks failed alike, if the work goes on without the failed part.
 
         Raises:
             PeerLost: a process is gone, or has not failed.
@@ -123,7 +124,7 @@ class Ranks:
             raise self._link.differ(f"{difference}; here: {error}") from error
 
     def fail(self, error: Exception) -> None:
-        """End all ranks, because this one can't go on as the others do.
+        """End all ranks, because this one is out of sync.
 
         Raises:
             PeerLost: always.
@@ -135,7 +136,7 @@ class Ranks:
             raise PeerLost(lost)
 
     def on_lost(self, call: Callable[[PeerLostError], None]) -> None:
-        """Call it once a process is lost, on a thread of its own."""
+        """Call the function once a process is lost, on its own thread."""
         self._link.on_lost(call)
 
     def watch(self, beat: Callable[[], float] | None) -> None:
@@ -147,7 +148,7 @@ class Ranks:
         self._link.watch(beat)
 
     def close(self) -> None:
-        """Let the others end, without an error."""
+        """Let the others end without an error."""
         self._link.close()
 
     def __getstate__(self) -> Any:
@@ -155,5 +156,5 @@ class Ranks:
 
 
 def agreed(ranks: Ranks | None, what: str, read: Callable[[], T]) -> T:
-    """Return what rank 0 reads, or what is read here where there is one process. See `Ranks.agree`."""
+    """Return rank 0's value, or the value read here if there is one process. See `Ranks.agree`."""
     return read() if ranks is None else ranks.agree(what, read)

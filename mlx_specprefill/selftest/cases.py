@@ -1,7 +1,7 @@
-"""Tiny random models, and the truth about them: the same weights in float32 on the CPU.
+"""Tiny random models, and their reference: the same weights in float32 on the CPU.
 
-The truth takes another way than what is tested, so that it says something on a machine without a GPU as well: a forward
-without a cache, one token at a time, the attention of a single row.
+The reference takes another way than the tested code, so that it is meaningful without a GPU, too: a forward without a
+cache, one token at a time, the attention of a single row.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SHARED = {
     "tie_word_embeddings": False,
 }
 _OWN = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
-# Heads have sizes that Metal has kernels for. All experts are chosen, because rounding would swap the last ones.
+# Metal has kernels for these head sizes. All experts are chosen, because rounding would swap the last ones.
 FAMILIES: dict[str, dict[str, Any]] = {name: {**_SHARED, **own} for name, own in _OWN.items()}
 
 
@@ -82,21 +82,21 @@ def save_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def _uneven(array: mx.array) -> mx.array:
-    """Weights so large that attention is not flat; a constant, as norms begin with, would hide what it multiplies."""
+    """Scale weights so that attention is not flat. A constant, like a new norm's weight, would hide its factor."""
     if not mx.issubdtype(array.dtype, mx.floating):
         return array
     return array * 1.5 if array.ndim > 1 else array + 0.1 * mx.random.normal(array.shape)
 
 
 def _heads(config: dict[str, Any]) -> DraftHeads:
-    """Two heads of the last of the first layers; of recurrent models that is the only one with attention."""
+    """Return two heads of the last of the first layers; in recurrent models only that layer has attention."""
     recurrent = "mamba_num_heads" in config or "linear_num_key_heads" in config
     heads = tuple(Head(0 if recurrent else _DEPTH - 1, number, 1.0) for number in (0, 1))
     return DraftHeads(heads, _DEPTH, config["num_hidden_layers"], {})
 
 
 class Case:
-    """A tiny model in one dtype, loaded from its checkpoint as `serve` does, and the truth about it.
+    """A tiny model in one dtype, loaded from its checkpoint as `serve` does, and its reference.
 
     Nothing is calibrated: no forward of a draft runs on the thread that loads it.
 
@@ -118,12 +118,12 @@ class Case:
         self._known: dict[bytes, Floats] = {}
 
     def after_all(self, answer: Tokens) -> Floats:
-        """Return the logits (L, V) of the tokens of an answer to the whole prompt: of one forward without a cache."""
+        """Return the logits (L, V) of an answer's tokens to the whole prompt, from one forward without a cache."""
         with _cpu():
             return floats(self._exact(mx.array(np.append(PROMPT, answer))[None])[0, M - 1 : -1])
 
     def after(self, kept: Tokens, answer: Tokens) -> Floats:
-        """Return the same where the prompt has its tokens `kept` only, each fed alone at its position."""
+        """Return the same after the prompt's tokens `kept`, each fed alone at its position."""
         key = kept.tobytes() + answer.tobytes()
         if key not in self._known:
             with _cpu():
@@ -132,7 +132,7 @@ class Case:
         return self._known[key]
 
     def after_stages(self, kept: Tokens, answer: Tokens) -> Floats:
-        """Return the same where the first layers have read the whole prompt."""
+        """Return the same after the first layers have read the whole prompt."""
         with _cpu():
             model, cache = StagedModel(self._exact, _DEPTH), make_positioned_cache(self._exact)
             lower, upper = model.split(cache)
@@ -140,7 +140,7 @@ class Case:
             return _singly(Reading(model.upper, hidden), upper, model, cache, kept, answer)
 
     def last_row(self) -> Floats:
-        """Return the attention (M,) of a forward of the last token alone: the largest over layers and heads."""
+        """Return the attention (M,) of a forward of the last token: the maximum over layers and heads."""
         with _cpu():
             cache, capture = make_prompt_cache(self._exact), QueryCapture(M, 1)
             mx.eval(self._exact(mx.array(PROMPT[None, :-1]), cache=cache))
@@ -151,7 +151,7 @@ class Case:
 
 @contextmanager
 def _cpu() -> Iterator[None]:
-    """Nothing is compiled there: on a Mac that takes a C++ compiler."""
+    """Run on the CPU without compilation, which on a Mac needs a C++ compiler."""
     mx.disable_compile()
     try:
         with mx.stream(mx.cpu):
@@ -171,5 +171,5 @@ def _singly(reader: Any, read: list[Any], model: Any, cache: list[Any], kept: To
 
 
 def floats(array: mx.array) -> Floats:
-    """Return the numbers in float32."""
+    """Return the array's numbers in float32."""
     return np.array(array.astype(mx.float32))

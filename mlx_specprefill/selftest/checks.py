@@ -1,4 +1,4 @@
-"""What is checked: the engine's answers, on its own thread, by the log-probabilities that it reports."""
+"""Checks the engine's answers, on its own thread, by the log-probabilities that it reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .samplers import sampler_errors
 
 __all__ = ["Check", "check_device"]
 
-# Some three times what MLX's CPU backend is off by.
+# About three times the errors of MLX's CPU backend.
 _LIMITS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 0.025, "float16": 0.005}
 _ROWS = 4  # times as much, for the attention of a single row
 _PACKED = 0.01  # more, where keys and values have 8 bits
@@ -45,9 +45,9 @@ class Check:
     Attributes:
         model: a family, or "sampler".
         state: "not supported": MLX can't do it on this device.
-        error: how far it is off, relative to the truth; None where nothing was computed.
+        error: relative to the truth; None if nothing was computed.
         limit: of `error`.
-        words: what was raised, or what is not supported.
+        words: the exception, or the unsupported operation.
     """
 
     model: str
@@ -60,9 +60,9 @@ class Check:
 
 
 def check_device() -> Iterator[Check]:
-    """Yield every check of the default device as soon as it is made: some 250 in a minute or two.
+    """Yield every check of the default device when it is done: some 250 in a minute or two.
 
-    No network and no model are needed.
+    Needs no network and no model.
     """
     for dtype in get_args(Dtype):
         for operation, limit, measure in sampler_errors(dtype):
@@ -96,7 +96,7 @@ def _missing(config: dict[str, Any], dtype: Dtype) -> str | None:
 def _checked(model: str, dtype: Dtype, operation: str, limit: float, measure: Callable[[], float]) -> Check:
     try:
         error = measure()
-    except Exception as raised:  # noqa: BLE001 - whatever an operation raises is what is looked for
+    except Exception as raised:  # noqa: BLE001 - any exception is a result
         return _raised(model, dtype, operation, raised)
     return Check(model, dtype, operation, "ok" if error <= limit else "failed", error, limit)
 
@@ -137,7 +137,7 @@ def _distance(ours: Floats, truth: Floats) -> float:
 
 
 def _rows(case: Case) -> float:
-    """The last token's attention, captured on this thread in a forward of many tokens."""
+    """Capture the last token's attention on this thread in a forward of many tokens; return its error."""
     model, capture = case.pair.target, HeadCapture(M, None)
     cache, half = make_prompt_cache(model), M // 2
     mx.eval(model(mx.array(PROMPT[None, :half]), cache=cache))
@@ -152,16 +152,16 @@ class _Asked(NamedTuple):
 
 
 def _answered(case: Case, engine: Engine, *asked: _Asked) -> float:
-    """The largest error of answers to requests that run beside each other.
+    """Return the largest error of answers to concurrent requests.
 
     Raises:
-        queue.Empty: nothing has come for a minute.
+        queue.Empty: no answer within a minute.
     """
     inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in asked]
     for one, inbox in zip(asked, inboxes, strict=True):
         options = SpecPrefillOptions(enabled=one.sparse, return_spans=True, speculative=one.strategy)
         engine.submit(GenerationRequest(PROMPT, _ANSWER, specprefill=options, logprobs=_LOGPROBS), inbox.put)
-    # All answers are awaited before a truth is computed: that makes the CPU the default device of all threads.
+    # All answers are awaited before a reference is computed: that makes the CPU the default device of all threads.
     answers = [_awaited(inbox) for inbox in inboxes]
     return max(_error(case, engine, one, answer) for one, answer in zip(asked, answers, strict=True))
 
@@ -174,10 +174,10 @@ def _awaited(inbox: queue.SimpleQueue[Event]) -> list[Event]:
 
 
 def _error(case: Case, engine: Engine, asked: _Asked, answer: list[Event]) -> float:
-    """Of the log-probabilities of the likeliest tokens.
+    """Return the error of the likeliest tokens' log-probabilities.
 
     Raises:
-        RuntimeError: the answer was not made in the way that was asked for, or has a token that is not the likeliest.
+        RuntimeError: the answer was not made as requested, or has a token that is not the likeliest.
     """
     events, last = [event for event in answer if isinstance(event, TokenEvent)], answer[-1]
     if isinstance(last, Failed):

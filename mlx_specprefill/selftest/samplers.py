@@ -23,7 +23,7 @@ _DRAWS = 20_000
 
 
 def sampler_errors(dtype: Dtype) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    """Yield operations, the limits of their errors, and functions that measure these, as total variations."""
+    """Yield operations, limits of their errors, and functions that measure the errors, as total variations."""
     logits = (3 * mx.random.normal((1, VOCAB), key=mx.random.key(3))).astype(getattr(mx, dtype))
     for name, (params, truth) in _definitions(floats(logits)[0].astype(np.float64)).items():
         yield name, 1e-4, partial(_computed, logits, params, truth)
@@ -32,13 +32,13 @@ def sampler_errors(dtype: Dtype) -> Iterator[tuple[str, float, Callable[[], floa
 
 
 def _computed(logits: mx.array, params: SamplingParams, truth: Floats) -> float:
-    """Of the distribution that a request's tokens are drawn from."""
+    """Return the error of the distribution that a request's tokens are drawn from."""
     (row,) = TokenSampler(params, VOCAB, logits_processors(params)).distributions(logits, _SEEN)
     return float(np.abs(np.asarray(row) - truth).sum() / 2)
 
 
 def _drawn(logits: mx.array, params: SamplingParams, truth: Floats) -> float:
-    """Of 20 000 tokens; chance makes some .01."""
+    """Return the error of 20 000 drawn tokens; chance makes some .01."""
     tokens, _ = choose(mx.repeat(logits, _DRAWS, axis=0), None, make_sampler(params, VOCAB), [])
     return float(np.abs(np.bincount(np.array(tokens), minlength=VOCAB) / _DRAWS - truth).sum() / 2)
 

@@ -1,4 +1,4 @@
-"""What this device takes: for a synchronisation, and for a target's forwards."""
+"""Measures this device: a synchronisation, and a target's forwards."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["ForwardTimes", "forward_times", "sync_ms"]
 
 _LENGTHS = tuple(2**power for power in range(12))  # 1 to 2048 tokens
 _FITTED = 128  # tokens from which on a forward reads nearly all experts of a mixture
-_LONGEST_MS, _LONG_MS = 30_000.0, 2_000.0  # of a forward: more are not measured, and measured once
+_LONGEST_MS, _LONG_MS = 30_000.0, 2_000.0  # of a forward: longer ones are not measured, or only once
 _CHUNK, _BEHIND = 512, 16384
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTimes:
-    """A target's forwards, and their memory.
+    """Times and memory of a target's forwards.
 
     Attributes:
-        ms: medians at the start of a prompt, by the tokens of a forward.
+        ms: medians at the start of a prompt, by the forward's tokens.
         fixed_ms, token_ms, pair_ms: what is fixed, and what each token and each pair of a token and one that it attends
             to takes, fitted to 128 tokens and more.
         behind_ms: of 512 tokens behind 16 384 others; `behind_bytes`: what they need beside weights and cache.
@@ -49,7 +49,7 @@ def sync_ms() -> float:
 
 
 def forward_times(pair: ModelPair) -> ForwardTimes:
-    """Measure the target's forwards on this thread. Long ones are left out where they would take too long."""
+    """Measure the target's forwards on this thread. Skips lengths that would take too long."""
     model, ms, learnt = pair.target, dict[int, float](), LearntCost(ForwardCost(0, 0, 0))
     for tokens in _LENGTHS:
         expected = 2 * max(ms.values(), default=0.0)
@@ -86,7 +86,7 @@ def _forward(model: nn.Module, cache: list[Any], tokens: int) -> None:
 
 
 def _behind(model: nn.Module) -> list[Any]:
-    """A cache as after many tokens, which are zeros, in full attention alone."""
+    """Return a cache with many tokens, which are zeros, in full attention only."""
     cache = list(make_prompt_cache(model))
     _forward(model, cache, 2)
     for part in leaves(cache):

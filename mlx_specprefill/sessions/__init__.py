@@ -1,1 +1,1 @@
-"""A conversation whose text was read in part: dropped text is read later, behind what the cache holds."""
+"""Conversations with a sparse prefix: reads dropped text later, behind the cached tokens."""

@@ -31,7 +31,7 @@ _KINDS = (PositionedKVCache, PositionedRotatingKVCache, ArraysCache)
 
 
 def can_recall(cache: Sequence[Any]) -> bool:
-    """Return whether some layer keeps every token, and it is known of all layers what a recalled token sees in them."""
+    """Return whether some layer keeps every token, and every layer's view of recalled tokens is known."""
     parts = list(leaves(cache))
     return all(isinstance(part, _KINDS) for part in parts) and any(
         isinstance(part, PositionedKVCache) for part in parts
@@ -45,22 +45,22 @@ def recall(
     dropped: npt.NDArray[np.int32],
     step: Callable[[], int],
 ) -> Generator[Progress, None, None]:
-    """Read the prompt's tokens at `dropped` behind what a cache holds; yields between forwards.
+    """Read the prompt's tokens at `dropped` behind the cached ones. Yields between forwards.
 
-    The cache is whole when it ends; closed early, it holds the tokens that were read by then.
+    Afterwards the cache is consistent; closed early, it holds the tokens read so far.
 
     Args:
         model: called as `model(tokens, cache=cache)` with tokens (1, L); its result is not used.
-        cache: one of which `can_recall` is true.
+        cache: one for which `can_recall` is true.
         dropped: ascending prompt indices (N,) before the cache's next position, none of which it holds.
-        step: tokens per forward, asked before each.
+        step: returns the tokens of each forward.
     """
     tokens, done = np.asarray(prompt, dtype=np.int32), 0
     with _rings_aside(cache):
         while done < dropped.size:
             part = dropped[done : done + step()]
             place(cache, part)
-            model(mx.array(tokens[part])[None], cache=cache)  # no output is asked for: only the cache is computed
+            model(mx.array(tokens[part])[None], cache=cache)  # the unused output is never computed
             mx.eval([layer.state for layer in cache])
             done += int(part.size)
             yield Progress("prefill", done, int(dropped.size))
@@ -68,7 +68,7 @@ def recall(
 
 @contextmanager
 def _rings_aside(cache: Sequence[Any]) -> Iterator[None]:
-    """Inside the block, rings are empty; what is fed to them is forgotten at its end."""
+    """Empty the rings inside the block, and restore them at its end."""
     rings = [part for part in leaves(cache) if isinstance(part, PositionedRotatingKVCache)]
     held = [ring.state for ring in rings]
     for ring in rings:

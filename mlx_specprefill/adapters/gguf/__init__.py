@@ -1,4 +1,4 @@
-"""Models out of GGUF files: weights, configuration, tokenizer and chat template of one file."""
+"""Loads models from GGUF files: weights, configuration, tokenizer and chat template in one file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["describe_gguf", "is_gguf", "load_gguf"]
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path means a GGUF file, there or not."""
+    """Return whether a path names a GGUF file, existing or not."""
     return path.suffix == ".gguf" or path.is_file()
 
 
@@ -32,15 +32,15 @@ def load_gguf(
     pack: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """Model, tokenizer and configuration, as `mlx_lm.load` returns them for a folder.
+    """Load model, tokenizer and configuration, as `mlx_lm.load` returns them for a folder.
 
     Args:
         dtype: of all floating-point arrays; None: the file's own.
         pack: keep Q4_0, Q4_1 and Q8_0 packed; else every weight becomes `dtype`.
-        on_progress: gets the bytes of the file's tensors that are read, and those of all.
+        on_progress: called with the bytes of the tensors read so far, and of all tensors.
 
     Raises:
-        LoadError: the file is not GGUF, broken, or holds what can't be run; one line that names it.
+        LoadError: the file is not GGUF, is broken, or can't be run; one line that names it.
         OSError: it can't be read.
     """
     header = read_header(path)
@@ -54,7 +54,7 @@ def load_gguf(
 
 
 def describe_gguf(path: Path, *, pack: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
-    """Configuration, and how many elements of each type of safetensors `load_gguf` makes of it; no tensor is read.
+    """Return the configuration, and the number of elements of each type that `load_gguf` makes. Reads no tensor.
 
     Raises:
         LoadError, OSError: as of `load_gguf`.
@@ -66,13 +66,13 @@ def describe_gguf(path: Path, *, pack: bool = True) -> tuple[dict[str, Any], dic
         size, bits = math.prod(info.shape), PACKED_BITS.get(info.kind) if pack else None
         if bits is None:
             counts[floats] += size
-        else:  # with a scale and a bias for every group, two bytes each
+        else:  # with a scale and a bias of two bytes for every group
             counts["U8"] += size // GROUP * (bits * GROUP // 8 + 4)
     return config_in(header), counts
 
 
 def _own_dtype(header: Header) -> mx.Dtype:
-    """What the file's matrices are: float16 where they are packed, for so are the scales."""
+    """Return the dtype of the file's matrices: float16 for packed ones, the dtype of their scales."""
     kinds = {info.kind for info in header.tensors.values() if len(info.shape) > 1}
     if kinds <= {GGMLQuantizationType.F32}:
         return mx.float32

@@ -1,4 +1,4 @@
-"""The architectures that GGUF files are loaded of: one row each, and the model's configuration out of the metadata."""
+"""The architectures of GGUF files that can be loaded, one row each, and the model's configuration from the metadata."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .header import Header, shown
 
 __all__ = ["ARCHITECTURES", "ROPE_FACTORS", "Architecture", "architecture_in", "config_in"]
 
-ROPE_FACTORS = "rope_freqs.weight"  # what every RoPE frequency is divided by: Llama 3.1's scaling, already worked out
+ROPE_FACTORS = "rope_freqs.weight"  # divisor of every RoPE frequency: Llama 3.1's scaling, precomputed
 _MAX_SIZE = 2**31 - 1
-_GEMMA3_PATTERN = 6  # every sixth layer sees everything, the others a window
-_GEMMA3_27B = 62  # layers: the one size whose queries are not scaled by the head's size
+_GEMMA3_PATTERN = 6  # every sixth layer has full attention, the others a window
+_GEMMA3_27B = 62  # layers of the one size whose queries are not scaled by the head's size
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How one `general.architecture` becomes a model of mlx-lm.
+    """Conversion of one `general.architecture` to a model of mlx-lm.
 
     Attributes:
         model_type: the file of `mlx_lm/models`.
-        names: the gguf package's own table of tensor names.
-        interleaved: llama.cpp stores the rows of q and k in the order of its RoPE; they are put back.
-        norm_offset: what llama.cpp's converter added to the weights of norms.
+        names: the gguf package's table of tensor names.
+        interleaved: llama.cpp stores the rows of q and k in the order of its RoPE; loading reorders them.
+        norm_offset: added to the weights of norms by llama.cpp's converter.
     """
 
     model_type: str
@@ -46,10 +46,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture_in(header: Header) -> tuple[str, Architecture]:
-    """The file's architecture by its name.
+    """Return the file's architecture with its name.
 
     Raises:
-        LoadError: it is none of the table, or the file is no whole model.
+        LoadError: it is not in the table, or the file is no whole model.
     """
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -64,7 +64,9 @@ def architecture_in(header: Header) -> tuple[str, Architecture]:
 
 
 def config_in(header: Header) -> dict[str, Any]:
-    """What config.json would hold, sizes checked against the tensors so that nothing larger than the file is built.
+    """Return the config.json of the file's model, checked against the sizes of its tensors.
+
+    So no model larger than the file is built.
 
     Raises:
         LoadError: a setting is missing, impossible, or contradicts the tensors.
@@ -99,14 +101,14 @@ class _Settings:
         self.header, self.name = header, name
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive whole number."""
+        """Return a positive whole number."""
         value = self.header.metadata.get(f"{self.name}.{key}", default)
         if type(value) is not int or not 1 <= value <= _MAX_SIZE:
             raise LoadError(f"{self.name}.{key} is {shown(value)}, not a whole number from 1 on")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
+        """Return a positive finite number."""
         value: Any = self.header.metadata.get(f"{self.name}.{key}", default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise LoadError(f"{self.name}.{key} is {shown(value)}, not a positive number")
@@ -116,7 +118,7 @@ class _Settings:
         return self.header.metadata.get(f"{self.name}.{key}")
 
     def shape(self, tensor: str) -> tuple[int, int]:
-        """Of a matrix that must be there, (rows, columns)."""
+        """Return the (rows, columns) of a required matrix."""
         info = self.header.tensors.get(tensor)
         if info is None or len(info.shape) != 2:
             raise LoadError(f"it has no matrix {tensor}")
@@ -124,7 +126,7 @@ class _Settings:
 
 
 def _check_sizes(settings: _Settings, config: dict[str, Any]) -> None:
-    """What the metadata says and what the tensors are."""
+    """Check the metadata against the tensors."""
     heads, kv_heads, head_dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     if layers > len(settings.header.tensors):
@@ -146,9 +148,9 @@ def _check_sizes(settings: _Settings, config: dict[str, Any]) -> None:
 
 
 def _rope_scaling(settings: _Settings, config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_scaling` as mlx-lm has it, if the file scales its positions."""
+    """Return `rope_scaling` in mlx-lm's form, if the file scales its positions."""
     if ROPE_FACTORS in settings.header.tensors:
-        return {}  # the factors themselves come with the weights
+        return {}  # the factors are loaded with the weights
     kind = settings.optional("rope.scaling.type")
     if kind in (None, "none"):
         return {}
@@ -162,7 +164,7 @@ def _rope_scaling(settings: _Settings, config: dict[str, Any]) -> dict[str, Any]
 
 
 def _special(settings: _Settings, config: dict[str, Any]) -> dict[str, Any]:
-    """What one architecture has and the others have not."""
+    """Return the settings of a single architecture."""
     if settings.name == "llama":
         return {"attention_bias": "blk.0.attn_q.bias" in settings.header.tensors}
     if settings.name != "gemma3":

@@ -1,7 +1,7 @@
-"""What a GGUF file says of itself: metadata and where its tensors lie, read without trusting it.
+"""Reads a GGUF file's metadata and the places of its tensors, without trusting the file.
 
-Every count and length is compared with the bytes that are left before anything of that size is read or built, so a
-short file that claims to be a long one costs nothing. Only little-endian files of versions 2 and 3 exist in practice.
+Every count and length is compared with the bytes left in the file before anything of that size is read or built, so a
+short file that claims to be long costs nothing. Only little-endian files of versions 2 and 3 exist in practice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_ELEMENTS = 1 << 22  # of all arrays together; the same vocabulary with its m
 MAX_NAME = 256
 MAX_DIMENSIONS = 4
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8  # bytes of an empty name and what must follow it
+_SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8  # bytes of an empty name and the fields after it
 _NUMBERS = {
     GGUFValueType.UINT8: "<u1",
     GGUFValueType.INT8: "<i1",
@@ -44,7 +44,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor. `shape` has the rows first, as arrays have it; `start` counts bytes from the file's begin."""
+    """One tensor. `shape` has the rows first, as arrays have it; `start` counts bytes from the file's beginning."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class TensorInfo:
     nbytes: int
 
     def read(self, file: BinaryIO) -> npt.NDArray[np.uint8]:
-        """Its bytes, (rows..., bytes of a row) uint8."""
+        """Read its bytes, (rows..., bytes of a row) uint8."""
         file.seek(self.start)
         data = file.read(self.nbytes)
         if len(data) < self.nbytes:
@@ -70,16 +70,16 @@ class Header:
 
 
 def shown(value: object) -> str:
-    """Something out of the file for a message of one line."""
+    """Format a value from the file for a one-line message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:76]}..."
 
 
 def read_header(path: Path) -> Header:
-    """Metadata and tensor table of a GGUF file; no tensor is read.
+    """Read the metadata and tensor table of a GGUF file. Reads no tensor.
 
     Raises:
-        LoadError: the file is not GGUF, is cut off, or says something that can't be.
+        LoadError: the file is not GGUF, is cut off, or is inconsistent.
         OSError: it can't be read.
     """
     size = path.stat().st_size
@@ -98,7 +98,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """A file that is read once from its start, and never further than its end or the limit."""
+    """Reads a file once from its start, at most to its end or the limit."""
 
     def __init__(self, file: BinaryIO, limit: int, *, cut: bool) -> None:
         self.position, self._file, self._limit, self._cut = 0, file, limit, cut
@@ -109,7 +109,7 @@ class _Reader:
         return self._limit - self.position
 
     def take(self, count: int, what: str) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         data = self._file.read(count) if count <= self.left else b""
         if len(data) < count:
             why = f"is larger than {MAX_HEADER >> 20} MiB" if self._cut else "is cut off"
@@ -121,7 +121,7 @@ class _Reader:
         return struct.unpack(layout, self.take(struct.calcsize(layout), what))[0]
 
     def text(self, what: str, longest: int | None = None) -> str:
-        """A string: its length in eight bytes, then UTF-8."""
+        """Read a string: its length in eight bytes, then UTF-8."""
         length = self.number("<Q", what)
         if longest is not None and length > longest:
             raise LoadError(f"{what} has {length} bytes, more than {longest}")
@@ -131,7 +131,7 @@ class _Reader:
             raise LoadError(f"{what} is not UTF-8") from None
 
     def value(self, kind: int, what: str) -> Any:
-        """One metadata value of a stored type."""
+        """Read one metadata value of a stored type."""
         if kind == GGUFValueType.STRING:
             return self.text(what)
         if kind == GGUFValueType.ARRAY:
@@ -158,7 +158,7 @@ class _Reader:
 
 
 def _counts(reader: _Reader) -> tuple[int, int]:
-    """How many tensors and metadata entries follow."""
+    """Read the numbers of tensors and metadata entries."""
     if reader.take(4, "the first bytes") != _MAGIC:
         raise LoadError("not a GGUF file (it doesn't start with 'GGUF')")
     version = reader.number("<I", "the version")
@@ -181,7 +181,7 @@ def _metadata(reader: _Reader, count: int) -> dict[str, Any]:
 
 
 def _tensor(reader: _Reader) -> TensorInfo:
-    """An entry of the tensor table; `start` is still relative to the data section."""
+    """Read an entry of the tensor table; `start` is still relative to the data section."""
     name = reader.text("a tensor's name", MAX_NAME)
     what = f"tensor {shown(name)}"
     dimensions = reader.number("<I", what)
@@ -200,7 +200,7 @@ def _tensor(reader: _Reader) -> TensorInfo:
 
 
 def _placed(info: TensorInfo, begin: int, size: int) -> TensorInfo:
-    """The same with its place in the file."""
+    """Return the entry with its place in the file."""
     start = begin + info.start
     if start + info.nbytes > size:
         raise LoadError(f"tensor {shown(info.name)} lies behind the end of the file, which is cut off or corrupt")
@@ -210,7 +210,7 @@ def _placed(info: TensorInfo, begin: int, size: int) -> TensorInfo:
 
 
 def _check_apart(tensors: list[TensorInfo]) -> None:
-    """No name twice, no two tensors in one place: a small file can't stand for a large model."""
+    """Check that no name occurs twice and no tensors overlap: a small file can't pass for a large model."""
     if len({info.name for info in tensors}) < len(tensors):
         raise LoadError("it has two tensors of one name")
     end = 0
@@ -221,7 +221,7 @@ def _check_apart(tensors: list[TensorInfo]) -> None:
 
 
 def _is_decodable(kind: GGMLQuantizationType) -> bool:
-    """Whether the gguf package can turn this type into numbers."""
+    """Return whether the gguf package can decode this type."""
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
     except NotImplementedError:

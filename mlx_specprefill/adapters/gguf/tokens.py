@@ -1,8 +1,8 @@
-"""A tokenizer and a chat template out of a GGUF file's metadata.
+"""Builds a tokenizer and a chat template from a GGUF file's metadata.
 
-The result goes through a folder as Hugging Face has it, so that mlx-lm loads it like every other: detokenizer, tool
-calls and thinking are found out in one place. SentencePiece vocabularies are transformers' to build. Byte-level ones
-are built here, because the class that it takes for them adds a token of its own to vocabularies without it.
+The result is written to a folder in Hugging Face's form, so that mlx-lm loads it like any other, with its detection of
+detokenizer, tool calls and thinking. SentencePiece vocabularies are built by transformers. Byte-level ones are built
+here, because transformers' class adds a token to vocabularies without it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["PRE_TOKENIZERS", "build_tokenizer"]
 log = logging.getLogger(__name__)
 
 MAX_TOKEN = 1024  # characters
-# Where merges follow from scores, every way to cut a token in two is tried, and each may become a merge.
+# If merges follow from scores, every split of a token in two is tried, and each may become a merge.
 MAX_SCORED_TOKEN, MAX_SCORED = 256, 1 << 22  # characters of one token, of all; 262 144 tokens have 2 million
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-# What ends an answer whatever a file names as its end: the names that llama.cpp goes by, of control tokens alone.
+# Tokens that end an answer besides the file's own: llama.cpp's names, control tokens only.
 _ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|end_of_text|> <|im_end|> <|end|> <|endoftext|> <end_of_turn> <eos> </s> <EOT>".split()
 )
@@ -41,13 +41,13 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How text is cut before merging.
+    """Splits text before merging.
 
     Attributes:
-        splits: regular expressions, one after the other; a match is a piece, and so is what lies between two.
-        whole: a piece that is a token is taken as it is, merges or not.
-        start: a text begins with the start token unless the file says otherwise.
-        composed: text is brought to its composed form (NFC) first.
+        splits: regular expressions, applied in turn; matches and the text between them are pieces.
+        whole: a piece that is a token is used unchanged, whatever the merges.
+        start: a text begins with the start token by default.
+        composed: text is converted to its composed form (NFC) first.
     """
 
     splits: tuple[str, ...]
@@ -70,7 +70,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Tokens by id with their types; scores and merges as far as the file has them."""
+    """Tokens by id with their types; scores and merges if the file has them."""
 
     tokens: list[str]
     types: list[int]
@@ -84,7 +84,7 @@ class _Vocabulary:
 def build_tokenizer(
     metadata: Mapping[str, Any], architecture: str, rows: int, context: int
 ) -> tuple[TokenizerWrapper, list[int]]:
-    """The tokenizer that a file describes, and the ids that end an answer.
+    """Return the tokenizer of a file, and the ids that end an answer.
 
     Args:
         architecture: `general.architecture`.
@@ -122,7 +122,9 @@ def build_tokenizer(
 
 
 def _vocabulary(metadata: Mapping[str, Any], rows: int) -> _Vocabulary:
-    """Checked: unique tokens of a sane length, not more than the embedding has rows; what only pads it is left out."""
+    """Return the vocabulary, checked: unique tokens of a sane length, no more than the embedding's rows. Padding is
+    dropped.
+    """
     tokens = _listed(metadata, "tokens", str)
     if tokens is None or not 0 < len(tokens) <= rows:
         raise LoadError(f"it has {len(tokens or ())} tokens for an embedding of {rows} rows")
@@ -142,7 +144,7 @@ def _vocabulary(metadata: Mapping[str, Any], rows: int) -> _Vocabulary:
 
 
 def _listed(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any] | None:
-    """An array of the tokenizer's, all of one type."""
+    """Return an array of the tokenizer's metadata with values of one type."""
     values = metadata.get(f"tokenizer.ggml.{name}")
     if values is None:
         return None
@@ -152,7 +154,7 @@ def _listed(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any] | N
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """The tokenizer, and whether texts begin with the start token if the file doesn't say."""
+    """Return the tokenizer, and whether texts begin with the start token by default."""
     name = metadata.get("tokenizer.ggml.pre")
     if name is None:
         log.warning("the file names no pre-tokenizer; 'default' may cut text differently than the model was trained on")
@@ -186,7 +188,7 @@ def _pair(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary, architecture: str) -> Tokenizer:
-    """As transformers builds it; merges follow from the scores, as in llama.cpp."""
+    """Build the tokenizer as transformers does. Merges follow from the scores, as in llama.cpp."""
     if vocabulary.scores is None:
         raise LoadError("its vocabulary has no scores")
     _check_scored(vocabulary)
@@ -212,7 +214,7 @@ def _check_scored(vocabulary: _Vocabulary) -> None:
 
 
 def _named(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, str]:
-    """The tokens with a role, by the name that transformers gives it."""
+    """Return the tokens with a role, by transformers' names."""
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     found = {role: _id(metadata, f"{key}_token_id", vocabulary) for role, key in roles.items()}
     return {role: vocabulary.tokens[index] for role, index in found.items() if index is not None}
@@ -228,7 +230,7 @@ def _id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -> int 
 
 
 def _add_ends(metadata: Mapping[str, Any], backend: Tokenizer, named: Mapping[str, str], starts: bool) -> None:
-    """The start token before a text, the end token after it, as the file or its kind of tokenizer wants."""
+    """Add the start token before a text and the end token after it, as the file or its kind of tokenizer requires."""
     start = named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", starts) else None
     end = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     around = [token for token in (start, end) if token is not None]
@@ -239,7 +241,7 @@ def _add_ends(metadata: Mapping[str, Any], backend: Tokenizer, named: Mapping[st
 
 
 def _end_ids(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[int]:
-    """The ids that end an answer, the file's own first."""
+    """Return the ids that end an answer, the file's own first."""
     stated = [_id(metadata, f"{name}_token_id", vocabulary) for name in ("eos", "eot", "eom")]
     known = [
         index

@@ -1,4 +1,4 @@
-"""A model's arrays out of a GGUF file: packed where MLX has the same packing, else through the gguf package."""
+"""Loads a model's arrays from a GGUF file: packed where MLX has the same packing, else through the gguf package."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def load_model(
     pack: bool,
     on_progress: Callable[[int, int], None],
 ) -> nn.Module:
-    """The model of mlx-lm that the file holds. What only the tensors say goes into `config`.
+    """Load mlx-lm's model from the file. Adds settings that only the tensors hold to `config`.
 
     Args:
-        dtype: of all floating-point arrays, the scales of packed weights among them.
+        dtype: of all floating-point arrays, including the scales of packed weights.
         pack: keep weights packed where MLX can; else all become `dtype`.
         on_progress: as in `load_gguf`.
 
     Raises:
-        LoadError: a tensor is missing, unknown, or of another shape than the configuration asks for.
+        LoadError: a tensor is missing, unknown, or of a shape that the configuration does not expect.
     """
     with path.open("rb") as file:
         config |= _rope_factors(header, architecture, config, file)
@@ -75,10 +75,10 @@ def load_model(
 
 
 def packed(info: TensorInfo, file: BinaryIO) -> dict[str, Array]:
-    """Blocks of 4 or 8 bits as MLX groups them: `weight` uint32, `scales` and `biases` float16, all (rows, ...).
+    """Repack blocks of 4 or 8 bits as MLX does: `weight` uint32, `scales` and `biases` float16, all (rows, ...).
 
-    Nothing is decoded: a weight q of Q4_0 means (q - 8) d, of Q4_1 q d + m, of Q8_0 (q, signed) d; MLX's means
-    q scale + bias. GGUF keeps the first half of a block in low bits and the second in high ones; MLX keeps the order.
+    Nothing is decoded: a weight q of Q4_0 means (q - 8) d, of Q4_1 q d + m, of Q8_0 (q, signed) d; MLX's means q scale
+    + bias. GGUF keeps the first half of a block in low bits and the second in high ones; MLX keeps the order.
     """
     blocks = info.read(file)
     rows, bits = blocks.shape[0], PACKED_BITS[info.kind]
@@ -99,7 +99,7 @@ def packed(info: TensorInfo, file: BinaryIO) -> dict[str, Array]:
 
 
 def _numbers(info: TensorInfo, file: BinaryIO) -> Array:
-    """A tensor's values, float32."""
+    """Return a tensor's values, float32."""
     values: Array = dequantize(info.read(file), info.kind)
     return values.reshape(info.shape)
 
@@ -107,7 +107,7 @@ def _numbers(info: TensorInfo, file: BinaryIO) -> Array:
 def _stored(
     model: nn.Module, header: Header, architecture: Architecture, config: dict[str, Any]
 ) -> dict[str, TensorInfo]:
-    """The tensor of every parameter that the file must hold."""
+    """Return the file's tensor of every parameter."""
     names = get_tensor_name_map(architecture.names, config["num_hidden_layers"])
     stored: dict[str, TensorInfo] = {}
     for name, array in nn.utils.tree_flatten(model.parameters()):
@@ -127,7 +127,7 @@ def _stored(
 
 
 def _packable(model: nn.Module, stored: dict[str, TensorInfo]) -> dict[str, int]:
-    """Bits per layer whose weight MLX can use as it is packed."""
+    """Return the bits of each layer whose packed weight MLX can use."""
     modules = dict(model.named_modules())
     return {
         layer: PACKED_BITS[info.kind]
@@ -137,7 +137,7 @@ def _packable(model: nn.Module, stored: dict[str, TensorInfo]) -> dict[str, int]
 
 
 def _quantization(bits: dict[str, int]) -> dict[str, Any]:
-    """As in the config.json of a quantised checkpoint: the most common bits, and the layers that differ."""
+    """Return the quantisation in config.json's form: the most common bits, and the layers that differ."""
     common = Counter(bits.values()).most_common(1)[0][0]
     others = {layer: {"group_size": GROUP, "bits": count} for layer, count in bits.items() if count != common}
     return {"group_size": GROUP, "bits": common, **others}
@@ -146,7 +146,7 @@ def _quantization(bits: dict[str, int]) -> dict[str, Any]:
 def _converted(
     name: str, array: Array, architecture: Architecture, config: dict[str, Any], dtype: mx.Dtype
 ) -> mx.array:
-    """An array as mlx-lm's module wants it, in memory of its own."""
+    """Return an array in the form of mlx-lm's module, in its own memory."""
     projection = name.rpartition(".")[0].rpartition(".")[2]
     if architecture.interleaved and projection in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if projection == "q_proj" else "num_key_value_heads"]
@@ -155,13 +155,15 @@ def _converted(
         array = array - np.float32(architecture.norm_offset)
     made = mx.array(array)
     made = made if made.dtype == mx.uint32 else made.astype(dtype)
-    mx.eval(made)  # one at a time: what it was made of is freed before the next is read
+    mx.eval(made)  # one at a time: its source is freed before the next is read
     return made
 
 
 def _rope_factors(header: Header, architecture: Architecture, config: dict[str, Any], file: BinaryIO) -> dict[str, Any]:
-    """Llama 3.1's scaling, which llama.cpp stores as one factor per frequency, as the one of mlx-lm's kinds that takes
-    such a list; its own scaling by the ratio of two context lengths is off when both are the same."""
+    """Convert Llama 3.1's scaling to the kind of mlx-lm that takes one factor per frequency, as llama.cpp stores it.
+
+    That kind's own scaling by the ratio of two context lengths is off if both are equal.
+    """
     info = header.tensors.get(ROPE_FACTORS)
     if info is None or not architecture.interleaved:
         return {}

@@ -52,7 +52,7 @@ class IdleTurn:
         return joined(self.prompt, self.answer)
 
     def follows(self, other: IdleTurn) -> bool:
-        """Whether it is a later turn of the same conversation, or the same turn."""
+        """Return whether the other turn is the same or a later one of the same conversation."""
         return self.label == other.label and np.array_equal(self.prompt[: len(other.prompt)], other.prompt)
 
 
@@ -121,7 +121,7 @@ class Densifier:
 
     @property
     def drafts_first(self) -> bool:
-        """Whether the draft is next to read."""
+        """Return whether the draft reads next."""
         if not self._drafts:
             return False
         turn = self.turns.first()

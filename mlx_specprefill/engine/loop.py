@@ -1,4 +1,4 @@
-"""What the MLX thread does: every array lives and dies in here.
+"""The engine's loop on the MLX thread, which creates and frees every array.
 
 Each tick is one decode step of all running answers, then one slice of one prefill, or short ones that take no longer
 together (`scheduler.py` says whose).
@@ -167,7 +167,7 @@ class Loop:
 
     @property
     def rest_s(self) -> float:
-        """How long nothing is to be done unless a request comes."""
+        """Return the seconds until the next work without a new request."""
         if self.over or not self._scheduler.idle:
             return 0.0
         quiet = time.monotonic() - self._last_end
@@ -256,7 +256,7 @@ class Loop:
                 passing = True
 
     def _may_come(self, job: Job) -> bool:
-        """Whether memory that other engines hold may become free for it."""
+        """Return whether memory of other engines may become free for the job."""
         return self._memory.may_come(_need(job).total)
 
     def _has_memory(self, job: Job) -> bool:

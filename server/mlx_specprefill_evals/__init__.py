@@ -1,5 +1,5 @@
-"""The quality suite: what sparse prefill keeps and loses on tasks with known answers.
+"""The quality suite: measurements of sparse prefill on tasks with known answers.
 
-Here: tasks, arms, the models under test, reports and plots, the command `mlx-specprefill eval`. Imported by neither
-library nor server. Read first: suite.py, tasks/base.py, local.py.
+It holds tasks, arms, the models under test, reports, plots and the command `mlx-specprefill eval`. Neither the library
+nor the server imports it. Read first: suite.py, tasks/base.py, local.py.
 """

@@ -1,4 +1,4 @@
-"""Documents that have to be read as a whole: nothing in them is the answer, the answer is how often things occur.
+"""Documents that must be read as a whole. The answer is how often things occur in them.
 
 Words come from small lists of common words, the same for training and evaluation: a small model can only count words
 that it knows. What differs is which words occur and how often.
@@ -19,7 +19,7 @@ __all__ = ["AGGREGATES", "Whole", "common_words", "frequent_words", "occurrences
 
 @dataclass(frozen=True)
 class Whole:
-    """A document, the question about it, what a right answer contains, and the passages that matter if only some do."""
+    """A document, its question, the values of a right answer, and the passages that matter if only some do."""
 
     document: str
     turn: Turn
@@ -33,7 +33,7 @@ HEAD_COUNTS = (12, 8, 5)  # times a common word occurs for each time that anothe
 
 
 def common_words(rng: random.Random, length: int, count: Count, held_out: bool = False) -> Whole:
-    """A numbered list of words, shuffled; a few words are much more common than the rest.
+    """Return a numbered list of shuffled words, a few of them much more common than the rest.
 
     Where the published task has ten words of equal frequency, short documents have three of different frequencies,
     so that the order of the answer is determined.
@@ -58,7 +58,7 @@ def _numbered(rng: random.Random, listed: list[str]) -> str:
 
 
 def frequent_words(rng: random.Random, length: int, count: Count, held_out: bool = False) -> Whole:
-    """A stream of words whose frequencies fall with the square of their rank; rank 1 is noise ("...")."""
+    """Return a stream of words whose frequencies fall with the square of their rank. Rank 1 is noise ("...")."""
     del held_out
     ranks = rng.sample(POOL, min(len(POOL), max(12, length // 50)))
     number = max(40, length // count(" word"))
@@ -73,7 +73,7 @@ def frequent_words(rng: random.Random, length: int, count: Count, held_out: bool
 
 
 def _stream(rng: random.Random, ranks: list[str], number: int) -> list[str]:
-    """About `number` words, 1 / zeta(2) of them dots."""
+    """Return about `number` words. A share of 1 / zeta(2) of them are dots."""
     noise = round(number * 0.6)
     weights = [1 / (rank + 2) ** 2 for rank in range(len(ranks))]
     times = [max(1, round((number - noise) * weight / sum(weights))) for weight in weights]
@@ -90,7 +90,7 @@ def occurrences(
     most: int = 0,
     filler: Sequence[str] = ("prose",),
 ) -> Whole:
-    """A text in which one sentence form with a rare word occurs 3 to 40 times, more often in longer documents.
+    """Return a text in which one sentence form with a rare word occurs 3 to 40 times, more often in longer texts.
 
     `most` is the largest number of times, if the length is not to decide; `filler` names what stands between.
     """

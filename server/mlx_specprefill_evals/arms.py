@@ -1,4 +1,4 @@
-"""The ways to prefill that are compared."""
+"""The kinds of prefill under comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARM_KINDS: tuple[ArmKind, ...] = get_args(ArmKind)
 
 @dataclass(frozen=True)
 class Arm:
-    """`keep` is None for the full prefill only.
+    """One kind of prefill at one share. `keep` is None for the full prefill only.
 
     `sparse` chooses by the library's rule. `paper` chooses by the published one, and what others choose by other scores
     is chosen in the published chunks.
@@ -39,7 +39,7 @@ class Arm:
 
     @property
     def restored(self) -> Arm:
-        """The arm that keeps the same tokens at their positions."""
+        """Return the arm that keeps the same tokens at their positions."""
         return Arm("sparse", self.keep) if self.kind == "renumbered" else self
 
 
@@ -47,7 +47,7 @@ FULL = Arm("full")
 
 
 def arms(kinds: list[str], keeps: list[str]) -> tuple[Arm, ...]:
-    """Every kind at every share; full prefill is always there, since all others are compared with it.
+    """Return every kind at every share. Full prefill is always included: all others are compared with it.
 
     Args:
         keeps: shares in (0, 1].

@@ -1,4 +1,4 @@
-"""BM25 (Robertson and Zaragoza 2009) over bags of whatever can be counted. Pure."""
+"""BM25 (Robertson and Zaragoza 2009) over bags of countable terms. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORD = re.compile(r"\w+")
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in lower case; what joins the parts of an identifier is part of a word."""
+    """Return the words of a text in lower case. The connecting characters of an identifier belong to its word."""
     return _WORD.findall(text.lower())
 
 
@@ -34,11 +34,11 @@ class Index:
                 self._holding.setdefault(term, []).append(number)
 
     def frequency(self, term: Hashable) -> int:
-        """Documents that hold a term."""
+        """Return the number of documents with a term."""
         return len(self._holding.get(term, ()))
 
     def scores(self, query: Iterable[Hashable]) -> npt.NDArray[np.float32]:
-        """One per document; each term of the query counts once."""
+        """Return one score per document. Each term of the query counts once."""
         scores = np.zeros(len(self._bags))
         scale = K * (1 - B + B * self._sizes / max(self._sizes.mean(), 1e-9))
         for term in sorted(set(query) & self._holding.keys(), key=repr):

@@ -78,7 +78,7 @@ def evaluate(
     dtype: Dtype = "auto",
     log_level: Level = "warning",
 ) -> None:
-    """Measure what sparse prefill keeps and loses on tasks with known answers. The last line is the report as JSON."""
+    """Measure sparse prefill on tasks with known answers. The last line is the report as JSON."""
     begin(log_level)
     with one_line_errors():
         options = Options(

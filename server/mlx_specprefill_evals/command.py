@@ -1,4 +1,4 @@
-"""One run from its options to its files: what `mlx-specprefill eval` does once it knows who answers."""
+"""One run of `mlx-specprefill eval`, from its options to its files."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Options:
 
 
 def evaluate(options: Options, model: ModelUnderTest, tell: Tell, predict: Predict | None = None) -> dict[str, Any]:
-    """Measure, write the report, and return it; `tell` gets lines for people: first what it will cost.
+    """Measure, write the report, and return it. `tell` gets lines for people, the expected cost first.
 
     Args:
-        predict: None: how long prefills take is not known.
+        predict: estimate of prefill times; None if unknown.
 
     Raises:
         NothingToDoError: none of the named tasks and files exists.
-        OtherRunError: `out` holds results of something else.
-        UnreachableError: the server went away; what was measured is kept.
+        OtherRunError: `out` holds results of another run.
+        UnreachableError: the server is gone; the results so far are kept.
     """
     sources, problems = _sources(options, model, tell)
     described = {**model.described, "seed": options.seed, **_corpus(sources)}
@@ -123,7 +123,7 @@ def _dataset(example: longbench.Example) -> str:
 
 @dataclass(frozen=True)
 class _LongBenchItems:
-    """Examples by number, round and round: a seed only says where to start."""
+    """Examples by number. The numbers wrap around; a seed only sets the start."""
 
     examples: Sequence[longbench.Example]
 
@@ -133,7 +133,7 @@ class _LongBenchItems:
 
 
 class _Progress:
-    """A line per item that was skipped, and one per cell that is complete."""
+    """A reporter of one line per skipped item and one per complete cell."""
 
     def __init__(self, tell: Tell, total: int) -> None:
         self._tell = tell

@@ -1,4 +1,4 @@
-"""Real text that is on every machine: what the running Python brings along, so that nothing is shipped.
+"""Real text from the running Python installation. It is on every machine, so nothing is shipped.
 
 Prose is the language reference behind `help()` and the docstrings of the standard library, code its modules' sources.
 All of it differs between versions of Python: `described` says which one this is.
@@ -36,7 +36,10 @@ _LETTERS = re.compile(r"[A-Za-z]+")
 
 @dataclass(frozen=True)
 class Paragraph:
-    """`source`: the topic or the object that it documents. `prose`: sentences, on one line; else as it was written."""
+    """A paragraph of prose or code.
+
+    `source` is the topic or object that it documents. `prose` marks sentences on one line; other text keeps its lines.
+    """
 
     text: str
     source: str
@@ -53,7 +56,7 @@ class Module:
 
 @lru_cache(maxsize=1)
 def modules() -> tuple[Module, ...]:
-    """Public modules and those of packages, by name; tests, applications and other people's packages are left out."""
+    """Return the public modules by name. Tests, applications and other people's packages are left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = ((path.relative_to(root).with_suffix("").parts, path) for path in root.rglob("[a-z]*.py"))
     named = {
@@ -64,14 +67,14 @@ def modules() -> tuple[Module, ...]:
 
 @lru_cache(maxsize=1)
 def paragraphs() -> tuple[Paragraph, ...]:
-    """Each once, those of one topic or docstring in a row, in an order that depends on nothing but their names."""
+    """Return each paragraph once, grouped by topic or docstring, in an order that depends on names only."""
     found = (paragraph for source, text in _documents() for paragraph in _split(source, text))
     return tuple({paragraph.text: paragraph for paragraph in found}.values())
 
 
 @lru_cache(maxsize=1)
 def described() -> str:
-    """The version of Python and a digest of all texts: the same words, the same items.
+    """Return the version of Python and a digest of all texts. Equal digests mean equal items.
 
     Raises:
         NothingToDoError: this Python came without sources.
@@ -111,7 +114,7 @@ def _docstrings(module: Module) -> Iterator[tuple[str, str]]:
 
 
 def tree_of(module: Module) -> ast.Module:
-    """Empty where the source is not of this version of Python."""
+    """Parse a source. Return an empty tree if it is not of this version of Python."""
     try:
         return ast.parse(module.source)
     except (SyntaxError, ValueError):
@@ -128,5 +131,5 @@ def _split(source: str, text: str) -> Iterator[Paragraph]:
 
 
 def _is_prose(text: str) -> bool:
-    """Mostly letters, in sentences."""
+    """Return whether the text is mostly letters, in sentences."""
     return len(text) > 40 and sum(map(len, _LETTERS.findall(text))) > 0.74 * len(text) and ">>>" not in text

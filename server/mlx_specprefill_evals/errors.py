@@ -2,8 +2,8 @@
 
 EvaluationError
     NotMeasuredError    one item can't be measured; the run goes on
-        UnreachableError    nobody answers at all
-    OtherRunError       the output folder holds results of something else
+        UnreachableError    no server answers
+    OtherRunError       the output folder holds results of another run
     NothingToDoError    no known task and no readable file
 """
 

@@ -1,4 +1,4 @@
-"""Facts that are put into documents and asked for: one wording for training, evaluation and real models.
+"""Facts in documents and the questions for them: one wording for training, evaluation and real models.
 
 Every answer restates what the document says ("The secret code for Alice is 471128."), in the order in which it is
 found: a small model answers by finding a passage and continuing it, a large one has no reason to say it differently.
@@ -21,7 +21,7 @@ __all__ = ["FACTS", "RECORD_IDS", "Fact", "Turn", "email", "needle", "order", "r
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and the answer that restates the fact."""
+    """A question, and the answer that restates the fact."""
 
     question: str
     answer: str
@@ -29,7 +29,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Fact:
-    """Pieces that go into the document, in order, the turn that asks for them, and what a right answer contains."""
+    """The pieces of a fact in document order, the turn that asks for them, and the values of a right answer."""
 
     pieces: tuple[str, ...]
     turn: Turn
@@ -55,13 +55,13 @@ def six_digits(rng: random.Random) -> str:
 
 
 def uuid(rng: random.Random) -> str:
-    """Version 4, from the given source of randomness."""
+    """Return a version 4 UUID from the given source of randomness."""
     raw = f"{rng.getrandbits(128):032x}"
     return f"{raw[:8]}-{raw[8:12]}-4{raw[13:16]}-{'89ab'[rng.randrange(4)]}{raw[17:20]}-{raw[20:]}"
 
 
 def needle(name: str, value: str) -> Fact:
-    """The fact of the acceptance test."""
+    """Return the fact of the acceptance test."""
     sentence = f"The secret code for {name} is {value}."
     return Fact((sentence,), Turn(f"What is the secret code for {name}?", sentence), (value,))
 
@@ -77,13 +77,13 @@ def uuid_needle(rng: random.Random, held_out: bool = False) -> Fact:
 
 
 def uuid_key(rng: random.Random, held_out: bool = False) -> Fact:
-    """A key that looks like its value: nothing but the exact key tells which line it is."""
+    """Return a key that looks like its value. Only the exact key identifies its line."""
     del held_out  # random keys never repeat
     return needle(uuid(rng), uuid(rng))
 
 
 def several_values(rng: random.Random, held_out: bool = False) -> Fact:
-    """One key with four values."""
+    """Return one key with four values."""
     name, codes = words.person(rng, held_out), [six_digits(rng) for _ in range(4)]
     pieces = tuple(f"The {nth} secret code for {name} is {code}." for nth, code in zip(ORDINALS, codes, strict=False))
     question = f"What are all four secret codes for {name}?"
@@ -91,7 +91,7 @@ def several_values(rng: random.Random, held_out: bool = False) -> Fact:
 
 
 def several_questions(rng: random.Random, held_out: bool = False) -> Fact:
-    """Four keys with one value each, asked for in one question."""
+    """Return four keys with one value each, asked for in one question."""
     facts = [number_needle(rng, held_out) for _ in range(4)]
     a, b, c, d = (fact.turn.question.removeprefix("What is the secret code for ")[:-1] for fact in facts)
     pieces = tuple(fact.pieces[0] for fact in facts)
@@ -100,7 +100,7 @@ def several_questions(rng: random.Random, held_out: bool = False) -> Fact:
 
 
 def variable_chain(rng: random.Random, held_out: bool = False, hops: int = 4) -> Fact:
-    """A value handed on `hops` times; the answer walks the chain back to the value."""
+    """Return a value passed on `hops` times. The answer follows the chain back to the value."""
     names = [words.invented_word(rng, held_out, syllables=2).upper() for _ in range(hops + 1)]
     value = str(rng.randrange(10_000, 100_000))
     pieces = [f"VAR {names[0]} = {value}."]
@@ -137,18 +137,18 @@ def _record(rng: random.Random, held_out: bool, number: int) -> dict[str, str | 
 
 
 def email(person: str, city: str) -> str:
-    """The address in a record of somebody of that name there."""
+    """Return the email address of a person in a city."""
     return f"{person.lower().replace(' ', '.')}@{city.lower()}.org"
 
 
 def _read_out(fields: dict[str, str | int]) -> str:
-    """A record from its number to the last field that can be asked for."""
+    """Return the text of a record from its number to the last field that a question can ask for."""
     text = json.dumps({name: fields[name] for name in ("id", *RECORD_FIELDS)})
     return text.removeprefix('{"id": ').removesuffix("}")
 
 
 def record(rng: random.Random, held_out: bool = False, number: int = 0) -> Fact:
-    """One JSON record and a question about one of its fields."""
+    """Return one JSON record and a question about one of its fields."""
     fields = _record(rng, held_out, number or rng.choice(RECORD_IDS))
     asked = rng.choice(RECORD_FIELDS)
     turn = Turn(f"What is the {asked} in the record with id {fields['id']}?", f"Id {_read_out(fields)}.")
@@ -156,7 +156,7 @@ def record(rng: random.Random, held_out: bool = False, number: int = 0) -> Fact:
 
 
 def three_records(rng: random.Random, held_out: bool = False, numbers: Sequence[int] = ()) -> Fact:
-    """Fields of three records, asked for in one question.
+    """Return a question for fields of three records.
 
     The answer names the three numbers before it reads the records out: what an answer begins with is what a draft
     looks ahead at.
@@ -173,7 +173,7 @@ def three_records(rng: random.Random, held_out: bool = False, numbers: Sequence[
 
 
 def order(rng: random.Random, held_out: bool = False) -> Fact:
-    """One XML order of 2-3 items; the answer reads it out up to the item that is asked for."""
+    """Return one XML order of 2-3 items. The answer reads it out up to the item in question."""
     number, customer = rng.randrange(1000, 100_000), words.person(rng, held_out)
     items = [(sku, rng.randrange(1, 100)) for sku in rng.sample(range(100, 1000), rng.choice((2, 3)))]
     lines = [f'<order id="{number}"><customer name="{customer}"/>']
@@ -186,7 +186,7 @@ def order(rng: random.Random, held_out: bool = False) -> Fact:
 
 
 def rule_and_exception(rng: random.Random, held_out: bool = False) -> Fact:
-    """A rule early in the document and an exception later; the answer needs both."""
+    """Return a rule early in the document and an exception later. The answer needs both."""
     name, code, word = words.person(rng, held_out), six_digits(rng), rng.choice(words.COLOURS)
     pieces = (
         f"Rule for {name}: answer with the code {code}.",
@@ -197,14 +197,14 @@ def rule_and_exception(rng: random.Random, held_out: bool = False) -> Fact:
 
 
 def foreign_needle(rng: random.Random, held_out: bool = False) -> Fact:
-    """The fact stands in another language than the text and the question."""
+    """Return a fact in another language than the text and the question."""
     name, value = words.person(rng, held_out), six_digits(rng)
     sentence = rng.choice(tuple(TRANSLATIONS.values())).format(name=name, value=value)
     return Fact((sentence,), Turn(f"What is the secret code for {name}?", sentence), (value,))
 
 
 def tagged_list(rng: random.Random, held_out: bool = False, number: int = 12) -> Fact:
-    """Facts with a common tag, all asked for."""
+    """Return facts with a common tag and a question for all of them."""
     tag = words.invented_word(rng, held_out, syllables=2)
     things = rng.sample(words.ITEMS, number)
     pieces = tuple(f"Entry {i} of {tag}: the {thing}." for i, thing in enumerate(things, 1))
@@ -212,7 +212,7 @@ def tagged_list(rng: random.Random, held_out: bool = False, number: int = 12) ->
 
 
 def latest_value(rng: random.Random, held_out: bool = False, updates: int = 0) -> Fact:
-    """A value that is updated 1-20 times; the last one counts."""
+    """Return a value that is updated 1-20 times. The last one counts."""
     name = words.person(rng, held_out)
     values = rng.sample(range(100, 1000), (updates or rng.randint(1, 20)) + 1)
     pieces = tuple(f"The balance of {name} is now {value}." for value in values)
@@ -220,7 +220,7 @@ def latest_value(rng: random.Random, held_out: bool = False, updates: int = 0) -
 
 
 def tool(rng: random.Random, held_out: bool = False) -> Fact:
-    """One tool's definition; the question describes what is wanted in the definition's words."""
+    """Return one tool's definition. The question describes the tool in the definition's words."""
     thing, place = rng.choice(words.ITEMS), rng.choice(words.PLACES)
     verb = words.invented_word(rng, held_out, syllables=2)
     name = f"{verb}_{words.invented_word(rng, held_out, syllables=2)}"

@@ -1,4 +1,4 @@
-"""Known answers, judged by the distributions of their tokens: one prefill per arm, and no decoding."""
+"""Known answers, judged by the distributions of their tokens. This takes one prefill per arm and no decoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Forced", "check_mode", "divergence", "forced_replies", "together"]
 
 @dataclass(frozen=True)
 class Forced:
-    """The tokens that follow a prompt; those from `start` on are the answer."""
+    """The tokens after a prompt. The answer begins at `start`."""
 
     tokens: tuple[int, ...]
     start: int = 0
@@ -53,7 +53,7 @@ def forced_replies(
 
 
 class _Replays:
-    """One per arm, when it is asked for."""
+    """The replays of a prompt, one per arm, made on first use."""
 
     def __init__(self, prompted: Prompted, tokens: tuple[int, ...], keep: bool) -> None:
         self._prompted = prompted
@@ -76,7 +76,7 @@ class _Replays:
 
 
 def together(turns: Sequence[Mapping[Arm, Reply]]) -> dict[Arm, Reply]:
-    """Replies of a conversation's turns as one: means of what was measured."""
+    """Return one reply for all turns of a conversation, with the means of their measures."""
     return {arm: _mean([replies[arm] for replies in turns]) for arm in turns[0]}
 
 
@@ -93,7 +93,7 @@ def _average(values: Sequence[float]) -> float:
 
 
 def check_mode(arm: Arm, account: PrefillReport) -> None:
-    """Raises NotMeasuredError: the engine did not do what the arm is about."""
+    """Raise NotMeasuredError if the engine did not prefill in the arm's mode."""
     if (account.mode == "sparse") != (arm != FULL):
         raise NotMeasuredError(f"arm {arm.name} ran in {account.mode} mode: {account.reason}")
 
@@ -113,7 +113,7 @@ def _against(full: Replay, other: Replay, forced: Forced) -> dict[str, float]:
 
 
 def divergence(full: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> dict[str, float]:
-    """KL(full || other) in nats and the agreement of the likeliest token, means over the rows (T, V)."""
+    """Return KL(full || other) in nats and the agreement of the likeliest token, as means over the rows (T, V)."""
     p, q = full.astype(np.float64), other.astype(np.float64)
     return {
         "kl": float((np.exp(p) * (p - q)).sum(axis=1).mean()),

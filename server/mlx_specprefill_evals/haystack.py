@@ -1,4 +1,4 @@
-"""Text around the facts: filler of several kinds, and documents of any length made of it.
+"""Filler text of several kinds, and documents of any length around the facts.
 
 Training and evaluation share it; `held_out` draws from the part that training never sees.
 """
@@ -34,18 +34,18 @@ HELD_OUT_MODULES = "bisect base64 chunk colorsys compileall filecmp linecache ne
 
 
 def prose(rng: random.Random, held_out: bool = False) -> str:
-    """One sentence of templated prose, with a leading space."""
+    """Return one sentence of templated prose, with a leading space."""
     frames = words.HELD_OUT_FRAMES if held_out else words.FRAMES
     return " " + words.fill(rng, rng.choice(frames), held_out)
 
 
 def salad(rng: random.Random, held_out: bool = False) -> str:
-    """One sentence of invented words."""
+    """Return one sentence of invented words."""
     return " " + " ".join(words.invented_word(rng, held_out) for _ in range(rng.randrange(4, 14))).capitalize() + "."
 
 
 def listing(rng: random.Random, held_out: bool = False) -> str:
-    """A line of a log or list."""
+    """Return a line of a log or list."""
     word, other = (words.invented_word(rng, held_out) for _ in range(2))
     number = rng.randrange(10 ** rng.randrange(1, 6))
     return rng.choice((
@@ -58,7 +58,7 @@ def listing(rng: random.Random, held_out: bool = False) -> str:
 
 @lru_cache(maxsize=2)
 def python_lines(held_out: bool = False) -> tuple[str, ...]:
-    """Lines of the standard library of the running Python (modules absent from this version are left out)."""
+    """Return lines of the running Python's standard library. Modules that this version lacks are left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     lines: list[str] = []
     for name in HELD_OUT_MODULES if held_out else PYTHON_MODULES:
@@ -69,7 +69,7 @@ def python_lines(held_out: bool = False) -> tuple[str, ...]:
 
 
 def code(rng: random.Random, held_out: bool = False) -> str:
-    """A few consecutive lines of Python source."""
+    """Return a few consecutive lines of Python source."""
     lines = python_lines(held_out)
     start = rng.randrange(len(lines) - 8)
     return "\n" + "\n".join(line[:160] for line in lines[start : start + rng.randrange(2, 7)])
@@ -94,7 +94,7 @@ def document(
     held_out: bool = False,
     variety: int = 0,
 ) -> str:
-    """A text of at most `budget` tokens: pieces of the named fillers with `facts` among them.
+    """Return a text of at most `budget` tokens: pieces of the named fillers with `facts` among them.
 
     `depths` gives the place of each fact as a share of the text; without it the places are random. `facts` keep
     their order. With a `variety` the filler repeats that many pieces over and over, in order: the haystack that
@@ -113,7 +113,7 @@ def around(
     count: Count,
     depths: Sequence[float] | None = None,
 ) -> str:
-    """`document` with filler from an endless iterator; each piece brings its own leading space or line break."""
+    """Return a `document` with filler from an endless iterator. Each piece has its own leading space or line break."""
     left = budget - sum(count(" " + fact) for fact in facts)
     pieces: list[str] = []
     sizes: list[int] = []
@@ -142,5 +142,5 @@ def _insert(pieces: list[str], sizes: list[int], facts: Sequence[str], places: S
 
 
 def _join(following: str, fact: str) -> str:
-    """A fact among lines stands on its own line, a fact among sentences follows a space."""
+    """Return the fact with a line break among lines, with a space among sentences."""
     return f"\n{fact}" if following.startswith("\n") else f" {fact}"

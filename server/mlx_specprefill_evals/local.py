@@ -52,7 +52,7 @@ CACHE_BYTES = 4 << 30  # of one item's arms; they are kept apart by label and fo
 
 
 def examination(selection: SelectionConfig | None = None) -> EngineConfig:
-    """Nothing is done in idle time that one answer could leave behind for the next one."""
+    """Return a configuration without idle work, which one answer could leave behind for the next one."""
     policy = SpecPrefillPolicy(densify=False)
     return EngineConfig(selection=selection or SelectionConfig(), policy=policy, prefix_cache_bytes=CACHE_BYTES)
 
@@ -69,7 +69,7 @@ class _Answer:
 
 class LocalModel:
     """Args:
-    engine: running, and nobody else's: what it keeps is dropped after every item.
+    engine: a running engine of its own; its caches are dropped after every item.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -123,7 +123,7 @@ class LocalModel:
         return {arm: self._reply(answer, measures[arm]) for arm, answer in answers.items()}
 
     def _perplexity_ratios(self, item: Item, arms: Sequence[Arm], seed: int) -> dict[Arm, dict[str, float]]:
-        """The document's last tokens after what comes before them, without question or template."""
+        """Return the ratios for the document's last tokens after the text before them, without question or template."""
         tokens = self._encode(item.turns[0].question)
         if len(tokens) < 2 * CONTINUED_TOKENS:
             return {}
@@ -141,7 +141,7 @@ class LocalModel:
         return Reply(text, answer.account.kept_tokens / answer.account.prompt_tokens, measures)
 
     def _rendered(self, item: Item) -> tuple[Prompt, tuple[Span, ...]]:
-        """The conversation up to the last question, earlier answers as they should be, and where its gold lies."""
+        """Render the conversation up to the last question, with the right earlier answers, and locate its gold."""
         messages: list[dict[str, str]] = []
         for turn in item.turns:
             messages.append({"role": "user", "content": turn.question})
@@ -151,7 +151,7 @@ class LocalModel:
         return prompt, self._located(text, prompt, item.gold)
 
     def _continued(self, item: Item, known: Known) -> tuple[Prompt, tuple[Span, ...], Forced]:
-        """Text to go on with, where its gold lies, and how it goes on."""
+        """Return a text to continue, the place of its gold, and its continuation."""
         text = item.turns[-1].question + known.opening
         head, all_tokens = (asyncio.run(self._builder.raw(said)).tokens for said in (text, text + known.answer))
         whole, start = _behind(head.tolist(), tuple(all_tokens.tolist()))
@@ -186,13 +186,13 @@ def _digest(text: str) -> str:
 
 
 def _behind(head: Sequence[int], whole: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """The tokens of a text, and the first of them that is not one of its beginning's: a border may lie in a token."""
+    """Return the tokens of a text, and the index after its beginning. A border may fall inside a token."""
     pairs = enumerate(zip(head, whole, strict=False))
     return whole, next((at for at, (one, other) in pairs if one != other), min(len(head), len(whole) - 1))
 
 
 class _Question(Prompted):
-    """One prompt on its way through all arms, answered by each."""
+    """One prompt on its way through all arms, and their answers."""
 
     def answers(self, arms: Sequence[Arm]) -> dict[Arm, _Answer]:
         restored = dict.fromkeys(arm.restored for arm in arms)
@@ -208,9 +208,9 @@ class _Question(Prompted):
         return {arm: answers[arm] for arm in arms}
 
     def probed(self, answers: Mapping[Arm, _Answer]) -> dict[Arm, dict[str, float]]:
-        """Distributions over the first tokens of the dense answer, and the attention mass that was kept.
+        """Compare the distributions over the first tokens of the dense answer, and the kept attention mass.
 
-        What a model says behind the end of its answer is noise, and would be most of a short one.
+        Text after the end of an answer is noise, and would be most of a short one.
         """
         dense = self.request(FULL)
         continuation = (answers.get(FULL) or self.answers([FULL])[FULL]).tokens[:PROBED_TOKENS]
@@ -236,7 +236,7 @@ class _Question(Prompted):
 
 
 def _gather(engine: Engine, requests: Mapping[Arm, GenerationRequest]) -> dict[Arm, _Answer]:
-    """All requests at the same time: their answers are decoded in one batch."""
+    """Run all requests at the same time. Their answers are decoded in one batch."""
     events: queue.SimpleQueue[tuple[Arm, Event]] = queue.SimpleQueue()
     handles = [engine.submit(request, partial(_put, events, arm)) for arm, request in requests.items()]
     try:

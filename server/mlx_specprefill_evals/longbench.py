@@ -1,4 +1,4 @@
-"""LongBench (arXiv 2308.14508) on a local copy of its jsonl files: loader, and metrics as its authors publish them.
+"""LongBench (arXiv 2308.14508) on a local copy of its jsonl files: loader, and the authors' metrics.
 
 Metrics follow LongBench's metrics.py and eval.py: the maximum over references, first lines where those take first
 lines. ROUGE-L is F1 over the longest common subsequence of whitespace words, which differs from the `rouge` package
@@ -34,7 +34,7 @@ Metric = Callable[[str, str, Sequence[str]], float]
 
 
 def qa_f1(prediction: str, truth: str, classes: Sequence[str] = ()) -> float:
-    """F1 of the word multisets after lower-casing and removing punctuation and articles."""
+    """Return the F1 of the word multisets after lower-casing and removing punctuation and articles."""
     del classes
     said, wanted = _normal(prediction).split(), _normal(truth).split()
     same = (Counter(said) & Counter(wanted)).total()
@@ -42,7 +42,7 @@ def qa_f1(prediction: str, truth: str, classes: Sequence[str] = ()) -> float:
 
 
 def rouge_l(prediction: str, truth: str, classes: Sequence[str] = ()) -> float:
-    """F1 of the longest common subsequence of words."""
+    """Return the F1 of the longest common subsequence of words."""
     del classes
     said, wanted = prediction.split(), truth.split()
     same = _common_subsequence(said, wanted)
@@ -50,27 +50,27 @@ def rouge_l(prediction: str, truth: str, classes: Sequence[str] = ()) -> float:
 
 
 def classification(prediction: str, truth: str, classes: Sequence[str]) -> float:
-    """1 / (classes named), if the right one is among them; names inside the right one's name do not count."""
+    """Return 1 / (classes named) if the right one is among them. Names inside the right one's name do not count."""
     named = [name for name in classes if name in prediction]
     named = [name for name in named if name == truth or name not in truth]
     return 1 / len(named) if truth in named else 0.0
 
 
 def paragraph_retrieval(prediction: str, truth: str, classes: Sequence[str] = ()) -> float:
-    """Share of the numbers said that are the right paragraph's."""
+    """Return the share of the answer's numbers that are the right paragraph's."""
     del classes
     wanted = re.search(r"\d+", truth)
     return _share_of_numbers(prediction, wanted[0]) if wanted else 0.0
 
 
 def count_score(prediction: str, truth: str, classes: Sequence[str] = ()) -> float:
-    """Share of the numbers said that are the right count."""
+    """Return the share of the answer's numbers that are the right count."""
     del classes
     return _share_of_numbers(prediction, truth.strip())
 
 
 def code_similarity(prediction: str, truth: str, classes: Sequence[str] = ()) -> float:
-    """Indel similarity of the first line that is neither comment nor fence."""
+    """Return the indel similarity of the first line that is neither comment nor fence."""
     del classes
     lines = prediction.lstrip("\n").split("\n")
     said = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -89,7 +89,7 @@ def _share_of_numbers(prediction: str, wanted: str) -> float:
 
 
 def _common_subsequence(one: Sequence[str], other: Sequence[str]) -> int:
-    """Length of the longest common subsequence."""
+    """Return the length of the longest common subsequence."""
     row = [0] * (len(other) + 1)
     for a in one:
         diagonal = 0
@@ -146,14 +146,14 @@ class Example:
         return Item((Turn(f"{self.context}\n\n{ask}", self.answers[0]),), self.answers)
 
     def score(self, prediction: str) -> float:
-        """In [0, 1], the best over all references."""
+        """Return the score in [0, 1], the best over all references."""
         dataset = DATASETS[self.dataset]
         said = prediction.lstrip("\n").split("\n")[0] if dataset.first_line else prediction
         return max(dataset.metric(said, answer, self.classes) for answer in self.answers)
 
 
 def load(file: Path) -> tuple[list[Example], list[str]]:
-    """The file's examples, and what was wrong with the lines that are left out.
+    """Return the file's examples, and a message per line that is left out.
 
     Raises:
         OSError: the file can't be read.

@@ -14,12 +14,12 @@ __all__ = ["ModelUnderTest", "Reply"]
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer after one arm's prefill, and what is known about the prefill.
+    """An answer after one arm's prefill, and the facts about the prefill.
 
     Attributes:
-        kept: share of the prompt that the target saw; None if unknown.
+        kept: share of the prompt that the target read; None if unknown.
         measures: further numbers by name: recall, mass, kl, top1, ppl_ratio, nll, right, same.
-        score: where it follows from measures; None: from the text.
+        score: score from the measures; None: the text decides.
     """
 
     text: str
@@ -29,7 +29,7 @@ class Reply:
 
 
 class ModelUnderTest(Protocol):
-    """Somebody who answers."""
+    """A model that answers items."""
 
     @property
     def described(self) -> Mapping[str, str | int]:
@@ -37,17 +37,17 @@ class ModelUnderTest(Protocol):
         ...
 
     def count(self, text: str) -> int:
-        """Tokens of a text, exactly or about."""
+        """Return the number of a text's tokens, exact or estimated."""
         ...
 
     def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
-        """Greedy answers of every arm that applies to the item.
+        """Return the greedy answers of every arm that applies to the item.
 
         Args:
             seed: of the random arm.
             probe: measure the distributions too, where that is possible.
 
         Raises:
-            NotMeasuredError: no answer, and why.
+            NotMeasuredError: there is no answer; the message says why.
         """
         ...

@@ -1,4 +1,4 @@
-"""Tables of items whose answers are known word for word: every arm against full prefill, over the same items."""
+"""Tables of items with known answers: every arm against full prefill, over the same items."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_known(record: Record) -> bool:
 
 
 def right_in_full(records: Iterable[Record]) -> list[Record]:
-    """Items that the model can do at all; the score of a session is that of the turns that it can do."""
+    """Return the items that the model can answer at all. A session's score is that of the turns it can answer."""
     return [
         replace(record, arms={name: entry | {"score": entry["held"]} for name, entry in record.arms.items() if entry})
         for record in records
@@ -47,7 +47,9 @@ def right_in_full(records: Iterable[Record]) -> list[Record]:
 
 
 def paired_cells(records: Iterable[Record], arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Per task and length and arm: means, and 95 % intervals of differences to full prefill or of means. JSON-ready."""
+    """Return per task, length and arm the means, and 95 % intervals of the differences to full prefill or of the means,
+    JSON-ready.
+    """
     cells: dict[Cell, list[Record]] = {}
     for record in records:
         if record.skipped is None and is_known(record):
@@ -82,7 +84,7 @@ def _measures(arm: Arm, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def paired_markdown(cells: Sequence[Mapping[str, Any]]) -> str:
-    """A row per cell and arm. In brackets: 95 % intervals, of the difference to full prefill where that has a value."""
+    """Return a row per cell and arm. Brackets hold 95 % intervals, of the difference to full prefill if there is."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     for cell in cells:
         for name, row in cell["arms"].items():

@@ -1,4 +1,4 @@
-"""Facts about people, and questions for them in other words: none that says something is in both."""
+"""Facts about people, and questions for them in other words. No content word occurs in both."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ _EMPTY = frozenset(
 
 
 def content_words(text: str) -> set[str]:
-    """The words of a text that say something, each by its first five letters: inflections count as the same word."""
+    """Return a text's content words by their first five letters, so that inflections count as the same word."""
     return {word[:5] for word in re.findall(r"[a-z]+", text.lower()) if word not in _EMPTY}

@@ -1,4 +1,4 @@
-"""The suite's plots. matplotlib is an extra: without it there are tables only."""
+"""The suite's plots. matplotlib is an extra; without it there are only tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLOURS = {"sparse": "#1f77b4", "paper": "#d62728", "random": "#888888", "recenc
 
 
 def plot_keeps(summary: Mapping[str, Any], file: Path) -> None:
-    """Accuracy over the share of chunks kept: a panel per task and length, a line per arm, the full prefill dashed."""
+    """Plot accuracy over the share of kept chunks: a panel per task and length, a line per arm, full prefill dashed."""
     cells = [cell for cell in summary["cells"] if len(cell["arms"]) > 1]
     if not cells:
         return
@@ -65,7 +65,7 @@ def _lines(arms: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
 
 
 def plot_depths(records: Iterable[Record], arms: Sequence[str], task: str, file: Path) -> None:
-    """Depth by length, a panel per arm: accuracy as colour and number."""
+    """Plot depth by length, a panel per arm, with accuracy as colour and number."""
     scores: dict[str, dict[Cell, list[float]]] = {arm: {} for arm in arms}
     for record in records:
         if record.cell.task == task and record.cell.depth is not None:
@@ -93,6 +93,6 @@ def plot_depths(records: Iterable[Record], arms: Sequence[str], task: str, file:
 
 
 def _save(figure: Any, file: Path) -> None:
-    """Text stays text and nothing depends on the day, so a plot that is made again is the same small file."""
+    """Save a plot with text as text and without a date. The same plot gives the same small file."""
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "plot"}):
         figure.savefig(file, metadata={"Date": None})

@@ -1,4 +1,4 @@
-"""One prompt and what every arm sees of it: the requests, and how much of what matters was kept."""
+"""The requests of every arm for one prompt, and the share of its gold that was kept."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Prompted:
         self._inspections: dict[RuleName, Inspection] = {}
 
     def inspection(self, rule: RuleName = "default") -> Inspection:
-        """The draft is asked once per rule, however many shares are kept."""
+        """Ask the draft once per rule, for all shares."""
         if rule not in self._inspections:
             options = SpecPrefillOptions(enabled=True, rule=rule)
             self._inspections[rule] = self.engine.inspect(self._request(options, "draft"))
@@ -106,7 +106,7 @@ class Prompted:
         return rankings.by_words(len(tokens), passages, CHUNK, self._question())
 
     def _question(self) -> str:
-        """The last paragraph of the last message, or the end of a long one."""
+        """Return the question: the last paragraph of the last message, or the end of a long one."""
         end = self.prompt.spans[-1].content_end if self.prompt.spans else len(self.prompt.tokens)
         asked = self.engine.pair.tokenizer.decode(self.prompt.tokens[max(0, end - QUESTION_TOKENS) : end])
         return str(asked).rsplit("\n\n", 1)[-1]
@@ -114,7 +114,7 @@ class Prompted:
     # --- measures ----------------------------------------------------------------------------------------------------
 
     def recall(self, arm: Arm, spans: Sequence[Span]) -> dict[str, float]:
-        """Share of the chunks with gold in them whose gold was kept."""
+        """Return the share of chunks with gold whose gold was kept."""
         if arm == FULL or not self.gold:
             return {}
         kept, gold = self.mask(spans), self.mask(self.gold)

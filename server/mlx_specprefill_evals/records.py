@@ -1,4 +1,4 @@
-"""Results on disk: one JSON object per line, only ever appended, so that an interrupted run loses one item at most."""
+"""Results on disk: one JSON object per line. Lines are only appended, so an interrupted run loses one item at most."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """Items of one task at one length and, where it is fixed, one depth."""
+    """The items of one task at one length and, where it is fixed, one depth."""
 
     task: str
     length: int
@@ -27,7 +27,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Record:
-    """One item. `arms`: per arm its score, answer, kept share and measures; `skipped` says why there is nothing."""
+    """One item. `arms` has per arm its score, answer, kept share and measures. `skipped` says why there are none."""
 
     cell: Cell
     number: int
@@ -38,10 +38,10 @@ class Record:
 class Records:
     """Args:
         file: None keeps everything in memory.
-        described: who answers, and what else must be the same for results to belong together.
+        described: the model and all other values that must be equal for results to belong together.
 
     Raises:
-        OtherRunError: the file holds results of something else.
+        OtherRunError: the file holds results of another model or corpus.
     """
 
     def __init__(self, file: Path | None, described: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Records:
         return record if record is not None and record.skipped is None else None
 
     def add(self, record: Record) -> None:
-        """Later arms of an item join earlier ones."""
+        """Add a record. Later arms of an item join earlier ones."""
         self._take(record)
         self._append(asdict(record))
 
@@ -81,7 +81,7 @@ class Records:
                 out.write(json.dumps(line) + "\n")
 
     def _end_last_line(self, file: Path) -> None:
-        """So that the next line does not join one that was cut off."""
+        """End an incomplete last line, so that the next one does not join it."""
         if not file.read_bytes().endswith(b"\n"):
             with file.open("a", encoding="utf-8") as out:
                 out.write("\n")
@@ -97,7 +97,7 @@ class Records:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """A last line that was cut off is left out."""
+    """Yield the lines without an incomplete last one."""
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             yield json.loads(text)

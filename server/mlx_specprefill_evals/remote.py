@@ -32,8 +32,8 @@ class RemoteModel:
         timeout: seconds for one answer.
 
     Raises:
-        UnreachableError: nobody answers at that address.
-        NotMeasuredError: what answers is not an OpenAI-compatible server.
+        UnreachableError: no server answers at that address.
+        NotMeasuredError: the server is not OpenAI-compatible.
     """
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None, timeout: float = 600) -> None:
@@ -50,7 +50,7 @@ class RemoteModel:
         return {"server": self._base, "model": self._model}
 
     def count(self, text: str) -> int:
-        """Estimated from one request's usage."""
+        """Return the number of tokens, estimated from one request's usage."""
         return math.ceil(len(text) / self._characters)
 
     def ask(self, item: Item, arms: Sequence[Arm], answer_tokens: int, seed: int, probe: bool) -> dict[Arm, Reply]:
@@ -59,7 +59,7 @@ class RemoteModel:
         return {arm: self._converse(item, {} if plain else _options(arm), answer_tokens) for arm in arms}
 
     def _converse(self, item: Item, options: Mapping[str, Any], answer_tokens: int) -> Reply:
-        """All turns, with the server's own answers in between; the last one counts."""
+        """Run all turns with the server's own answers in between. The last one counts."""
         messages: list[dict[str, str]] = []
         for turn in item.turns:
             messages.append({"role": "user", "content": turn.question})
@@ -117,7 +117,7 @@ def _text(body: Any) -> str:
 
 
 def _kept(body: Any) -> float | None:
-    """This project's account, where there is one."""
+    """Return the kept share from this project's report, None without one."""
     account = body.get("specprefill")
     if not isinstance(account, dict) or "kept_tokens" not in account:
         return None
@@ -125,7 +125,7 @@ def _kept(body: Any) -> float | None:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """The message of an OpenAI error body, else its beginning."""
+    """Return the message of an OpenAI error body, else the start of the body."""
     text = error.read().decode("utf-8", errors="replace")
     try:
         return str(json.loads(text)["error"]["message"])

@@ -1,4 +1,4 @@
-"""From records to tables: accuracy per cell and arm, differences where the dense baseline allows them."""
+"""Tables from records: accuracy per cell and arm, and differences where the dense baseline allows them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ HEADINGS = {"kept": "kept", "recall": "gold recall", "mass": "attention kept", "
 
 
 def summarise(records: Iterable[Record], arms: Sequence[Arm], by_depth: bool = False) -> dict[str, Any]:
-    """Cells with their arms, what was skipped, and `paired_cells` of known answers, of all and of those right in full.
+    """Return the cells with their arms, the skipped items, and `paired_cells` of all known answers and of those right
+    in full.
 
     JSON-ready.
 
@@ -53,7 +54,7 @@ def _cell(cell: Cell, records: Sequence[Record], arms: Sequence[Arm]) -> dict[st
 
 
 def _arm(name: str, records: Sequence[Record]) -> dict[str, Any]:
-    """Means over the items that have the arm; the difference only where full prefill can do the task."""
+    """Return the means over the arm's items, with a difference only if full prefill can do the task."""
     having = [record for record in records if record.arms.get(name)]
     if not having:
         return {}
@@ -74,7 +75,7 @@ def _arm(name: str, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def markdown(summary: Mapping[str, Any]) -> str:
-    """One table per arm kind and share would be many: one table, a row per cell and arm.
+    """Return one table with a row per cell and arm. One table per arm kind and share would be many.
 
     Cells of known answers have two of their own.
     """

@@ -1,4 +1,4 @@
-"""Rules by which answers are scored, each as its task was published; all return a number in [0, 1]."""
+"""The published scoring rules of the tasks. All return a number in [0, 1]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["all_values", "any_value", "every_value", "last_number", "list_f1"]
 
 
 def all_values(prediction: str, values: Sequence[str]) -> float:
-    """Share of the values that occur, whatever their case (RULER: string_match_all)."""
+    """Return the share of the values that occur, in any case (RULER: string_match_all)."""
     text = prediction.lower()
     return sum(value.lower() in text for value in values) / len(values)
 
@@ -33,7 +33,7 @@ def last_number(prediction: str, values: Sequence[str]) -> float:
 
 
 def list_f1(prediction: str, values: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall over the things named, out of all things that could be listed."""
+    """Return the harmonic mean of precision and recall over the named things, out of all that could be listed."""
     named = set(re.findall(r"[a-z]+", prediction.lower())) & set(words.ITEMS)
     right = len(named & set(values))
     return 2 * right / (len(named) + len(values)) if right else 0.0

@@ -14,13 +14,13 @@ RESAMPLES = 4000
 
 
 def paired_difference(full: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of other - full over the same items, and its 95 % interval by resampling the items."""
+    """Return the mean of other - full over the same items, and its 95 % interval by resampling the items."""
     differences = np.asarray(other, dtype=np.float64) - np.asarray(full, dtype=np.float64)
     return (float(differences.mean()), *interval(differences))
 
 
 def interval(values: Sequence[float] | npt.NDArray[np.float64]) -> tuple[float, float]:
-    """The 95 % interval of the mean by resampling the values."""
+    """Return the 95 % interval of the mean by resampling the values."""
     given = np.asarray(values, dtype=np.float64)
     picks = np.random.default_rng(0).integers(0, given.size, (RESAMPLES, given.size))
     low, high = np.quantile(given[picks].mean(axis=1), (0.025, 0.975))

@@ -1,4 +1,4 @@
-"""The run: every cell's items through every arm, whatever goes wrong with single items."""
+"""The run: every cell's items through every arm. A failed item does not end it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Source:
-    """Items of one cell by their number: the item, how its answer is scored, and how long it may be."""
+    """The items of one cell by number: the item, the score of its answer, and the longest answer."""
 
     cell: Cell
     get: Callable[[int], tuple[Item, Score]]
@@ -41,7 +41,7 @@ class Source:
 
 
 def choose_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Tasks of the table by name or group, and the names that are neither."""
+    """Return the table's tasks by name or group, and the names that are neither."""
     known = dict.fromkeys(task for name in names for task in GROUPS.get(name, (name,)) if task in TASKS)
     return list(known), [name for name in names if name not in GROUPS and name not in TASKS]
 
@@ -49,7 +49,7 @@ def choose_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
 def synthetic(
     names: Sequence[str], lengths: Sequence[int], depths: Sequence[float], model: ModelUnderTest
 ) -> Iterator[Source]:
-    """The cells of the table's tasks; depths only where the task has one place to put."""
+    """Return the cells of the table's tasks. Depths apply to tasks with one place to set."""
     for name in names:
         for length in lengths:
             for depth in depths if TASKS[name].has_depth and depths else (None,):
@@ -68,7 +68,7 @@ def _source(cell: Cell, model: ModelUnderTest) -> Source:
 
 
 def work(plan: Plan, sources: Sequence[Source], records: Records) -> Iterator[tuple[Cell, tuple[Arm, ...]]]:
-    """Every item that `run` would ask, by its cell, with the arms that it lacks."""
+    """Yield every item that `run` would ask, by its cell, with its missing arms."""
     for source in sources:
         for number in range(plan.seed, plan.seed + min(plan.number, source.size or plan.number)):
             if missing := _missing(plan, records.find(source.cell, number)):
@@ -78,10 +78,10 @@ def work(plan: Plan, sources: Sequence[Source], records: Records) -> Iterator[tu
 def run(
     plan: Plan, sources: Sequence[Source], model: ModelUnderTest, records: Records, tell: Callable[[Record], None]
 ) -> None:
-    """Measure what `records` does not hold yet; `tell` hears of every item.
+    """Measure the items that `records` lacks, and report every item to `tell`.
 
     Raises:
-        UnreachableError: several items in a row found nobody; what was measured is kept.
+        UnreachableError: no server answered several items in a row; the results so far are kept.
     """
     unanswered = 0
     for source in sources:
@@ -117,7 +117,7 @@ def _measured(plan: Plan, source: Source, model: ModelUnderTest, number: int, wa
 
 
 def _entry(reply: Reply | None, score: Score) -> dict[str, object]:
-    """An arm that does not apply to an item, like gold chunks where everything counts, has an empty entry."""
+    """Return a record's entry. One for an arm that does not apply, like gold chunks without gold, is empty."""
     if reply is None:
         return {}
     scored = score(reply.text) if reply.score is None else reply.score

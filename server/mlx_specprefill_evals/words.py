@@ -156,7 +156,7 @@ def is_held_out(word: str) -> bool:
 
 
 def invented_word(rng: random.Random, held_out: bool = False, syllables: int = 0) -> str:
-    """A lower-case word of 1-3 random syllables (2-3 for names) on the asked side of the held-out split."""
+    """Return a lower-case word of 1-3 random syllables (2-3 for names) on the requested side of the held-out split."""
     while True:
         count = syllables or rng.choice((1, 2, 2, 2, 3))
         parts = [rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(count)]
@@ -166,7 +166,7 @@ def invented_word(rng: random.Random, held_out: bool = False, syllables: int = 0
 
 
 def person(rng: random.Random, held_out: bool = False) -> str:
-    """A name: a common one, an invented one, or two words."""
+    """Return a name: a common one, an invented one, or two words."""
     given = HELD_OUT_GIVEN_NAMES if held_out else GIVEN_NAMES
     draw = rng.random()
     if draw < 0.35:
@@ -178,17 +178,17 @@ def person(rng: random.Random, held_out: bool = False) -> str:
 
 
 def firm(rng: random.Random, held_out: bool = False) -> str:
-    """The name of a company."""
+    """Return the name of a company."""
     return f"{invented_word(rng, held_out, 2).capitalize()} {rng.choice(FIRM_KINDS)}"
 
 
 def fill(rng: random.Random, frame: str, held_out: bool = False) -> str:
-    """One sentence: the frame with its slots drawn."""
+    """Return one sentence: the frame with its slots filled."""
     return frame.format_map(_Slots(rng, held_out))
 
 
 class _Slots(dict[str, str]):
-    """Draws a slot when the frame asks for it; a trailing digit makes a second, independent draw."""
+    """A mapping that draws a slot when the frame asks for it. A trailing digit makes a second, independent draw."""
 
     def __init__(self, rng: random.Random, held_out: bool) -> None:
         super().__init__()

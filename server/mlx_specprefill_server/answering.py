@@ -46,11 +46,11 @@ class AnswerRequest:
     Attributes:
         max_tokens: per answer; None: the remaining context.
         stops: strings that end the visible text; neither they nor what follows is shown.
-        output: what the text must look like; None: free text.
-        sampling: how tokens are sampled, and which of them end an answer.
-        thinking_budget: how many tokens of reasoning an answer may have; None: as many as it likes.
-        n: answers.
-        logprobs: None, or how many alternatives per token (0..20).
+        output: required form of the text; None: free text.
+        sampling: fields of sampling and of the tokens that end an answer.
+        thinking_budget: largest number of reasoning tokens per answer; None: no limit.
+        n: number of answers.
+        logprobs: number of alternatives per token (0..20), or None.
     """
 
     conversation: Conversation
@@ -78,8 +78,8 @@ async def start_answers(
     """Render the conversation and start its answers. The caller must close the generation.
 
     Raises:
-        InvalidRequestError, ContextLengthError: nothing has been started.
-        EngineClosedError: the engine takes nothing more.
+        InvalidRequestError, ContextLengthError: no answer has been started.
+        EngineClosedError: the engine takes no more requests.
     """
     if request.conversation.tools or request.tool_choice != "auto":
         tools, choice = resolve_tool_choice(request.conversation.tools, request.tool_choice)
@@ -112,7 +112,7 @@ async def count_tokens(service: Service, conversation: Conversation, choice: Too
     """Return the length of the prompt that `start_answers` would make.
 
     Raises:
-        InvalidRequestError: the conversation or the choice is at fault.
+        InvalidRequestError: the conversation or the tool choice is invalid.
     """
     tools, _ = resolve_tool_choice(conversation.tools, choice)
     return len((await service.prompts.chat(replace(conversation, tools=tools))).tokens)
@@ -182,7 +182,7 @@ def engine_request(
     """Return the engine's request for one answer to `prompt`, at most as long as the remaining context.
 
     Args:
-        field: of the body, which holds the prompt.
+        field: field of the body that holds the prompt.
 
     Raises:
         InvalidRequestError: the prompt has no tokens.

@@ -107,7 +107,7 @@ class Server(uvicorn.Server):
     its finish chunk and [DONE], and the engine stops.
 
     Attributes:
-        lost: why it ended by itself: nothing could be computed any more.
+        lost: reason why nothing could be computed any more, if the server ended by itself.
     """
 
     def __init__(self, config: uvicorn.Config, models: Models) -> None:

@@ -119,7 +119,7 @@ class Identity:
     Attributes:
         name: a digest of the key; empty on a server with at most one key.
         admin: sees the cached prompts and recent answers of all keys.
-        shares_cache: its cached prompts serve all keys.
+        shares_cache: all keys use its cached prompts.
     """
 
     name: str = ""

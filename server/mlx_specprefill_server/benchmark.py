@@ -1,7 +1,7 @@
 """Time to first token of a pair on this machine, sparse against full, for `mlx-specprefill bench`.
 
-Both arms go through the engine, as requests do, on the same real text, taking turns. The figures are medians over the
-repetitions; every single one is in the record.
+Both arms run through the engine as requests do, alternating, on the same real text. The figures are medians over the
+repetitions. The record has every repetition.
 """
 
 from __future__ import annotations

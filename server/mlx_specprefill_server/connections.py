@@ -1,7 +1,7 @@
 """Limits on connections before any key is checked: their number, the length of headers, and timeouts.
 
-uvicorn limits none of this over httptools. Its `limit_concurrency` answers every request with 503, also /health, once
-so many connections are open, so that silent ones would close the server to all others.
+uvicorn has none of these limits with httptools. Its `limit_concurrency` counts silent connections, and then answers
+every request with 503, also /health.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def raise_open_files_limit(connections: int) -> int:
     """Raise the limit on open files as far as needed and possible. Return the number of connections it allows.
 
     Raises:
-        DescriptorsError: too few, and what to do about it.
+        DescriptorsError: too few; the message names the remedy.
     """
     used = len(os.listdir(OPEN_FILES)) + RESERVED
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -34,8 +34,8 @@ class TextDelta:
     """Visible text.
 
     Attributes:
-        tokens: those that begin in the text; only when the request asks for logprobs or token ids.
-        start: place of the text among all generated characters, tags included; for the reader, not for the wire.
+        tokens: tokens that begin in the text; only if the request asks for logprobs or token ids.
+        start: place of the text among all generated characters, tags included; for the reader only.
     """
 
     text: str
@@ -82,7 +82,7 @@ class CallEnd:
 class CallBroken:
     """A call that turned out malformed after CallStart. It is not part of the answer, and no CallEnd follows.
 
-    Its raw text follows as TextDelta. Streams close what they had opened; whole answers leave the call out.
+    Its raw text follows as TextDelta. Streams close the open block; whole answers leave the call out.
     """
 
 

@@ -68,7 +68,7 @@ async def _model_of_body(request: Request, models: ModelsDep) -> AsyncIterator[S
 
 
 ModelDep = Annotated[Service, Depends(_model_of_body)]
-"""Behind the body in an endpoint's parameters: what has mistakes loads no model."""
+"""Declare after the body dependency, so that an invalid request never loads a model."""
 
 
 def body_of(

@@ -89,9 +89,9 @@ class LocalPair:
 
         Args:
             messages: as OpenAI's chat completions take them.
-            specprefill: True: sparse prefill, False: in full, None: sparse where it is predicted to save enough.
+            specprefill: True: sparse prefill; False: full prefill; None: sparse if it is predicted to save enough time.
             keep: share of the prompt's chunks to keep, in (0, 1]; None: the pair's.
-            on_text: gets the answer piece by piece, while it is written.
+            on_text: called with each new piece of the answer.
 
         Raises:
             InvalidRequestError: the conversation is malformed or does not fit the context.
@@ -157,11 +157,12 @@ def open_pair(
     """Load a pair as `mlx-specprefill serve` does. The first time, calibrate its draft.
 
     Args:
-        name: of a pair, like "demo" or "smollm2"; or `target` and `draft`: folders, GGUF files or repository ids.
-        settings: the server's, by name, like `max_rows=4`; the environment's MLX_SPECPREFILL_* count too.
+        name: name of a pair, like "demo" or "smollm2". Give `target` and `draft` instead for folders, GGUF files or
+            repository ids.
+        settings: the server's settings by name, like `max_rows=4`. MLX_SPECPREFILL_* variables apply too.
 
     Raises:
-        PairsError: neither a name nor a target, no such pair, or its models are not on this machine.
+        PairsError: there is neither a name nor a target, no such pair, or its models are not on this machine.
         SpecPrefillError: the models can't be loaded.
         TypeError: there is no such setting.
     """

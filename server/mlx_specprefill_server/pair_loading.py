@@ -33,7 +33,7 @@ __all__ = ["ONE_SHOT", "Tell", "load", "load_engine", "make_settings", "only_giv
 ONE_SHOT: dict[str, Any] = {"prefix_cache_size": 0, "densify": "off"}  # no later request would use the cache
 
 Tell = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
-"""Says what is being done while it lasts; what it gives takes how much of it is done, of models megabytes."""
+"""Context manager that announces a step and yields a callback(done, total); megabytes for models."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def make_settings(pair: Described, **given: Any) -> Settings:
     """Return the settings: options first, then the environment, the pair's own values and the built-in defaults.
 
     Args:
-        given: by the settings' names; None or empty: not given.
+        given: options by the settings' names; None or empty means not given.
     """
     options = only_given(given)
     known = Settings(**options).model_fields_set
@@ -79,14 +79,14 @@ def load(
 ) -> ModelPair:
     """Load the pair, with the calibrated heads of its draft where they are known.
 
-    Without a draft the target's own first layers score prompts, where it can be prefilled in stages.
+    Without a draft, the target's own first layers score prompts if it can be prefilled in stages.
 
     Args:
-        dtype: "auto": the pair's own, if it says one.
-        settings: where calibrations are kept; None: nowhere.
-        loaded: models of other pairs, which this one shares.
-        calibrate: measure them where they are not known.
-        ranks: over which the target is spread; where each has some of its layers, only a draft model can score prompts.
+        dtype: "auto": the pair's own, if it has one.
+        settings: settings with the folder of calibrations; None: nothing is stored.
+        loaded: models of other pairs that this one can share.
+        calibrate: measure unknown calibrations.
+        ranks: the ranks that share the target. If each has some of its layers, only a draft model can score prompts.
     """
     names = pair.target if pair.draft in (None, "self") else f"{pair.target} and {pair.draft}"
     heads = None if pair.heads is None else Path(pair.heads)

@@ -43,7 +43,7 @@ class Report:
         prompt_tokens: of all prompts together.
         answers: how many ends will come.
         copies: how many answers each prompt gets; they come one after the other in the order of prompts.
-        warnings: what of the request is not done.
+        warnings: sentences about parts of the request that are not followed.
     """
 
     def __init__(self, prompt_tokens: int, answers: int = 1, copies: int = 1, warnings: Sequence[str] = ()) -> None:
@@ -201,8 +201,8 @@ def _rates(name: str, count: int, ms: float) -> dict[str, float]:
 class ProgressReporter:
     """A choice of the prefill steps that one stream reports.
 
-    A client that asked for progress gets every step. The others get none of a prefill that takes less than PROGRESS_S
-    seconds, and one step in so many of a longer one: a sign of life that says how long it will take.
+    A client that asked for progress gets every step. Other clients get one step per PROGRESS_S seconds, as a sign of
+    life with an estimate of the remaining time.
 
     Args:
         asked: whether the client asked for progress.
@@ -229,8 +229,7 @@ class ProgressReporter:
     def _body(self, event: Progress, now: float) -> dict[str, Any]:
         """Return llama.cpp's progress object, in which `processed` includes `cache`.
 
-        `stage` says of which model it speaks: the draft reads the whole prompt, the target what is cached or was
-        selected.
+        `stage` names the model: the draft reads the whole prompt, the target the cached and the selected tokens.
         """
         cached = event.cached or 0
         if event.stage == "prefill":

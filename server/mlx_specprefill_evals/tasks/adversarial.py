@@ -1,4 +1,4 @@
-"""Eight tests meant to break a selection: exact strings, records that look alike, code, rules with exceptions."""
+"""Eight adversarial tests of a selection: exact strings, records that look alike, code, rules with exceptions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _json(rng: random.Random, space: Space) -> Item:
 
 
 def _namesake_free(rng: random.Random, number: int, names: set[str]) -> str:
-    """A record of somebody else than `names`, which grows: what stands behind a name tells whose record it is."""
+    """Return a record of somebody outside `names`, and add the name. The text after a name reveals its record."""
     while True:
         piece = facts.record(rng, True, number).pieces[0]
         name = json.loads(piece)["name"]
@@ -95,7 +95,7 @@ def _collection(
 
 
 def _code_bug(rng: random.Random, space: Space) -> Item:
-    """A module in which one function does not do what its docstring says."""
+    """Return a module in which one function contradicts its docstring."""
     kind, _, wrong = rng.choice(CODE)
     name = kind.format(words.invented_word(rng, True, syllables=2))
     bug = _function(name, wrong)

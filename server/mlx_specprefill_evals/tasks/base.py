@@ -18,12 +18,12 @@ OVERHEAD = 24  # tokens that a chat template and the line between document and q
 
 @dataclass(frozen=True)
 class Known:
-    """An answer that is known word for word, so that it need not be generated to be judged.
+    """A word-for-word answer, which can be judged without being generated.
 
     Attributes:
-        opening: how the answer begins; the model is given it, and nothing of it is measured.
-        answer: what follows.
-        raw: the last question is no message but text to go on with, without a chat template.
+        opening: beginning of the answer; the model is given it, and it is not measured.
+        answer: rest of the answer.
+        raw: the last question is a text to continue, without a chat template.
     """
 
     opening: str
@@ -33,11 +33,11 @@ class Known:
 
 @dataclass(frozen=True)
 class Item:
-    """One conversation to have with a model.
+    """One conversation with a model.
 
     Attributes:
         turns: questions in order; the first one comes with the document. The last answer is the one that is scored.
-        values: what scoring looks for.
+        values: texts that scoring looks for.
         gold: passages of the document that the last answer needs; none where it needs the document as a whole.
         known: the last answer word for word, where there is only one.
         earlier: the conversation's turns before this one, where they are judged as well; each goes on from the last.
@@ -52,14 +52,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Space:
-    """The room for a document: prompt tokens at most, how to count them, and the place of the needle if it is fixed."""
+    """The room for a document: the limit in prompt tokens, the counter, and the needle's place if it is fixed."""
 
     length: int
     count: Count
     depth: float | None = None
 
     def without(self, *texts: str) -> int:
-        """Tokens left beside these texts and the template."""
+        """Return the tokens left beside these texts and the template."""
         return self.length - OVERHEAD - sum(self.count(text) for text in texts)
 
 
@@ -71,7 +71,7 @@ class Task:
         make: an item from a source of randomness and the room for it.
         score: answer and values to a number in [0, 1].
         answer_tokens: longest answer.
-        has_depth: whether `Space.depth` places what is asked for.
+        has_depth: whether `Space.depth` sets the place of the fact.
     """
 
     make: Callable[[random.Random, Space], Item]
@@ -81,12 +81,12 @@ class Task:
 
 
 def make_item(task: Task, name: str, seed: int, space: Space) -> Item:
-    """The item of that number; the same one on every machine with the same tokenizer."""
+    """Return the item of that number. It is the same on every machine with the same tokenizer."""
     return task.make(random.Random(f"{name}/{seed}/{space.length}/{space.depth}"), space)
 
 
 def asked_about(document: str, fact: Fact | Whole) -> Item:
-    """The document, and after it the question."""
+    """Return the document, followed by the question."""
     gold = fact.pieces if isinstance(fact, Fact) else fact.passages
     turn = Turn(f"{document}\n\n{fact.turn.question}", fact.turn.answer)
     return Item((turn,), fact.values, gold)
@@ -100,7 +100,7 @@ def within(
     depths: Sequence[float] | None = None,
     others: Sequence[str] = (),
 ) -> Item:
-    """A fact in filler, at the given depths, with other facts at random places."""
+    """Return a fact in filler at the given depths, with other facts at random places."""
     places = depths if depths is not None else _places(rng, space, len(fact.pieces))
     mixed = sorted([*zip(places, fact.pieces, strict=True), *((rng.random(), other) for other in others)])
     budget = space.without(fact.turn.question)
@@ -115,7 +115,7 @@ def within_prose(
     depths: Sequence[float] | None = None,
     others: Sequence[str] = (),
 ) -> Item:
-    """The same in templated prose that training leaves out."""
+    """Return a fact in templated prose that training leaves out."""
     return within(rng, space, fact, iter(lambda: haystack.prose(rng, True), ""), depths, others)
 
 

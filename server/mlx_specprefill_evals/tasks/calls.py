@@ -1,4 +1,4 @@
-"""A tool's arguments, which are copied from what another tool has found."""
+"""A tool's arguments, copied from another tool's result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP = 6  # lines of one file at most
 
 @dataclass(frozen=True)
 class _Found:
-    """A function's definition in the standard library, as a search shows it."""
+    """A function's definition in the standard library, in the form of a search result."""
 
     name: str
     path: str
@@ -36,13 +36,13 @@ class _Found:
 
     @property
     def short(self) -> str:
-        """Below its file's name."""
+        """Return the line in the form used below its file's name."""
         return f"{self.number}: {self.text}"
 
 
 @lru_cache(maxsize=1)
 def _found() -> tuple[_Found, ...]:
-    """Functions whose names are defined once, by file and place."""
+    """Return the functions whose names are defined once, by file and place."""
     found = [
         _Found(node.name, f"{module.name.replace('.', '/')}.py", node.lineno, lines[node.lineno - 1].strip()[:120])
         for module in corpus.modules()
@@ -57,20 +57,20 @@ def _found() -> tuple[_Found, ...]:
 
 @lru_cache(maxsize=1)
 def _files() -> tuple[tuple[_Found, ...], ...]:
-    """The same by file, where there are several."""
+    """Return the files with several of these functions."""
     files = (tuple(found) for _, found in groupby(_found(), lambda one: one.path))
     return tuple(found for found in files if len(found) > 1)
 
 
 def _tool_call(rng: random.Random, space: Space) -> Item:
-    """The path and the line of one definition among many that a search has found, as a call's arguments."""
+    """Return a question for one definition among many search results: its path and line as a call's arguments."""
     asked = rng.choice(_found())
     others = [[one.line] for one in rng.sample(_found(), len(_found())) if asked.name not in one.line]
     return _item(rng, space, asked, [asked.line], [asked.line], others)
 
 
 def _tool_call_grouped(rng: random.Random, space: Space) -> Item:
-    """The same where lines stand below the name of their file."""
+    """Return the same question where lines stand below the name of their file."""
     files = rng.sample(_files(), len(_files()))
     shown = [[found[0].path, *(one.short for one in found[:GROUP])] for found in files]
     asked = rng.choice(files[0][1:GROUP])
@@ -81,7 +81,7 @@ def _tool_call_grouped(rng: random.Random, space: Space) -> Item:
 def _item(
     rng: random.Random, space: Space, asked: _Found, own: list[str], gold: list[str], others: list[list[str]]
 ) -> Item:
-    """Lines that belong together, as many as fit, in a random order."""
+    """Return an item with as many groups of lines as fit, in a random order."""
     call = json.dumps({"name": "read_file", "arguments": {"path": asked.path, "line": asked.number}})
     opening, question = call[: call.index(asked.path)], ASK.format(asked.name)
     left, pieces = int(JOINED * space.without(SEARCHED, *own, question, call)), []

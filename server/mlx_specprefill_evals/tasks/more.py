@@ -1,4 +1,4 @@
-"""Counting, listing, following updates, two questions in a row, and choosing among tools."""
+"""Tasks of counting, listing, following updates, two questions in a row, and choosing among tools."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TOOLS, REPEATED = 40, 4
 
 
 def _needle(rng: random.Random, space: Space) -> Item:
-    """The acceptance test: filler of one or two kinds."""
+    """Return the acceptance test: filler of one or two kinds."""
     kinds = rng.sample(sorted(haystack.FILLERS), rng.choice((1, 2)))
     filler = iter(lambda: haystack.FILLERS[rng.choice(kinds)](rng, True), "")
     return within(rng, space, facts.number_needle(rng, True), filler)
 
 
 def _needle_in_repeats(rng: random.Random, space: Space) -> Item:
-    """The same in four pieces of filler that repeat: text as people make it by copying."""
+    """Return the acceptance test in four repeating pieces of filler, like text that people copy."""
     kinds = sorted(haystack.FILLERS)
     pool = [haystack.FILLERS[rng.choice(kinds)](rng, True) for _ in range(REPEATED)]
     return within(rng, space, facts.number_needle(rng, True), cycle(pool))
@@ -45,7 +45,7 @@ def _order_tracking(rng: random.Random, space: Space) -> Item:
 
 
 def _two_turns(rng: random.Random, space: Space) -> Item:
-    """Two needles; the second question comes after the first one is answered and needs another place."""
+    """Return two needles. The second question follows the first answer and needs another place."""
     first, second = facts.number_needle(rng, True), facts.number_needle(rng, True)
     item = within_prose(rng, space, second, others=first.pieces)
     document = item.turns[0].question.removesuffix(second.turn.question)
@@ -54,7 +54,7 @@ def _two_turns(rng: random.Random, space: Space) -> Item:
 
 
 def _tool_choice(rng: random.Random, space: Space) -> Item:
-    """Definitions of 40 tools, or as many as fit, then prose."""
+    """Return definitions of 40 tools, or as many as fit, then prose."""
     fact = facts.tool(rng, True)
     left = space.without(fact.turn.question, *fact.pieces)
     definitions = list(fact.pieces)

@@ -1,4 +1,4 @@
-"""Tasks on real text: what comes with the running Python, asked about in ways that have one right answer.
+"""Tasks on real text from the running Python. Each question has one right answer.
 
 Answers are known word for word and judged without generating them: right is an answer of which every token is the
 likeliest one. A document fills its length with paragraphs, or lines of code, in the order in which they were written,
@@ -46,7 +46,7 @@ _PLAIN = re.compile(r"[A-Z][A-Za-z0-9 ,;()'-]+\.")
 
 @dataclass(frozen=True)
 class _Sentence:
-    """`index`: of its paragraph."""
+    """A sentence, with `index`, the number of its paragraph."""
 
     text: str
     index: int
@@ -71,7 +71,7 @@ def _sentences() -> tuple[_Sentence, ...]:
 
 
 def _around(rng: random.Random, index: int, budget: int, space: Space) -> str:
-    """A document of `budget` tokens in which that paragraph lies at a random depth."""
+    """Return a document of `budget` tokens with that paragraph at a random depth."""
     every, budget = corpus.paragraphs(), int(budget * JOINED)
     before: list[str] = []
     after = [every[index].text]
@@ -89,7 +89,7 @@ def _around(rng: random.Random, index: int, budget: int, space: Space) -> str:
 def _document_with(
     rng: random.Random, space: Space, phrase: Callable[[_Sentence], str], question: str
 ) -> tuple[_Sentence, str]:
-    """A sentence and a document around it that holds a phrase of the sentence only once."""
+    """Return a sentence, and a document around it in which a phrase of the sentence occurs only once."""
     while True:
         sentence = rng.choice(_sentences())
         document = _around(rng, sentence.index, space.without(question, sentence.text), space)
@@ -98,7 +98,7 @@ def _document_with(
 
 
 def _copy(rng: random.Random, space: Space) -> Item:
-    """Go on with a sentence of the text."""
+    """Ask for the rest of a sentence of the text."""
     lead = '\n\nThe text above says: "'
     sentence, document = _document_with(rng, space, lambda s: " ".join(s.words[:LED_BY]), lead)
     words = sentence.words
@@ -108,7 +108,7 @@ def _copy(rng: random.Random, space: Space) -> Item:
 
 
 def _quote(rng: random.Random, space: Space) -> Item:
-    """Quote the sentence that contains a few words: what is quoted comes before them."""
+    """Ask for the sentence that contains a few words. The answer begins before them."""
     while True:
         sentence, document = _document_with(rng, space, _shown, ASKED[0])
         if document.count(_opened(sentence)) == 1:
@@ -126,7 +126,7 @@ def _opened(sentence: _Sentence) -> str:
 
 
 def _quoted(sentence: _Sentence, ask: str = ASKED[0]) -> tuple[str, Known]:
-    """A question for a sentence by words from its middle, and the answer, which begins with words before those."""
+    """Return a question for a sentence by words from its middle, and the answer, which begins with earlier words."""
     words = sentence.words
     question = ask.format(_shown(sentence))
     opening = f'The sentence is: "{_opened(sentence)}'
@@ -134,7 +134,7 @@ def _quoted(sentence: _Sentence, ask: str = ASKED[0]) -> tuple[str, Known]:
 
 
 def _session(rng: random.Random, space: Space) -> Item:
-    """Five quotations of one document, one after the other."""
+    """Ask for five quotations of one document, one after the other."""
     while True:
         sentence = rng.choice(_sentences())
         document = _around(rng, sentence.index, space.without(*ASKED * 2) - 24 * len(ASKED), space)
@@ -155,7 +155,7 @@ def _session(rng: random.Random, space: Space) -> Item:
 
 
 def _paraphrase(rng: random.Random, space: Space) -> Item:
-    """A fact about somebody, asked for in other words, among facts about others."""
+    """Ask in other words for a fact about somebody, among facts about others."""
     facts, names = rng.sample(paraphrases.FACTS, PEOPLE), rng.sample(GIVEN_NAMES, PEOPLE)
     said = [f"{name} {fact}." for name, (fact, _) in zip(names, facts, strict=True)]
     question = f"{facts[0][1]} Quote what the text says about this person."
@@ -169,12 +169,12 @@ def _paraphrase(rng: random.Random, space: Space) -> Item:
 
 
 def _continued(text: str, answer: str, gold: Sequence[str]) -> Item:
-    """Text to go on with."""
+    """Return a text to continue."""
     return Item((Turn(text, answer),), (answer.strip(),), tuple(gold), Known("", answer, raw=True))
 
 
 def answered(question: str, opening: str, answer: str, gold: Sequence[str]) -> Item:
-    """A message, and how its answer goes on after the opening."""
+    """Return an item of one question whose answer is known after the opening."""
     return _known((Turn(question, opening + answer),), Known(opening, answer), gold)
 
 
@@ -196,7 +196,7 @@ def _index() -> bm25.Index:
 
 
 def _cloze(rng: random.Random, space: Space) -> Item:
-    """The next word of a sentence, whose paragraph lies among those that are most like it."""
+    """Ask for the next word of a sentence. Its paragraph is among those most like it."""
     lead = '\n\nThe text above says: "'
     while True:
         sentence = rng.choice(_sentences())
@@ -211,7 +211,7 @@ def _cloze(rng: random.Random, space: Space) -> Item:
 
 
 def _missing_word(words: Sequence[str]) -> int | None:
-    """The rarest one that may be asked for, by the paragraphs that have it: what one can't know without the text."""
+    """Return the rarest allowed word, by the number of paragraphs with it. Only the text can reveal it."""
     allowed = [
         place
         for place, word in enumerate(words)
@@ -226,7 +226,7 @@ def _most_like(text: str) -> Iterator[str]:
 
 
 def _among(rng: random.Random, own: str, others: Iterator[str], budget: int, space: Space) -> str:
-    """One text in a random order of as many others as fit, not as the last."""
+    """Return one text in a random order of as many others as fit, not as the last."""
     left, found = int(budget * JOINED) - space.count(own + "\n\n"), []
     for text in others:
         size = space.count(text + "\n\n")
@@ -245,7 +245,7 @@ def _among(rng: random.Random, own: str, others: Iterator[str], budget: int, spa
 
 @lru_cache(maxsize=1)
 def _by_label() -> dict[str, tuple[str, ...]]:
-    """Sentences by the topic or module that they are about, each once, where there are enough."""
+    """Return sentences by their topic or module, each once, for labels with enough of them."""
     sources: dict[str, str] = {}
     for paragraph in corpus.paragraphs():
         for text in corpus.sentences(paragraph):
@@ -258,7 +258,7 @@ def _by_label() -> dict[str, tuple[str, ...]]:
 
 
 def _many_shot(rng: random.Random, space: Space) -> Item:
-    """Which topic or module a sentence is about, from sentences with their labels."""
+    """Ask for a sentence's topic or module, from sentences with their labels."""
     labels = rng.sample(sorted(_by_label()), len(_by_label()))
     shots, chosen, size = [], 0, 0
     for label in labels:
@@ -283,7 +283,7 @@ def _shot(text: str, label: str) -> str:
 
 
 def _filled(rng: random.Random, shots: Sequence[list[str]], budget: int, space: Space) -> list[str]:
-    """Examples of all labels in turn, as many as fit, shuffled."""
+    """Return shuffled examples of all labels in turn, as many as fit."""
     given: list[str] = []
     left, turn, waiting = int(budget * JOINED), 0, [list(own) for own in shots]
     while any(waiting):
@@ -315,7 +315,7 @@ class _Call:
 
 @lru_cache(maxsize=1)
 def _calls() -> tuple[_Call, ...]:
-    """Calls on one line of functions of the same module that are defined earlier and are not mentioned in between."""
+    """Return one-line calls of functions of the same module that are defined earlier and not mentioned in between."""
     return tuple(call for module in corpus.modules() for call in _calls_in(module))
 
 
@@ -339,7 +339,7 @@ def _calls_in(module: Module) -> Iterator[_Call]:
 
 
 def _called(node: ast.AST) -> str:
-    """The name of the function, or of the object's own method, that is called with arguments."""
+    """Return the name of the called function, or of the object's own method."""
     if not isinstance(node, ast.Call) or not node.args or node.keywords:
         return ""
     match node.func:
@@ -358,7 +358,7 @@ def _as_declared(call: ast.Call, helper: ast.FunctionDef) -> bool:
 
 
 def _code(rng: random.Random, space: Space) -> Item:
-    """The arguments of a call, whose function is defined far above and mentioned nowhere else."""
+    """Ask for the arguments of a call. Its function is defined far above and mentioned nowhere else."""
     least, most = (share * CHARACTERS * space.length for share in FAR)
     near = [call for call in _calls() if least <= call.arguments - call.defined <= most]
     for call in rng.sample(near, len(near)):
@@ -371,7 +371,7 @@ def _code(rng: random.Random, space: Space) -> Item:
 
 
 def _lines_before(source: str, end: int, budget: int, space: Space) -> str:
-    """The last lines of the source before a place, as many as fit; the last one is cut there."""
+    """Return the last lines of the source before a place, as many as fit, cut at the place."""
     lines = source[:end].splitlines(keepends=True)
     left, first = int(budget * JOINED), len(lines)
     while first and (size := space.count(lines[first - 1])) <= left:

@@ -1,7 +1,7 @@
 """The thirteen tasks of RULER (arXiv 2404.06654), rebuilt without its word lists, essays and data sets.
 
-What is kept: what is hidden, how often and how it is scored. What differs: wording, names and numbers of six digits,
-prose of our own instead of essays, and questions over synthetic documents. Never compare with published figures.
+The hidden facts, their number and the scoring are those of RULER. The wording, names, six-digit numbers, prose in place
+of essays and synthetic documents are our own. Never compare the results with published figures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _four_keys(rng: random.Random, space: Space) -> Item:
 
 
 def _needles_only(build: Build, rng: random.Random, space: Space) -> Item:
-    """Every line is a needle; one is asked for."""
+    """Return a document in which every line is a needle."""
     asked = build(rng, True)
     return within(rng, space, asked, iter(lambda: "\n" + build(rng, True).pieces[0], ""))
 
@@ -45,7 +45,7 @@ def _chain(rng: random.Random, space: Space) -> Item:
 
 
 def _documents(build: Build, rng: random.Random, space: Space) -> Item:
-    """The paragraphs that answer, among paragraphs of the same kind about others."""
+    """Return the paragraphs with the answer, among paragraphs of the same kind about others."""
     return within(rng, space, build(rng, True), _paragraphs(rng))
 
 

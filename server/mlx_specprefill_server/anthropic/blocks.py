@@ -1,6 +1,6 @@
 """Translation of Anthropic's content blocks and tools to OpenAI's messages.
 
-Refusals name the place in the request. What only the provider's own servers can have made or can read is left out.
+Refusals name the place in the request. Blocks that only the provider's servers can make or read are left out.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def _texts(block: dict[str, Any], where: str, of_a_tool: bool = False) -> list[s
     """Return the texts of a block that a template can show.
 
     Raises:
-        InvalidRequestError: it is not text, no tool's result says so in its place, and leaving it out would change what
-            the conversation means.
+        InvalidRequestError: the block is not text, is no part of a tool's result, and leaving it out would change the
+            conversation's meaning.
     """
     match block["type"]:
         case "text":

@@ -103,7 +103,7 @@ def choose(
 ) -> Pair:
     """Return the pair that the options name. The default is the real model where it is installed, else the bundled one.
 
-    A named pair can be given itself as the draft, which is what `no_draft` means.
+    `no_draft` makes the target of a named pair its own draft.
 
     Raises:
         PairsError: no such pair, or an unreadable file.

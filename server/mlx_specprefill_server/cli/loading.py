@@ -20,10 +20,10 @@ __all__ = ["load", "load_engine"]
 def load(pair: Pair, dtype: DtypeName, settings: Settings | None = None, *, calibrate: bool = False) -> ModelPair:
     """Load a pair as `pair_loading.load` does, and announce each step on standard error.
 
-    A repository id that is not on this machine is fetched as `pull` does.
+    A missing repository is fetched as `pull` does.
 
     Raises:
-        OptionError: the disk or the memory has no room for what is missing.
+        OptionError: the disk or the memory has no room for the missing files.
         HubError: it can't be fetched.
     """
     fetch_missing(pair)
@@ -41,7 +41,7 @@ def load_engine(
 ) -> Engine:
     """Load a pair into an engine as `pair_loading.load_engine` does, and announce each step.
 
-    On several machines mlx-lm fetches what is missing, because what a model takes of each one's memory is not known
+    On several machines mlx-lm fetches missing files, because the memory that a model takes of each one is not known
     before.
 
     Raises:

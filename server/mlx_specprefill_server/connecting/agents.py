@@ -45,10 +45,10 @@ class Setup:
     """The settings that connect one agent to one server.
 
     Attributes:
-        files: what each has to say; none where the agent keeps its settings elsewhere.
-        environment: variables that it has to be started with.
+        files: required values of each file; none if the agent keeps its settings elsewhere.
+        environment: variables for its start.
         notes: sentences for its user.
-        defaults: what a file needs as well if it does not say it yet.
+        defaults: further values, for a file that lacks them.
     """
 
     files: Mapping[Path, Values] = field(default_factory=dict)

@@ -47,12 +47,12 @@ def edited(content: bytes, path: Path, values: Values, defaults: Values) -> str:
     """Return the content of the file with the values in it.
 
     Args:
-        values: tables are merged with those that are there. A list of one table changes the entry of the same `name`,
-            or becomes the first entry. Everything else replaces what is there.
-        defaults: what the file gets as well if it does not say it yet.
+        values: tables are merged with existing ones. A list of one table changes the entry of the same `name`,
+            or becomes the first entry. Every other value replaces the existing one.
+        defaults: further values, if the file lacks them.
 
     Raises:
-        ConfigurationError: the content can't be read, or something of it would be lost.
+        ConfigurationError: the content can't be read, or a part of it would be lost.
     """
     load = _FORMATS[path.suffix]
     try:

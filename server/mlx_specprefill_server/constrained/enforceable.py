@@ -31,8 +31,8 @@ class EnforceableSchema:
     """The part of a schema that can be enforced.
 
     Attributes:
-        schema: the rest. A oneOf of which at most one branch can be met is an anyOf, which is the same.
-        left_out: what is missing, one sentence for each.
+        schema: the schema without the other parts. A oneOf of exclusive branches becomes an anyOf, which is the same.
+        left_out: a sentence for each part that was left out.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ def _arguments(lark: Lark, tool: Tool) -> str:
 def _closed(schema: Schema) -> Schema:
     """Return the schema without undescribed members. A tool can't use them, and a model may write them without end.
 
-    JSON schema allows them unless it is told otherwise; schemas that are put together from others stay as they are.
+    JSON schema allows them by default. Schemas composed of others stay unchanged.
     """
     out = dict(schema)
     if isinstance(items := schema.get("items"), dict):

@@ -24,10 +24,10 @@ class Lark:
     """A grammar under construction. Its methods return names that other rules can refer to.
 
     Args:
-        special: the tokenizer's added tokens: in a literal they stand for themselves, not for their spelling.
+        special: the tokenizer's added tokens. In a literal they stand for themselves, not for their spelling.
 
     Attributes:
-        warnings: what of the schemas is not enforced, in sentences.
+        warnings: sentences about parts of schemas that are not enforced.
     """
 
     def __init__(self, special: Mapping[str, int]) -> None:
@@ -77,10 +77,10 @@ class Lark:
         """Return a schema without the keywords that can't be enforced.
 
         Args:
-            whose: what messages call the schema, besides `field`.
+            whose: name of the schema in messages, besides `field`.
 
         Raises:
-            InvalidRequestError: `strict`, and there are some: says which and where.
+            InvalidRequestError: `strict`, and the schema has such keywords. The message names them and their places.
         """
         found = EnforceableSchema(schema)
         told = [f"{field or 'schema'}: {whose}{sentence}" for sentence in found.left_out]

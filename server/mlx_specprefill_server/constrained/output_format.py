@@ -40,7 +40,7 @@ class OutputFormat:
     Attributes:
         value: a schema (dict), a regular expression, a Lark grammar, or texts to choose from; for "json_object" unused.
         strict: parts of a schema that can't be enforced are refused, not ignored with a warning.
-        field: what errors name.
+        field: name of the field in errors.
     """
 
     kind: Kind
@@ -78,8 +78,8 @@ def constraint_of(
 ) -> Constraint:
     """Return the grammar of the whole answer after its reasoning, where `output` or `tool_choice` asks for one.
 
-    Forced calls leave no room for other text. When calls are merely possible, the answer is either calls or what
-    `output` says; a grammar of the client's own is the whole answer.
+    Forced calls leave no room for other text. With optional calls, the answer is either calls or text in the form of
+    `output`. The client's own grammar describes the whole answer.
 
     Args:
         tools: OpenAI's function tools.
@@ -87,10 +87,10 @@ def constraint_of(
         parallel: more than one call is possible.
         reasoning_end: the tokens that end the reasoning, if the answer begins with some.
         special: the tokenizer's added tokens and their ids; markers among them are tokens, not text.
-        warnings: gets what of the schemas is not enforced.
+        warnings: list that gets a sentence for each part of a schema that is not enforced.
 
     Raises:
-        InvalidRequestError: the named tool is not there, or calls are forced that the model can't make.
+        InvalidRequestError: the named tool does not exist, or the model can't make the forced calls.
     """
     forced = forced_tools(tools, tool_choice)
     if output is not None and output.kind == "grammar" and not forced:

@@ -39,7 +39,7 @@ def read_choice(given: str | dict[str, Any]) -> ToolChoice:
     """Return OpenAI's `tool_choice`, in the form of chat completions or of responses.
 
     Raises:
-        InvalidRequestError: it is none, or a choice among tools that only the provider has.
+        InvalidRequestError: the value is no tool choice, or names tools that only the provider has.
     """
     match given:
         case "auto" | "none" | "required":
@@ -58,7 +58,7 @@ def _allowed_tools(given: Mapping[str, Any]) -> AllowedTools:
     """Read OpenAI's object with `mode` and `tools`. Tools other than functions are the provider's own and left out.
 
     Raises:
-        InvalidRequestError: it is no such object.
+        InvalidRequestError: the value is no such object.
     """
     mode, tools = given.get("mode"), given.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, list):
@@ -80,7 +80,7 @@ def resolve_tool_choice(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tupl
     """Return the tools that the model sees, and the remaining choice among them.
 
     Raises:
-        InvalidRequestError: a tool is allowed that is not there.
+        InvalidRequestError: an allowed tool does not exist.
     """
     match choice:
         case "none":

@@ -1,6 +1,6 @@
 """The bridge between the MLX thread and the event loop: requests go in, answer deltas come out.
 
-Events arrive through `ThreadsafeCalls`; everything else here runs on the event loop.
+Events arrive through `ThreadsafeCalls`. Everything else in this module runs on the event loop.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class AnswerSpec:
 
     Attributes:
         reader: makes the reader of the answer.
-        follows: None, or the number of an earlier spec with the same prompt: this one starts when that one's prompt
-            has been read, and finds it in the engine's cache.
+        follows: number of an earlier spec with the same prompt, or None. This answer starts when that prompt has been
+            read, and finds it in the engine's cache.
     """
 
     request: GenerationRequest
@@ -88,7 +88,7 @@ class Generation:
     """The answers to one HTTP request. Its owner must `close` it in every case.
 
     Attributes:
-        warnings: what of the request is not done, in sentences.
+        warnings: sentences about parts of the request that are not followed.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Generation:
     async def stream(self) -> AsyncIterator[tuple[int, AnswerDelta]]:
         """Yield every answer's deltas with its number. Each ends with one AnswerDone, also if the engine dies.
 
-        An Idle comes after KEEP_ALIVE_S without a delta, Progress aside: most clients see no Progress.
+        An Idle comes after KEEP_ALIVE_S without a delta other than Progress: most clients see no Progress.
         """
         idle = KeepAliveTimer(self._loop, KEEP_ALIVE_S, self._nothing_came)
         try:
@@ -326,8 +326,8 @@ class Generation:
 class ThreadsafeCalls:
     """Calls on one event loop, in the order in which any thread posted them.
 
-    A step of the engine makes one event per running answer. Waking the loop for each of them costs the MLX thread a
-    system call, at which it gives the interpreter away while it has work for the device.
+    A step of the engine makes one event per running answer. Waking the loop for each event costs the MLX thread a
+    system call, which releases the interpreter while the device waits for work.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

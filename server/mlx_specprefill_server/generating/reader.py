@@ -31,16 +31,16 @@ class AnswerReader:
     """A reader of one answer. Stop strings end its visible text; without `parallel`, so does the first call.
 
     Args:
-        end_ids: token ids that count, but are no part of the text.
-        forced: the answer is calls and nothing else. It ends before a call that was made already, and has no text,
-            which could only be half of a call.
+        end_ids: token ids that count but add no text.
+        forced: the answer is calls only. It ends before a repeated call. Text, which could only be half a call, is
+            dropped.
         with_tokens: each delta carries the tokens that begin in its text.
         every_token: tokens at the very end that decode to nothing come with an empty text.
 
     Attributes:
-        over: nothing of what may still come is wanted; the engine can stop.
-        completion_tokens: up to the one that completed a stop string.
-        read_tokens: those of them whose text has been read.
+        over: no further token is wanted; the engine can stop.
+        completion_tokens: number of tokens, up to the one that completed a stop string.
+        read_tokens: number of tokens whose text has been read.
     """
 
     def __init__(

@@ -34,16 +34,16 @@ class Entry:
     """A known model. Used on the event loop; the loading thread replaces `progress`.
 
     Attributes:
-        id: what clients call it; `aliases` what they can call it too; `name` what its table calls it.
-        pin: it is loaded when the server starts, and stays.
-        ttl: seconds without a request after which it is unloaded; None: it stays until its room is needed.
-        service: it in memory, ready for requests.
-        context: tokens of prompt and answer, as far as is known: memory may leave room for fewer.
-        error: why it could not be loaded.
-        users: requests that have chosen it and are not over.
-        last_use: when the latest of them was over, by the monotonic clock.
-        loads: how often it was brought into memory.
-        task: the loading in work.
+        id: its name for clients; `aliases` are further names; `name` is its name in the table.
+        pin: it is loaded at the start of the server and stays in memory.
+        ttl: idle seconds after which it is unloaded; None: it stays until its memory is needed.
+        service: the loaded model, ready for requests; None: not in memory.
+        context: largest number of tokens of prompt and answer, if known; memory may leave room for fewer.
+        error: reason why it could not be loaded.
+        users: number of running requests for it.
+        last_use: end of the latest request, by the monotonic clock.
+        loads: how many times it was loaded.
+        task: the running load.
     """
 
     id: str

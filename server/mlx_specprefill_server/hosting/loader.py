@@ -35,10 +35,10 @@ class Loader:
     """A loader that brings models into memory. Its methods block, and run on worker threads.
 
     Args:
-        rows: of the table, by their names.
-        file: the table; None: the one that comes along.
-        memory_limit: bytes for everything; None: what the device recommends.
-        dtype: of models whose row names none.
+        rows: rows of the table by name.
+        file: the table; None: the built-in one.
+        memory_limit: bytes for everything; None: the recommendation of the device.
+        dtype: dtype of models whose row names none.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The models of one server: which one a request names, and which ones are in memory.
 
-One is loaded or unloaded at a time; requests for models in memory are answered meanwhile.
+One model is loaded or unloaded at a time. Requests for models in memory run meanwhile.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Models:
 
     Args:
         entries: the first one is the default.
-        host: brings them into memory; None: they are there and stay.
-        max_models: in memory at the same time; None: as many as there is room for.
+        host: loads and unloads models; None: they are in memory and stay.
+        max_models: largest number of models in memory; None: as many as fit.
 
     Attributes:
-        state: what they have in common.
+        state: the shared state of the models.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class Models:
         """Begin to load the model, unless it is in memory or being loaded.
 
         Raises:
-            NoRoomError: 503: what is in use must end first.
-            ApiError: it has failed to load, or its files are missing.
+            NoRoomError: 503: running requests use the memory.
+            ApiError: the model has failed to load, or its files are missing.
         """
         self.state.refuse_when_stopping()
         if entry.service is not None or entry.task is not None:
@@ -273,7 +273,7 @@ class Models:
         """Refuse a model that would not fit even without all models that may be unloaded.
 
         Raises:
-            ApiError: it would not fit even if all that may go were gone.
+            ApiError: the model does not fit even after all unloads.
         """
         try:
             need, free = await asyncio.to_thread(self._the_host.need, entry), self._the_host.free()

@@ -42,7 +42,7 @@ async def answer_when_loaded(request: Request, waits: StillLoadingError) -> Resp
 class _LoadingStream(Response):
     """A response that reports the progress of loading and then handles the request once more. Its body has been read.
 
-    From the first byte on the status is 200: what fails later is told as the dialect tells failures in a stream.
+    The status is 200 from the first byte on. Later failures take the dialect's form for failures in a stream.
     """
 
     def __init__(self, models: Models, entry: Entry, path: str) -> None:

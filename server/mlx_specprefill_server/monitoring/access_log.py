@@ -1,6 +1,6 @@
 """The access log: one line per request with path, status, times and token counts. Never any content.
 
-The line of a generating request waits for its answers' accounts, also when the client has left.
+The line of a generating request waits for its answers' reports, also if the client has left.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class EngineCollector(Collector):
     """A collector that reads the engine's values at each scrape.
 
     Attributes:
-        engine: None: the model is not in memory, and there is nothing to tell.
+        engine: the engine; None: the model is not in memory and has no values.
     """
 
     def __init__(self, engine: Engine | None, model: str, totals: Totals) -> None:

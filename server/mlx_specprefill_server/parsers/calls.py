@@ -111,10 +111,9 @@ class Value:
     """A value between tags, without quotes.
 
     Args:
-        closer: its end tag. It only ends the value where one of `followers`, or nothing, comes next: values may be
-            texts about these very tags.
-        others: tags that end the value although its own end tag was forgotten, and what has to follow each; None:
-            anything may.
+        closer: its end tag. It ends the value only before one of `followers` or the end of the text: a value may be
+            a text about these very tags.
+        others: tags that end a value without an end tag, each with the text that must follow; None: any text.
         lines: one line break after the opening and one before the end tag are not part of the value.
     """
 

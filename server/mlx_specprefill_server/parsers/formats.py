@@ -46,12 +46,12 @@ class Format:
     """The output format of one model.
 
     Attributes:
-        tools: the format of calls; None: the template has none. What looks like a call is read all the same when a
+        tools: the format of calls; None: the template has none. Text that looks like a call is read as one if the
             request has tools.
         think: the tags around reasoning; None: the model writes none.
         think_end: the tokens of the second tag.
         budget_marks: the tokens that open reasoning, those that close it, and those that close it for good.
-        ends: tokens that end an answer besides the model's own end tokens, which some checkpoints don't list in full.
+        ends: further tokens that end an answer. Some checkpoints don't list all end tokens.
         tokenizer: an mlx_lm TokenizerWrapper, for the formats that mlx-lm parses.
     """
 
@@ -86,7 +86,7 @@ class Format:
 
         Args:
             tools: the request's function tools; without any, no text is taken for a call.
-            prompt: what it has of the answer's turn: reasoning may be opened, and begun.
+            prompt: the beginning of the answer's turn in the prompt. It may open and begin the reasoning.
         """
         known = Tools.of(tools)
         if self.tools == "harmony":
@@ -117,7 +117,7 @@ def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: Reasoning
 
     Args:
         tokenizer: an mlx_lm TokenizerWrapper.
-        tools, reasoning: set by hand, instead of what the template and vocabulary say.
+        tools, reasoning: formats given by the user, in place of the detected ones.
     """
     template = str(getattr(tokenizer, "chat_template", "") or "")
     think = reasoning_tags(tokenizer) if reasoning in (None, "native") else THINK_TAGS[reasoning]

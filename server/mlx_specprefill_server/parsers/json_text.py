@@ -1,8 +1,8 @@
 """JSON as models write it, checked character by character and passed on as it comes.
 
-Nothing is passed on before the value that it leads to has begun, so an object that goes wrong at its first value has
-said nothing yet. Slips with only one meaning are put right: trailing commas, raw line breaks in strings, unknown
-escapes, Python's True, False and None, closing brackets that are missing before the call's end tag.
+A key is passed on when its value begins, so an object that is malformed at its first value has yielded nothing.
+Unambiguous mistakes are corrected: trailing commas, raw line breaks in strings, unknown escapes, Python's True, False
+and None, and missing closing brackets before the call's end tag.
 """
 
 from __future__ import annotations

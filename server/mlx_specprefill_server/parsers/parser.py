@@ -134,7 +134,7 @@ class Parser:
         """Return the rest.
 
         Args:
-            complete: the model ended its answer itself; False: it was cut off.
+            complete: True if the model ended its answer itself, False if it was cut off.
         """
         self._cursor.end(complete)
         return self._ready()
@@ -155,9 +155,9 @@ class Cursor:
     """A reader of text from front to back. A failed attempt can be taken back.
 
     Attributes:
-        buffer: what has come and is not read yet.
+        buffer: text that is not read yet.
         offset: characters read so far.
-        ended: nothing more will come; `complete` then tells whether the model ended by itself.
+        ended: no more text will come; `complete` is then True if the model ended by itself.
     """
 
     def __init__(self, text: str = "", ended: bool = False) -> None:

@@ -18,14 +18,14 @@ LONGEST_RETRY = 4096
 class TaggedText:
     """A divider of tagged text into deltas.
 
-    White space that templates set around reasoning and calls belongs to neither, nor to the text.
+    White space that templates put around reasoning and calls is dropped.
 
     Args:
         think: the tags around reasoning; None: the model writes none.
-        thinking: the prompt has opened the reasoning already; `begun`: and some of it follows the tag.
-        openers: the tags that begin a call, with what reads them.
-        bare: reads calls without a tag, which are told by the beginning of their JSON; not within reasoning, where
-            models sketch calls.
+        thinking: the prompt has opened the reasoning; `begun`: it also holds the start of it.
+        openers: the tags that begin a call, each with its reader.
+        bare: reader of calls without a tag, recognised by the start of their JSON. Not within reasoning, where models
+            sketch calls.
     """
 
     def __init__(

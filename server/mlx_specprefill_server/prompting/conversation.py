@@ -1,7 +1,7 @@
 """Normalised conversations: messages and tools in the form that chat templates take, whatever the dialect.
 
-Agents send forms on which templates stumble (a second system message, null content, arguments as a JSON string).
-They are normalised here, once, for all dialects.
+Agents send forms that templates can't render (a second system message, null content, arguments as a JSON string). This
+module normalises them for all dialects.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Conversation:
     """Messages ready for a template. At most one is a system message, and it comes first.
 
     Attributes:
-        ending: "answer": the prompt opens the assistant's answer; "continue": it breaks off within the last message,
-            which the answer goes on with; "none": it ends behind the last message.
-        field: of the dialect's body; what errors about the prompt name.
+        ending: "answer": the prompt opens the assistant's answer; "continue": it stops within the last message, which
+            the answer continues; "none": it ends after the last message.
+        field: name of the body's field in errors about the prompt.
     """
 
     messages: tuple[Message, ...]
@@ -88,7 +88,7 @@ def ending_of(add_generation_prompt: bool | None, continue_final_message: bool) 
 def simpler_forms(messages: Sequence[Message]) -> Iterator[tuple[Message, ...]]:
     """Yield other forms of a conversation, for templates that refuse it unchanged.
 
-    Some want user and assistant to take turns; some of those know no system message either.
+    Some need alternating user and assistant messages, and some of those have no system message.
     """
     yield tuple(_in_turns(messages))
     if len(messages) > 1 and messages[0]["role"] == "system":
@@ -132,7 +132,7 @@ def _message(message: Any, where: str) -> Message:
 def omission_note(kind: str) -> str:
     """Return the text that stands for an image, a file or the like in a tool's result.
 
-    A refusal would end an agent's session: what a tool has returned stays in the history of all later requests.
+    A refusal would end an agent's session: a tool's result stays in the history of all later requests.
     """
     return f"[{kind.removeprefix('input_').removesuffix('_url')[:40]} left out: this model reads text only]"
 

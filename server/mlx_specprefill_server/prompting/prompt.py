@@ -1,7 +1,7 @@
 """Token ids and message spans of conversations and raw prompts.
 
-Templates and tokenizers take seconds on the longest prompts, so they run on worker threads of their own: the event loop
-stays free. A fast tokenizer may be used by several threads, as long as none changes its settings.
+Templates and tokenizers take seconds on the longest prompts, so they run on worker threads beside the event loop.
+Several threads may use a fast tokenizer as long as none changes its settings.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class PromptBuilder:
 
     Args:
         tokenizer: an mlx_lm TokenizerWrapper.
-        context_length: tokens; texts that can't fit are refused before they are tokenized. None: any length is taken.
+        context_length: tokens; texts that can't fit are refused before tokenization. None: no limit.
         allow_special_tokens: names of control tokens in a conversation's content are those tokens, not text.
 
     Attributes:
-        workers: the threads on which it does so.
+        workers: the threads that render and tokenize.
     """
 
     def __init__(self, tokenizer: Any, context_length: int | None = None, allow_special_tokens: bool = False) -> None:
@@ -303,8 +303,8 @@ class LengthCheck:
 def _longest_token(tokenizer: Any) -> int:
     """Return how many characters one token can stand for; 0 means any number.
 
-    That is so where unknown characters or the spaces around a special token disappear in it, and where characters are
-    taken away before. Composing (NFC) makes at most one out of four.
+    0 applies if unknown characters or the spaces around a special token disappear in a token, or if the normalizer
+    removes characters. Composing (NFC) makes at most one character of four.
     """
     backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
     splits = repr(backend and backend.pre_tokenizer)

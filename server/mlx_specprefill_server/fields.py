@@ -18,6 +18,7 @@ from mlx_specprefill import (
     keep_pct,
 )
 
+from .errors import ApiError
 from .generating.detokenizer import Vocabulary
 
 __all__ = [
@@ -87,6 +88,17 @@ class SpecPrefillFields(Body):
     specprefill_scope: Scope | None = None
     speculative: SpeculationName | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None  # vLLM's
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, body: Any) -> Any:
+        """Refuse a field of this server's that does not exist: a mistyped one would have no effect."""
+        ours = [name for name in cls.model_fields if name.startswith("specprefill")]
+        for name in body if isinstance(body, dict) else ():
+            if isinstance(name, str) and name.startswith("specprefill") and name not in ours:
+                message = f"{name} is no field of this server: it has {', '.join(ours)}"
+                raise ApiError(400, message, param=name, code="unknown_parameter")
+        return body
 
     def options(self) -> SpecPrefillOptions:
         """Return the engine's options."""

@@ -183,3 +183,20 @@ def test_documents_go_to_a_template_that_has_a_place_for_them(engine: FakeEngine
     prompt = engine.pair.tokenizer.decode(list(request.prompt))
     assert prompt.startswith("<doc A>It says <|im_end|>.</doc><|im_start|>user\nHi<|im_end|>")
     assert list(request.prompt).count(engine.pair.tokenizer.eos_token_id) == 1  # a document's text is no structure
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [("specprefill_keep", "specprefill_keep_pct"), ("specprefill_forced", "specprefill_rule"), ("specprefil", None)],
+)
+def test_a_mistyped_field_of_ours_is_refused_by_name(
+    client: TestClient, path: str, field: str, hint: str | None
+) -> None:
+    answer = post(client, path, **{field: 1})
+    if hint is None:  # not one of ours: fields of others are ignored
+        assert answer.status_code == 200
+        return
+    assert answer.status_code == 400
+    assert field in answer.text
+    assert hint in answer.text

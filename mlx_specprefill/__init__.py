@@ -94,7 +94,7 @@ from .stored import (
     describe_stored,
     find_model,
     is_repository_id,
-    place_of,
+    resolve_model_path,
 )
 
 __version__ = "0.1.0"
@@ -187,8 +187,8 @@ __all__ = [
     "loaded_bytes",
     "machine",
     "make_pair",
-    "place_of",
     "read_heads",
+    "resolve_model_path",
     "sync_ms",
     "with_heads",
 ]

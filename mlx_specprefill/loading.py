@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .adapters.capture import DraftHeads, read_heads
 from .adapters.checkpoint import context_length, dtype_name, vocab_size
-from .adapters.depth import first_layers, layers_of, whole_draft
-from .adapters.draft_layers import shallow, with_retrieval_heads
+from .adapters.depth import first_layers, full_draft_model, layers_of
+from .adapters.draft_layers import truncate_layers, with_retrieval_heads
 from .adapters.gguf import is_gguf
 from .adapters.mtp import MTPHead, load_mtp_head
 from .adapters.patches import install_patches
@@ -38,7 +38,7 @@ from .reading import (
     read_part,
     read_placed,
 )
-from .stored import place_of
+from .stored import resolve_model_path
 
 __all__ = ["DtypeName", "ModelPair", "load_pair", "make_pair", "with_heads"]
 
@@ -240,7 +240,7 @@ def with_heads(pair: ModelPair, heads: DraftHeads, *, exit_early: bool = True) -
 def _with_heads(pair: ModelPair, heads: DraftHeads, exit_early: bool) -> ModelPair:
     if pair.draft is None:
         raise LoadError("calibrated heads are given, but there is no draft")
-    whole = whole_draft(pair.draft)
+    whole = full_draft_model(pair.draft)
     total, runs = len(layers_of(whole)), len(layers_of(pair.draft))
     if heads.layers != total:
         raise LoadError(
@@ -263,7 +263,7 @@ def _calibrated_heads(
     draft_layers: int | None,
 ) -> DraftHeads | None:
     """Return the given heads, or those in the draft's folder. Trained heads are known already."""
-    beside = (place_of(folder) or Path(folder)) / "heads.json"
+    beside = (resolve_model_path(folder) or Path(folder)) / "heads.json"
     known = heads is not None or pair.heads is not None
     if not known and pair.drafted and draft_layers is None and beside.is_file():
         heads = beside
@@ -307,7 +307,7 @@ def make_pair(
     elif draft_heads is not None:
         draft, draft_id = with_retrieval_heads(draft, draft_id, draft_layers, Path(draft_heads).expanduser())
     elif draft_layers is not None:
-        draft, draft_id = shallow(draft, draft_id, draft_layers)
+        draft, draft_id = truncate_layers(draft, draft_id, draft_layers)
     # Values like RoPE's frequencies are no parameters, and a lazy array can be computed only on the thread that made
     # it.
     mx.eval(target, draft)
@@ -363,7 +363,7 @@ def _staged(target: nn.Module, draft: nn.Module | None, ranks: Ranks | None) -> 
 def _load_head(model: nn.Module, where: str | Path, dtype: DtypeName) -> MTPHead | str:
     """Load the MTP head from the target's files, which mlx-lm skips, or return why there is none."""
     try:
-        head = load_mtp_head(model, place_of(where) or Path(where))
+        head = load_mtp_head(model, resolve_model_path(where) or Path(where))
     except LoadError as error:
         return str(error)
     except (OSError, ValueError, KeyError, RuntimeError) as error:

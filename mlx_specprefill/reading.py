@@ -24,7 +24,7 @@ from .adapters.overflow import FLOAT16_MAX, largest_hidden
 from .adapters.sharding import DraftPlacement, Sharding, files_digest, shard
 from .distributed.ranks import Ranks
 from .errors import LoadError
-from .stored import place_of
+from .stored import resolve_model_path
 
 __all__ = [
     "DtypeName",
@@ -58,12 +58,12 @@ class LoadedModels:
 
     def holds(self, where: str | Path, dtype: DtypeName) -> bool:
         """Return whether the model is loaded. May be called from any thread."""
-        kept = self._models.get((str(place_of(where) or where), dtype))
+        kept = self._models.get((str(resolve_model_path(where) or where), dtype))
         return kept is not None and kept[0]() is not None
 
     def read(self, where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> Read:
         """Load as `read_model`, unless it is loaded already."""
-        key = (str(place_of(where) or where), dtype)
+        key = (str(resolve_model_path(where) or where), dtype)
         if key in self._models:
             kept, tokenizer, config = self._models[key]
             if (model := kept()) is not None:
@@ -82,7 +82,7 @@ def read_model(where: str | Path, dtype: DtypeName, on_progress: OnProgress) -> 
     Raises:
         LoadError: the checkpoint is missing or broken, or its hidden values overflow in float16.
     """
-    path = place_of(where)
+    path = resolve_model_path(where)
     if is_gguf(path or Path(where)):
         model, tokenizer, config = _read_gguf(path or Path(where), dtype, on_progress)
     else:
@@ -126,7 +126,7 @@ def read_part(
         LoadError: as for `read_model`; mlx-lm can't spread it over this number of ranks, or another rank has other
             files.
     """
-    path = place_of(where)
+    path = resolve_model_path(where)
     if is_gguf(path or Path(where)):
         raise LoadError(f"{where}: a GGUF file can't be spread over several machines; use the safetensors files")
     with _errors(where):
@@ -163,7 +163,7 @@ def _errors(where: str | Path) -> Iterator[None]:
 
 def _lazy(where: str | Path) -> Read:
     """Return a model whose parameters are not read yet."""
-    path = place_of(where)
+    path = resolve_model_path(where)
     if path is None:
         log.info("%s is not in Hugging Face's cache: it is downloaded", where)
     elif not (path / "config.json").is_file():

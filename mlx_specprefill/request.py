@@ -45,7 +45,7 @@ __all__ = [
     "TokenEvent",
     "TokenIds",
     "as_token_ids",
-    "joined",
+    "concat_tokens",
     "opening_of",
 ]
 
@@ -403,7 +403,7 @@ def as_token_ids(ids: Sequence[int] | TokenIds) -> TokenIds:
     return tokens
 
 
-def joined(prompt: TokenIds, answer: Sequence[int]) -> TokenIds:
+def concat_tokens(prompt: TokenIds, answer: Sequence[int]) -> TokenIds:
     """Return the prompt's token ids followed by those of its answer."""
     return np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
 

@@ -25,7 +25,7 @@ __all__ = [
     "describe_stored",
     "find_model",
     "is_repository_id",
-    "place_of",
+    "resolve_model_path",
 ]
 
 LOADED_FILES = tuple(DEFAULT_ALLOW_PATTERNS)
@@ -39,7 +39,7 @@ def is_repository_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None
 
 
-def place_of(where: str | Path) -> Path | None:
+def resolve_model_path(where: str | Path) -> Path | None:
     """Return the folder or GGUF file of this path, else of the stored model with this id; None if there is neither.
 
     Raises:
@@ -58,7 +58,7 @@ def find_model(name: str) -> Path | None:
         name: `publisher/name`, or `publisher/name/FILE.gguf`.
 
     Raises:
-        LoadError: as in `place_of`.
+        LoadError: as in `resolve_model_path`.
     """
     parts = _ID.fullmatch(name)
     if parts is None:
@@ -82,7 +82,7 @@ def _model_in(folder: Path, file: str | None) -> Path | None:
     """Return the loadable model of a folder: the folder itself if all its weights are there, or a GGUF file in it.
 
     Raises:
-        LoadError: as in `place_of`.
+        LoadError: as in `resolve_model_path`.
     """
     if file is not None:
         return folder / file if (folder / file).is_file() else None

@@ -24,10 +24,10 @@ __all__ = [
     "Observed",
     "StandIn",
     "first_layers",
+    "full_draft_model",
     "layers_of",
     "replacing",
     "smallest_depth",
-    "whole_draft",
 ]
 
 
@@ -107,7 +107,7 @@ def first_layers(model: nn.Module, count: int) -> nn.Module:
         raise ValueError(f"it has {total} layers, so the first {count} of them can't be run")
     if count == total:
         return model
-    shallow = FirstLayers(whole_draft(model), count)
+    shallow = FirstLayers(full_draft_model(model), count)
     if not shallow.spans_prompt:
         raise SparseUnsupportedError(
             f"none of its first {count} layers sees the whole prompt: it takes {smallest_depth(model)}"
@@ -123,10 +123,10 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def smallest_depth(model: nn.Module) -> int:
     """Return the smallest number of first layers with one that sees the whole prompt; at most all layers."""
     total = len(layers_of(model))
-    return next((count for count in range(1, total) if FirstLayers(whole_draft(model), count).spans_prompt), total)
+    return next((count for count in range(1, total) if FirstLayers(full_draft_model(model), count).spans_prompt), total)
 
 
-def whole_draft(model: nn.Module) -> nn.Module:
+def full_draft_model(model: nn.Module) -> nn.Module:
     """Return the model that these first layers belong to; a whole model is returned unchanged."""
     return model.whole if isinstance(model, FirstLayers) else model
 

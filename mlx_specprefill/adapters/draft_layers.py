@@ -11,10 +11,10 @@ from .depth import first_layers, layers_of
 from .registry import adapter_for, architecture_of
 from .retrieval_heads import attach_heads, heads_file_layers
 
-__all__ = ["shallow", "with_retrieval_heads"]
+__all__ = ["truncate_layers", "with_retrieval_heads"]
 
 
-def shallow(draft: nn.Module | None, draft_id: str, count: int) -> tuple[nn.Module, str]:
+def truncate_layers(draft: nn.Module | None, draft_id: str, count: int) -> tuple[nn.Module, str]:
     """Return the draft's first layers, and their name.
 
     Raises:

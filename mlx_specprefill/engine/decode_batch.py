@@ -146,7 +146,7 @@ class _Group:
         self.rows = [_Row(spec)]
         self.cache = spec.cache
         first = None if spec.grammar is None else spec.grammar.allowed(spec.logits.shape[-1])
-        tokens, scores = self.rows[0].choose(spec.logits, _together([first]))
+        tokens, scores = self.rows[0].choose(spec.logits, _stack_masks([first]))
         self.next = _Choice(spec.logits, self._agreed(tokens), scores)
         self._queue()
 
@@ -251,7 +251,7 @@ class _Group:
             return None
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         tokens = np.array(fed).tolist()
-        return _together([row.follow(token, logits.shape[-1]) for row, token in zip(self.rows, tokens, strict=True)])
+        return _stack_masks([row.follow(token, logits.shape[-1]) for row, token in zip(self.rows, tokens, strict=True)])
 
     def _choose(self, logits: mx.array, fed: mx.array, allowed: mx.array | None) -> _Choice:
         if all(row.greedy for row in self.rows):
@@ -288,7 +288,7 @@ def _without(index: int, count: int) -> list[int]:
     return keep
 
 
-def _together(masks: Sequence[Mask | None]) -> mx.array | None:
+def _stack_masks(masks: Sequence[Mask | None]) -> mx.array | None:
     """Stack the masks of all rows, (B, V); None if no row has one."""
     sizes = [mask.size for mask in masks if mask is not None]
     if not sizes:

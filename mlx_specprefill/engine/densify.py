@@ -10,9 +10,18 @@ from functools import partial
 import numpy as np
 
 from ..errors import RequestCancelled
-from ..request import SHARED, CacheLabel, GenerationRequest, Progress, PromptLogprobs, PromptSpan, TokenIds, joined
+from ..request import (
+    SHARED,
+    CacheLabel,
+    GenerationRequest,
+    Progress,
+    PromptLogprobs,
+    PromptSpan,
+    TokenIds,
+    concat_tokens,
+)
 from .admission.memory import Memory
-from .job import Job, RequestHandle, ignore
+from .job import Job, RequestHandle, noop
 from .prefill import Prefiller
 from .sequence import Sequence
 
@@ -49,10 +58,10 @@ class IdleTurn:
 
     @property
     def tokens(self) -> TokenIds:
-        return joined(self.prompt, self.answer)
+        return concat_tokens(self.prompt, self.answer)
 
     def follows(self, other: IdleTurn) -> bool:
-        """Return whether the other turn is the same or a later one of the same conversation."""
+        """Return whether this is the same turn, or a later one of the same conversation."""
         return self.label == other.label and np.array_equal(self.prompt[: len(other.prompt)], other.prompt)
 
 
@@ -161,7 +170,7 @@ class Densifier:
             self.turns.discard(turn)
             return None
         self._now = turn, RequestHandle()
-        return Job(uid, ignore, self._now[1], self._slices(turn), on_end=partial(self._ended, turn), background=True)
+        return Job(uid, noop, self._now[1], self._slices(turn), on_end=partial(self._ended, turn), background=True)
 
     def _slices(self, turn: IdleTurn) -> Generator[Progress | PromptLogprobs, None, None]:
         request = GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label, remember=turn.remember)

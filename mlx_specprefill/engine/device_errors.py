@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..errors import DeviceError, DeviceErrorKind, device_error
 from .admission.memory import Memory
 from .caches import EngineCaches
-from .job import bare
+from .job import strip_traceback
 
 __all__ = ["DeviceErrors"]
 
@@ -50,7 +50,7 @@ class DeviceErrors:
         kind = device_error(error)
         if kind is None or error is self._latest:
             return
-        self._latest = bare(error)
+        self._latest = strip_traceback(error)
         self._in_a_row += 1
         if kind == "refused" or self._in_a_row >= _MOST:
             self.fatal = f"the device takes no more work, this server has to be started again: {error}"

@@ -35,7 +35,7 @@ from .densify import Densifier
 from .device_errors import DeviceErrors
 from .inbox import Inbox, Results
 from .inspection import Inspection, inspect_prompt
-from .job import Job, OnEvent, RequestHandle, Work, ignore
+from .job import Job, OnEvent, RequestHandle, Work, noop
 from .loop import Loop
 from .mlx_thread import MLXThread
 from .prefill import Prefiller
@@ -313,18 +313,18 @@ class Engine:
         request, plan = work.request, work.plan
         handle = RequestHandle()
         if work.what == "inspect":
-            return Job(work.uid, ignore, handle, inspect_prompt(self.prefiller, request), work=work)
+            return Job(work.uid, noop, handle, inspect_prompt(self.prefiller, request), work=work)
         if work.what == "replay":
             continuation, attention, keep = work.args
             slices = replay_continuation(self.prefiller, request, continuation, attention, keep)
-            return Job(work.uid, ignore, handle, slices, work=work)
+            return Job(work.uid, noop, handle, slices, work=work)
         assert plan is not None
         need = self.memory.need(request, plan.mode)
         drafting = self._speculator.drafter(request)
         sequence = Sequence(
             work.uid, request, time.perf_counter(), self._guide(request), drafting, plan=plan, need=need
         )
-        return Job(work.uid, ignore, handle, self.prefiller.run(sequence), sequence, work=work)
+        return Job(work.uid, noop, handle, self.prefiller.run(sequence), sequence, work=work)
 
     def generate(self, request: GenerationRequest) -> Iterator[Event]:
         """Submit and yield the events as they come; closing the iterator cancels."""
@@ -380,7 +380,7 @@ class Engine:
         """
         self.check(replace(request, max_tokens=len(continuation)))
         work = Work(self._inbox.next_uid(), "replay", request, args=(tuple(continuation), attention, keep))
-        found: Replay = self._wait_for(work, ignore)
+        found: Replay = self._wait_for(work, noop)
         return found
 
     def _wait_for(self, work: Work, on_event: OnEvent) -> Any:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import EngineClosedError
-from .job import Job, bare
+from .job import Job, strip_traceback
 from .scheduler import Scheduler
 
 __all__ = ["Call", "Inbox", "Results"]
@@ -43,7 +43,7 @@ class Results(queue.SimpleQueue[T | Exception]):
         try:
             self.put(call())
         except Exception as error:  # noqa: BLE001
-            self.put(bare(error))
+            self.put(strip_traceback(error))
 
     def wait(self) -> T:
         """Return the result, or raise the exception."""

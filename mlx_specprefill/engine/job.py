@@ -13,13 +13,13 @@ from ..request import Event, Failed, GenerationRequest, Progress
 from ..specprefill.plan import PrefillPlan
 from .sequence import Sequence
 
-__all__ = ["Job", "OnEvent", "RequestHandle", "Work", "bare", "ignore"]
+__all__ = ["Job", "OnEvent", "RequestHandle", "Work", "noop", "strip_traceback"]
 
 log = logging.getLogger(__name__)
 OnEvent = Callable[[Event], None]
 
 
-def ignore(_: object) -> None:
+def noop(_: object) -> None:
     """A callback that does nothing."""
 
 
@@ -59,7 +59,7 @@ class Job:
     handle: RequestHandle
     slices: Generator[Any, None, Any]
     sequence: Sequence | None = None
-    on_end: Callable[[Any], None] = ignore
+    on_end: Callable[[Any], None] = noop
     background: bool = False
     cached: int = 0
     done: dict[str, int] = field(default_factory=dict)
@@ -94,8 +94,8 @@ class Job:
 
     def lose(self, error: Exception) -> None:
         """Report a failure, and nothing afterwards. May be called from any thread."""
-        on_event, self.on_event = self.on_event, ignore
-        on_end, self.on_end = self.on_end, ignore
+        on_event, self.on_event = self.on_event, noop
+        on_end, self.on_end = self.on_end, noop
         if self.sequence is None:
             on_end(error)
         else:
@@ -108,10 +108,10 @@ class Job:
         except Exception:
             log.exception("a request's callback failed")
             self.handle.cancel()
-            self.on_event = ignore
+            self.on_event = noop
 
 
-def bare(error: Exception) -> Exception:
+def strip_traceback(error: Exception) -> Exception:
     """Return the error without tracebacks, also in its causes: their arrays would live as long as the event does."""
     links: list[BaseException | None] = [error]
     for link in links:

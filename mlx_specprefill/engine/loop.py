@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..config import EngineConfig
 from ..errors import DeviceError, EngineClosedError, RequestCancelled
-from ..request import Event, Failed, Finished, FinishReason, TokenEvent, TokenIds, joined
+from ..request import Event, Failed, Finished, FinishReason, TokenEvent, TokenIds, concat_tokens
 from .admission.memory import Memory
 from .battery import Battery
 from .caches import EngineCaches
@@ -26,7 +26,7 @@ from .densify import Densifier
 from .device_errors import DeviceErrors
 from .failures import log_failure
 from .inbox import Call, Inbox
-from .job import Job, bare
+from .job import Job, strip_traceback
 from .rows import Rows
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -375,7 +375,7 @@ class Loop:
         sequence.store()
         cache, tokens = self._rows.remove(job.uid)
         if sequence.shift == 0 and self._config.kv_bits is None:
-            self._keep(job, joined(sequence.request.prompt, tokens), cache)
+            self._keep(job, concat_tokens(sequence.request.prompt, tokens), cache)
         self._end(job, Finished(reason, len(sequence.tokens), sequence.account()))
 
     def _keep(self, job: Job, tokens: TokenIds, cache: list[Any]) -> None:
@@ -402,7 +402,7 @@ class Loop:
             job.on_end(RequestCancelled() if job.handle.cancelled else EngineClosedError("the engine was closed"))
 
     def _fail(self, job: Job, error: Exception) -> None:
-        error = self._device_errors.explained(bare(error))
+        error = self._device_errors.explained(strip_traceback(error))
         if job.sequence is not None:
             self._end(job, Failed(error, job.sequence.account()))
         else:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .._steps import Steps
 from ..adapters.capture import HeadCapture
 from ..adapters.rope import adjusted_offsets
-from ..request import GenerationRequest, PrefillReport, Progress, joined
+from ..request import GenerationRequest, PrefillReport, Progress, concat_tokens
 from .prefill import Prefiller
 from .sequence import Sequence
 
@@ -69,7 +69,7 @@ def replay_continuation(
 
 def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> None:
     """Cache the sequence for the conversation's next turn, as after an answer."""
-    request, tokens = sequence.request, joined(sequence.request.prompt, read)
+    request, tokens = sequence.request, concat_tokens(sequence.request.prompt, read)
     if sequence.kept is None:
         prefiller.caches.keep_target(tokens, sequence.cache, request)
     elif sequence.choice is not None:

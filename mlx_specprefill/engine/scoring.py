@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from .._steps import Steps
-from ..adapters.depth import whole_draft
+from ..adapters.depth import full_draft_model
 from ..adapters.text_mapping import TextMapping
 from ..config import EngineConfig
 from ..errors import RequestCancelled, SparseUnsupportedError
@@ -20,7 +20,7 @@ from ..loading import ModelPair
 from ..request import GenerationRequest, Progress
 from ..specprefill.mapped import MappedTask, map_task
 from ..specprefill.plan import PrefillPlan, template_mask
-from ..specprefill.scorer import Scores, ToScore, asked_before, question_span, scorer_for
+from ..specprefill.scorer import Scores, ScoringInput, question_span, repeated_question_spans, scorer_for
 from ..specprefill.selector import PromptText
 from ..specprefill.staged_prefill import HiddenStates
 from .caches import EngineCaches, empty_draft_cache
@@ -77,7 +77,7 @@ class PromptScorer:
         task = replace(task, seen=hidden.keep)
         return (yield from self._by_draft(request, plan, task, min(known, hidden.known)))
 
-    def _mapped(self, mapping: TextMapping, task: ToScore) -> MappedTask:
+    def _mapped(self, mapping: TextMapping, task: ScoringInput) -> MappedTask:
         """Convert the task to the draft's own tokens.
 
         Raises:
@@ -94,14 +94,14 @@ class PromptScorer:
         said = request.spans[-1].content_end if request.spans else None
         return question_span(len(request.prompt), self.config.scoring, said, text.units)
 
-    def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ToScore:
+    def _task(self, request: GenerationRequest, plan: PrefillPlan, text: PromptText) -> ScoringInput:
         question = self.asked(request, text)
-        before = () if plan.rule == "paper" else asked_before(request.spans, self.config.scoring, text.units)
+        before = () if plan.rule == "paper" else repeated_question_spans(request.spans, self.config.scoring, text.units)
         template = template_mask(request.spans, question, plan.forced)
         for start, end in before:
             template[start:end] |= plan.forced[start:end]
         none = np.zeros(0, dtype=np.int32)
-        return ToScore(
+        return ScoringInput(
             prompt=request.prompt,
             question=question,
             template=template,
@@ -111,11 +111,11 @@ class PromptScorer:
             step=lambda: self.slice_size("draft"),
         )
 
-    def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ToScore, known: int) -> Scoring:
+    def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ScoringInput, known: int) -> Scoring:
         """Score with the draft. A cached prefix may cover `known` tokens."""
         if self.pair.draft is None:
             raise SparseUnsupportedError("no draft model is loaded")
-        draft = whole_draft(self.pair.draft) if plan.rule == "paper" else self.pair.draft
+        draft = full_draft_model(self.pair.draft) if plan.rule == "paper" else self.pair.draft
         stored = draft is self.pair.draft  # cached prefixes belong to the default scoring layers
         prompt, label, done = task.prompt, request.label, 0
         keeper = request if self.pair.mapping is None else replace(request, spans=())  # spans count target tokens
@@ -136,5 +136,5 @@ class PromptScorer:
             self.caches.keep_draft(prompt, task.cache, keeper)
         found = steps.result
         scores = replace(found, read=len(prompt) - (0 if hit is None else hit.length))
-        own = whole_draft(self.pair.draft) is self.pair.target
+        own = full_draft_model(self.pair.draft) is self.pair.target
         return replace(scores, scorer="self") if own else scores

@@ -16,7 +16,7 @@ from ..cache.positioned import can_cut
 from ..loading import ModelPair
 from ..request import GenerationRequest, Progress
 from ..specprefill.plan import PrefillPlan
-from ..specprefill.staged_prefill import HiddenStates, Reading, prefill_upper
+from ..specprefill.staged_prefill import HiddenStates, UpperLayersModel, prefill_upper
 from .caches import EngineCaches
 from .sequence import Sequence
 
@@ -35,7 +35,7 @@ def is_staged(pair: ModelPair, request: GenerationRequest, plan: PrefillPlan) ->
 
 def upper_layers(
     pair: ModelPair, sequence: Sequence, parts: tuple[Kept, Kept], lower: list[Any]
-) -> tuple[tuple[Reading, Reading], list[Any]]:
+) -> tuple[tuple[UpperLayersModel, UpperLayersModel], list[Any]]:
     """Return the upper layers as models of two parts of the prompt, and their caches.
 
     From then on the sequence's cache is that of all layers.
@@ -51,7 +51,7 @@ def upper_layers(
     sequence.cache, sequence.staged = model.join(lower, upper), True
     first, second = (hidden.of(indices) for indices in parts)
     mx.eval(first, second)
-    return (Reading(model.upper, first), Reading(model.upper, second)), upper
+    return (UpperLayersModel(model.upper, first), UpperLayersModel(model.upper, second)), upper
 
 
 def read_rest(

@@ -29,7 +29,7 @@ from ..adapters.staged import StagedModel
 from ..cache.positioned import make_positioned_cache, place
 from ..loading import load_pair
 from ..reading import read_model
-from ..specprefill.staged_prefill import Reading
+from ..specprefill.staged_prefill import UpperLayersModel
 
 __all__ = ["FAMILIES", "PROMPT", "VOCAB", "Case", "Dtype", "Floats", "M", "Tokens", "floats", "save_checkpoint"]
 
@@ -137,7 +137,7 @@ class Case:
             model, cache = StagedModel(self._exact, _DEPTH), make_positioned_cache(self._exact)
             lower, upper = model.split(cache)
             hidden = model.lower(mx.array(PROMPT)[None], cache=lower)[:, mx.array(kept)]
-            return _singly(Reading(model.upper, hidden), upper, model, cache, kept, answer)
+            return _singly(UpperLayersModel(model.upper, hidden), upper, model, cache, kept, answer)
 
     def last_row(self) -> Floats:
         """Return the attention (M,) of a forward of the last token: the maximum over layers and heads."""

@@ -25,7 +25,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .._replacing import replace_text
 from ..adapters.capture import DraftHeads, Head, HeadCapture, read_heads
-from ..adapters.depth import first_layers, layers_of, smallest_depth, whole_draft
+from ..adapters.depth import first_layers, full_draft_model, layers_of, smallest_depth
 from ..cache.positioned import leaves
 from ..cache.prefix.nodes import model_identity
 from ..config import ScoringConfig, SelectionConfig
@@ -33,7 +33,7 @@ from ..distributed.ranks import Ranks, agreed
 from ..errors import LoadError, SparseUnsupportedError
 from ..loading import ModelPair
 from .calibration_items import KINDS, CalibrationItem, calibration_items
-from .scorer import ToScore, importance_of, question_span, read_prompt
+from .scorer import ScoringInput, importance_of, question_span, read_prompt
 from .selector import PromptText, TextReader, select_tokens
 
 __all__ = ["calibrated_heads", "find_heads"]
@@ -133,7 +133,7 @@ def _calibrated(
 ) -> DraftHeads | None:
     if pair.draft is None or pair.sparse_refusal is not None:
         return None
-    draft = whole_draft(pair.draft)
+    draft = full_draft_model(pair.draft)
     file = None if folder is None else folder / f"{model_identity(draft, pair.draft_config or {})}.json"
     known = agreed(pair.split, "known heads", lambda: _stored_heads(file))
     if known is not None or not measure:
@@ -273,7 +273,7 @@ def _read(
     prompt, places = _rendered(tokenizer, item)
     units = reader.read(prompt.tolist())
     question = question_span(prompt.size, scoring, places["question"][1], units.units)
-    task = ToScore.alone(draft, prompt, scoring, question=question)
+    task = ScoringInput.alone(draft, prompt, scoring, question=question)
     capture = HeadCapture(prompt.size, None, 0 if ranks is None else ranks.rank)
     for _ in read_prompt(draft, task, prompt.size, question, capture.of_passage):
         pass

@@ -11,7 +11,7 @@ import numpy as np
 from ..adapters.text_mapping import TextMapping
 from ..request import Progress
 from .overlap import Overlap
-from .scorer import Scorer, Scores, ToScore
+from .scorer import Scorer, Scores, ScoringInput
 
 __all__ = ["MappedScorer", "MappedTask", "map_task"]
 
@@ -20,7 +20,7 @@ __all__ = ["MappedScorer", "MappedTask", "map_task"]
 class MappedTask:
     """A scoring task in the draft's tokens, and the way back."""
 
-    task: ToScore
+    task: ScoringInput
     overlap: Overlap
 
     def scores(self, found: Scores) -> Scores:
@@ -30,7 +30,7 @@ class MappedTask:
         return replace(found, importance=importance, scorer="mapped-draft", words=words, lookahead=(), cache=[])
 
 
-def map_task(mapping: TextMapping, task: ToScore) -> MappedTask:
+def map_task(mapping: TextMapping, task: ScoringInput) -> MappedTask:
     """Convert a task to the draft's tokens.
 
     Raises:
@@ -56,7 +56,7 @@ class MappedScorer:
     inner: Scorer
     mapping: TextMapping
 
-    def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
+    def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
         """See `Scorer`; progress counts the draft's tokens."""
         mapped = map_task(self.mapping, task)
         return mapped.scores((yield from self.inner.score(draft, mapped.task)))

@@ -38,13 +38,13 @@ __all__ = [
     "PaperScorer",
     "Scorer",
     "Scores",
-    "ToScore",
+    "ScoringInput",
     "Undo",
-    "asked_before",
     "checked",
     "importance_of",
     "question_span",
     "read_prompt",
+    "repeated_question_spans",
     "scorer_for",
 ]
 
@@ -52,7 +52,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class ToScore:
+class ScoringInput:
     """A prompt for a scorer.
 
     Attributes:
@@ -78,7 +78,7 @@ class ToScore:
     seen: Callable[[int, mx.array], None] | None = None
 
     @classmethod
-    def alone(cls, draft: nn.Module, prompt: Any, config: ScoringConfig, **given: Any) -> ToScore:
+    def alone(cls, draft: nn.Module, prompt: Any, config: ScoringConfig, **given: Any) -> ScoringInput:
         """Return a prompt without messages as input, from its first token on."""
         ids = np.asarray(prompt, dtype=np.int32)
         defaults: dict[str, Any] = {
@@ -118,7 +118,7 @@ class Scores:
 class Scorer(Protocol):
     """Interface of scorers."""
 
-    def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
+    def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
         """Yield between draft forwards; return the scores.
 
         Raises:
@@ -146,7 +146,7 @@ def question_span(
     return max(0, end - rows), end
 
 
-def asked_before(
+def repeated_question_spans(
     spans: Sequence[PromptSpan], config: ScoringConfig, units: npt.NDArray[np.int32]
 ) -> tuple[tuple[int, int], ...]:
     """Return the ranges [start, end) of the question in a prompt that ends with tool results, in reading order.
@@ -170,7 +170,7 @@ def asked_before(
 
 def read_prompt(
     draft: nn.Module,
-    task: ToScore,
+    task: ScoringInput,
     end: int,
     passage: tuple[int, int] | None = None,
     capturing: Callable[[int, int, slice], AbstractContextManager[None]] | None = None,
@@ -248,7 +248,7 @@ class HeadScorer:
     config: ScoringConfig
     ranks: Ranks | None = None
 
-    def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
+    def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
         """See `Scorer`."""
         M = task.prompt.size
         capture = HeadCapture(M + task.again.size, self.heads.by_call, 0 if self.ranks is None else self.ranks.rank)
@@ -262,7 +262,7 @@ class HeadScorer:
         words = f"{len(self.heads.heads)} calibrated heads, {self.heads.depth} of {self.heads.layers} layers"
         return Scores(importance, "draft", words, (), asked, task.cache)
 
-    def _importance(self, rows: Mapping[tuple[int, int], Floats], task: ToScore) -> Floats:
+    def _importance(self, rows: Mapping[tuple[int, int], Floats], task: ScoringInput) -> Floats:
         """Sum the importance over all ranks' heads in one reduction, which also counts the heads."""
         here = [head for head in self.heads.heads if (head.call, head.head) in rows]
         own = np.zeros(task.prompt.size, dtype=np.float32)
@@ -276,7 +276,7 @@ class HeadScorer:
         return found[:-1]
 
 
-def _ask_again(draft: nn.Module, task: ToScore, capture: HeadCapture) -> None:
+def _ask_again(draft: nn.Module, task: ScoringInput, capture: HeadCapture) -> None:
     """Feed the question again behind the prompt, capturing; then restore the cache."""
     undo, Q = Undo(task.cache), task.again.size
     with capture.of_passage(task.prompt.size + Q, Q, slice(0, Q)):
@@ -316,7 +316,7 @@ class PaperScorer:
     config: ScoringConfig
     ranks: Ranks | None = None
 
-    def score(self, draft: nn.Module, task: ToScore) -> Generator[Progress, None, Scores]:
+    def score(self, draft: nn.Module, task: ScoringInput) -> Generator[Progress, None, Scores]:
         """Score as `Scorer`. First layers generate no answer: the last prompt token is their only row."""
         M = task.prompt.size
         capture = QueryCapture(M, self.config.pool_width)
@@ -368,7 +368,7 @@ def _greedy(logits: mx.array, ranks: Ranks | None) -> mx.array:
     return token if ranks is None else ranks.tokens(token)
 
 
-def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: ToScore) -> mx.array:
+def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: ScoringInput) -> mx.array:
     """Feed the last prompt token to layers without an output head: its own row, and no token."""
     with capture.row(capture.prompt_len):
         returned = draft(last, cache=task.cache)
@@ -379,7 +379,7 @@ def _last_row(draft: FirstLayers, last: mx.array, capture: QueryCapture, task: T
 
 
 def _scores(
-    capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig, task: ToScore, ranks: Ranks | None
+    capture: QueryCapture, looked_ahead: mx.array, config: ScoringConfig, task: ScoringInput, ranks: Ranks | None
 ) -> Scores:
     if not capture.rows:
         raise SparseUnsupportedError("no attention layer of the draft sees the whole prompt")

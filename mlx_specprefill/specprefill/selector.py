@@ -16,11 +16,11 @@ __all__ = [
     "PromptText",
     "Selection",
     "TextReader",
+    "baseline_score",
     "by_sentence",
     "chunk_means",
     "kept_spans",
     "missing_of",
-    "ordinary_of",
     "select_chunks",
     "select_tokens",
     "strongest",
@@ -161,7 +161,7 @@ def _raise_headings(scores: Floats, headings: Indices, size: int) -> None:
         np.maximum.at(scores, (begin + offset)[covered], best[covered])
 
 
-def ordinary_of(asked: Floats, others: Bools) -> float:
+def baseline_score(asked: Floats, others: Bools) -> float:
     """Return the importance of the best of `others`, tokens that are not chosen."""
     return float(np.quantile(asked[others], _ORDINARY)) if others.any() else 0.0
 
@@ -186,7 +186,7 @@ def missing_of(selection: Selection, held: Bools, stands_out: float) -> Indices:
         return np.zeros(0, dtype=np.int32)
     asked, forced = selection.asked[:L], selection.forced[:L]
     chosen = np.repeat(selection.chunk_chosen, size)[:L]
-    ordinary = ordinary_of(asked, ~chosen & ~forced)
+    ordinary = baseline_score(asked, ~chosen & ~forced)
     standing = chosen & ~forced & ~held & (asked > 0) & (asked >= stands_out * ordinary)
     starts = np.arange(0, L, size)
     near = np.logical_or.reduceat(standing, starts)

@@ -17,7 +17,7 @@ from ..adapters.staged import StagedModel, UpperLayers
 from ..request import Progress, TokenIds
 from .sparse_prefill import prefill
 
-__all__ = ["HiddenStates", "Reading", "prefill_upper"]
+__all__ = ["HiddenStates", "UpperLayersModel", "prefill_upper"]
 
 _Part = tuple[int, mx.array]  # index of the first token, hidden states (1, L, D)
 
@@ -112,10 +112,10 @@ def prefill_upper(
         cache: positioned, of those layers only.
         hidden: the first layers' hidden states of the kept tokens, (1, N, D).
     """
-    return prefill(Reading(model.upper, hidden), cache, prompt, kept, step, offset)
+    return prefill(UpperLayersModel(model.upper, hidden), cache, prompt, kept, step, offset)
 
 
-class Reading:
+class UpperLayersModel:
     """The upper layers as a model of tokens with known hidden states (1, N, D), in feeding order."""
 
     def __init__(self, upper: UpperLayers, hidden: mx.array) -> None:

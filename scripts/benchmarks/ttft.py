@@ -36,12 +36,12 @@ from rich.console import Console
 from rich.progress import track
 
 from mlx_specprefill import RULE_NAMES, EngineConfig, ModelPair, keep_pct
-from mlx_specprefill.adapters.depth import layers_of, whole_draft
+from mlx_specprefill.adapters.depth import full_draft_model, layers_of
 from mlx_specprefill.cache.positioned import make_positioned_cache
 from mlx_specprefill.engine.caches import empty_draft_cache
 from mlx_specprefill.specprefill.mapped import MappedScorer
 from mlx_specprefill.specprefill.plan import forced_mask, forced_ranges
-from mlx_specprefill.specprefill.scorer import Scores, ToScore, scorer_for
+from mlx_specprefill.specprefill.scorer import Scores, ScoringInput, scorer_for
 from mlx_specprefill.specprefill.selector import TextReader, select_tokens
 from mlx_specprefill.specprefill.sparse_prefill import prefill
 from mlx_specprefill.specprefill.staged_prefill import HiddenStates, prefill_upper
@@ -83,7 +83,7 @@ def score(setup: Setup, prompt: list[int], hidden: HiddenStates | None) -> Score
     """Score as the engine does; `hidden` gets what the first layers make of the prompt, where those are the draft."""
     pair, config = setup.pair, setup.config
     seen = None if hidden is None else hidden.keep
-    task = ToScore.alone(
+    task = ScoringInput.alone(
         pair.draft,
         prompt,
         config.scoring,
@@ -207,7 +207,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.not_staged:
         pair = replace(pair, staged="turned off")
     if options.rule == "paper":
-        pair = replace(pair, draft=whole_draft(pair.draft), heads=None, staged="the paper's rule")
+        pair = replace(pair, draft=full_draft_model(pair.draft), heads=None, staged="the paper's rule")
     setup = Setup(pair, config, options.step or config.prefill_step, TextReader(pair.tokenizer))
     repetition(setup, [int(token) for token in rng.integers(0, pair.vocab_size, 512)], shares[:1])  # not counted
     rows = []

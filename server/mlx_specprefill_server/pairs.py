@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from mlx_specprefill import DtypeName, LoadError, RuleName, place_of
+from mlx_specprefill import DtypeName, LoadError, RuleName, resolve_model_path
 
 from .packages import PackagedFile, PackageError, locate
 
@@ -125,7 +125,7 @@ def pair_state(name: str, row: Row, file: Path | None = None) -> str:
     try:
         pair = located(name, row, file)
         models = [model for model in (pair.target, pair.draft) if model not in (None, "self")]
-        here = [place_of(model) for model in models if model is not None]
+        here = [resolve_model_path(model) for model in models if model is not None]
     except MissingPairError:
         return "only in a clone" if isinstance(row.target, str) else "not installed"
     except LoadError as error:

@@ -10,7 +10,7 @@ import pytest
 from mlx_specprefill import EngineConfig
 from mlx_specprefill.engine.chunks import ChunkSizer
 from mlx_specprefill.engine.costs import ForwardCost, LearntCost
-from mlx_specprefill.engine.job import Job, RequestHandle, ignore
+from mlx_specprefill.engine.job import Job, RequestHandle, noop
 from mlx_specprefill.engine.scheduler import Scheduler
 from mlx_specprefill.request import Progress
 
@@ -56,7 +56,7 @@ class Machine:
         Returns the tokens and milliseconds of each chunk but the last, which has 32 tokens.
         """
         self.uid += 1
-        job = Job(self.uid, ignore, RequestHandle(), iter(()), background=background)  # type: ignore[arg-type]
+        job = Job(self.uid, noop, RequestHandle(), iter(()), background=background)  # type: ignore[arg-type]
         (self.scheduler.add_background if background else self.scheduler.add)(self.uid)
         if not background:
             self.scheduler.admit(self.uid)
@@ -158,7 +158,7 @@ def test_what_came_from_a_cache_is_not_learnt_from(stage: Any, done: int, learns
     run = Machine(MACHINES["35B-A3B, M4 Max"])
     run.scheduler.add(1)
     run.scheduler.admit(1)
-    job = Job(1, ignore, RequestHandle(), iter(()))  # type: ignore[arg-type]
+    job = Job(1, noop, RequestHandle(), iter(()))  # type: ignore[arg-type]
     run.sizer.begin(job)
     run.sizer.size(stage)
     job.slice_s = 0.1

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_specprefill import EngineClosedError, Progress, RequestCancelled, RequestHandle
 from mlx_specprefill.engine.inbox import Inbox, Results
-from mlx_specprefill.engine.job import Job, bare, ignore
+from mlx_specprefill.engine.job import Job, noop, strip_traceback
 from mlx_specprefill.engine.scheduler import Scheduler
 
 
@@ -21,7 +21,7 @@ def work(*events: Any) -> Generator[Any, None, str]:
 
 
 def job(uid: int, *events: Any) -> Job:
-    return Job(uid, ignore, RequestHandle(), work(*events))
+    return Job(uid, noop, RequestHandle(), work(*events))
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_stopped_job_may_clean_up_and_is_over() -> None:
             seen.append("cleaned up")
             raise
 
-    one = Job(1, ignore, RequestHandle(), slices())
+    one = Job(1, noop, RequestHandle(), slices())
     one.advance()
     one.stop()
     assert seen == ["cleaned up"]
@@ -140,7 +140,7 @@ def test_errors_travel_without_the_frames_that_they_and_their_causes_went_throug
         except KeyError as inner:
             raise ValueError("outer") from inner
     except ValueError as error:
-        stripped = bare(error)
+        stripped = strip_traceback(error)
     assert stripped.__traceback__ is None
     assert stripped.__cause__ is not None
     assert stripped.__cause__.__traceback__ is None

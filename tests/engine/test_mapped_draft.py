@@ -29,7 +29,7 @@ from mlx_specprefill.adapters.capture import Head
 from mlx_specprefill.engine import scoring
 from mlx_specprefill.engine.costs import CostModel
 from mlx_specprefill.specprefill.mapped import MappedScorer
-from mlx_specprefill.specprefill.scorer import HeadScorer, PaperScorer, ToScore
+from mlx_specprefill.specprefill.scorer import HeadScorer, PaperScorer, ScoringInput
 from tests.precision import assert_close, numbers
 from tests.slices import finish
 from tests.tiny import generated, tiny_model
@@ -128,12 +128,14 @@ def test_a_token_has_the_most_that_one_of_its_bytes_has(scorer):
     start = prompt.size - 5
     mapping = pair(tokenizer=without_merges()).mapping
     given = {"question": (start, prompt.size), "template": template}
-    found = finish(MappedScorer(scorer, mapping).score(draft, ToScore.alone(draft, prompt, ScoringConfig(), **given)))
+    found = finish(
+        MappedScorer(scorer, mapping).score(draft, ScoringInput.alone(draft, prompt, ScoringConfig(), **given))
+    )
 
     asked = np.flatnonzero(owner == start)[0]
     in_bytes = {"question": (int(asked), len(data)), "template": template[owner]}
     stops = frozenset(kind("byte-level").eos_token_ids)
-    task = ToScore.alone(draft, tokens_of(tokenizer=without_merges()), ScoringConfig(), stop_ids=stops, **in_bytes)
+    task = ScoringInput.alone(draft, tokens_of(tokenizer=without_merges()), ScoringConfig(), stop_ids=stops, **in_bytes)
     direct = finish(scorer.score(draft, task)).importance
     assert direct.size == len(data) > prompt.size
     assert found.importance.tolist() == [direct[owner == token].max() for token in range(prompt.size)]

@@ -34,7 +34,7 @@ from mlx_specprefill import (
 from mlx_specprefill.adapters.depth import FirstLayers, first_layers
 from mlx_specprefill.engine.admission.footprint import measure_footprint, weight_bytes
 from mlx_specprefill.engine.costs import CostModel
-from mlx_specprefill.specprefill.scorer import PaperScorer, Scores, ToScore
+from mlx_specprefill.specprefill.scorer import PaperScorer, Scores, ScoringInput
 from tests.slices import finish
 from tests.tiny import CONFIGS, FAMILIES, VOCAB, generated, random_prompt, save_checkpoint, tiny_model, tokenizer
 
@@ -58,7 +58,7 @@ def truncated(family: str, whole: nn.Module) -> nn.Module:
 
 def scored(draft: nn.Module, prompt: tuple[int, ...], config: ScoringConfig, cache: list[Any] | None = None) -> Scores:
     given = {} if cache is None else {"cache": cache}
-    task = ToScore.alone(draft, prompt, config, **given)
+    task = ScoringInput.alone(draft, prompt, config, **given)
     slices: Generator[Any, None, Scores] = PaperScorer(config).score(draft, task)
     return finish(slices)
 

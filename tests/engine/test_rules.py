@@ -24,7 +24,7 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
 )
 from mlx_specprefill.adapters.capture import DraftHeads, Head
-from mlx_specprefill.adapters.depth import FirstLayers, whole_draft
+from mlx_specprefill.adapters.depth import FirstLayers, full_draft_model
 from mlx_specprefill.loading import with_heads
 from tests.tiny import generated, random_prompt, tiny_pair
 
@@ -94,7 +94,7 @@ class Forwards:
 
     def __init__(self, pair: ModelPair, patch: pytest.MonkeyPatch) -> None:
         self.early = self.whole = 0
-        draft = whole_draft(pair.draft)
+        draft = full_draft_model(pair.draft)
         inner, shallow = type(draft).__call__, FirstLayers.__call__
 
         def counted(this: Any, tokens: mx.array, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from mlx_specprefill import (
     find_model,
     load_pair,
     loaded_bytes,
-    place_of,
+    resolve_model_path,
 )
 from mlx_specprefill.adapters.gguf import describe_gguf, load_gguf
 from tests.gguf_files import CONFIGS, contents, random_weights, tiny
@@ -60,10 +60,10 @@ def test_the_cache_is_laid_out_as_huggingface_hub_reads_it(home: Path) -> None:
 def test_a_folder_of_that_path_goes_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(cached(home, "org/name"), "llama")
     monkeypatch.chdir(home)
-    assert place_of("org/name") != Path("org/name")
+    assert resolve_model_path("org/name") != Path("org/name")
     save_checkpoint(home / "org" / "name", "llama")
-    assert place_of("org/name") == Path("org/name")
-    assert place_of("./nowhere") == Path("./nowhere")
+    assert resolve_model_path("org/name") == Path("org/name")
+    assert resolve_model_path("./nowhere") == Path("./nowhere")
 
 
 class TestWhatIsNotWhole:

@@ -29,7 +29,7 @@ from mlx_specprefill.cache.positioned import (
 from mlx_specprefill.engine.decode_batch import DecodeBatch, DecodeRow
 from mlx_specprefill.sampling import greedy
 from mlx_specprefill.sessions.recall import can_recall, recall
-from mlx_specprefill.specprefill.staged_prefill import Reading
+from mlx_specprefill.specprefill.staged_prefill import UpperLayersModel
 from mlx_specprefill.speculative.rollback import Rollback
 from tests import oracle
 from tests.autoregressive import decode
@@ -172,7 +172,7 @@ def test_upper_layers_recall_from_hidden_states(name: str) -> None:
     hidden = split.lower(mx.array(case.prompt)[None], cache=lower)
     for turn in range(5):
         of = case.kept[case.turns[case.kept] == turn]
-        reading = Reading(split.upper, hidden[:, mx.array(of)])
+        reading = UpperLayersModel(split.upper, hidden[:, mx.array(of)])
         if turn in case.recalls:
             finish(recall(reading, upper, case.prompt.tolist(), of, lambda: 3))
         else:

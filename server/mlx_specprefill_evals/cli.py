@@ -44,7 +44,7 @@ def evaluate(
     ] = None,
     lengths: Annotated[list[int] | None, typer.Option("--length", help="Prompt tokens; repeat. Default 1024.")] = None,
     depths: Annotated[
-        list[float] | None, typer.Option("--depth", help="Place of a needle in [0, 1]; repeat. Default: anywhere.")
+        list[float] | None, typer.Option("--depth", help="Depth of a needle in [0, 1]; repeat. Default: anywhere.")
     ] = None,
     longbench: Annotated[list[Path] | None, typer.Option(help="A LongBench jsonl file; repeat.")] = None,
     number: Annotated[int, typer.Option("-n", min=1, help="Items per task, length and depth.")] = 20,
@@ -58,22 +58,26 @@ def evaluate(
     chunk_size: Annotated[int | None, typer.Option(min=1, help="Tokens per chunk of the library's rule.")] = None,
     probes: Annotated[
         int,
-        typer.Option(min=0, help="Items per cell whose distributions are measured too: KL, attention, perplexity."),
+        typer.Option(
+            min=0, help="Number of items per cell whose distributions are measured too: KL, attention, perplexity."
+        ),
     ] = 0,
     seed: Annotated[int, typer.Option(help="Number of the first item.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for items, report and plots; a run into the same folder goes on.")
+        Path | None, typer.Option(help="Folder for items, report and plots. A run into the same folder is resumed.")
     ] = None,
-    server: Annotated[str | None, typer.Option(help="Ask the server at this address; no pair is loaded.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model of that server. Default: the first it lists.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Of that server.")] = None,
+    server: Annotated[
+        str | None, typer.Option(help="Ask the server at this address instead of loading a pair.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model of that server. Default: its first.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key of that server.")] = None,
     pair: PairName = "demo",
     pairs_file: PairsFile = None,
     target: Target = None,
     draft: Draft = None,
     no_draft: NoDraft = False,
     not_staged: Annotated[
-        bool, typer.Option("--not-staged", help="All layers of the target read the kept tokens.")
+        bool, typer.Option("--not-staged", help="Run the kept tokens through all layers of the target.")
     ] = False,
     dtype: Dtype = "auto",
     log_level: Level = "warning",

@@ -78,41 +78,41 @@ class Settings(BaseSettings):
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = Field(
-        default=(), description="Let pages of these origins call the server, *: any."
+        default=(), description="Let pages of these origins call the server; *: any."
     )
     max_models: int | None = Field(default=None, ge=1)  # of several models, the number in memory
-    strict_model: bool = Field(default=False, description="404 for requests that name another model.")
+    strict_model: bool = Field(default=False, description="Answer 404 to requests that name another model.")
     draft_placement: DraftPlacement = "first"  # on several ranks: the draft on rank 0, or a part of it on each
     shutdown_grace_s: float = Field(
-        default=30.0, ge=0, description="Seconds that requests get to finish after SIGTERM."
+        default=30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
     )
     request_timeout_s: float | None = Field(
-        default=None, gt=0, description="Seconds after which a request is given up."
+        default=None, gt=0, description="Seconds after which a request is cancelled."
     )
     queue_timeout_s: float | None = Field(
-        default=None, gt=0, description="Seconds that a request may wait for its turn."
+        default=None, gt=0, description="Seconds that a request may wait in the queue."
     )
     max_requests_per_key: int | None = Field(
-        default=None, ge=1, description="Requests with one API key that may be in work."
+        default=None, ge=1, description="Largest number of running requests per API key."
     )
     log_level: LogLevel = "info"
-    log_format: LogFormat = Field(default="text", description="Lines of text, or json: an object per line.")
-    otel: bool = Field(
-        default=False, description="OpenTelemetry traces and metrics, to where the OTEL_* variables say."
+    log_format: LogFormat = Field(
+        default="text", description="Format of the log. text: lines. json: one object per line."
     )
+    otel: bool = Field(default=False, description="Send OpenTelemetry traces and metrics, as the OTEL_* variables say.")
     tool_parser: ToolParser | None = Field(
-        default=None, description="How the model writes tool calls. Default: as its chat template says."
+        default=None, description="Format of the model's tool calls. Default: detected from its chat template."
     )
     reasoning_parser: ReasoningParser | None = Field(
-        default=None, description="How it marks reasoning. Default: as its vocabulary and its chat template say."
+        default=None, description="Format of its reasoning. Default: detected from its vocabulary and chat template."
     )
     allow_special_tokens: bool = False  # True: names of control tokens in messages are those tokens, not text
-    temperature: float = Field(default=0.0, ge=0, le=2, description="Of requests that name none.")
+    temperature: float = Field(default=0.0, ge=0, le=2, description="Temperature of requests that set none.")
     specprefill: bool = ENGINE.policy.enabled  # False: sparse only when a request asks for it
     specprefill_threshold: int | None = Field(default=None, ge=0)  # tokens; None: measured, by predicted saving
     calibration_file: Path | None = Field(
         default_factory=lambda: Path.home() / ".cache/mlx-specprefill/costs.json",
-        description="What target and draft cost on this machine, per pair; calibrated heads lie in `heads` beside it.",
+        description="File of the models' measured costs, per pair. Calibrated heads are in `heads` beside it.",
     )
     specprefill_keep_pct: KeepShare = ENGINE.policy.keep_pct
     specprefill_scope: Scope = ENGINE.policy.scope  # the default of a request's selection scope
@@ -121,7 +121,7 @@ class Settings(BaseSettings):
     prefill_step: int = Field(
         default_factory=lambda: ENGINE.prefill_step,
         ge=1,
-        description="Tokens of a prefill chunk: 2048 on a GPU, 128 on a CPU.",
+        description="Tokens per prefill chunk: 2048 on a GPU, 128 on a CPU.",
     )
     max_rows: int = Field(default=ENGINE.max_rows, ge=1)
     target_itl_ms: float = Field(

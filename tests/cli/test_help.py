@@ -41,8 +41,8 @@ def test_every_setting_is_there_with_its_variable(text: str) -> None:
 
 
 def test_options_have_their_defaults_once(text: str) -> None:
-    assert "Port to listen at, 0: a free one. Default 8000. [MLX_SPECPREFILL_PORT]" in text
-    assert "Off: sparse only when a request asks. Default on. [MLX_SPECPREFILL_SPECPREFILL]" in text
+    assert "Port to listen on; 0: any free port. Default 8000. [MLX_SPECPREFILL_PORT]" in text
+    assert "Prefill long prompts sparsely. Off: only on request. Default on. [MLX_SPECPREFILL_SPECPREFILL]" in text
     assert "as SpecPrefill was published. Default default. [MLX_SPECPREFILL_RULE]" in text
     assert not re.search(r"Default[^\[]*Default", text.partition("Sparse prefill:")[2].partition("Other:")[0])
 

@@ -29,12 +29,15 @@ def bench(
         list[int] | None,
         typer.Option("--length", min=64, help=f"Prompt tokens; repeat. Default {', '.join(map(str, LENGTHS))}."),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each length is read by either arm.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each length per arm.")] = 3,
     keep: Keep = None,
     out: Annotated[Path | None, typer.Option(help="Write the measurement to this JSON file.")] = None,
-    picture_file: Annotated[Path | None, typer.Option("--picture", help="Draw it into this SVG file.")] = None,
+    picture_file: Annotated[
+        Path | None, typer.Option("--picture", help="Draw the measurement into this SVG file.")
+    ] = None,
     submit: Annotated[
-        Path | None, typer.Option(help="Write it into this folder, under a name for the page of measured machines.")
+        Path | None,
+        typer.Option(help="Write the measurement into this folder, named for the page of measured machines."),
     ] = None,
     pair: PairName = None,
     pairs_file: PairsFile = None,

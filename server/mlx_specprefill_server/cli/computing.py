@@ -32,7 +32,7 @@ def compute(target: str | None, file: Path | None) -> bool:
     """
     load_then = load_before()
     configure_logging("error")
-    typer.echo("\nWhat this device computes, which takes a minute or two:")
+    typer.echo("\nChecking the results of this device, for a minute or two:")
     checks = [_shown(check) for check in check_device()]
     wait = sync_ms()
     typer.echo(f"\n{_verdict(checks)}\nA synchronisation takes {wait:.3f} ms.")

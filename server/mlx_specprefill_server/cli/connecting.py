@@ -21,12 +21,14 @@ _SMALL_WINDOW = 32_000  # tokens
 
 def connect(
     agent: Annotated[str, typer.Argument(help=f"{', '.join(AGENTS)}, or any other.")],
-    url: Annotated[str, typer.Option(help="Of the running server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="Address of the running server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, typer.Option(envvar="MLX_SPECPREFILL_API_KEY", help="If the server asks for one.")
+        str | None, typer.Option(envvar="MLX_SPECPREFILL_API_KEY", help="API key, if the server requires one.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Which of the server's models. Default: its first.")] = None,
-    write_files: Annotated[bool, typer.Option("--write", help="Put it into the agent's own files.")] = False,
+    model: Annotated[str | None, typer.Option(help="Name of one of the server's models. Default: its first.")] = None,
+    write_files: Annotated[
+        bool, typer.Option("--write", help="Write the configuration into the agent's own files.")
+    ] = False,
 ) -> None:
     """Print the configuration that connects an agent with the running server, or write it.
 

@@ -49,9 +49,9 @@ class Finding:
 def doctor(
     compute: Annotated[
         bool,
-        typer.Option("--compute", help="Let tiny models compute what is relied on, and compare it with the truth."),
+        typer.Option("--compute", help="Compare results of tiny models on this device with known ones."),
     ] = False,
-    target: Annotated[str | None, typer.Option(help="With --compute: time this model's forwards.")] = None,
+    target: Annotated[str | None, typer.Option(help="With --compute: time forward passes of this model.")] = None,
     file: Annotated[Path | None, typer.Option("--json", help="With --compute: write the record to this file.")] = None,
 ) -> None:
     """Print the machine, the installation, the models and the settings, and each problem with its remedy.

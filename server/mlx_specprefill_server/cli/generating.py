@@ -49,7 +49,7 @@ _ENABLED: dict[PrefillMode, bool | None] = {"auto": None, "sparse": True, "full"
 def generate(
     prompt_file: Annotated[Path, typer.Option(help="A text file; - reads standard input.")],
     question: Question = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens in the answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     keep: Keep = None,
     rule: Rule = None,

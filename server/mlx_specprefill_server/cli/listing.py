@@ -60,9 +60,9 @@ def _pairs(pairs_file: Path | None) -> Iterator[tuple[str, ...]]:
 def recommend(
     memory_limit: Annotated[
         str | None,
-        typer.Option(help="For weights and caches, as 48GB. Default: what this machine recommends."),
+        typer.Option(help="Memory for weights and caches, like 48GB. Default: the recommendation of this machine."),
     ] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of prompt and answer for which there is room.")] = 32768,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of prompt and answer that must fit.")] = 32768,
 ) -> None:
     """Show the pairs that fit the memory of this machine, the largest first, each with the command that comes next.
 

@@ -41,28 +41,29 @@ PairName = Annotated[
     str | None,
     typer.Option("--pair", help="A pair named in models/pairs.toml. Default: smollm2 if it is installed, else demo."),
 ]
-PairsFile = Annotated[Path | None, typer.Option(help="Another file of named pairs, for --pair.")]
-Target = Annotated[str | None, typer.Option(help="Folder, GGUF file or repository id of the target, not --pair.")]
+PairsFile = Annotated[Path | None, typer.Option(help="File of named pairs for --pair, in place of models/pairs.toml.")]
+Target = Annotated[str | None, typer.Option(help="Target model: folder, GGUF file or repository id. Not with --pair.")]
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="The same for the draft, whatever its tokenizer, or self: the target's own first layers; auto, of a "
-        "named pair: whichever is predicted to be faster. Default: self, where the target can be prefilled in stages."
+        help="Draft model: folder, GGUF file or repository id. self: the target's first layers. auto: the faster of "
+        "both, in a named pair. Default: self, if the target can be prefilled in stages."
     ),
 ]
 NoDraft = Annotated[
-    bool, typer.Option("--no-draft", help="The target's own first layers score prompts, also in a pair with a draft.")
+    bool,
+    typer.Option("--no-draft", help="Score prompts with the target's own first layers, also in a pair with a draft."),
 ]
 Dtype = Annotated[DtypeName, typer.Option(help="auto: as stored on a GPU, float32 on a CPU.")]
 Rule = Annotated[
     RuleName | None,
     typer.Option(
-        help="How tokens are scored and chosen: default, by calibrated heads; paper, as SpecPrefill was published."
+        help="Rule that scores and selects tokens. default: calibrated heads. paper: as SpecPrefill was published."
     ),
 ]
 PrefillStep = Annotated[int | None, typer.Option(help="Tokens per target forward.")]
 KvBits = Annotated[int | None, typer.Option(help="Quantise the target's KV cache after prefill: 2, 3, 4, 5, 6 or 8.")]
-Question = Annotated[str | None, typer.Option(help="Put after the file's text, in the same user message.")]
+Question = Annotated[str | None, typer.Option(help="Question to append to the file's text, in the same user message.")]
 Keep = Annotated[str | None, setting("specprefill_keep_pct", "Share of chunks to keep, in (0, 1].", "--keep-pct")]
-Raw = Annotated[bool, typer.Option("--raw", help="No chat template: the text itself is the prompt.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Use the text itself as the prompt, without a chat template.")]
 Level = Annotated[LogLevel, typer.Option("--log-level")]

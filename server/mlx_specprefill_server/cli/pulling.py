@@ -38,7 +38,7 @@ def pull(
     ],
     draft: Annotated[str | None, typer.Option(help="The repository id of a draft to fetch as well.")] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Fetch what memory has no room for, or what can't be loaded here.")
+        bool, typer.Option("--force", help="Fetch a model that does not fit the memory or can't be loaded here.")
     ] = False,
     pairs_file: PairsFile = None,
 ) -> None:

@@ -72,22 +72,22 @@ def serve(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="A table of several models, which are loaded when they are asked for. Default: models.toml in "
-            "~/.config/mlx-specprefill, if it is there and no model is named."
+            help="Table of several models, each loaded on its first request. Default: models.toml in "
+            "~/.config/mlx-specprefill, if it exists and no model is named."
         ),
     ] = None,
     max_models: Annotated[
         int | None,
-        typer.Option(help="Models of that table in memory at a time. Default: as many as there is room for."),
+        typer.Option(help="Largest number of the table's models in memory. Default: as many as fit."),
     ] = None,
-    host: Annotated[str | None, setting("host", "Address to listen at.")] = None,
-    port: Annotated[int | None, setting("port", "Port to listen at, 0: a free one.")] = None,
+    host: Annotated[str | None, setting("host", "Address to listen on.")] = None,
+    port: Annotated[int | None, setting("port", "Port to listen on; 0: any free port.")] = None,
     dtype: Dtype = "auto",
     specprefill_threshold: Annotated[
         int | None,
         typer.Option(
-            help="Prompts with more uncached tokens than this are prefilled sparsely. Default: where it saves enough, "
-            "by times measured at the first start."
+            help="Prefill prompts with more uncached tokens than this sparsely. Default: if it saves enough time, by "
+            "costs measured at the first start."
         ),
     ] = None,
     specprefill_keep_pct: Annotated[
@@ -100,44 +100,52 @@ def serve(
         ),
     ] = None,
     specprefill: Annotated[
-        bool | None, typer.Option("--specprefill/--no-specprefill", help="Off: sparse only when a request asks.")
+        bool | None,
+        typer.Option("--specprefill/--no-specprefill", help="Prefill long prompts sparsely. Off: only on request."),
     ] = None,
     specprefill_scope: Annotated[
         Scope | None,
         setting(
             "specprefill_scope",
-            "What may be dropped: user, nothing of the system prompt; all, also a long system text but for its ends.",
+            "Text that may be dropped. user: user text only. all: also the middle of a long system prompt.",
         ),
     ] = None,
     rule: Rule = None,
     speculative: Annotated[
         SpeculationName | None,
-        setting("speculative", "How answers are drafted."),
+        setting("speculative", "Strategy of speculative decoding."),
     ] = None,
     prefill_step: PrefillStep = None,
-    max_rows: Annotated[int | None, setting("max_rows", "Requests that run at the same time.")] = None,
+    max_rows: Annotated[
+        int | None, setting("max_rows", "Largest number of requests that run at the same time.")
+    ] = None,
     target_itl_ms: Annotated[
         float | None, setting("target_itl_ms", "Milliseconds by which a prefill may delay a running answer.")
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option(help="For weights, requests and caches, as 48GB. Default: what the device recommends.")
+        str | None,
+        typer.Option(
+            help="Memory for weights, requests and caches, like 48GB. Default: the recommendation of the device."
+        ),
     ] = None,
     wired_limit: Annotated[
         WiredLimit | None,
-        setting("wired_limit", "Memory that macOS keeps resident. auto: models that take more than 60 % of it."),
+        setting(
+            "wired_limit", "Memory that macOS keeps resident. auto: the models, if they take more than 60 % of it."
+        ),
     ] = None,
     prefix_cache_size: Annotated[
-        str | None, setting("prefix_cache_size", "Memory for reusable prompt prefixes, 0: none.")
+        str | None, setting("prefix_cache_size", "Memory for reusable prompt prefixes; 0: none.")
     ] = None,
     prefix_cache_dir: Annotated[
-        Path | None, typer.Option(help="Folder in which prefixes outlive the server. Default: none.")
+        Path | None, typer.Option(help="Folder that keeps prefixes when the server stops. Default: none.")
     ] = None,
     prefix_disk_size: Annotated[str | None, setting("prefix_disk_size", "Disk space for that folder.")] = None,
     remember: Annotated[
         bool | None,
         setting(
             "remember",
-            "Keep on disk, for this user only, the system prompts and tools that several requests began with.",
+            "Keep shared system prompts and tools on disk, readable by this user only.",
             "--remember/--no-remember",
         ),
     ] = None,
@@ -145,35 +153,41 @@ def serve(
         Densify | None,
         setting(
             "densify",
-            "Prefill in full, in idle time, what was prefilled sparsely. auto: not while the machine runs on battery.",
+            "Prefill sparse prompts in full in idle time. auto: not on battery.",
         ),
     ] = None,
     kv_bits: KvBits = None,
-    api_keys: Annotated[list[str] | None, typer.Option("--api-key", help="Require this key; repeat for more.")] = None,
+    api_keys: Annotated[
+        list[str] | None, typer.Option("--api-key", help="Require this API key; repeat for more.")
+    ] = None,
     admin_keys: Annotated[
         list[str] | None,
-        typer.Option("--admin-key", help="A key that also sees what is cached for the others; repeat."),
+        typer.Option(
+            "--admin-key", help="API key that also sees the cached prompts of the other keys; repeat for more."
+        ),
     ] = None,
     allow_special_tokens: Annotated[
         bool | None,
-        typer.Option("--allow-special-tokens", help="Control tokens named in messages are tokens. Default: text."),
+        typer.Option(
+            "--allow-special-tokens", help="Read names of control tokens in messages as these tokens. Default: as text."
+        ),
     ] = None,
-    model_alias: Annotated[str | None, typer.Option(help="The model id that clients see.")] = None,
+    model_alias: Annotated[str | None, typer.Option(help="Model id that clients see.")] = None,
     allowed_hosts: Annotated[
-        list[str] | None, typer.Option("--allowed-host", help="Answer to this Host name too; repeat for more, *: any.")
+        list[str] | None, typer.Option("--allowed-host", help="Further allowed Host name; repeat for more; *: any.")
     ] = None,
     hosts: Annotated[
         Path | None,
-        typer.Option(help="Run one model on several machines: those in this file, in the format of mlx.launch."),
+        typer.Option(help="File of the machines that run one model together, in the format of mlx.launch."),
     ] = None,
     starting_port: Annotated[
-        int | None, typer.Option(help="The first port between these machines, as of mlx.launch: 32323 if not given.")
+        int | None, typer.Option(help="First port between these machines, as in mlx.launch. Default: 32323.")
     ] = None,
     draft_placement: Annotated[
         DraftPlacement | None,
-        setting("draft_placement", "Where the draft is: on the first, or a part of it on each."),
+        setting("draft_placement", "Place of the draft: on the first machine, or a part of it on each."),
     ] = None,
-    log_level: Annotated[LogLevel | None, setting("log_level", "The least that is logged.")] = None,
+    log_level: Annotated[LogLevel | None, setting("log_level", "Lowest level that is logged.")] = None,
 ) -> None:
     """Start the OpenAI-compatible server. Every setting also has an environment variable: MLX_SPECPREFILL_PORT, ..."""
     note_environment()

@@ -25,11 +25,13 @@ class WarmError(SpecPrefillError):
 
 
 def warm(
-    file: Annotated[Path, typer.Argument(help="A request of the agent as JSON, in any dialect, or a system prompt.")],
+    file: Annotated[Path, typer.Argument(help="The agent's request as JSON, in any dialect, or a system prompt.")],
     url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        typer.Option(envvar=variable("api_keys"), help="If the server asks for one. Of several the first is sent."),
+        typer.Option(
+            envvar=variable("api_keys"), help="API key, if the server requires one. Of several, the first is sent."
+        ),
     ] = None,
 ) -> None:
     """Let a running server read a system prompt and tools now, so that the agent's first session starts from them."""

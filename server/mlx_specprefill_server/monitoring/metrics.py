@@ -55,19 +55,25 @@ class Metrics:
         self._prompt = self._tokens("vllm:prompt_tokens", "Prompt tokens, cached and dropped ones included.")
         self._generated = self._tokens("vllm:generation_tokens", "Generated tokens.")
         self._queried = self._tokens("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._hit = self._tokens("vllm:prefix_cache_hits", "Prompt tokens found there.")
-        self._success = self._counter("vllm:request_success", "Answers by how they ended.", MODEL, "finished_reason")
-        first = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", MODEL)
-        whole = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", MODEL)
+        self._hit = self._tokens("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._success = self._counter(
+            "vllm:request_success", "Answers by the reason of their end.", MODEL, "finished_reason"
+        )
+        first = self._histogram("vllm:time_to_first_token_seconds", "Time from arrival to the first token.", MODEL)
+        whole = self._histogram("vllm:e2e_request_latency_seconds", "Time from arrival to the last token.", MODEL)
         self._first, self._whole = first.labels(model), whole.labels(model)
         self._gaps = self._histogram("vllm:inter_token_latency_seconds", GAPS_TEXT, MODEL, buckets=GAPS).labels(model)
-        self._requests = self._counter("specprefill_requests", "Prompts by prefill and why.", "mode", "reason")
-        self._kept = self._histogram(
-            "specprefill_kept_ratio", "Share that the target saw of sparse prompts.", buckets=SHARES
+        self._requests = self._counter(
+            "specprefill_requests", "Prompts by mode of prefill and reason.", "mode", "reason"
         )
-        self._skipped = self._counter("specprefill_skipped_tokens", "Prompt tokens that the target never saw.")
+        self._kept = self._histogram(
+            "specprefill_kept_ratio", "Share of sparse prompts that the target read.", buckets=SHARES
+        )
+        self._skipped = self._counter("specprefill_skipped_tokens", "Prompt tokens that the target did not read.")
         self._stages = self._histogram("specprefill_stage_seconds", "Time of a request's stages.", "stage")
-        self._recalled = self._counter("specprefill_recalled_tokens", "Tokens that an earlier turn had dropped.")
+        self._recalled = self._counter(
+            "specprefill_recalled_tokens", "Tokens that an earlier turn had dropped and a later one read."
+        )
         self._totals = Totals()
         self._engine = EngineCollector(engine, model, self._totals)
         self.registry.register(self._engine)
@@ -192,12 +198,16 @@ class EngineCollector(Collector):
         yield _gauge("llamacpp:requests_deferred", "Requests that wait.", stats.waiting)
         yield from self._sums()
         yield _gauge("specprefill_engine_up", "1 while the engine's thread lives.", int(health.alive))
-        yield _gauge("specprefill_engine_heartbeat_age_seconds", "Since its last step.", health.heartbeat_age_s)
+        yield _gauge(
+            "specprefill_engine_heartbeat_age_seconds", "Seconds since the engine's last step.", health.heartbeat_age_s
+        )
         yield from _counted(stats)
         yield _labelled(GaugeMetricFamily, "specprefill_memory_bytes", "Memory by consumer.", "consumer", _held(stats))
         unaccounted = stats.memory.unaccounted_bytes
-        yield _gauge("specprefill_unaccounted_bytes", "Not of weights, caches or requests.", unaccounted)
-        yield _labelled(GaugeMetricFamily, "specprefill_cache_bytes", "Kept for later requests.", "kind", _kept(stats))
+        yield _gauge("specprefill_unaccounted_bytes", "Memory in use beside weights, caches and requests.", unaccounted)
+        yield _labelled(
+            GaugeMetricFamily, "specprefill_cache_bytes", "Memory of prefixes for later requests.", "kind", _kept(stats)
+        )
 
     def _sums(self) -> Iterator[Metric]:
         totals = self._totals
@@ -213,11 +223,17 @@ def _counted(stats: EngineStats) -> Iterator[Metric]:
     fallbacks = sorted(stats.fallbacks.items())
     evictions = [("memory", stats.evictions), ("disk", stats.disk_evictions)]
     yield _labelled(CounterMetricFamily, "specprefill_fallbacks", "Sparse prefills that failed.", "stage", fallbacks)
-    yield _labelled(CounterMetricFamily, "specprefill_evictions", "Prefixes without room.", "tier", evictions)
+    yield _labelled(
+        CounterMetricFamily, "specprefill_evictions", "Prefixes evicted for lack of room.", "tier", evictions
+    )
     yield _count("specprefill_densified_requests", "Sparse prompts prefilled in full in idle time.", stats.densified)
-    yield _count("specprefill_densified_tokens", "Their tokens.", stats.densified_tokens)
+    yield _count(
+        "specprefill_densified_tokens",
+        "Tokens of sparse prompts prefilled in full in idle time.",
+        stats.densified_tokens,
+    )
     yield _count("specprefill_prefix_hits", "Requests that found a dense prefix.", stats.prefix_hits)
-    yield _count("specprefill_prefix_misses", "Requests that found none.", stats.prefix_misses)
+    yield _count("specprefill_prefix_misses", "Requests that found no dense prefix.", stats.prefix_misses)
 
 
 def _held(stats: EngineStats) -> list[tuple[str, float]]:

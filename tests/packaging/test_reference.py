@@ -38,7 +38,7 @@ def test_the_page_on_clients_has_what_connect_says(reference: ModuleType) -> Non
 
 def test_the_reference_has_every_setting_and_command(reference: ModuleType) -> None:
     pages = reference.pages()
-    assert "| `MLX_SPECPREFILL_MEMORY_LIMIT` | `--memory-limit` | none | For weights" in pages["settings.md"]
+    assert "| `MLX_SPECPREFILL_MEMORY_LIMIT` | `--memory-limit` | none | Memory for weights" in pages["settings.md"]
     assert "| `MLX_SPECPREFILL_PREFIX_DISK_SIZE` | `--prefix-disk-size` | 20GB |" in pages["settings.md"]
     models = ["pull", "list", "recommend"]
     commands = ["serve", *models, "connect", "generate", "inspect", "bench", "warm", "doctor"]

@@ -181,7 +181,7 @@ def serve(
         typer.Option(help="File of the machines that run one model together, in the format of mlx.launch."),
     ] = None,
     starting_port: Annotated[
-        int | None, typer.Option(help="First port between these machines, as in mlx.launch. Default: 32323.")
+        int | None, typer.Option(help="First port between these machines, as in mlx.launch; 32323 if not given.")
     ] = None,
     draft_placement: Annotated[
         DraftPlacement | None,

@@ -22,7 +22,14 @@ from ..e2e.conftest import server as server  # the bundled pair, one server for 
 from ..server.conftest import live as live  # the fixtures of the server's tests
 from ..server.fakes import FakeEngine, FakePair
 
-WIDTHS = {"wide": (1360, 900), "narrow": (390, 844), "wide at 200 %": (680, 450), "full HD at 200 %": (960, 540)}
+WIDTHS = {
+    "wide": (1360, 900),
+    "laptop": (1280, 800),
+    "low": (1280, 650),
+    "narrow": (390, 844),
+    "wide at 200 %": (680, 450),
+    "full HD at 200 %": (960, 540),
+}
 
 
 class Page:

@@ -71,7 +71,7 @@ def test_a_new_conversation_begins_with_nothing_of_the_old_one(page: Page, live:
     assert not page.find("#prompt").is_displayed()
     assert page.find("#detail").text == ""
     page.ask("Something else")
-    assert "The text." not in engine.pair.tokenizer.decode(engine.requests[-2].prompt.tolist())
+    assert "The text." not in engine.pair.tokenizer.decode(engine.requests[-1].prompt.tolist())
     page.until(lambda: len(page.all("#conversations li")) == 2)
     page.all("#conversations button")[1].click()
     page.until(lambda: page.all(".question") and page.find(".question").text == "What is it?")
@@ -102,7 +102,7 @@ def test_a_conversation_is_renamed_exported_and_deleted(page: Page, live: Any, e
     (whole,) = [json.loads(text) for text in saved if text.startswith("{")]
     assert whole["turns"][0]["documents"][0]["text"] == "The text."
     page.find("#delete").click()
-    page.find("#delete-dialog .primary").click()
+    page.find("#delete-dialog [value=use]").click()
     page.until(lambda: not page.all("#conversations li") and not page.all(".turn"))
     page.driver.refresh()
     page.ready()

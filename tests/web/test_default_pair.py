@@ -24,8 +24,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.mark.timeout(900)
 def test_the_sample_has_its_headline_and_the_next_question_reads_little(page: Page, server: Server) -> None:
     page.open(server.base, sample=True)
-    page.until(lambda: "tokens" in page.find("#documents").text)
-    page.press("#send", within=600)
+    page.press("#sample", within=600)
     said = r"First word after [\d.]+ m?s instead of [\d.]+ m?s\. (79|80) % of the document was not read\. Same answer\."
     assert re.fullmatch(said, page.find(".headline").text)
     assert all("482913" in arm.text for arm in page.all(".arm"))
@@ -37,7 +36,6 @@ def test_the_sample_has_its_headline_and_the_next_question_reads_little(page: Pa
     assert "482913" in page.run(
         "return [...document.querySelectorAll('#prompt .kept')].map((s) => s.textContent).join('')"
     )
-    page.find("#compare").click()
     page.find("#question").send_keys("Say it again: what is the secret code?")
     page.press("#send", within=600)
     again = page.all(".turn")[-1]

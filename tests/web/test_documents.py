@@ -80,13 +80,13 @@ def test_several_documents_are_told_apart_and_can_be_taken_away(page: Page, live
 def test_what_is_typed_counts_at_once(page: Page, live: Any, engine: FakeEngine) -> None:
     base, _ = live()
     page.open(base)
-    assert page.find("#meter-text").text == ""
+    assert page.find("#room").text == ""
     page.find("#question").send_keys("twelve chars")
-    page.until(lambda: page.find("#meter-text").text == "about 12 of 100,000 tokens")
+    page.until(lambda: page.find("#room").text == "12 of 100,000 tokens")
     page.drop("A line of words.")
-    page.until(lambda: page.find("#meter-text").text == "about 28 of 100,000 tokens")
+    page.until(lambda: page.find("#room").text == "28 of 100,000 tokens")
     page.press("#send")
-    page.until(lambda: "of 100,000 tokens" in page.find("#meter-text").text)  # what a next question begins with
+    page.until(lambda: "of 100,000 tokens" in page.find("#room").text)  # what a next question begins with
     page.set("#question", "x" * 99_990)
     page.until(lambda: "Too long by" in page.find("#excess").text)
     assert not page.find("#send").is_enabled()
@@ -171,6 +171,6 @@ def test_a_long_paste_becomes_a_document(page: Page, live: Any, engine: FakeEngi
     assert page.run(paste, "a short one")  # goes into the field, as ever
     assert not page.run(paste, "a long one. " * 300)
     page.until(lambda: "3,600 tokens" in page.find("#documents").text)
-    assert "of 100,000 tokens" in page.find("#meter-text").text
+    assert "of 100,000 tokens" in page.find("#room").text
     page.ask("What?")
     assert "a long one. a long one." in heard(engine)

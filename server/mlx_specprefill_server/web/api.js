@@ -46,7 +46,9 @@ export async function request(path, { method = "GET", body, signal } = {}) {
     const headers = body === undefined ? {} : { "content-type": "application/json" };
     if (key) headers.authorization = `Bearer ${key}`;
     const [where, what] = toModel(path, body);
-    const response = await fetch(where, { method, headers, signal, body: what && JSON.stringify(what) });
+    const response = await fetch(where, { method, headers, signal, body: what && JSON.stringify(what) }).catch((error) => {
+      throw error.name === "AbortError" ? error : new ApiError(0, "Can't reach the server. Does it still run?");
+    });
     if (response.status === 401) {
       find("key-button").hidden = false;
       if (await askForKey(key)) continue;

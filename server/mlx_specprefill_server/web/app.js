@@ -7,6 +7,7 @@ import { count, find } from "./format.js";
 import { LivePanel } from "./live.js";
 import { TextMap } from "./map.js";
 import { Models } from "./models.js";
+import { sampleText } from "./sample.js";
 import { ONE_MODEL, server, TWO_MODELS } from "./words.js";
 
 const THEMES = ["auto", "light", "dark"];
@@ -39,9 +40,6 @@ function showTheme() {
   map.redraw();
 }
 
-let offered = false;
-
-/** And a sample for somebody who has nothing here yet. */
 async function showModels() {
   try {
     await models.refresh();
@@ -69,8 +67,6 @@ async function showModel() {
     find("intro").textContent = server.words.intro;
     chat.documents.window = room;
     chat.documents.show();
-    if (!known && !offered) await chat.offer();
-    offered = true;
   } catch (error) {
     chat.tell(error.message);
   }
@@ -93,6 +89,7 @@ addEventListener("hashchange", showView);
 showTheme();
 showView();
 
-const known = await chat.restore();
+find("sample-text").textContent = await sampleText();
+await chat.restore();
 await showModels();
 document.documentElement.dataset.ready = "yes";

@@ -25,7 +25,7 @@ export class Arm {
       element("summary", { textContent: "Reasoning" }), this.thought);
     this.answer = element("div", { className: "answer" });
     this.answer.dir = "auto";
-    this.why = element("p", { className: "why", hidden: true });
+    this.why = element("p", { className: "why apparatus", hidden: true });
     this.facts = element("p", { className: "facts faint" });
     this.element = element("article", { className: "arm" }, this.title, this.thinking, this.answer, this.why, this.facts);
     this.element.setAttribute("aria-live", "polite"); // read out when it is no longer busy

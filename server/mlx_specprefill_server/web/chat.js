@@ -2,7 +2,7 @@
 
 import { ApiError, json } from "./api.js";
 import { BrokenOff, newArm } from "./arm.js";
-import { Documents, tokensOf } from "./documents.js";
+import { Documents, sizeOf } from "./documents.js";
 import { find } from "./format.js";
 import { isSample, SAMPLE, sampleText } from "./sample.js";
 import { Settings } from "./settings.js";
@@ -24,7 +24,7 @@ export class Chat {
     this.conversation = fresh();
     this.turns = [];
     this.settings = new Settings(() => this.#changed());
-    this.documents = new Documents(() => this.#changed(), (text) => this.tell(text));
+    this.documents = new Documents(() => this.#changed(), (text) => this.tell(text), () => this.#leaveSample());
     find("form").addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.#may()) this.#run((signal) => this.#ask(signal));
@@ -38,7 +38,13 @@ export class Chat {
       event.preventDefault();
       find("form").requestSubmit();
     });
-    find("sample").addEventListener("click", () => this.offer());
+    find("sample-question").textContent = SAMPLE.question;
+    find("sample").addEventListener("click", () => !this.running && this.#run((signal) => this.#askSample(signal)));
+    find("edit-dialog").addEventListener("close", () => this.#edited());
+    addEventListener("focusin", ({ target }) => {
+      if (!find("settings").contains(target) && !target.popoverTargetElement) find("settings").hidePopover();
+    });
+    this.#followAnswer();
     addEventListener("pagehide", () => this.#save());
   }
 
@@ -46,38 +52,57 @@ export class Chat {
     find("notice").textContent = text;
   }
 
-  /** The conversation that this tab showed last, or an empty one; whether there was one. */
+  /** The end of the conversation stays in view while it grows, until somebody scrolls up. */
+  #followAnswer() {
+    let before = scrollY;
+    addEventListener("scroll", () => {
+      if (scrollY < before) this.following = false;
+      if (this.#below() <= 1) this.following = true;
+      before = scrollY;
+    }, { passive: true });
+    new ResizeObserver(() => this.running && this.#follow()).observe(find("chat"));
+  }
+
+  /** Pixels of the conversation, with its composer, that lie below the window. */
+  #below() {
+    return find("chat").getBoundingClientRect().bottom - innerHeight;
+  }
+
+  #follow() {
+    if (this.following && this.#below() > 0) scrollBy(0, this.#below());
+  }
+
+  /** Show the conversation that this tab showed last, or an empty one. */
   async restore() {
     const id = sessionStorage.getItem(OPEN) ?? (await store.listed())[0]?.id;
-    const found = id && await store.load(id);
-    this.show(found || fresh());
-    return Boolean(found);
+    this.show((id && await store.load(id)) || fresh());
   }
 
-  /** The sample, ready to be asked, with both ways of reading it. */
-  async offer() {
-    try {
-      const text = await sampleText();
-      const tokens = await tokensOf(text);
-      if (tokens + SAMPLE.room > this.documents.window) {
-        this.tell("The sample is longer than this model's window. Add a document of your own.");
-        return;
-      }
-      this.documents.set([{ name: SAMPLE.name, text, tokens }]);
-    } catch (error) {
-      this.tell(describe(error));
+  /** The sample, read in both ways. What is in the composer stays there. */
+  async #askSample(signal) {
+    const text = await sampleText();
+    const tokens = await sizeOf(text);
+    if (tokens + SAMPLE.room > this.documents.window) {
+      this.tell("The sample is longer than this model's window. Add a document of your own.");
       return;
     }
-    find("question").value = SAMPLE.question;
-    this.settings.set({ ...this.settings.get(), compare: true });
-    this.documents.measure();
-    find("send").focus({ preventScroll: true });
+    await this.#askOne({ question: SAMPLE.question, documents: [{ name: SAMPLE.name, text, tokens }] }, signal);
   }
 
-  /** Whether there is nothing but what the page itself has put there. */
+  /** A document of one's own is asked in a conversation of its own. */
+  async #leaveSample() {
+    if (!this.conversation.turns.some(isSample)) return;
+    const typed = find("question").value;
+    find("question").value = "";
+    this.#changed();
+    await this.begin();
+    find("question").value = typed;
+  }
+
+  /** Whether there is nothing in it yet. */
   #untouched() {
     const { turns, draft: { question, documents } } = this.conversation;
-    return !turns.length && (isSample({ question, documents }) || (!question && !documents.length));
+    return !turns.length && !question && !documents.length;
   }
 
   async open(id) {
@@ -132,7 +157,8 @@ export class Chat {
   }
 
   #turn(record) {
-    return new Turn(record, { map: (turn) => this.showMap(turn), again: (turn) => this.#again(turn) });
+    return new Turn(record, { map: (turn) => this.showMap(turn), again: (turn) => this.#again(turn),
+      edit: (turn) => this.#edit(turn) });
   }
 
   showMap(turn) {
@@ -154,11 +180,11 @@ export class Chat {
     find("send").disabled = find("score").disabled = busy || Boolean(this.documents.excess);
     find("stop").hidden = !busy;
     find("send").hidden = busy;
-    find("chat").dataset.empty = conversation.turns.length ? "no" : "yes";
+    const empty = !conversation.turns.length && !conversation.draft.documents.length;
+    find("chat").dataset.empty = empty ? "yes" : "no";
     find("chat").dataset.kept = "no";
-    const sampled = conversation.draft.documents[0]?.name === SAMPLE.name;
-    find("sample-ready").hidden = !sampled;
-    find("sample").hidden = sampled;
+    find("question").style.height = "auto";
+    find("question").style.height = `${find("question").scrollHeight + 2}px`; // with its border
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.#save(), SAVE_MS);
   }
@@ -197,6 +223,8 @@ export class Chat {
 
   async #guarded(work) {
     this.running = new AbortController();
+    this.following = true;
+    find("settings").hidePopover();
     this.#changed();
     this.tell("");
     try {
@@ -207,31 +235,35 @@ export class Chat {
       const focused = document.activeElement;
       this.running = null;
       this.#count();
+      this.#follow();
       if (focused === find("stop") || focused === document.body) find("question").focus({ preventScroll: true });
     }
   }
 
   /** The sample is there to show selective reading, also where it would save little. */
   #newArms(asked) {
-    const { mode: wanted, compare } = this.settings.get();
-    const mode = wanted === "auto" && isSample(asked) ? "sparse" : wanted;
+    if (isSample(asked)) return [newArm("sparse"), newArm("full")];
+    const { mode, compare } = this.settings.get();
     return [newArm(mode), ...(compare && mode !== "full" ? [newArm("full")] : [])];
   }
 
   async #ask(signal) {
-    const { conversation } = this;
     const asked = this.#draft();
+    find("question").value = "";
+    this.documents.question = 0;
+    this.documents.set([]);
+    await this.#askOne(asked, signal);
+  }
+
+  async #askOne(asked, signal) {
+    const { conversation } = this;
     const record = { ...asked, arms: this.#newArms(asked), explanation: null };
     const turn = this.#turn(record);
     conversation.turns.push(record);
     conversation.updated = Date.now();
     this.turns.push(turn);
     find("turns").append(turn.element);
-    find("question").value = "";
-    this.documents.question = 0;
-    this.documents.set([]);
     this.#changed();
-    turn.element.scrollIntoView({ block: "start" });
     try {
       await this.#answer(turn, signal);
     } catch (error) {
@@ -246,12 +278,25 @@ export class Chat {
     this.conversation.turns = this.conversation.turns.filter((other) => other !== turn.record);
     this.turns = this.turns.filter((other) => other !== turn);
     turn.element.remove();
+    if (isSample(turn.record)) return;
     find("question").value = question;
     this.documents.set([...documents, ...this.documents.list]);
     this.documents.measure();
   }
 
-  async #again(turn) {
+  #edit(turn) {
+    this.editing = turn;
+    find("edited").value = turn.record.question;
+    find("edit-dialog").returnValue = "";
+    find("edit-dialog").showModal();
+  }
+
+  async #edited() {
+    const question = find("edited").value.trim();
+    if (find("edit-dialog").returnValue === "use" && question) await this.#again(this.editing, question);
+  }
+
+  async #again(turn, question = turn.record.question) {
     if (this.running) {
       this.tell("Stop the answer that is coming first.");
       return;
@@ -259,7 +304,7 @@ export class Chat {
     const index = this.turns.indexOf(turn);
     for (const later of this.turns.splice(index + 1)) later.element.remove();
     this.conversation.turns.splice(index + 1);
-    turn.reset(this.#newArms(turn.record));
+    turn.reset(question, this.#newArms({ ...turn.record, question }));
     await this.#run((signal) => this.#answer(turn, signal));
   }
 
@@ -270,8 +315,9 @@ export class Chat {
     const [one, other] = turn.arms;
     const most = isSample(record) ? SAMPLE.length : Infinity;
     try {
+      other?.lane.note("waits for the end of the first answer");
       await one.run(messages, this.settings.answering(record.arms[0].mode, most), signal);
-      await this.#explain(turn, messages, signal);
+      if (!turn.plain) await this.#explain(turn, messages, signal);
       // Apart from the rest of the cache: neither arm may find what the other one has read.
       if (other) await other.run(messages, { ...this.settings.answering("full", most), cache_salt: `compare ${id}` }, signal);
     } finally {

@@ -19,15 +19,19 @@ export async function tokensOf(text) {
   }
 }
 
+/** The same; estimated where there is no server to ask: English has about 4 characters per token. */
+export const sizeOf = (text) => tokensOf(text).catch(() => Math.ceil(text.length / 4));
+
 export class Documents {
-  /** `changed`: called after every change; `tell`: shows a sentence. */
-  constructor(changed, tell) {
+  /** `changed`: called after every change; `tell`: shows a sentence; `begins`: awaited before one is added. */
+  constructor(changed, tell, begins) {
     this.list = [];
     this.window = Infinity; // tokens of the model's context
     this.before = 0; // tokens of the conversation so far
     this.question = 0; // tokens of what is typed
     this.changed = changed;
     this.tell = tell;
+    this.begins = begins;
     find("browse").addEventListener("click", () => find("file").click());
     find("file").addEventListener("change", async () => {
       await this.take(find("file").files);
@@ -53,10 +57,11 @@ export class Documents {
     });
   }
 
-  #paste(event) {
+  async #paste(event) {
     const text = event.clipboardData.getData("text/plain");
     if (text.length <= LONG_PASTE) return;
     event.preventDefault();
+    await this.begins();
     this.add("Pasted text", text);
     this.tell("The long text that you pasted is a document now.");
   }
@@ -69,6 +74,7 @@ export class Documents {
   /** Files, one after the other; those that are no text are named. */
   async take(files) {
     const refused = [];
+    await this.begins();
     for (const file of files) {
       this.tell(`Reading ${file.name} …`);
       try {
@@ -97,25 +103,16 @@ export class Documents {
   async #recount(one) {
     this.show();
     this.changed();
-    try {
-      const { text } = one;
-      const tokens = await tokensOf(text);
-      if (one.text === text) one.tokens = tokens;
-    } catch {
-      one.tokens = Math.ceil(one.text.length / 4); // no server to ask: English has about 4 characters per token
-    }
+    const { text } = one;
+    const tokens = await sizeOf(text);
+    if (one.text === text) one.tokens = tokens;
     this.show();
     this.changed();
   }
 
   /** Counts what is typed. */
   async measure() {
-    const text = find("question").value;
-    try {
-      this.question = await tokensOf(text);
-    } catch {
-      this.question = Math.ceil(text.length / 4);
-    }
+    this.question = await sizeOf(find("question").value);
     this.show();
     this.changed();
   }
@@ -136,10 +133,8 @@ export class Documents {
     find("documents").hidden = !this.list.length;
     const all = this.tokens;
     const known = Number.isFinite(this.window);
-    find("meter").hidden = !known || !all;
-    Object.assign(find("meter"), { max: 1, high: 0.85, optimum: 0, value: known ? Math.min(1, all / this.window) : 0 });
-    find("meter-text").textContent = known && all
-      ? `${Number.isFinite(all) ? `about ${count(all)}` : "far more than"} ${Number.isFinite(all) ? "of " : ""}${count(this.window)} tokens` : "";
+    const taken = Number.isFinite(all) ? `${count(all)} of` : "far more than";
+    find("room").textContent = known && all ? `${taken} ${count(this.window)} tokens` : "";
     find("excess").textContent = this.excess;
     find("shorten").hidden = !this.excess || !this.list.length;
   }

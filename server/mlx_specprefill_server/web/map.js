@@ -13,7 +13,7 @@ const STEPS = [
   { scores: false, show: "all", plain: false, text: () => "The best parts are chosen, with their sentences. Some are always kept: the beginning, instructions, the question." },
   { scores: false, show: "kept", plain: false, text: () => server.words.reading },
 ];
-const EMPTY = "Ask something, and the text appears here: which parts of it were read, which were not, and why.";
+const EMPTY = "Ask about a document, and its text appears here: which parts of it were read, which were not, and why.";
 const HINT = "Click a part to see why it was read or not. With the keyboard: arrow keys, and N and P for the next and the previous part that was read.";
 
 export class TextMap {

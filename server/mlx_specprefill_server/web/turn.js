@@ -24,26 +24,28 @@ export function messagesOf(turns, system) {
   return messages;
 }
 
-const WORTH_SAYING = 0.1; // of what was read: less was known already, like the template's first words
+const WORTH_SAYING = 0.1; // of a whole: the template's first words are always known already
 
 export class Turn {
-  /** `actions`: what the buttons do: map, again, each with the turn. */
+  /** `actions`: what the buttons do: map, again, edit, each with the turn. */
   constructor(record, actions) {
     this.record = record;
     this.actions = actions;
     const { question, documents } = record;
-    const asked = element("p", { className: "question", textContent: question });
-    asked.dir = "auto";
+    this.asked = element("p", { className: "question", textContent: question });
+    this.asked.dir = "auto";
     this.headline = element("p", { className: "headline", hidden: true });
-    this.timelines = element("div");
+    this.timelines = element("div", { className: "apparatus" });
     this.answers = element("div", { className: "arms" });
     this.copy = button("Copy", () => copyText(this.record.arms[0].text, this.copy));
     this.map = button("What was read", () => actions.map(this));
     this.again = button("Ask again", () => actions.again(this));
+    this.edit = button("Edit…", () => actions.edit(this));
     this.map.setAttribute("aria-pressed", "false");
-    this.foot = element("div", { className: "turn-actions", hidden: true }, this.map, this.copy, this.again);
+    this.map.classList.add("apparatus");
+    this.foot = element("div", { className: "turn-actions", hidden: true }, this.map, this.copy, this.again, this.edit);
     this.element = element("li", { className: "turn" },
-      element("div", { className: "asked" }, asked,
+      element("div", {}, this.asked,
         ...(documents.length ? [element("ul", { className: "chips" }, ...documents.map((one) => chip(one)))] : [])),
       this.headline, this.timelines, this.answers, this.foot);
     this.#arms();
@@ -59,11 +61,17 @@ export class Turn {
   }
 
   /** To be answered once more. */
-  reset(arms) {
-    this.record.arms = arms;
-    this.record.explanation = null;
+  reset(question, arms) {
+    Object.assign(this.record, { question, arms, explanation: null });
+    this.asked.textContent = question;
     this.headline.hidden = this.foot.hidden = true;
     this.#arms();
+  }
+
+  /** A question without a document that was read like in any other chat: there is nothing to explain. */
+  get plain() {
+    const { arms: [one, other], documents } = this.record;
+    return !documents.length && !other && one.mode === "auto" && one.account?.mode === "full";
   }
 
   /** The answers are there, or will not come. */
@@ -80,7 +88,8 @@ export class Turn {
   /** As much of the result as is known. */
   #tell() {
     const [one, other] = this.record.arms;
-    const parts = headlineOf(one, other, this.record.documents.length > 0);
+    const parts = this.plain ? [] : headlineOf(one, other, this.record.documents.length > 0);
+    this.element.classList.toggle("plain", this.plain);
     this.headline.hidden = !parts.length;
     this.headline.replaceChildren(...parts);
   }
@@ -99,8 +108,10 @@ function headlineOf({ account, first, text, state }, other, documents) {
   const strong = (ms) => element("strong", { className: "figure", textContent: seconds(ms) });
   const parts = ["First word after ", strong(first)];
   const sparse = account.mode === "sparse";
-  if (other && other.first !== null) parts.push(" instead of ", strong(other.first));
-  else if (sparse && account.predicted) parts.push(" instead of about ", strong(account.predicted.full_ms));
+  const waited = account.timings.queue_ms;
+  if (waited > WORTH_SAYING * first) parts.push(", ", strong(waited), " of it in the queue behind other requests");
+  else if (other && other.first !== null) parts.push(first < other.first ? " instead of " : "; full reading: ", strong(other.first));
+  else if (sparse && account.predicted?.full_ms > first) parts.push(" instead of about ", strong(account.predicted.full_ms));
   parts.push(". ");
   if (sparse) parts.push(`${percent(1 - account.kept_tokens / account.prompt_tokens)} of the ${what} was not read. `);
   else if (!other) parts.push(`All of the ${what} was read. `);

@@ -1,0 +1,95 @@
+"""The view: the newest answer lies above the composer, and the composer takes little of the window."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from ..server.fakes import FakeEngine
+from .conftest import Page
+
+pytestmark = pytest.mark.extended
+
+LINES = "A line.\n\n" * 40
+ENDS = """
+const bottom = (css) => [...document.querySelectorAll(css)].at(-1).getBoundingClientRect().bottom;
+return [bottom(".answer"), document.getElementById("form").getBoundingClientRect().top];
+"""
+
+
+def ends(page: Page) -> tuple[float, float]:
+    """Return the y of the newest answer's end and of the composer's top."""
+    answer, composer = page.run(ENDS)
+    return answer, composer
+
+
+def streams(engine: FakeEngine) -> list[threading.Event]:
+    """Make answers of three pieces of 40 lines; each event lets the next piece go."""
+    gates = [threading.Event(), threading.Event()]
+    engine.script = lambda request: [
+        *engine.tokens(LINES, end=False),
+        gates[0],
+        *engine.tokens(LINES, end=False),
+        gates[1],
+        *engine.tokens(LINES + "The end."),
+    ]
+    return gates
+
+
+def lines(page: Page) -> int:
+    return len(page.all(".answer p"))
+
+
+@pytest.mark.parametrize("width", ["laptop", "low", "narrow"])
+def test_the_view_follows_the_answer_above_the_composer(page: Page, live: Any, engine: FakeEngine, width: str) -> None:
+    gates = streams(engine)
+    base, _ = live()
+    page.open(base)
+    page.look("light", width)
+    page.find("#question").send_keys("Hello", Keys.ENTER)
+    for number, gate in enumerate([*gates, None], 1):
+        page.until(lambda count=40 * number: lines(page) >= count)
+        answer, composer = ends(page)
+        assert 0 < answer <= composer
+        if gate:
+            gate.set()
+    page.until(lambda: not page.find("#stop").is_displayed())
+    answer, composer = ends(page)
+    assert 0 < answer <= composer
+    assert page.run("return document.getElementById('form').getBoundingClientRect().bottom <= innerHeight")
+
+
+def test_the_view_stays_where_somebody_scrolled_up_until_they_are_back(
+    page: Page, live: Any, engine: FakeEngine
+) -> None:
+    gates = streams(engine)
+    base, _ = live()
+    page.open(base)
+    page.look("light", "laptop")
+    page.find("#question").send_keys("Hello", Keys.ENTER)
+    page.until(lambda: lines(page) == 40)
+    page.run("scrollTo(0, 300)")
+    gates[0].set()
+    page.until(lambda: lines(page) == 80)
+    assert page.run("return scrollY") == 300
+    page.run("scrollTo(0, document.documentElement.scrollHeight)")
+    gates[1].set()
+    page.until(lambda: lines(page) == 121)
+    answer, composer = ends(page)
+    assert 0 < answer <= composer
+
+
+def test_the_composer_grows_with_the_question_and_shrinks_when_it_is_asked(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.look("light", "laptop")
+    low = page.find("#form").size["height"]
+    assert low < 120
+    page.set("#question", "One\nof\nfive\nshort\nlines")
+    high = page.find("#form").size["height"]
+    assert high > low + 60
+    page.press("#send")
+    assert page.find("#form").size["height"] == low

@@ -87,6 +87,8 @@ async def start_answers(
     params = await sampling_params(service, request.sampling)
     prompt = await service.prompts.chat(request.conversation)
     warnings: list[str] = []
+    if request.conversation.tools and not (request.forced or service.prompts.takes_tools):
+        warnings.append("the model's chat template has no place for tools: the model is not told of them")
     constraint = _constraint(service, request, prompt, warnings)
     if constraint is not None:
         await service.compile(constraint)

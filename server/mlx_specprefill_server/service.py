@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ PATIENCE_S = 5.0  # seconds for the engine to end an answer itself, between two 
 REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class ServerState:
@@ -113,6 +115,8 @@ class Service:
         self.prompts = PromptBuilder(engine.pair.tokenizer, engine.window, settings.allow_special_tokens)
         self.metrics = metrics or Metrics(engine, self.model_id)
         self.format = detect(engine.pair.tokenizer, settings.tool_parser, settings.reasoning_parser)
+        if not self.prompts.takes_tools:
+            logger.warning("%s: its chat template has no place for tools: agents can't call any", self.model_id)
 
     @property
     def context_length(self) -> int:

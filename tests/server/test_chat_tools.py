@@ -289,6 +289,17 @@ def test_one_of_the_allowed_tools_can_be_demanded(client: TestClient, engine: Fa
     assert "other" not in engine.requests[0].constraint.grammar
 
 
+def test_a_template_without_tools_is_told(client: TestClient, showing: TestClient, engine: FakeEngine) -> None:
+    """In the list of models, and with each answer whose request brings some; the model can't know of them."""
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    for one, takes in ((client, False), (showing, True)):
+        (model,) = one.get("/v1/models").json()["data"]
+        assert model["tools"] is takes
+        (warning,) = one.post("/v1/chat/completions", json=body | {"tools": WEATHER}).json().get("warnings", [None])
+        assert (warning is None) == takes
+        assert "warnings" not in one.post("/v1/chat/completions", json=body).json()
+
+
 def test_the_count_is_that_of_the_offered_tools(showing: TestClient, engine: FakeEngine) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [OTHER, *WEATHER]}
     counts = []

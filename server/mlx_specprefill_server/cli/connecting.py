@@ -41,6 +41,8 @@ def connect(
         typer.echo(_written(setup) if write_files else _text(setup), nl=False)
         for note in setup.notes:
             typer.echo(f"note: {note}", err=True)
+        if not server.tools:
+            typer.echo("note: this model's chat template has no place for tools: agents can't call any", err=True)
         if server.window < _SMALL_WINDOW:
             typer.echo(f"note: the window has {server.window:,} tokens; agents begin with 3,000 to 20,000", err=True)
 
@@ -48,22 +50,23 @@ def connect(
 def _find(base: str, key: str | None, wanted: str | None) -> RunningServer:
     """Return the server at this address with its model of this name, or its first; raises OptionError."""
     models = _models(f"{base}/v1/models", key)
-    named = [(name, window) for name, aliases, window in models if wanted in (None, name, *aliases)]
+    named = [(name, window, tools) for name, aliases, window, tools in models if wanted in (None, name, *aliases)]
     if not named:
         raise OptionError(f"{base} has no model {wanted!r}; it has: {', '.join(name for name, *_ in models)}")
-    name, window = named[0]
+    name, window, tools = named[0]
     if window is None:
         raise OptionError(f"{base} does not know the window of {name}: its files are not on that machine")
-    return RunningServer(base, name, window, key or "none")  # some clients insist on one
+    return RunningServer(base, name, window, key or "none", tools is not False)  # some clients insist on a key
 
 
-def _models(address: str, key: str | None) -> list[tuple[str, list[str], int | None]]:
-    """Return the id, the aliases and the window of each model; raises OptionError."""
+def _models(address: str, key: str | None) -> list[tuple[str, list[str], int | None, bool | None]]:
+    """Return id, aliases and window of each model, and if its template takes tools; raises OptionError."""
     try:
         request = urllib.request.Request(address, headers={"authorization": f"Bearer {key}"} if key else {})
         # seconds; a machine that is reading prompts answers slowly
         with urllib.request.urlopen(request, timeout=30) as response:
-            return [(one["id"], one.get("aliases", []), one["context_length"]) for one in json.load(response)["data"]]
+            listed = json.load(response)["data"]
+            return [(one["id"], one.get("aliases", []), one["context_length"], one.get("tools")) for one in listed]
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         hint = "start the server first, or say where it is (--url) and which key it asks for (--api-key)"
         raise OptionError(f"{address} does not list this project's models: {error}; {hint}") from error

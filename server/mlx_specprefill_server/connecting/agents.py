@@ -23,12 +23,17 @@ _MOST_OUTPUT = 8192  # tokens; agents plan their compaction by it
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A running server: its address (without /v1), its model, the model's window in tokens, and a key."""
+    """A running server: its address (without /v1), its model, the model's window in tokens, and a key.
+
+    Attributes:
+        tools: the model's chat template has a place for tools.
+    """
 
     base: str
     model: str
     window: int
     key: str
+    tools: bool = True
 
     @property
     def v1(self) -> str:

@@ -84,6 +84,12 @@ class PromptBuilder:
         self._encoder = Encoder(tokenizer, self._controls)
         self._allow_special = allow_special_tokens
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells the model of tools. Without a template in text it is taken to."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        return "tools" in template if isinstance(template, str) else True
+
     async def chat(self, conversation: Conversation) -> Prompt:
         """Return the rendered conversation, ready for the assistant's answer.
 

@@ -46,8 +46,8 @@ Target = Annotated[str | None, typer.Option(help="Target model: folder, GGUF fil
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft model: folder, GGUF file or repository id. self: the target's first layers. auto: the faster of "
-        "both, in a named pair. Default: self, if the target can be prefilled in stages."
+        help="Draft model: folder, GGUF file or repository id. self: the target's first layers. "
+        "Default: self, if the target can be prefilled in stages."
     ),
 ]
 NoDraft = Annotated[

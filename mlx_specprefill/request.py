@@ -298,7 +298,7 @@ class PrefillReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object that clients get next to `usage`."""
         times = self.timings
-        account: dict[str, Any] = {
+        report: dict[str, Any] = {
             "mode": self.mode,
             "reason": self.reason,
             "prompt_tokens": self.prompt_tokens,
@@ -318,12 +318,12 @@ class PrefillReport:
         }
         if self.predicted is not None:
             full, sparse = self.predicted.full_ms, self.predicted.sparse_ms
-            account["predicted"] = {"full_ms": round(full, 3), "sparse_ms": round(sparse, 3)}
+            report["predicted"] = {"full_ms": round(full, 3), "sparse_ms": round(sparse, 3)}
         if self.speculation is not None:
-            account["speculation"] = self.speculation.to_dict()
+            report["speculation"] = self.speculation.to_dict()
         if self.kept_spans is not None:
-            account["kept_spans"] = [list(span) for span in self.kept_spans]
-        return account
+            report["kept_spans"] = [list(span) for span in self.kept_spans]
+        return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +370,7 @@ class Finished:
 
     reason: FinishReason
     completion_tokens: int
-    account: PrefillReport
+    report: PrefillReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +378,7 @@ class Failed:
     """The last event of a request that failed. The engine goes on with the next one."""
 
     error: Exception
-    account: PrefillReport | None = None
+    report: PrefillReport | None = None
 
 
 Event = Progress | PromptLogprobs | TokenEvent | Finished | Failed

@@ -133,10 +133,10 @@ def ask(base: str) -> str:
     question = "\n".join(log) + "\n\nWhat is the secret code for Anna?"
     body = {"messages": [{"role": "user", "content": question}], "specprefill": True}
     answer: dict[str, Any] = json.loads(fetch(f"{base}/v1/chat/completions", json.dumps(body).encode()))
-    said, account = answer["choices"][0]["message"]["content"], answer["specprefill"]
+    said, report = answer["choices"][0]["message"]["content"], answer["specprefill"]
     assert CODE in said, said
-    assert account["mode"] == "sparse", account
-    return f"{answer['model']} read {account['kept_tokens']} of {account['prompt_tokens']} tokens: {said}"
+    assert report["mode"] == "sparse", report
+    return f"{answer['model']} read {report['kept_tokens']} of {report['prompt_tokens']} tokens: {said}"
 
 
 def fetch(url: str, data: bytes | None = None) -> bytes:

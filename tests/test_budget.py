@@ -127,8 +127,8 @@ def test_a_drafted_answer_is_held_to_it_too(engine: Engine) -> None:
     assert tokens == plain
     assert plain[6] == DONE[0]
     assert isinstance(last, Finished)
-    assert last.account.speculation is not None
-    assert last.account.speculation.strategy == "ngram"
+    assert last.report.speculation is not None
+    assert last.report.speculation.strategy == "ngram"
 
 
 def test_a_grammar_begins_where_the_budget_ends(engine: Engine) -> None:

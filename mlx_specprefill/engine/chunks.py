@@ -80,8 +80,8 @@ class ChunkSizer:
         least = math.ceil(cost.losing(_FIXED_SHARE, depth) / smallest) * smallest
         return min(largest, max(smallest, fitting, least))
 
-    def account(self, job: Job, event: Event) -> None:
-        """Note that the job's latest chunk came to `event`."""
+    def observe(self, job: Job, event: Event) -> None:
+        """Record the progress and time of the job's latest chunk."""
         if not isinstance(event, Progress):
             return
         if event.cached is not None:

@@ -99,7 +99,7 @@ class Job:
         if self.sequence is None:
             on_end(error)
         else:
-            on_event(Failed(error, self.sequence.account()))
+            on_event(Failed(error, self.sequence.report()))
 
     def emit(self, event: Event) -> None:
         """Call the callback. If it raises, its job is cancelled and it is not called again."""

@@ -316,7 +316,7 @@ class Loop:
             return
         job.slice_s = self._clock() - begun
         if event is not None:
-            self._chunks.account(job, event)
+            self._chunks.observe(job, event)
             self._emit(job, event)
 
     def _advance(self, job: Job) -> Event | None:
@@ -342,7 +342,7 @@ class Loop:
     def _answer(self, job: Job, sequence: Sequence, logits: mx.array) -> None:
         """Begin to decode; what is known of the answer already goes out."""
         if sequence.request.max_tokens == 0:
-            self._end(job, Finished("length", 0, sequence.account()))
+            self._end(job, Finished("length", 0, sequence.report()))
             return
         sequence.stage = "decode"
         self._scheduler.to_decode(job.uid)
@@ -376,7 +376,7 @@ class Loop:
         cache, tokens = self._rows.remove(job.uid)
         if sequence.shift == 0 and self._config.kv_bits is None:
             self._keep(job, concat_tokens(sequence.request.prompt, tokens), cache)
-        self._end(job, Finished(reason, len(sequence.tokens), sequence.account()))
+        self._end(job, Finished(reason, len(sequence.tokens), sequence.report()))
 
     def _keep(self, job: Job, tokens: TokenIds, cache: list[Any]) -> None:
         sequence = _answering(job)
@@ -396,7 +396,7 @@ class Loop:
         job.stop()
         if sequence is not None:
             sequence.store()
-            self._end(job, Finished("cancelled", 0, sequence.account()))
+            self._end(job, Finished("cancelled", 0, sequence.report()))
         else:
             self._forget(job)
             job.on_end(RequestCancelled() if job.handle.cancelled else EngineClosedError("the engine was closed"))
@@ -404,7 +404,7 @@ class Loop:
     def _fail(self, job: Job, error: Exception) -> None:
         error = self._device_errors.explained(strip_traceback(error))
         if job.sequence is not None:
-            self._end(job, Failed(error, job.sequence.account()))
+            self._end(job, Failed(error, job.sequence.report()))
         else:
             self._forget(job)
             job.on_end(error)

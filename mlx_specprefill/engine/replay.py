@@ -28,13 +28,13 @@ class Replay:
 
     Attributes:
         logprobs: float32 (T, V), natural logarithm; row t is the distribution from which token t would have been drawn.
-        account: how the prompt was prefilled; with its kept spans.
+        report: of the prefill, with its kept spans.
         attention: float32 (M,) over the prompt's tokens, the mean over all query rows but the first, layers that see
             the whole prompt and heads; None unless asked for, or where no layer sees all of it.
     """
 
     logprobs: Floats
-    account: PrefillReport
+    report: PrefillReport
     attention: Floats | None
 
 
@@ -64,7 +64,7 @@ def replay_continuation(
     raw = logits.astype(mx.float32)
     logprobs = np.array(raw - mx.logsumexp(raw, axis=-1, keepdims=True))
     looked = np.array(mx.stack(list(capture.found.values())).mean(axis=0)) if capture and capture.found else None
-    return Replay(logprobs, sequence.account(), looked)
+    return Replay(logprobs, sequence.report(), looked)
 
 
 def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> None:

@@ -122,7 +122,7 @@ class Sequence:
         self.last_token_at = now
         self.tokens.append(token)
 
-    def account(self) -> PrefillReport:
+    def report(self) -> PrefillReport:
         M = len(self.request.prompt)
         kept = M if self.kept is None else int(self.kept.size)
         spans = ((0, M),) if self.kept is None else kept_spans(self.kept)
@@ -140,7 +140,7 @@ class Sequence:
             timings=self._timings(),
             predicted=None if self.plan is None else self.plan.predicted,
             kept_spans=spans if self.request.specprefill.return_spans else None,
-            speculation=None if self.drafting is None else self.drafting.account(),
+            speculation=None if self.drafting is None else self.drafting.report(),
             scope=None if self.plan is None or self.kept is None else self.plan.scope,
         )
 

@@ -206,10 +206,10 @@ class AnswerDrafter:
 
     def leave(self, why: str) -> None:
         """Move the answer to the plain batch: only the report stays."""
-        self._left = replace(self.account(), reason=f"{self.reason}; then plain decoding: {why}")
+        self._left = replace(self.report(), reason=f"{self.reason}; then plain decoding: {why}")
         self.strategy = self.row = self.cache = self.reader = self._proposer = self._last = None
 
-    def account(self) -> SpeculationReport:
+    def report(self) -> SpeculationReport:
         row = self.row
         if row is None:
             return self._left or SpeculationReport(self.strategy or _PLAIN, self.reason)

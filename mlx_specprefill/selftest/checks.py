@@ -183,9 +183,9 @@ def _error(case: Case, engine: Engine, asked: _Asked, answer: list[Event]) -> fl
     if isinstance(last, Failed):
         raise last.error
     assert isinstance(last, Finished)
-    account, speculation = last.account, last.account.speculation
-    if account.mode != ("sparse" if asked.sparse else "full"):
-        raise RuntimeError(account.reason)
+    report, speculation = last.report, last.report.speculation
+    if report.mode != ("sparse" if asked.sparse else "full"):
+        raise RuntimeError(report.reason)
     if asked.strategy is not None and (speculation is None or speculation.strategy != asked.strategy):
         raise RuntimeError("the answer was not drafted" if speculation is None else speculation.reason)
     if any(event.logprob != event.top_logprobs[0].logprob for event in events):
@@ -198,7 +198,7 @@ def _error(case: Case, engine: Engine, asked: _Asked, answer: list[Event]) -> fl
 
 
 def _truth(case: Case, engine: Engine, last: Finished, answer: Tokens) -> Floats:
-    if last.account.mode == "full":
+    if last.report.mode == "full":
         return case.after_all(answer)
-    kept = np.concatenate([np.arange(*span, dtype=np.int32) for span in last.account.kept_spans or ()])
+    kept = np.concatenate([np.arange(*span, dtype=np.int32) for span in last.report.kept_spans or ()])
     return (case.after_stages if engine.pair.stages is not None else case.after)(kept, answer)

@@ -211,7 +211,7 @@ def answered(engine: Engine, prompt: tuple[int, ...], arm: SpeculationName, coun
                 tokens.append(event.token)
             elif isinstance(event, Finished):
                 each = {name: spent / len(tokens) for name, spent in clock.read().items()}
-                return Answer(tuple(tokens), **each, rows=tuple(rows), drafted=event.account.speculation)
+                return Answer(tuple(tokens), **each, rows=tuple(rows), drafted=event.report.speculation)
     raise BenchError("a request failed")
 
 

@@ -93,13 +93,13 @@ def asked(engine: Engine, prompt: list[int], sparse: bool) -> dict[str, float]:
         if isinstance(event, TokenEvent) and first is None:
             first = 1e3 * (time.perf_counter() - begun)
         if isinstance(event, Finished):
-            account = event.account
+            report = event.report
     if first is None:
         raise BenchError("an answer without a token")
-    if (account.mode == "sparse") != sparse:
-        raise BenchError(f"the request ran otherwise than asked: {account.reason}")
+    if (report.mode == "sparse") != sparse:
+        raise BenchError(f"the request ran otherwise than asked: {report.reason}")
     peak = (mx.get_peak_memory() - held) / 2**20
-    return {"ms": first, "peak_mib": peak, "kept": account.kept_tokens, "cached": account.cached_tokens}
+    return {"ms": first, "peak_mib": peak, "kept": report.kept_tokens, "cached": report.cached_tokens}
 
 
 def repetition(engine: Engine, prompt: list[int]) -> dict[str, float]:

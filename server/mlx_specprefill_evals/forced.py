@@ -41,11 +41,11 @@ def forced_replies(
     replies = {}
     for arm in arms:
         replay, measures = replays.of(arm), _known(replays.of(arm), forced)
-        account = replays.of(arm.restored).account
+        report = replays.of(arm.restored).report
         if arm != FULL:
-            measures |= _against(full, replay, forced) | prompted.recall(arm, account.kept_spans or ())
+            measures |= _against(full, replay, forced) | prompted.recall(arm, report.kept_spans or ())
         likeliest = replay.logprobs[forced.start :].argmax(axis=1)
-        kept, score = account.kept_tokens / account.prompt_tokens, float(measures["right"] == 1)
+        kept, score = report.kept_tokens / report.prompt_tokens, float(measures["right"] == 1)
         if _known(full, forced)["right"] == 1:
             measures["held"] = score
         replies[arm] = Reply(decode(likeliest.tolist()), kept, measures, score)
@@ -69,9 +69,9 @@ class _Replays:
     def _made(self, arm: Arm) -> Replay:
         replay = self._prompted.engine.replay
         if arm.kind == "renumbered":
-            return replay(self._prompted.cut(self.of(arm.restored).account.kept_spans or ()), self._tokens)
+            return replay(self._prompted.cut(self.of(arm.restored).report.kept_spans or ()), self._tokens)
         found = replay(self._prompted.request(arm), self._tokens, keep=self._keep)
-        check_mode(arm, found.account)
+        check_mode(arm, found.report)
         return found
 
 
@@ -92,10 +92,10 @@ def _average(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def check_mode(arm: Arm, account: PrefillReport) -> None:
+def check_mode(arm: Arm, report: PrefillReport) -> None:
     """Raise NotMeasuredError if the engine did not prefill in the arm's mode."""
-    if (account.mode == "sparse") != (arm != FULL):
-        raise NotMeasuredError(f"arm {arm.name} ran in {account.mode} mode: {account.reason}")
+    if (report.mode == "sparse") != (arm != FULL):
+        raise NotMeasuredError(f"arm {arm.name} ran in {report.mode} mode: {report.reason}")
 
 
 def _known(replay: Replay, forced: Forced) -> dict[str, float]:

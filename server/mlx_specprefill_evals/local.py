@@ -60,11 +60,11 @@ def examination(selection: SelectionConfig | None = None) -> EngineConfig:
 @dataclass(frozen=True)
 class _Answer:
     tokens: tuple[int, ...]
-    account: PrefillReport
+    report: PrefillReport
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        return self.account.kept_spans or ()
+        return self.report.kept_spans or ()
 
 
 class LocalModel:
@@ -138,7 +138,7 @@ class LocalModel:
     def _reply(self, answer: _Answer, measures: Mapping[str, float]) -> Reply:
         stops = self._engine.pair.eos_token_ids
         text = self._decode([token for token in answer.tokens if token not in stops])
-        return Reply(text, answer.account.kept_tokens / answer.account.prompt_tokens, measures)
+        return Reply(text, answer.report.kept_tokens / answer.report.prompt_tokens, measures)
 
     def _rendered(self, item: Item) -> tuple[Prompt, tuple[Span, ...]]:
         """Render the conversation up to the last question, with the right earlier answers, and locate its gold."""
@@ -198,11 +198,11 @@ class _Question(Prompted):
         restored = dict.fromkeys(arm.restored for arm in arms)
         answers = _gather(self.engine, {arm: self.request(arm) for arm in restored})
         for arm, answer in answers.items():
-            check_mode(arm, answer.account)
+            check_mode(arm, answer.report)
         renumbered = [arm for arm in arms if arm.restored != arm]
         cut = {arm: self.cut(answers[arm.restored].spans) for arm in renumbered}
         answers |= {
-            arm: replace(answer, account=answers[arm.restored].account)
+            arm: replace(answer, report=answers[arm.restored].report)
             for arm, answer in _gather(self.engine, cut).items()
         }
         return {arm: answers[arm] for arm in arms}
@@ -262,6 +262,6 @@ def _collected(
                 tokens[arm].append(event.token)
             case Finished():
                 waiting -= 1
-                yield arm, _Answer(tuple(tokens[arm]), event.account)
+                yield arm, _Answer(tuple(tokens[arm]), event.report)
             case Failed():
                 raise NotMeasuredError(f"arm {arm.name} failed: {event.error}") from event.error

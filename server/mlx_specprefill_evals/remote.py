@@ -118,10 +118,10 @@ def _text(body: Any) -> str:
 
 def _kept(body: Any) -> float | None:
     """Return the kept share from this project's report, None without one."""
-    account = body.get("specprefill")
-    if not isinstance(account, dict) or "kept_tokens" not in account:
+    report = body.get("specprefill")
+    if not isinstance(report, dict) or "kept_tokens" not in report:
         return None
-    return float(account["kept_tokens"]) / float(account["prompt_tokens"])
+    return float(report["kept_tokens"]) / float(report["prompt_tokens"])
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -125,7 +125,7 @@ def _prefill(engine: Engine, prompt: list[int], options: SpecPrefillOptions) -> 
         if isinstance(event, Failed):
             raise BenchmarkError(f"a prompt of {len(prompt)} tokens failed: {event.error}") from event.error
         if isinstance(event, Finished):
-            return event.account
+            return event.report
     raise BenchmarkError("the engine stopped")
 
 

@@ -103,7 +103,7 @@ class AnswerDone:
     finish_reason: FinishReason
     completion_tokens: int
     reasoning_tokens: int
-    account: PrefillReport
+    report: PrefillReport
     stop_string: str | None = None
     error: Exception | None = None
 

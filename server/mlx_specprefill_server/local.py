@@ -110,7 +110,7 @@ class LocalPair:
         text, end = stream_text(self.engine, request, on_text or (lambda text: None))
         if isinstance(end, Failed):
             raise end.error
-        return Answer(text, end.reason, end.completion_tokens, end.account)
+        return Answer(text, end.reason, end.completion_tokens, end.report)
 
     def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
         """Build the prompt on a thread of its own. A notebook already runs an event loop on this one."""

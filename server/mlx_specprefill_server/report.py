@@ -69,7 +69,7 @@ class Report:
     @property
     def cached_tokens(self) -> int:
         """The number of prompt tokens from the cache, for the first answer of each prompt."""
-        return sum(account.cached_tokens for account in self._accounts())
+        return sum(report.cached_tokens for report in self._reports())
 
     @property
     def error(self) -> SpecPrefillError | ApiError | None:
@@ -90,22 +90,22 @@ class Report:
         if (error := self.error) is not None:
             raise error
 
-    def account(self) -> dict[str, Any]:
+    def specprefill(self) -> dict[str, Any]:
         """Return the report of the prefill, which clients get next to `usage`."""
-        return self._account().to_dict()
+        return self._merged_report().to_dict()
 
     def prefill_fields(self) -> dict[str, Any]:
         """Return the report and, if there are some, the warnings, as fields of a response."""
-        return {"specprefill": self.account()} | ({"warnings": self._warnings} if self._warnings else {})
+        return {"specprefill": self.specprefill()} | ({"warnings": self._warnings} if self._warnings else {})
 
     def timings(self) -> dict[str, Any]:
         """Return llama.cpp's timings object."""
-        account = self._account()
-        times = account.timings
+        report = self._merged_report()
+        times = report.timings
         prompt_ms = times.draft_ms + times.select_ms + times.prefill_ms
         return {
-            "cache_n": account.cached_tokens,
-            **_rates("prompt", account.prompt_tokens - account.cached_tokens, prompt_ms),
+            "cache_n": report.cached_tokens,
+            **_rates("prompt", report.prompt_tokens - report.cached_tokens, prompt_ms),
             **_rates("predicted", self.completion_tokens, times.decode_ms),
         }
 
@@ -124,13 +124,13 @@ class Report:
         extras = self.prefill_fields() | {"timings": self.timings()}
         return extras | ({} if self.error is None else {"engine_error": api_error(self.error).body()["error"]})
 
-    def _accounts(self) -> list[PrefillReport]:
+    def _reports(self) -> list[PrefillReport]:
         """Return one report per prompt. Copies of an answer decode side by side after one prefill."""
         ends = [self._ends[index] for index in sorted(self._ends)]
         return [_first(ends[i : i + self._copies]) for i in range(0, len(ends), self._copies)]
 
-    def _account(self) -> PrefillReport:
-        return _merged(self._accounts())
+    def _merged_report(self) -> PrefillReport:
+        return _merged(self._reports())
 
 
 class LiveTimings:
@@ -161,28 +161,28 @@ class LiveTimings:
 
 
 def _first(ends: Sequence[AnswerDone]) -> PrefillReport:
-    account = ends[0].account
-    longest = max(end.account.timings.decode_ms for end in ends)
-    return replace(account, timings=replace(account.timings, decode_ms=longest))
+    report = ends[0].report
+    longest = max(end.report.timings.decode_ms for end in ends)
+    return replace(report, timings=replace(report.timings, decode_ms=longest))
 
 
-def _merged(accounts: Sequence[PrefillReport]) -> PrefillReport:
+def _merged(reports: Sequence[PrefillReport]) -> PrefillReport:
     """Return one report of several prompts, with sums of counts and times."""
-    if len(accounts) == 1:
-        return accounts[0]
-    sparse = any(account.mode == "sparse" for account in accounts)
-    prompt_tokens = sum(account.prompt_tokens for account in accounts)
-    kept_tokens = sum(account.kept_tokens for account in accounts)
-    times = {f.name: sum(getattr(account.timings, f.name) for account in accounts) for f in fields(Timings)}
+    if len(reports) == 1:
+        return reports[0]
+    sparse = any(report.mode == "sparse" for report in reports)
+    prompt_tokens = sum(report.prompt_tokens for report in reports)
+    kept_tokens = sum(report.kept_tokens for report in reports)
+    times = {f.name: sum(getattr(report.timings, f.name) for report in reports) for f in fields(Timings)}
     return replace(
-        accounts[0],
+        reports[0],
         mode="sparse" if sparse else "full",
-        reason="; ".join(dict.fromkeys(account.reason for account in accounts)),
+        reason="; ".join(dict.fromkeys(report.reason for report in reports)),
         prompt_tokens=prompt_tokens,
         kept_tokens=kept_tokens,
-        cached_tokens=sum(account.cached_tokens for account in accounts),
-        recalled_tokens=sum(account.recalled_tokens for account in accounts),
-        draft_tokens=sum(account.draft_tokens for account in accounts),
+        cached_tokens=sum(report.cached_tokens for report in reports),
+        recalled_tokens=sum(report.recalled_tokens for report in reports),
+        draft_tokens=sum(report.draft_tokens for report in reports),
         kept_share=kept_tokens / prompt_tokens if sparse else None,
         timings=Timings(**times),
         kept_spans=None,

@@ -183,8 +183,8 @@ def test_the_engine_answers_with_them_also_after_a_prefix_hit(tmp_path: Path) ->
         cold, reference = generated(engine.generate(longer))
     assert isinstance(last, Finished)
     assert isinstance(reference, Finished)
-    assert last.account.mode == "sparse"
-    assert (warm, last.account.kept_spans) == (cold, reference.account.kept_spans)
+    assert last.report.mode == "sparse"
+    assert (warm, last.report.kept_spans) == (cold, reference.report.kept_spans)
     assert memory.draft_weights == weight_bytes(pair.draft, pair.target) > 0
 
 

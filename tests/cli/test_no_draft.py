@@ -40,7 +40,7 @@ def test_a_target_alone_is_prefilled_in_stages(tmp_path: Path) -> None:
         request = GenerationRequest(PROMPT, 4, specprefill=SpecPrefillOptions(True))
         _, last = generated(engine.generate(request))
     assert isinstance(last, Finished)
-    assert (last.account.mode, last.account.scorer) == ("sparse", "self")
+    assert (last.report.mode, last.report.scorer) == ("sparse", "self")
 
 
 @pytest.mark.parametrize("speculative", ["off", "draft"])

@@ -115,7 +115,7 @@ def answered(engine: Engine, asked: GenerationRequest) -> tuple[list[int], Prefi
             raise event.error
         last = event
     assert isinstance(last, Finished)
-    return tokens, last.account
+    return tokens, last.report
 
 
 # --- what is compared ------------------------------------------------------------------------------------------------

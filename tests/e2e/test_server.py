@@ -39,7 +39,7 @@ def needle(index: int, salt: int = 0) -> tuple[str, Any]:
     return code, user(haystack(name, code, words, depth, seed=index + 100 * salt))
 
 
-def account(answer: Any) -> dict[str, Any]:
+def report_of(answer: Any) -> dict[str, Any]:
     extra: dict[str, Any] = answer.model_extra["specprefill"]
     assert set(extra) >= {"mode", "reason", "prompt_tokens", "kept_tokens", "cached_tokens", "keep_pct", "timings"}
     assert set(extra["timings"]) >= {"draft_ms", "select_ms", "prefill_ms", "ttft_ms"}
@@ -49,9 +49,9 @@ def account(answer: Any) -> dict[str, Any]:
 def test_a_short_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="any", messages=HI, max_tokens=30)
     assert answer.choices[0].message.content
-    assert account(answer)["mode"] == "full"
+    assert report_of(answer)["mode"] == "full"
     assert answer.usage is not None
-    assert answer.usage.prompt_tokens == account(answer)["prompt_tokens"] == account(answer)["kept_tokens"]
+    assert answer.usage.prompt_tokens == report_of(answer)["prompt_tokens"] == report_of(answer)["kept_tokens"]
 
 
 @pytest.mark.parametrize("options", [{"specprefill": False}, {"specprefill": True}])
@@ -62,7 +62,7 @@ def test_a_message_goes_on(client: openai.OpenAI, options: dict[str, Any]) -> No
     extra = {**options, "continue_final_message": True, "add_generation_prompt": False}
     answer = client.chat.completions.create(model="any", messages=[*messages, begun], max_tokens=30, extra_body=extra)
     assert answer.choices[0].message.content == f" {code}."
-    assert account(answer)["mode"] == ("sparse" if options["specprefill"] else "full")
+    assert report_of(answer)["mode"] == ("sparse" if options["specprefill"] else "full")
 
 
 def test_a_drafted_answer_is_the_plain_one(client: openai.OpenAI) -> None:
@@ -72,12 +72,12 @@ def test_a_drafted_answer_is_the_plain_one(client: openai.OpenAI) -> None:
     plain = client.chat.completions.create(**asked)
     assert plain.choices[0].finish_reason == "stop"
     assert (plain.choices[0].message.content or "").endswith(code[:3])
-    assert "speculation" not in account(plain)
+    assert "speculation" not in report_of(plain)
     for how, ran in (("draft", "draft"), ("triforce", "triforce"), ("mtp", "autoregressive")):
         answer = client.chat.completions.create(**asked, extra_body={"speculative": how, "specprefill": True})
         assert answer.choices[0].message.content == plain.choices[0].message.content
-        assert account(answer)["speculation"]["strategy"] == ran
-    assert "MTP" in account(answer)["speculation"]["reason"]
+        assert report_of(answer)["speculation"]["strategy"] == ran
+    assert "MTP" in report_of(answer)["speculation"]["reason"]
     chunks = client.chat.completions.create(**asked, stream=True, extra_body={"speculative": "draft"})
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert said == plain.choices[0].message.content
@@ -92,7 +92,7 @@ def test_the_needle_survives_sparse_prefill(client: openai.OpenAI, salt: int, op
         code, messages = needle(index, salt)
         extra = {**options, "specprefill_return_spans": True}
         answer = client.chat.completions.create(model="any", messages=messages, max_tokens=30, extra_body=extra)
-        report = account(answer)
+        report = report_of(answer)
         assert report["mode"] == "sparse", report["reason"]
         assert 0 < report["kept_tokens"] < 0.6 * report["prompt_tokens"]
         assert report["kept_share"] == pytest.approx(report["kept_tokens"] / report["prompt_tokens"], abs=1e-5)
@@ -116,14 +116,14 @@ def test_a_needle_in_the_system_message_is_found(client: openai.OpenAI) -> None:
         answer = client.chat.completions.create(
             model="any", messages=messages, max_tokens=30, extra_body={"specprefill": True, "specprefill_scope": "all"}
         )
-        report = account(answer)
+        report = report_of(answer)
         assert (report["mode"], report["scope"]) == ("sparse", "all"), report["reason"]
         assert report["kept_tokens"] < 0.7 * report["prompt_tokens"]
         found += code in (answer.choices[0].message.content or "")
     assert found >= len(NEEDLES) - 1
     narrow = {"specprefill": True}
     answer = client.chat.completions.create(model="any", messages=messages, max_tokens=1, extra_body=narrow)
-    assert account(answer)["mode"] == "full"
+    assert report_of(answer)["mode"] == "full"
 
 
 def test_what_an_agent_looked_for_is_found_in_any_tool_result(client: openai.OpenAI) -> None:
@@ -141,7 +141,7 @@ def test_what_an_agent_looked_for_is_found_in_any_tool_result(client: openai.Ope
         answer = client.chat.completions.create(
             model="any", messages=messages, max_tokens=30, extra_body={"specprefill_scope": "user"}
         )
-        assert account(answer)["mode"] == "sparse", account(answer)["reason"]
+        assert report_of(answer)["mode"] == "sparse", report_of(answer)["reason"]
         found += code in (answer.choices[0].message.content or "")
     assert found >= 2
 
@@ -151,22 +151,22 @@ def test_full_prefill_answers_too(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="any", messages=messages, max_tokens=30, extra_body={"specprefill": False}
     )
-    assert account(answer)["mode"] == "full"
-    assert account(answer)["keep_pct"] is None
-    assert account(answer)["kept_tokens"] == account(answer)["prompt_tokens"]
+    assert report_of(answer)["mode"] == "full"
+    assert report_of(answer)["keep_pct"] is None
+    assert report_of(answer)["kept_tokens"] == report_of(answer)["prompt_tokens"]
     assert code in (answer.choices[0].message.content or "")
 
 
 def test_force_ignores_the_threshold(client: openai.OpenAI) -> None:
     text = haystack("Anna", "471128", 250, 0.3, seed=9)
     by_policy = client.chat.completions.create(model="any", messages=user(text), max_tokens=1)
-    assert account(by_policy)["mode"] == "full"
-    assert "threshold 512" in account(by_policy)["reason"]
+    assert report_of(by_policy)["mode"] == "full"
+    assert "threshold 512" in report_of(by_policy)["reason"]
     forced = client.chat.completions.create(
         model="any", messages=user(text), max_tokens=1, extra_body={"specprefill": True, "specprefill_keep_pct": 0.1}
     )
-    assert account(forced)["mode"] == "sparse", account(forced)["reason"]
-    assert account(forced)["kept_tokens"] < account(forced)["prompt_tokens"]
+    assert report_of(forced)["mode"] == "sparse", report_of(forced)["reason"]
+    assert report_of(forced)["kept_tokens"] < report_of(forced)["prompt_tokens"]
 
 
 def test_keeping_more_keeps_more(client: openai.OpenAI) -> None:
@@ -179,7 +179,7 @@ def test_keeping_more_keeps_more(client: openai.OpenAI) -> None:
             max_tokens=1,
             extra_body={"specprefill": True, "specprefill_keep_pct": share},
         )
-        kept.append(account(answer)["kept_tokens"] / account(answer)["prompt_tokens"])
+        kept.append(report_of(answer)["kept_tokens"] / report_of(answer)["prompt_tokens"])
     assert kept[0] < kept[1] < kept[2] == 1
 
 
@@ -204,7 +204,7 @@ def test_a_stream(client: openai.OpenAI, include_usage: bool) -> None:
     assert code in text
     reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
     assert reasons == [whole.choices[0].finish_reason]
-    assert account(chunks[-1])["mode"] == "sparse"
+    assert report_of(chunks[-1])["mode"] == "sparse"
     assert (chunks[-1].usage is not None) == include_usage
     if include_usage:
         assert whole.usage is not None
@@ -245,7 +245,7 @@ def test_completions_with_echo_and_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="any", prompt=prompt, max_tokens=2, echo=True, logprobs=2, extra_body={"specprefill": True}
     )
-    assert account(answer)["mode"] == "full"
+    assert report_of(answer)["mode"] == "full"
     choice = answer.choices[0]
     assert choice.text.startswith(prompt)
     scores = choice.logprobs
@@ -255,7 +255,7 @@ def test_completions_with_echo_and_logprobs(client: openai.OpenAI) -> None:
     assert "".join(scores.tokens) == choice.text
     assert scores.token_logprobs[0] is None
     assert all(value <= 0 for value in scores.token_logprobs[1:])
-    assert len(scores.tokens) == account(answer)["prompt_tokens"] + 2
+    assert len(scores.tokens) == report_of(answer)["prompt_tokens"] + 2
     only = client.completions.create(model="any", prompt=prompt, max_tokens=0, echo=True, logprobs=2)
     assert only.choices[0].text == prompt
     assert only.choices[0].logprobs is not None
@@ -347,7 +347,7 @@ def test_several_clients_at_once(client: openai.OpenAI) -> None:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert [account(answer)["mode"] for answer in answers] == ["sparse"] * len(answers)
+    assert [report_of(answer)["mode"] for answer in answers] == ["sparse"] * len(answers)
     assert sum(NEEDLES[i][1] in (answer.choices[0].message.content or "") for i, answer in enumerate(answers)) >= 3
 
 

@@ -49,7 +49,7 @@ def ask(engine: Engine, sparse: bool) -> int:
     """Cached tokens of an answer."""
     _, last = generated(engine.generate(GenerationRequest(PROMPT, 3, specprefill=SpecPrefillOptions(sparse))))
     assert isinstance(last, Finished)
-    return last.account.cached_tokens
+    return last.report.cached_tokens
 
 
 def test_what_is_kept_is_listed_by_kind_and_says_nothing_of_the_tokens(engine: Engine) -> None:

@@ -61,14 +61,14 @@ class Machine:
         if not background:
             self.scheduler.admit(self.uid)
         chunks, done = [], 0
-        self.sizer.account(job, Progress("prefill", 0, tokens, cached=cached))
+        self.sizer.observe(job, Progress("prefill", 0, tokens, cached=cached))
         while done < tokens:
             self.sizer.begin(job)
             size = min(self.sizer.size("prefill"), tokens - 32 - done) if done < tokens - 32 else 32
             ms = self.law.ms(size, cached + done)
             done += size
             job.slice_s = ms / 1e3
-            self.sizer.account(job, Progress("prefill", done, tokens))
+            self.sizer.observe(job, Progress("prefill", done, tokens))
             chunks.append((size, ms))
         self.scheduler.remove(self.uid)
         return chunks[:-1]
@@ -162,5 +162,5 @@ def test_what_came_from_a_cache_is_not_learnt_from(stage: Any, done: int, learns
     run.sizer.begin(job)
     run.sizer.size(stage)
     job.slice_s = 0.1
-    run.sizer.account(job, Progress(stage, done, 6000))
+    run.sizer.observe(job, Progress(stage, done, 6000))
     assert (run.costs.learnt.count == 1) == learns

@@ -52,9 +52,9 @@ def test_a_second_identical_request_feeds_one_token_and_answers_the_same(family)
     with Engine(pair, CONFIG) as engine:
         first, cold = ask(engine, prompt)
         second, warm = ask(engine, prompt)
-    assert cold.account.cached_tokens == 0
+    assert cold.report.cached_tokens == 0
     assert first == second == greedy(pair.target, prompt, 6)
-    assert warm.account.cached_tokens == 149
+    assert warm.report.cached_tokens == 149
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,7 +65,7 @@ def test_the_next_turn_starts_where_the_last_answer_ended(family):
         answer, _ = ask(engine, prompt, spans)
         longer = (*prompt, *answer, *random_prompt(40, 9))
         tokens, last = ask(engine, longer)
-    assert last.account.cached_tokens >= len(prompt) + len(answer) - 2
+    assert last.report.cached_tokens >= len(prompt) + len(answer) - 2
     assert tokens == greedy(pair.target, longer, 6)
 
 
@@ -78,7 +78,7 @@ def test_state_that_cannot_be_trimmed_is_kept_at_message_boundaries(family):
     with Engine(pair, CONFIG) as engine:
         ask(engine, first, spans)
         tokens, last = ask(engine, shared, spans)
-    assert last.account.cached_tokens == spans[0].end
+    assert last.report.cached_tokens == spans[0].end
     assert tokens == greedy(pair.target, shared, 6)
 
 
@@ -91,12 +91,12 @@ def test_sparse_prefill_of_the_suffix_only(family):
     with Engine(pair, CONFIG) as engine:
         ask(engine, prompt[:S], spans[:1], tokens=1)
         tokens, last = ask(engine, prompt, spans)
-    account = last.account
-    assert (account.mode, account.cached_tokens) == ("sparse", S)
-    assert account.kept_spans[0][0] == 0
-    assert account.kept_spans[0][1] >= S
-    kept = np.concatenate([np.arange(a, b) for a, b in account.kept_spans])
-    assert kept.size == account.kept_tokens
+    report = last.report
+    assert (report.mode, report.cached_tokens) == ("sparse", S)
+    assert report.kept_spans[0][0] == 0
+    assert report.kept_spans[0][1] >= S
+    kept = np.concatenate([np.arange(a, b) for a, b in report.kept_spans])
+    assert kept.size == report.kept_tokens
     assert S + 0.3 * (len(prompt) - S) <= kept.size < len(prompt)
     assert tokens == masked_greedy(pair.target, prompt, kept, 6)
 
@@ -133,10 +133,10 @@ def test_a_dense_request_never_reads_a_sparse_entry():
     with Engine(pair, CONFIG) as engine:
         _, sparse = ask(engine, prompt)
         tokens, dense = ask(engine, prompt, options=OFF)
-    assert sparse.account.mode == "sparse"
-    assert dense.account.mode == "full"
-    first_run = sparse.account.kept_spans[0][1]
-    assert dense.account.cached_tokens <= first_run
+    assert sparse.report.mode == "sparse"
+    assert dense.report.mode == "full"
+    first_run = sparse.report.kept_spans[0][1]
+    assert dense.report.cached_tokens <= first_run
     assert tokens == greedy(pair.target, prompt, 6)
 
 
@@ -148,12 +148,12 @@ def test_densified_in_idle_time_the_next_turn_is_an_ordinary_hit(family):
     config = dataclasses.replace(CONFIG, policy=dataclasses.replace(POLICY, densify=True))
     with Engine(pair, config) as engine:
         answer, first = ask(engine, prompt, spans)
-        assert first.account.mode == "sparse"
+        assert first.report.mode == "sparse"
         more = (*prompt, *answer, *random_prompt(30, 4))
         assert eventually(lambda: engine.stats().densified == 1)
         tokens, last = ask(engine, more)
-    assert last.account.mode == "full"
-    assert last.account.cached_tokens >= len(prompt)
+    assert last.report.mode == "full"
+    assert last.report.cached_tokens >= len(prompt)
     assert tokens == greedy(pair.target, more, 6)
 
 
@@ -178,7 +178,7 @@ def test_a_cancelled_prefill_goes_on_where_it_stopped(family):
         assert ended.wait(60)
         tokens, last = ask(engine, prompt, options=OFF)
     assert progress == [128, 256, 384]
-    assert last.account.cached_tokens == 384
+    assert last.report.cached_tokens == 384
     assert tokens == greedy(pair.target, prompt, 6)
 
 

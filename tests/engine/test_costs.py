@@ -169,7 +169,7 @@ def test_an_engine_stores_what_its_requests_took(tmp_path):
         request = GenerationRequest(tiny.random_prompt(200), 1)
         *_, end = engine.generate(request)
         assert isinstance(end, Finished)
-        assert end.account.predicted is not None
+        assert end.report.predicted is not None
     (stored,) = json.loads(file.read_text()).values()
     assert "target" in stored
 

@@ -165,7 +165,7 @@ def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(
     assert [tuple(prompt.tolist()) for prompt, _ in taken] == [prompts[1], prompts[0], prompts[1]]
     assert taken[2][1] >= taken[0][1] + 3 * 64
     assert isinstance(last, Finished)
-    assert last.account.cached_tokens >= LENGTH
+    assert last.report.cached_tokens >= LENGTH
 
 
 # --- its memory ------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_out_of_memory_fails_the_request_and_makes_room_for_the_next(
     models.broken.clear()
     _, last = generated(engine.generate(asked(sparse)))
     assert isinstance(last, Finished)
-    assert last.account.mode == ("sparse" if sparse else "full")
+    assert last.report.mode == ("sparse" if sparse else "full")
 
 
 @pytest.mark.parametrize("message", [TIMEOUT, HURRY])

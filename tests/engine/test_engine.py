@@ -1,4 +1,4 @@
-"""The MLX thread: order, cancellation, refusal, accounts."""
+"""The MLX thread: order, cancellation, refusal, reports."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_sparse_mode_keeps_the_budget_and_repeats_itself(family):
     with Engine(pair, CONFIG) as engine:
         first, last = generated(engine.generate(request()))
         second, _ = generated(engine.generate(request()))
-    account = last.account
-    assert (account.mode, account.reason) == ("sparse", "requested")
+    report = last.report
+    assert (report.mode, report.reason) == ("sparse", "requested")
     assert first == second
-    assert account.prompt_tokens == M
-    assert 0.2 <= account.kept_share < 0.4
-    assert account.kept_tokens == round(account.kept_share * M)
+    assert report.prompt_tokens == M
+    assert 0.2 <= report.kept_share < 0.4
+    assert report.kept_tokens == round(report.kept_share * M)
 
 
 def test_events_come_in_order(engine):
@@ -85,12 +85,12 @@ def test_events_come_in_order(engine):
 
 def test_timings_are_of_this_request(engine):
     _, last = generated(engine.generate(request()))
-    times = last.account.timings
+    times = last.report.timings
     assert times.draft_ms > 0
     assert times.prefill_ms > 0
     assert times.ttft_ms >= times.draft_ms + times.select_ms + times.prefill_ms
     _, full = generated(engine.generate(request(options=FULL)))
-    assert full.account.timings.draft_ms == 0
+    assert full.report.timings.draft_ms == 0
 
 
 def test_a_stop_token_ends_the_answer(engine):
@@ -120,7 +120,7 @@ def test_cancel_while_decoding(engine):
     assert done.wait(60)
     assert box[1].reason == "cancelled"
     assert len(tokens) == 3
-    assert box[1].account.mode == "sparse"
+    assert box[1].report.mode == "sparse"
 
 
 @pytest.mark.parametrize("stage", ["draft", "prefill"])
@@ -260,7 +260,7 @@ def test_no_draft_means_full_prefill_with_the_reason():
     pair = make_pair(tiny_model("llama"), tokenizer(), {"max_position_embeddings": 4096, "vocab_size": VOCAB})
     with Engine(pair, CONFIG) as engine:
         _, last = generated(engine.generate(request()))
-        assert (last.account.mode, last.account.reason) == ("full", "no draft model is loaded")
+        assert (last.report.mode, last.report.reason) == ("full", "no draft model is loaded")
         with pytest.raises(SparseUnsupportedError):
             engine.inspect(request())
 
@@ -269,8 +269,8 @@ def test_inspection_agrees_with_generation(engine):
     options = SpecPrefillOptions(True, Fraction(1, 5), return_spans=True)
     _, last = generated(engine.generate(request(options=options)))
     inspection = engine.inspect(request(options=options))
-    assert inspection.kept_tokens == last.account.kept_tokens
-    assert sum(chunk.kept_tokens for chunk in inspection.chunks) == last.account.kept_tokens
+    assert inspection.kept_tokens == last.report.kept_tokens
+    assert sum(chunk.kept_tokens for chunk in inspection.chunks) == last.report.kept_tokens
     assert inspection.importance.shape == (M,)
     assert [chunk.start for chunk in inspection.chunks] == list(range(0, M, SelectionConfig().chunk_size))
     assert inspection.chunks[-1].end == M
@@ -289,7 +289,7 @@ def test_prompt_logprobs_are_those_of_a_dense_forward(engine):
         assert own.logprob == pytest.approx(table[i, own.token], abs=1e-4)
         assert best[0].logprob == pytest.approx(table[i].max(), abs=1e-4)
         assert len(best) == 2
-    assert events[-1].account.mode == "full"
+    assert events[-1].report.mode == "full"
     assert events[-1].completion_tokens == 0
 
 

@@ -54,7 +54,7 @@ def asked(engine: Engine, *contents: str, enabled: bool | None = None) -> Prefil
     messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
     _, last = generated(engine.generate(request(engine, messages, enabled)))
     assert isinstance(last, Finished)
-    return last.account
+    return last.report
 
 
 @pytest.mark.parametrize("message", [f"{TEXT}\n\n{ALL}", f"{ALL}\n\n{TEXT}"])

@@ -93,14 +93,14 @@ def test_a_fault_gives_the_full_answer_and_leaves_nothing_behind(fault, monkeypa
         again, after = generated(engine.generate(request()))
     assert isinstance(last, Finished)
     assert answer == full
-    assert last.account.mode == "full"
-    assert last.account.reason.startswith(f"fallback: {stage} failed: ")
-    assert last.account.kept_tokens == M
-    assert last.account.kept_spans == ((0, M),)
+    assert last.report.mode == "full"
+    assert last.report.reason.startswith(f"fallback: {stage} failed: ")
+    assert last.report.kept_tokens == M
+    assert last.report.kept_spans == ((0, M),)
     assert engine.prefiller.fallbacks == {stage: 1}
     assert again == sparse
-    assert after.account.kept_spans == before.account.kept_spans
-    assert after.account.mode == before.account.mode == "sparse"
+    assert after.report.kept_spans == before.report.kept_spans
+    assert after.report.mode == before.report.mode == "sparse"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,7 +110,7 @@ def test_every_family_falls_back(family, monkeypatch):
         full, _ = generated(engine.generate(request(enabled=False)))
         monkeypatch.setattr(caches_module, "make_positioned_cache", boom)
         answer, last = generated(engine.generate(request()))
-    assert (answer, last.account.mode) == (full, "full")
+    assert (answer, last.report.mode) == (full, "full")
 
 
 def test_a_fault_does_not_change_a_seeded_answer(monkeypatch):
@@ -161,6 +161,6 @@ def test_without_a_tail_the_first_token_comes_from_the_wrong_place(monkeypatch):
     spans = (PromptSpan("user", 0, 3, M - 6, M - 4),)
     with Engine(tiny_pair(), CONFIG) as engine:
         _, last = generated(engine.generate(request(spans=spans)))
-        kept = [i for start, end in last.account.kept_spans for i in range(start, end)]
+        kept = [i for start, end in last.report.kept_spans for i in range(start, end)]
         assert set(range(M - 6, M)) <= set(kept)
-        assert np.isclose(last.account.kept_share, len(kept) / M, atol=1e-6)
+        assert np.isclose(last.report.kept_share, len(kept) / M, atol=1e-6)

@@ -68,7 +68,7 @@ def look(engine: Engine, request: GenerationRequest, patch: pytest.MonkeyPatch) 
     with fed(engine.pair, patch) as counts:
         _, last = generated(engine.generate(request))
     assert isinstance(last, Finished)
-    return last.account.cached_tokens, last.account.recalled_tokens, dict(counts)
+    return last.report.cached_tokens, last.report.recalled_tokens, dict(counts)
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_prefixes_of_rows_that_were_batched_serve_the_next_turn(pair: ModelPair)
         ]
         seconds = list(pool.map(lambda request: generated(engine.generate(request)), turns))
     for request, turn, (first, _), (second, end) in zip(requests, turns, firsts, seconds, strict=True):
-        assert end.account.cached_tokens == len(request.prompt)  # type: ignore[union-attr]
+        assert end.report.cached_tokens == len(request.prompt)  # type: ignore[union-attr]
         with Engine(pair, configured(8)) as fresh:
             assert first == generated(fresh.generate(request))[0]
             assert second == generated(fresh.generate(turn))[0]

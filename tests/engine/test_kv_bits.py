@@ -101,8 +101,8 @@ def test_a_cached_prefix_changes_nothing(engine: Engine, pair: ModelPair, bits: 
     again, warm = answered(engine, request)
     longer = replace(request, prompt=(*request.prompt, *tokens(first), *random_prompt(40, 8)))
     turn, third = answered(engine, longer)
-    assert (cold.account.cached_tokens, warm.account.cached_tokens) == (0, 149)
-    assert third.account.cached_tokens == 150  # of the answer, there are only quantised keys, which are not kept
+    assert (cold.report.cached_tokens, warm.report.cached_tokens) == (0, 149)
+    assert third.report.cached_tokens == 150  # of the answer, there are only quantised keys, which are not kept
     assert_same(again, first)
     assert_same(first, alone(pair, request, bits))
     assert_same(turn, alone(pair, longer, bits))
@@ -116,8 +116,8 @@ def test_sparse_answers_are_those_of_a_masked_run(engine: Engine, pair: ModelPai
     with ThreadPoolExecutor(len(requests)) as pool:
         answers = list(pool.map(lambda request: answered(engine, request), requests))
     for request, (events, last) in zip(requests, answers, strict=True):
-        assert last.account.mode == "sparse"
-        kept = np.concatenate([np.arange(*span) for span in last.account.kept_spans]).astype(np.int32)
+        assert last.report.mode == "sparse"
+        kept = np.concatenate([np.arange(*span) for span in last.report.kept_spans]).astype(np.int32)
         assert 0 < kept.size < 150
         case = Case(np.array(request.prompt, np.int32), kept, np.array(tokens(events)[:-1], np.int32))
         truth, plain = masked_dense(pair.target, case, bits, GROUP), masked_dense(pair.target, case)

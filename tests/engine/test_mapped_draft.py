@@ -169,21 +169,21 @@ def conversation(*texts):
 
 def run(engine, **given):
     tokens, last = generated(engine.generate(GenerationRequest(**{"max_tokens": 4, "specprefill": FORCED, **given})))
-    return tokens, last.account
+    return tokens, last.report
 
 
 def test_a_sparse_chat_and_its_next_turn(mapped):
     first = conversation(TEXT * 3 + ASKED)
     with Engine(mapped, EngineConfig(max_rows=2)) as engine:
-        answer, account = run(engine, **first)
+        answer, report = run(engine, **first)
         said = target_tokenizer().decode(answer)
         second = conversation(TEXT * 3 + ASKED, said, "And who knows it? " + TEXT + ASKED)
         _, later = run(engine, **second)
-    for report in (account, later):
-        assert (report.mode, report.scorer) == ("sparse", "mapped-draft")
-        assert report.scoring == "2 calibrated heads, 3 of 3 layers, mapped by text"
-        assert report.to_dict()["scorer"] == "mapped-draft"
-        assert 0 < report.kept_tokens < report.prompt_tokens
+    for each in (report, later):
+        assert (each.mode, each.scorer) == ("sparse", "mapped-draft")
+        assert each.scoring == "2 calibrated heads, 3 of 3 layers, mapped by text"
+        assert each.to_dict()["scorer"] == "mapped-draft"
+        assert 0 < each.kept_tokens < each.prompt_tokens
     assert later.cached_tokens > 0
 
 
@@ -212,10 +212,10 @@ def test_what_the_draft_cannot_read_falls_back(mapped, monkeypatch):
 
     monkeypatch.setattr(scoring, "map_task", broken)
     with Engine(mapped) as engine:
-        _, account = run(engine, **conversation(TEXT + ASKED))
+        _, report = run(engine, **conversation(TEXT + ASKED))
         assert engine.prefiller.fallbacks == {"draft": 1}
-    assert (account.mode, account.scorer) == ("full", None)
-    assert account.reason.startswith("fallback: draft failed: RuntimeError")
+    assert (report.mode, report.scorer) == ("full", None)
+    assert report.reason.startswith("fallback: draft failed: RuntimeError")
 
 
 def test_the_drafts_context_counts_its_own_tokens(mapped):
@@ -225,10 +225,10 @@ def test_the_drafts_context_counts_its_own_tokens(mapped):
     assert size != len(given["prompt"])
     for context, mode in ((size, "sparse"), (size - 1, "full")):
         with Engine(replace(mapped, draft_context=context)) as engine:
-            _, account = run(engine, **given)
-        assert account.mode == mode
-    assert account.reason == f"the prompt has {size} tokens of the draft's, the draft's context {size - 1}"
-    assert account.scorer is None
+            _, report = run(engine, **given)
+        assert report.mode == mode
+    assert report.reason == f"the prompt has {size} tokens of the draft's, the draft's context {size - 1}"
+    assert report.scorer is None
     with (
         Engine(replace(mapped, draft_context=size - 1)) as engine,
         pytest.raises(SparseUnsupportedError, match="tokens of the draft's"),
@@ -241,23 +241,23 @@ def test_own_scores_need_no_mapping(mapped, monkeypatch):
     given = conversation(TEXT + ASKED)
     own = SpecPrefillOptions(True, Fraction(1, 4), importance=np.ones(len(given["prompt"]), dtype=np.float32))
     with Engine(replace(mapped, draft_context=1)) as engine:
-        _, account = run(engine, **{**given, "specprefill": own})
-    assert (account.mode, account.scorer) == ("sparse", "request")
+        _, report = run(engine, **{**given, "specprefill": own})
+    assert (report.mode, report.scorer) == ("sparse", "request")
 
 
 @pytest.mark.parametrize(("asked", "ran"), [("draft", False), ("triforce", False), ("ngram", True)])
 def test_a_mapped_draft_proposes_nothing(mapped, asked, ran):
     options = replace(FORCED, speculative=asked)
     with Engine(mapped) as engine:
-        tokens, account = run(engine, **conversation(TEXT + ASKED), specprefill=options)
+        tokens, report = run(engine, **conversation(TEXT + ASKED), specprefill=options)
         plain, _ = run(engine, **conversation(TEXT + ASKED))
     assert tokens == plain
-    report = account.speculation
-    assert report is not None
-    assert (report.strategy == asked) == ran
-    assert report.free_tokens == 0
+    speculation = report.speculation
+    assert speculation is not None
+    assert (speculation.strategy == asked) == ran
+    assert speculation.free_tokens == 0
     if not ran:
-        assert "another tokenizer" in report.reason
+        assert "another tokenizer" in speculation.reason
 
 
 def test_a_pair_says_how_its_tokens_meet(mapped, caplog):

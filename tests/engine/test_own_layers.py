@@ -116,9 +116,9 @@ def test_a_target_scores_for_itself(family: str) -> None:
         expected, reference = generated(engine.generate(asked()))
     assert isinstance(last, Finished)
     assert isinstance(reference, Finished)
-    assert (last.account.mode, reference.account.mode) == ("sparse", "sparse")
-    assert last.account.kept_spans is not None
-    assert last.account.kept_spans == reference.account.kept_spans
+    assert (last.report.mode, reference.report.mode) == ("sparse", "sparse")
+    assert last.report.kept_spans is not None
+    assert last.report.kept_spans == reference.report.kept_spans
     assert tokens == again == expected
 
 
@@ -137,10 +137,10 @@ def test_it_drafts_no_answers(how: SpeculationName) -> None:
     with Engine(own_pair(), CONFIG) as engine:
         _, last = generated(engine.generate(asked(how=how)))
     assert isinstance(last, Finished)
-    assert last.account.mode == "sparse"
-    assert last.account.speculation is not None
-    assert last.account.speculation.strategy == "autoregressive"
-    assert "first 2 layers only" in last.account.speculation.reason
+    assert last.report.mode == "sparse"
+    assert last.report.speculation is not None
+    assert last.report.speculation.strategy == "autoregressive"
+    assert "first 2 layers only" in last.report.speculation.reason
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_all_of_its_layers_look_ahead(count: int | None) -> None:
         _, last = generated(engine.generate(asked()))
         assert engine.stats().memory.draft_weights == 0
     assert isinstance(last, Finished)
-    assert last.account.mode == "sparse"
+    assert last.report.mode == "sparse"
 
 
 @pytest.mark.parametrize(

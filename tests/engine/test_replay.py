@@ -44,7 +44,7 @@ def test_replaying_an_answer_gives_its_own_log_probabilities(family, options):
     assert replay.logprobs.argmax(axis=1).tolist() == answer
     told = [event.logprob for event in events]
     assert_close(replay.logprobs[np.arange(len(answer)), answer], told, atol=1e-4)
-    assert replay.account.mode == ("sparse" if options is SPARSE else "full")
+    assert replay.report.mode == ("sparse" if options is SPARSE else "full")
 
 
 def test_attention_is_a_mean_of_probabilities_over_the_prompt():
@@ -85,7 +85,7 @@ def test_a_kept_continuation_is_where_the_next_turn_goes_on(options):
     for keep in (False, True):
         with Engine(tiny_pair("llama"), CONFIG) as engine:
             engine.replay(request(options), answer, keep=keep)
-            cached = engine.replay(asked, [5]).account.cached_tokens
+            cached = engine.replay(asked, [5]).report.cached_tokens
         if keep:
             assert cached >= (0.2 * M if options is SPARSE else M + T - 1)
         else:
@@ -118,8 +118,8 @@ def test_the_callers_own_importance_decides_what_is_kept():
     options = replace(SPARSE, keep_pct=Fraction(1, 10), importance=importance)
     with Engine(tiny_pair(), CONFIG) as engine:
         _, last = generated(engine.generate(request(options)))
-        assert last.account.mode == "sparse"
-        assert any(start <= 96 and end >= 104 for start, end in last.account.kept_spans)
+        assert last.report.mode == "sparse"
+        assert any(start <= 96 and end >= 104 for start, end in last.report.kept_spans)
         for bad in (importance[:-1], np.full(M, np.nan, dtype=np.float32)):
             with pytest.raises(InvalidRequestError, match="one finite number per prompt token"):
                 engine.submit(request(replace(SPARSE, importance=bad)), print)
@@ -130,7 +130,7 @@ def test_the_drafts_importance_given_back_selects_the_same():
         scored = engine.inspect(request(SPARSE)).importance
         asked = [generated(engine.generate(request(o))) for o in (SPARSE, replace(SPARSE, importance=scored))]
     assert asked[0][0] == asked[1][0]
-    assert asked[0][1].account.kept_spans == asked[1][1].account.kept_spans
+    assert asked[0][1].report.kept_spans == asked[1][1].report.kept_spans
 
 
 def test_scoring_by_the_papers_rule_equals_brute_force():
@@ -164,7 +164,7 @@ def test_where_nobody_says_anything_nothing_is_a_matter_of_choice():
     assert not inspection.importance.any()
     assert inspection.kept_tokens == 9
     assert len(answer) == T
-    assert last.account.mode == "full"
+    assert last.report.mode == "full"
 
 
 def attention_rows(model, tokens, prompt_len, rows=1):

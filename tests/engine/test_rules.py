@@ -49,8 +49,8 @@ def ask(engine: Engine, rule: RuleName | None, prompt: tuple[int, ...] = PROMPT)
     options = SpecPrefillOptions(rule=rule, return_spans=True)
     tokens, last = generated(engine.generate(GenerationRequest(prompt, 6, specprefill=options)))
     assert isinstance(last, Finished)
-    assert last.account.mode == "sparse", last.account.reason
-    return tokens, last.account
+    assert last.report.mode == "sparse", last.report.reason
+    return tokens, last.report
 
 
 def lone(rule: RuleName | None, pair: ModelPair, config: EngineConfig = CONFIG) -> tuple[list[int], PrefillReport]:
@@ -65,8 +65,8 @@ def test_each_rule_says_what_scored() -> None:
         _, full = generated(engine.generate(GenerationRequest(PROMPT, 1, specprefill=SpecPrefillOptions(False))))
     assert scorers == [OF_HEADS, OF_PAPER, OF_HEADS, OF_PAPER]
     assert isinstance(full, Finished)
-    assert (full.account.scorer, full.account.scoring) == (None, None)
-    assert full.account.to_dict()["scorer"] is None
+    assert (full.report.scorer, full.report.scoring) == (None, None)
+    assert full.report.to_dict()["scorer"] is None
 
 
 def test_the_papers_rule_is_that_of_a_pair_without_heads() -> None:
@@ -83,9 +83,9 @@ def test_without_heads_the_default_scores_as_the_paper() -> None:
 
 def test_a_server_may_go_by_the_papers_rule() -> None:
     config = replace(CONFIG, rule="paper")
-    tokens, account = lone(None, pair_with_heads(), config)
-    assert (account.scorer, account.scoring) == ("draft", OF_PAPER)
-    assert (tokens, account.kept_spans) == (lone("paper", tiny_pair())[0], lone("paper", tiny_pair())[1].kept_spans)
+    tokens, report = lone(None, pair_with_heads(), config)
+    assert (report.scorer, report.scoring) == ("draft", OF_PAPER)
+    assert (tokens, report.kept_spans) == (lone("paper", tiny_pair())[0], lone("paper", tiny_pair())[1].kept_spans)
     assert lone("default", pair_with_heads(), config)[1].scoring == OF_HEADS
 
 
@@ -158,9 +158,9 @@ def test_sessions_of_one_rule_are_not_gone_on_with_by_the_other() -> None:
     assert set(_indices(other)) <= set(_indices(paper))
 
 
-def _indices(account: PrefillReport) -> list[int]:
-    assert account.kept_spans is not None
-    return [index for start, end in account.kept_spans for index in range(start, end)]
+def _indices(report: PrefillReport) -> list[int]:
+    assert report.kept_spans is not None
+    return [index for start, end in report.kept_spans for index in range(start, end)]
 
 
 def test_a_request_may_bring_scores_whatever_the_rule() -> None:
@@ -168,4 +168,4 @@ def test_a_request_may_bring_scores_whatever_the_rule() -> None:
     with Engine(pair_with_heads(), CONFIG) as engine:
         _, last = generated(engine.generate(GenerationRequest(PROMPT, 1, specprefill=options)))
     assert isinstance(last, Finished)
-    assert (last.account.scorer, last.account.scoring) == ("request", "the request's own scores")
+    assert (last.report.scorer, last.report.scoring) == ("request", "the request's own scores")

@@ -40,10 +40,10 @@ def request(length: int, options: SpecPrefillOptions = TRUE, system: int = SYSTE
     return GenerationRequest(TOKENS[:length], 2, specprefill=options, spans=spans)
 
 
-def account(engine: Engine, asked: GenerationRequest) -> PrefillReport:
+def report_of(engine: Engine, asked: GenerationRequest) -> PrefillReport:
     _, last = generated(engine.generate(asked))
     assert isinstance(last, Finished)
-    return last.account
+    return last.report
 
 
 @pytest.fixture(params=FAMILIES)
@@ -59,18 +59,18 @@ def demo() -> ModelPair:
 
 
 def test_a_prompt_that_is_mostly_system_text_is_sparse_in_scope_all_only(engine: Engine) -> None:
-    found = account(engine, request(1100, SpecPrefillOptions(True, scope="all")))
+    found = report_of(engine, request(1100, SpecPrefillOptions(True, scope="all")))
     assert (found.mode, found.scope) == ("sparse", "all")
     assert found.kept_tokens < 0.85 * 1100
-    narrow = account(engine, request(1100))
+    narrow = report_of(engine, request(1100))
     assert (narrow.mode, narrow.scope) == ("full", None)
     assert "forced tokens are" in narrow.reason
 
 
 def test_behind_a_cached_system_prompt_nothing_of_it_has_to_be_dropped(engine: Engine) -> None:
     """The plan at the door says full: most of the prompt is forced. What is cached is not read anyway."""
-    account(engine, request(SYSTEM + 60, SpecPrefillOptions(False)))
-    found = account(engine, request(1400, SpecPrefillOptions(None)))
+    report_of(engine, request(SYSTEM + 60, SpecPrefillOptions(False)))
+    found = report_of(engine, request(1400, SpecPrefillOptions(None)))
     assert (found.mode, found.scope) == ("sparse", "user")
     assert SYSTEM <= found.cached_tokens <= SYSTEM + 60
     assert "full" not in found.reason
@@ -87,7 +87,7 @@ def test_the_rules_of_a_system_message_are_all_read(demo: ModelPair, enabled: bo
     prompt = asyncio.run(PromptBuilder(demo.tokenizer).chat(conversation(messages)))
     options = SpecPrefillOptions(enabled, return_spans=True)
     with Engine(demo, CONFIG) as engine:
-        found = account(engine, GenerationRequest(prompt.tokens, 2, specprefill=options, spans=prompt.spans))
+        found = report_of(engine, GenerationRequest(prompt.tokens, 2, specprefill=options, spans=prompt.spans))
     assert found.mode == ("full" if said == "Say hello." else "sparse")
     assert found.kept_spans is not None
     assert found.kept_spans[0][0] == 0

@@ -91,20 +91,20 @@ def test_later_turns_feed_no_more_than_a_dense_session_and_the_look_ahead(
         sparse = seven_turns(engine, meter, AUTO)
     with Engine(pair, CONFIG) as engine:
         dense = seven_turns(engine, meter, OFF)
-    assert [last.account.mode for _, _, last in sparse] == ["sparse"] * TURNS
+    assert [last.report.mode for _, _, last in sparse] == ["sparse"] * TURNS
     assert sparse[0][0] < dense[0][0]
     for (fed, scored, last), (cached, unscored, _) in zip(sparse[1:], dense[1:], strict=True):
-        account = last.account
-        assert fed - ANSWER == account.kept_tokens - account.cached_tokens
-        assert fed <= cached + account.recalled_tokens
-        assert account.recalled_tokens <= 256
+        report = last.report
+        assert fed - ANSWER == report.kept_tokens - report.cached_tokens
+        assert fed <= cached + report.recalled_tokens
+        assert report.recalled_tokens <= 256
         assert unscored == 0
         assert scored <= max(len(tool_result(0)) + ANSWER + 1, asking) + rows
-        assert 0 < account.draft_tokens <= scored
+        assert 0 < report.draft_tokens <= scored
 
 
 def kept_of(last: Any) -> set[int]:
-    return {index for start, end in last.account.kept_spans for index in range(start, end)}
+    return {index for start, end in last.report.kept_spans for index in range(start, end)}
 
 
 def wants(patch: pytest.MonkeyPatch, *chunks: int) -> None:
@@ -141,7 +141,7 @@ def test_a_later_question_recalls_what_it_wants_and_nothing_is_read_again(
             late = {i for i in kept_of(last) - before if i < end - ANSWER}
             asked = {32 * chunk + i for chunk in missing for i in range(32)}
             assert asked <= before | late
-            assert last.account.recalled_tokens == len(late)
+            assert last.report.recalled_tokens == len(late)
             assert 0 < len(asked - before) <= len(late) <= 256
             assert kept_of(last) == before | late | set(range(end - ANSWER, len(prompt)))
             assert fed == len(late) + len(prompt) - end + ANSWER
@@ -163,8 +163,8 @@ def test_how_far_a_dropped_token_must_stand_out_is_configured(stands_out: float,
         following = GenerationRequest((*prompt, *answer, *tool_result(0)), ANSWER, specprefill=AUTO)
         _, last = generated(engine.generate(following))
     assert isinstance(last, Finished)
-    assert (last.account.recalled_tokens > 0) == recalls
-    assert last.account.recalled_tokens <= 256
+    assert (last.report.recalled_tokens > 0) == recalls
+    assert last.report.recalled_tokens <= 256
 
 
 def test_no_more_is_recalled_than_a_part_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_no_more_is_recalled_than_a_part_of_a_choice(monkeypatch: pytest.MonkeyP
         _, last = generated(engine.generate(following))
     assert isinstance(first, Finished)
     assert isinstance(last, Finished)
-    assert 256 < last.account.recalled_tokens <= 0.25 * first.account.kept_tokens + 16
+    assert 256 < last.report.recalled_tokens <= 0.25 * first.report.kept_tokens + 16
 
 
 @pytest.mark.parametrize("kind", ["tool", "user"])
@@ -201,8 +201,8 @@ def test_tool_results_recall_nothing(kind: str, monkeypatch: pytest.MonkeyPatch)
         _, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO, spans=tuple(spans))))
     assert isinstance(last, Finished)
     fed, scored = meter.take()
-    assert (scored > 0) == (last.account.recalled_tokens > 0) == (kind == "user")
-    assert fed == 1 + 40 + last.account.recalled_tokens + ANSWER - 1
+    assert (scored > 0) == (last.report.recalled_tokens > 0) == (kind == "user")
+    assert fed == 1 + 40 + last.report.recalled_tokens + ANSWER - 1
 
 
 class Talk:
@@ -250,11 +250,11 @@ def test_no_turn_reads_more_than_the_same_server_in_full(
                 meter.take()
                 answer, last = generated(engine.generate(GenerationRequest(prompt, 3, specprefill=AUTO)))
                 assert isinstance(last, Finished)
-                account, fed = last.account, meter.take()[0]
-                if staged and account.mode == "sparse":
-                    fed = account.kept_tokens - account.cached_tokens + 3
-                read.append((fed, account.recalled_tokens, answer))
-                assert account.recalled_tokens <= max(256, account.prompt_tokens * 0.3 / 4 + 16)
+                report, fed = last.report, meter.take()[0]
+                if staged and report.mode == "sparse":
+                    fed = report.kept_tokens - report.cached_tokens + 3
+                read.append((fed, report.recalled_tokens, answer))
+                assert report.recalled_tokens <= max(256, report.prompt_tokens * 0.3 / 4 + 16)
                 prompt = talk.next(answer)
             assert not engine.stats().fallbacks
         with Engine(pair, CONFIG) as engine:
@@ -310,8 +310,8 @@ def test_two_branches_share_what_they_have_in_common(family: str, monkeypatch: p
             _, last = generated(engine.generate(GenerationRequest(branch, ANSWER, specprefill=AUTO, spans=said)))
             fed, _ = meter.take()
             assert isinstance(last, Finished)
-            assert fed <= 1 + 40 + last.account.recalled_tokens + ANSWER
-            assert last.account.mode == "sparse"
+            assert fed <= 1 + 40 + last.report.recalled_tokens + ANSWER
+            assert last.report.mode == "sparse"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -340,7 +340,7 @@ def test_nothing_sparse_answers_a_dense_request_or_another_ones() -> None:
         generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
         tokens, last = generated(engine.generate(GenerationRequest(longer, ANSWER, specprefill=OFF)))
         assert isinstance(last, Finished)
-        assert last.account.mode == "full"
+        assert last.report.mode == "full"
         assert tokens == greedy(pair.target, longer, ANSWER)
     half = SpecPrefillOptions(keep_pct=Fraction(1, 2), return_spans=True)
     for request in (
@@ -383,16 +383,16 @@ def test_the_draft_reads_in_idle_time_what_the_target_has_read(family: str, monk
     with Engine(pair, config) as engine:
         answer, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=AUTO)))
         assert isinstance(last, Finished)
-        assert last.account.mode == "full"
+        assert last.report.mode == "full"
         assert eventually(lambda: meter.draft >= 250)
         longer = (*prompt, *answer, *random_prompt(600, 3))
         assert eventually(lambda: not engine.loop.jobs)
         meter.take()
         _, last = generated(engine.generate(GenerationRequest(longer, ANSWER, specprefill=AUTO)))
     assert isinstance(last, Finished)
-    assert last.account.mode == "sparse"
-    assert last.account.draft_tokens <= 600 + 1
-    assert last.account.cached_tokens >= 250
+    assert last.report.mode == "sparse"
+    assert last.report.draft_tokens <= 600 + 1
+    assert last.report.cached_tokens >= 250
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -409,10 +409,10 @@ def test_a_new_engine_on_the_same_folder_starts_from_what_the_old_one_stored(fam
         again, warm = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=OFF)))
     assert isinstance(last, Finished)
     assert isinstance(warm, Finished)
-    assert last.account.cached_tokens >= len(prompt) - 1
+    assert last.report.cached_tokens >= len(prompt) - 1
     assert tokens == greedy(pair.target, longer, ANSWER)
     assert again == first
-    assert warm.account.cached_tokens == len(prompt) - 1
+    assert warm.report.cached_tokens == len(prompt) - 1
 
 
 def test_another_models_folder_is_not_used(tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def test_another_models_folder_is_not_used(tmp_path: Path) -> None:
     with Engine(tiny_pair("qwen3"), config) as engine:
         _, last = generated(engine.generate(GenerationRequest(prompt, ANSWER, specprefill=OFF)))
     assert isinstance(last, Finished)
-    assert last.account.cached_tokens == 0
+    assert last.report.cached_tokens == 0
 
 
 # --- two needles, one of them dropped: the bundled pair --------------------------------------------------------------
@@ -500,14 +500,14 @@ def test_the_second_needle_is_found_though_the_first_turn_dropped_it(idle: bool)
             chat, (text, codes) = Chat(engine), haystack(seed, 1200)
             done = engine.stats().densified
             first, end = chat.ask(f"{text}\n\nWhat is the secret code for {NAMES[2]}?")
-            assert end.account.mode == "sparse"
+            assert end.report.mode == "sparse"
             dropped = next((name for name in NAMES if not in_kept(pair, chat, end, codes[name])), None)
             if idle:
                 assert eventually(lambda done=done: engine.stats().densified > done, 200)
             if dropped is None or codes[NAMES[2]] not in first:
                 continue
             second, end = chat.ask(f"What is the secret code for {dropped}?")
-            assert end.account.mode == ("full" if idle else "sparse")
+            assert end.report.mode == ("full" if idle else "sparse")
             assert idle or in_kept(pair, chat, end, codes[dropped])
             swaps += 1
             right += codes[dropped] in second

@@ -97,7 +97,7 @@ def test_the_next_turn_of_a_conversation_is_short(engine: Engine, monkeypatch: p
     watch = Watch(engine, monkeypatch)
     busy(engine)
     last = ask(engine, (*conversation, *random_prompt(20, 5)))
-    assert last.account.cached_tokens == 2000
+    assert last.report.cached_tokens == 2000
     assert watch.others_before(LONG + 2) <= 2
 
 

@@ -213,17 +213,17 @@ class References:
         self._pair = pair
         self._known: dict[Any, tuple[list[int], list[float]]] = {}
 
-    def check(self, ticket: Ticket, account: PrefillReport) -> None:
+    def check(self, ticket: Ticket, report: PrefillReport) -> None:
         """Check that the answer is the beginning of the right one, as far as that is clear."""
-        if account.recalled_tokens:
+        if report.recalled_tokens:
             return  # what the session held had not seen what was recalled
         prompt = tuple(ticket.request.prompt.tolist())
-        key = (prompt, account.kept_spans if account.mode == "sparse" else None)
+        key = (prompt, report.kept_spans if report.mode == "sparse" else None)
         if key not in self._known:
             self._known[key] = self._answer(*key)
         tokens, margins = self._known[key]
         clear = next((i for i, margin in enumerate(margins) if margin < CLEAR), ANSWER)
-        assert ticket.tokens[:clear] == tokens[: min(clear, len(ticket.tokens))], account
+        assert ticket.tokens[:clear] == tokens[: min(clear, len(ticket.tokens))], report
 
     def _answer(self, prompt: tuple[int, ...], spans: Any) -> tuple[list[int], list[float]]:
         model = self._pair.target
@@ -295,15 +295,15 @@ def check_solo_selection(pair: ModelPair, tickets: list[Ticket]) -> None:
     with Engine(pair, alone) as engine:
         for ticket in tickets:
             assert ticket.last is not None
-            account = ticket.last.account
-            assert account is not None
-            fresh = account.mode == "sparse" and account.cached_tokens == 0
+            report = ticket.last.report
+            assert report is not None
+            fresh = report.mode == "sparse" and report.cached_tokens == 0
             if not fresh or not ticket.tokens or len(seen) >= 12 or tuple(ticket.request.prompt.tolist()) in seen:
                 continue
             last = list(engine.generate(ticket.request))[-1]
             assert isinstance(last, Finished)
             seen.add(tuple(ticket.request.prompt.tolist()))
-            assert account.kept_spans == last.account.kept_spans
+            assert report.kept_spans == last.report.kept_spans
     assert seen
 
 
@@ -344,7 +344,7 @@ def test_soak(family: str, unheard: None) -> None:
     for ticket in crowd.tickets:
         assert ticket.ends == 1
         if isinstance(ticket.last, Finished) and ticket.tokens:
-            references.check(ticket, ticket.last.account)
+            references.check(ticket, ticket.last.report)
     assert faults.raised.total() > 0
     check_solo_selection(pair, crowd.tickets)
     assert engine.caches.budget.used == counted_bytes(engine) > 0

@@ -1,4 +1,4 @@
-"""Drafted answers inside the engine: the same tokens as plain ones, alone and beside others, told in the account."""
+"""Drafted answers inside the engine: the same tokens as plain ones, alone and beside others, told in the report."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def asked(
 
 def told(last: Any) -> tuple[PrefillReport, SpeculationReport]:
     assert isinstance(last, Finished)
-    assert last.account.speculation is not None
-    return last.account, last.account.speculation
+    assert last.report.speculation is not None
+    return last.report, last.report.speculation
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5", "gpt_oss"])
@@ -78,12 +78,12 @@ def engine(pair: ModelPair) -> Iterator[Engine]:
 def test_an_answer_is_the_plain_one(engine: Engine, how: SpeculationName, sparse: bool) -> None:
     plain, last = generated(engine.generate(asked(1, None, sparse)))
     assert isinstance(last, Finished)
-    assert last.account.speculation is None
+    assert last.report.speculation is None
     drafted, last = generated(engine.generate(asked(1, how, sparse)))
     assert drafted == plain
-    account, speculation = told(last)
-    assert account.mode == ("sparse" if sparse else "full")
-    assert "speculation" in account.to_dict()
+    report, speculation = told(last)
+    assert report.mode == ("sparse" if sparse else "full")
+    assert "speculation" in report.to_dict()
     if how == "mtp" and isinstance(engine.pair.mtp, str):
         assert (speculation.strategy, speculation.reason) == ("autoregressive", engine.pair.mtp)
         return
@@ -167,7 +167,7 @@ def test_what_a_drafted_turn_leaves_serves_the_next_one(engine: Engine) -> None:
     later = GenerationRequest((*first.prompt, *answer, 5, 6, 7), 8, specprefill=SpecPrefillOptions(enabled=False))
     tokens, last = generated(engine.generate(later))
     assert isinstance(last, Finished)
-    assert last.account.cached_tokens >= len(first.prompt)
+    assert last.report.cached_tokens >= len(first.prompt)
     with Engine(engine.pair, configured(prefix_cache_bytes=0)) as fresh:
         assert generated(fresh.generate(later))[0] == tokens
 
@@ -246,9 +246,9 @@ def test_a_draft_like_its_target_is_always_right(family: str) -> None:
             request = asked(1, "draft", sparse)
             request = replace(request, specprefill=replace(request.specprefill, keep_pct=Fraction(99, 100)))
             tokens, last = generated(engine.generate(request))
-            account, speculation = told(last)
-            assert account.mode == ("sparse" if sparse else "full")
-            assert account.kept_tokens == account.prompt_tokens
+            report, speculation = told(last)
+            assert report.mode == ("sparse" if sparse else "full")
+            assert report.kept_tokens == report.prompt_tokens
             assert speculation.acceptance_rate == 1.0
             ahead = engine.config.scoring.rows
             if EOS in tokens[:ahead]:  # nobody looks further ahead
@@ -299,8 +299,8 @@ def test_a_prefill_that_falls_back_is_drafted_all_the_same(
     monkeypatch.setattr("mlx_specprefill.engine.prefill.select_tokens", fail)
     tokens, last = generated(engine.generate(asked(9, how, True)))
     assert tokens == plain
-    account, speculation = told(last)
-    assert account.reason.startswith("fallback: select failed")
+    report, speculation = told(last)
+    assert report.reason.startswith("fallback: select failed")
     assert speculation.reason in ("requested", engine.pair.mtp)
 
 
@@ -396,7 +396,7 @@ def test_a_request_that_asks_for_no_drafts_has_no_drafter(engine: Engine, monkey
     for how in (None, "off"):
         _, last = generated(engine.generate(asked(1, how, True)))  # type: ignore[arg-type]
         assert isinstance(last, Finished)
-        assert last.account.speculation is None
+        assert last.report.speculation is None
 
 
 def test_admission_counts_the_entries_of_the_head() -> None:

@@ -58,7 +58,7 @@ def asked(length: int = 200, seed: int = 0, **options: Any) -> GenerationRequest
 
 
 def kept_of(last: Any) -> np.ndarray:
-    return np.concatenate([np.arange(start, end) for start, end in last.account.kept_spans]).astype(np.int32)
+    return np.concatenate([np.arange(start, end) for start, end in last.report.kept_spans]).astype(np.int32)
 
 
 def assert_is_the_masked_run(pair: ModelPair, request: GenerationRequest, tokens: list[int], last: Any) -> None:
@@ -80,9 +80,9 @@ def test_an_answer_is_that_of_a_run_masked_from_the_first_layers_on(family: str)
         tokens, last = generated(engine.generate(asked()))
         assert engine.stats().fallbacks == {}
     assert isinstance(last, Finished)
-    assert last.account.mode == "sparse"
-    assert last.account.scorer == "self"
-    assert 0 < last.account.kept_tokens < 120
+    assert last.report.mode == "sparse"
+    assert last.report.scorer == "self"
+    assert 0 < last.report.kept_tokens < 120
     assert_is_the_masked_run(pair, asked(), tokens, last)
 
 
@@ -137,7 +137,7 @@ def test_the_papers_rule_reads_with_all_layers() -> None:
     with Engine(pair, CONFIG) as engine:
         _, last = generated(engine.generate(asked(rule="paper")))
     assert isinstance(last, Finished)
-    assert last.account.mode == "sparse"
+    assert last.report.mode == "sparse"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,11 +147,11 @@ def test_an_answer_drafted_by_ngrams_is_the_masked_run_too(family: str) -> None:
     with Engine(pair, replace(CONFIG, speculation=SpeculationConfig(ngram_match=1))) as engine:
         tokens, last = generated(engine.generate(request))
     assert isinstance(last, Finished)
-    assert last.account.mode == "sparse"
+    assert last.report.mode == "sparse"
     assert_is_the_masked_run(pair, request, tokens, last)
-    assert last.account.speculation is not None
-    assert last.account.speculation.strategy == "ngram"
-    assert last.account.speculation.acceptance_rate is not None
+    assert last.report.speculation is not None
+    assert last.report.speculation.strategy == "ngram"
+    assert last.report.speculation.acceptance_rate is not None
 
 
 def test_an_mtp_head_has_not_read_a_staged_prompt() -> None:
@@ -161,10 +161,10 @@ def test_an_mtp_head_has_not_read_a_staged_prompt() -> None:
         tokens, last = generated(engine.generate(asked(speculative="mtp")))
     assert tokens == plain
     assert isinstance(last, Finished)
-    assert last.account.mode == "sparse"
-    assert last.account.speculation is not None
-    assert last.account.speculation.strategy == "autoregressive"
-    assert "does not read the prompt" in last.account.speculation.reason
+    assert last.report.mode == "sparse"
+    assert last.report.speculation is not None
+    assert last.report.speculation.strategy == "autoregressive"
+    assert "does not read the prompt" in last.report.speculation.reason
 
 
 def test_a_dense_prefix_is_not_read_again_by_the_upper_layers() -> None:
@@ -177,8 +177,8 @@ def test_a_dense_prefix_is_not_read_again_by_the_upper_layers() -> None:
         again, same = generated(engine.generate(longer))
     assert isinstance(last, Finished)
     assert isinstance(same, Finished)
-    assert last.account.cached_tokens >= 256
-    assert kept_of(last)[: last.account.cached_tokens].tolist() == list(range(last.account.cached_tokens))
+    assert last.report.cached_tokens >= 256
+    assert kept_of(last)[: last.report.cached_tokens].tolist() == list(range(last.report.cached_tokens))
     assert_is_the_masked_run(pair, longer, tokens, last)
     assert tokens == again
 
@@ -198,12 +198,12 @@ def test_a_conversation_goes_on_right(family: str, stands_out: float, how: Specu
         following = replace(turn, prompt=prompt)
         answer, last = generated(engine.generate(following))
         assert engine.stats().fallbacks == {}
-    assert (last.account.recalled_tokens > 0) == (stands_out == 1.0)
-    assert last.account.scorer == "self"
+    assert (last.report.recalled_tokens > 0) == (stands_out == 1.0)
+    assert last.report.scorer == "self"
     turns = np.ones(prompt.size, dtype=np.int64)
     turns[kept_of(first)] = 0
     turns[turn.prompt.size : turn.prompt.size + len(tokens)] = 0
-    assert last.account.cached_tokens == (turns == 0).sum()
+    assert last.report.cached_tokens == (turns == 0).sum()
     case = Case(prompt, kept_of(last), np.array(answer[:-1], dtype=np.int32), turns)
     assert pair.stages is not None
     assert masked_from(pair.target, case, pair.stages.count).argmax(axis=-1).tolist() == answer
@@ -231,14 +231,14 @@ def test_a_later_turn_is_read_once_by_the_first_layers(
             read.clear()
             answer, last = generated(engine.generate(replace(turn, prompt=prompt)))
             assert isinstance(last, Finished)
-            account = last.account
+            report = last.report
             if number:
                 assert sum(read) <= COUNT + 90 + COUNT + 50  # what asks is read anew
-                assert account.kept_tokens - account.cached_tokens - account.recalled_tokens <= 90 + 1
+                assert report.kept_tokens - report.cached_tokens - report.recalled_tokens <= 90 + 1
             again, same = generated(engine.generate(replace(turn, prompt=prompt)))
             assert isinstance(same, Finished)
             assert again == answer
-            assert same.account.kept_tokens - same.account.cached_tokens == 1
+            assert same.report.kept_tokens - same.report.cached_tokens == 1
             prompt = np.concatenate([prompt, answer, random_prompt(90, 4 + number)]).astype(np.int32)
         assert engine.stats().fallbacks == {}
 
@@ -251,7 +251,7 @@ def test_own_scores_leave_no_turn_that_a_staged_one_goes_on_from() -> None:
         tokens, _ = generated(engine.generate(asked(300, 3, enabled=None, importance=scores)))
         prompt = np.concatenate([turn.prompt, tokens, random_prompt(90, 4)]).astype(np.int32)
         answer, last = generated(engine.generate(replace(turn, prompt=prompt)))
-    assert last.account.cached_tokens == 0
+    assert last.report.cached_tokens == 0
     assert_is_the_masked_run(pair, replace(turn, prompt=prompt), answer, last)
 
 
@@ -280,10 +280,10 @@ def test_idle_time_makes_a_turn_dense(family: str, monkeypatch: pytest.MonkeyPat
         answer, last = generated(engine.generate(replace(turn, prompt=prompt)))
         assert engine.stats().fallbacks == {}
     monkeypatch.undo()
-    assert first.account.mode == "sparse"
-    assert dense.account.cached_tokens >= 600 - 256
+    assert first.report.mode == "sparse"
+    assert dense.report.cached_tokens >= 600 - 256
     assert full == greedy_tokens(pair.target, tuple(prompt.tolist()), COUNT)
-    assert last.account.cached_tokens >= 600 - 256
+    assert last.report.cached_tokens >= 600 - 256
     assert_is_the_masked_run(pair, replace(turn, prompt=prompt), answer, last)
 
 

@@ -123,6 +123,6 @@ def test_a_plan_does_not_touch_the_chunk_that_runs() -> None:
     before = sizer.expected("draft")
     sizer.expected("prefill")
     job.slice_s = 2.0
-    sizer.account(job, Progress("draft", given, 4096))
+    sizer.observe(job, Progress("draft", given, 4096))
     assert costs.cost("draft").ms(given) == pytest.approx(2000.0, rel=0.01)
     assert sizer.expected("draft") <= before  # the chunk was timed, and it was too slow

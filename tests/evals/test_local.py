@@ -158,7 +158,7 @@ def test_what_needs_no_draft_is_chosen_in_the_published_chunks(model):
     for arm in arms(["paper", "random", "lexical", "oracle", "recency"], ["0.2"])[1:]:
         request = prompted.request(arm)
         assert request.specprefill.rule == "paper"
-        kept = prompted.mask(model._engine.replay(request, (5, 6)).account.kept_spans)
+        kept = prompted.mask(model._engine.replay(request, (5, 6)).report.kept_spans)
         borders = range(32, kept.size, 32)
         chunks = zip(np.split(kept, borders), np.split(forced, borders), strict=True)
         assert all(chunk.all() == chunk.any() for chunk, given in chunks if not given.any())
@@ -176,4 +176,4 @@ def test_a_target_that_is_prefilled_in_stages_is_measured_so(model):
         for asked, scorer in ((staged, "self"), (model, "request")):
             prompt, gold = asked._rendered(item)
             request = Prompted(asked._engine, prompt, gold, 1, 0).request(Arm("sparse", Fraction(1, 5)))
-            assert asked._engine.replay(request, (5, 6)).account.scorer == scorer
+            assert asked._engine.replay(request, (5, 6)).report.scorer == scorer

@@ -54,11 +54,11 @@ def serving(answer):
 
 def good(body):
     said = body["messages"][-1]["content"]
-    account = {"kept_tokens": 25, "prompt_tokens": 100} if body.get("specprefill") else None
+    report = {"kept_tokens": 25, "prompt_tokens": 100} if body.get("specprefill") else None
     return 200, {
         "choices": [{"message": {"content": f"<think>hm</think>answer to {said}"}}],
         "usage": {"prompt_tokens": 1000},
-        "specprefill": account,
+        "specprefill": report,
     }
 
 

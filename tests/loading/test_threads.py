@@ -118,7 +118,7 @@ def report_of(engine: Engine) -> PrefillReport:
     options = SpecPrefillOptions(True, keep_pct("0.3"))
     _, last = generated(engine.generate(GenerationRequest(random_prompt(400), 4, specprefill=options)))
     assert isinstance(last, Finished), last
-    return last.account
+    return last.report
 
 
 @pytest.mark.parametrize("family", SCALED)

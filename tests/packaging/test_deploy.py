@@ -35,8 +35,8 @@ def families() -> dict[str, Any]:
     """Return the metric families of /metrics after a sparse and a full answer."""
     engine = FakeEngine()
     metrics = Metrics(engine, "demo")
-    for account in (SPARSE, FULL):
-        metrics.record(ended(account, 3))
+    for report in (SPARSE, FULL):
+        metrics.record(ended(report, 3))
     found = {family.name: family for family in metrics.registry.collect()}
     engine.close()
     return found

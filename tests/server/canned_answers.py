@@ -50,7 +50,7 @@ def call(number: int, name: str, *parts: str) -> list[AnswerDelta]:
 
 
 def done(reason: Any = "stop", **fields: Any) -> AnswerDone:
-    return AnswerDone(reason, completion_tokens=9, reasoning_tokens=2, account=ACCOUNT, **fields)
+    return AnswerDone(reason, completion_tokens=9, reasoning_tokens=2, report=ACCOUNT, **fields)
 
 
 THOUGHT = [ReasoningDelta("Let me "), ReasoningDelta("see.")]

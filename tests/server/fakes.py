@@ -240,7 +240,7 @@ class FakeEngine:
                 while not step.wait(0.005) and not handle.cancelled.is_set():
                     pass
             if handle.cancelled.is_set():
-                return Finished("cancelled", made, account(request))
+                return Finished("cancelled", made, report_of(request))
             if isinstance(step, Exception):
                 return Failed(step)
             if isinstance(step, int):
@@ -249,10 +249,10 @@ class FakeEngine:
                 made += 1
                 on_event(_token(step, request.logprobs))
                 if step in request.stop_token_ids:
-                    return Finished("stop", made, account(request))
+                    return Finished("stop", made, report_of(request))
             elif not isinstance(step, threading.Event):
                 on_event(step)
-        return Finished("length", made, account(request))
+        return Finished("length", made, report_of(request))
 
 
 def inspection(request: GenerationRequest) -> Inspection:
@@ -279,7 +279,7 @@ def inspection(request: GenerationRequest) -> Inspection:
     )
 
 
-def account(request: GenerationRequest) -> PrefillReport:
+def report_of(request: GenerationRequest) -> PrefillReport:
     sparse = bool(request.specprefill.enabled)
     kept = len(request.prompt) // 2 if sparse else len(request.prompt)
     return PrefillReport(

@@ -12,7 +12,7 @@ from mlx_specprefill import SPECULATION_NAMES, Failed, InvalidRequestError, Prog
 from mlx_specprefill_server import deps
 
 from .conftest import client_of, events
-from .fakes import FakeEngine, FakePair, account, byte_tokenizer, comparable
+from .fakes import FakeEngine, FakePair, byte_tokenizer, comparable, report_of
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -475,7 +475,7 @@ def test_a_failure_inside_a_stream_ends_the_stream_properly(client: TestClient, 
 
 
 def test_a_failure_keeps_the_engines_account(client: TestClient, engine: FakeEngine) -> None:
-    engine.script = lambda request: [Failed(RuntimeError("out of memory"), account(request))]
+    engine.script = lambda request: [Failed(RuntimeError("out of memory"), report_of(request))]
     report = stream(client, specprefill=True)[-2]["specprefill"]
     assert report["mode"] == "sparse"
     assert report["reason"] == "asked for; failed: out of memory"

@@ -213,16 +213,16 @@ def test_the_account_of_several_prompts_is_their_sum(client: TestClient, engine:
         n = len(request.prompt)
         times = Timings(prefill_ms=5)
         mode, kept = ("sparse", n - 1) if sparse else ("full", n)
-        account = PrefillReport(mode, f"r{n}", prompt_tokens=n, kept_tokens=kept, kept_share=0.5, timings=times)
-        return [Finished("stop", 0, account)]
+        report = PrefillReport(mode, f"r{n}", prompt_tokens=n, kept_tokens=kept, kept_share=0.5, timings=times)
+        return [Finished("stop", 0, report)]
 
     engine.script = script
-    account = ask(client, ["abcd", "ab"])["specprefill"]
-    assert account["mode"] == "sparse"
-    assert account["reason"] == "r4; r2"
-    assert (account["prompt_tokens"], account["kept_tokens"]) == (6, 5)
-    assert account["kept_share"] == pytest.approx(5 / 6)
-    assert account["timings"]["prefill_ms"] == 10
+    report = ask(client, ["abcd", "ab"])["specprefill"]
+    assert report["mode"] == "sparse"
+    assert report["reason"] == "r4; r2"
+    assert (report["prompt_tokens"], report["kept_tokens"]) == (6, 5)
+    assert report["kept_share"] == pytest.approx(5 / 6)
+    assert report["timings"]["prefill_ms"] == 10
 
 
 def test_one_failure_among_several_prompts(client: TestClient, engine: FakeEngine) -> None:

@@ -109,7 +109,7 @@ def test_a_streamed_message(client: TestClient, engine: FakeEngine) -> None:
     assert payloads[0]["message"]["usage"]["input_tokens"] == n
     assert payloads[-2]["usage"]["cache_read_input_tokens"] == 1
     assert payloads[-2]["specprefill"]["prompt_tokens"] == n
-    assert "timings" not in answer.text.replace('"timings":{"queue_ms"', "")  # llama.cpp's; the account has its own
+    assert "timings" not in answer.text.replace('"timings":{"queue_ms"', "")  # llama.cpp's; the report has its own
     message = accumulated(payloads)
     assert message.content[0].text == "Hello"  # type: ignore[union-attr]
     assert message.stop_reason == "end_turn"

@@ -1,4 +1,4 @@
-"""Every number of /metrics, held against answers whose accounts are known."""
+"""Every number of /metrics, held against answers with known reports."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def counted(engine: FakeEngine, *ends: AnswerResult) -> dict[str, float]:
     return samples(metrics.text().decode())
 
 
-def ended(account: PrefillReport, tokens: int, reason: Any = "stop", stopped: bool = False) -> AnswerResult:
-    return AnswerResult(GenerationRequest((1,), 1), Finished(reason, tokens, account), stopped)
+def ended(report: PrefillReport, tokens: int, reason: Any = "stop", stopped: bool = False) -> AnswerResult:
+    return AnswerResult(GenerationRequest((1,), 1), Finished(reason, tokens, report), stopped)
 
 
 def test_tokens_are_summed(engine: FakeEngine) -> None:

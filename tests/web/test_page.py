@@ -117,8 +117,10 @@ def test_a_small_window_is_not_offered_what_it_cannot_hold(page: Page, live: Any
 
 
 def test_without_a_comparison_the_other_way_is_predicted(page: Page, live: Any, monkeypatch: Any) -> None:
-    plain = fakes.account
-    monkeypatch.setattr(fakes, "account", lambda request: replace(plain(request), predicted=Prediction(13_300, 4_300)))
+    plain = fakes.report_of
+    monkeypatch.setattr(
+        fakes, "report_of", lambda request: replace(plain(request), predicted=Prediction(13_300, 4_300))
+    )
     base, _ = live()
     page.open(base)
     page.set("#mode", "sparse")
@@ -137,9 +139,9 @@ def test_without_a_comparison_the_other_way_is_predicted(page: Page, live: Any, 
 @pytest.mark.extended
 def test_one_model_is_not_called_two(page: Page, live: Any, engine: FakeEngine, monkeypatch: Any) -> None:
     """A prompt that is prefilled in stages is scored by the target's own first layers."""
-    plain, release = fakes.account, threading.Event()
+    plain, release = fakes.report_of, threading.Event()
     staged = Timings(draft_ms=4_000, select_ms=20, prefill_ms=1_000, ttft_ms=5_020, decode_ms=300)
-    monkeypatch.setattr(fakes, "account", lambda request: replace(plain(request), scorer="self", timings=staged))
+    monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), scorer="self", timings=staged))
     engine.pair.stages = object()
     engine.script = lambda request: [Progress("draft", 3, 12), release, *engine.tokens("Hello")]
     base, _ = live()

@@ -37,7 +37,7 @@ DENSE, SPARSE = {"specprefill": False}, {"specprefill": True}
 
 @dataclass
 class Reply:
-    """One answer, as a client sees it. Seconds; `report` is this project's account of the prefill."""
+    """One answer, as a client sees it. Seconds; `report` is this project's report of the prefill."""
 
     text: str = ""
     first_s: float = 0.0

@@ -57,15 +57,15 @@ def stage_bars(console: Console) -> Iterator[StageBars]:
         bars.stop()
 
 
-def stage_table(account: PrefillReport, completion_tokens: int) -> Table:
+def stage_table(report: PrefillReport, completion_tokens: int) -> Table:
     """Return the table of stages and their times. Rates are tokens per second of the row's own time."""
-    times = account.timings
-    read = account.prompt_tokens - account.cached_tokens
+    times = report.timings
+    read = report.prompt_tokens - report.cached_tokens
     rows: Iterable[tuple[str, float, int | None]] = (
         ("queue", times.queue_ms, None),
         ("draft", times.draft_ms, read),
         ("select", times.select_ms, None),
-        ("prefill", times.prefill_ms, account.kept_tokens - account.cached_tokens),
+        ("prefill", times.prefill_ms, report.kept_tokens - report.cached_tokens),
         ("TTFT", times.ttft_ms, read),
         ("decode", times.decode_ms, max(completion_tokens - 1, 0)),
     )
@@ -80,12 +80,12 @@ def stage_table(account: PrefillReport, completion_tokens: int) -> Table:
     return table
 
 
-def stage_summary(account: PrefillReport, completion_tokens: int) -> str:
-    share = account.kept_tokens / account.prompt_tokens
-    cached = f", {account.cached_tokens:,} of them cached" if account.cached_tokens else ""
+def stage_summary(report: PrefillReport, completion_tokens: int) -> str:
+    share = report.kept_tokens / report.prompt_tokens
+    cached = f", {report.cached_tokens:,} of them cached" if report.cached_tokens else ""
     return (
-        f"mode {account.mode} ({account.reason}); the target saw {account.kept_tokens:,} of "
-        f"{account.prompt_tokens:,} prompt tokens ({share:.1%}){cached}; {completion_tokens} tokens generated, "
+        f"mode {report.mode} ({report.reason}); the target saw {report.kept_tokens:,} of "
+        f"{report.prompt_tokens:,} prompt tokens ({share:.1%}){cached}; {completion_tokens} tokens generated, "
         "the first of them within TTFT"
     )
 

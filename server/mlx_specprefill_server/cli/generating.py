@@ -104,5 +104,5 @@ def _answer(engine: Engine, request: GenerationRequest) -> None:
     if isinstance(last, Failed):
         typer.echo(f"error: {last.error}", err=True)
         raise typer.Exit(FAILED)
-    console.print(stage_table(last.account, last.completion_tokens))
-    console.print(stage_summary(last.account, last.completion_tokens), markup=False, highlight=False)
+    console.print(stage_table(last.report, last.completion_tokens))
+    console.print(stage_summary(last.report, last.completion_tokens), markup=False, highlight=False)

@@ -298,8 +298,8 @@ class Generation:
         return deltas
 
     def _end(self, index: int, event: Finished | Failed) -> Iterator[tuple[int, AnswerDelta]]:
-        account = event.account if isinstance(event, Finished) else self._failed_account(index, event)
-        deltas = self._readers[index].finish(event, account)
+        report = event.report if isinstance(event, Finished) else self._failed_report(index, event)
+        deltas = self._readers[index].finish(event, report)
         self._forget(index, cancel=isinstance(event, Failed))
         for delta in deltas:
             if isinstance(delta, AnswerDone) and delta.finish_reason == "tool_calls":
@@ -309,17 +309,17 @@ class Generation:
     def _fail(self, index: int, error: Exception) -> AnswerDone:
         """End an answer that can't be read any further."""
         self._forget(index, cancel=True)
-        return self._readers[index].failed(error, self._failed_account(index, Failed(error)))
+        return self._readers[index].failed(error, self._failed_report(index, Failed(error)))
 
     def _forget(self, index: int, cancel: bool) -> None:
         self._open.discard(index)
         if cancel and index in self._handles:
             self._handles[index].cancel()
 
-    def _failed_account(self, index: int, event: Failed) -> PrefillReport:
+    def _failed_report(self, index: int, event: Failed) -> PrefillReport:
         failed = f"failed: {event.error}"
-        if event.account is not None:
-            return replace(event.account, reason=f"{event.account.reason}; {failed}")
+        if event.report is not None:
+            return replace(event.report, reason=f"{event.report.reason}; {failed}")
         return PrefillReport("full", failed, prompt_tokens=len(self._specs[index].request.prompt), kept_tokens=0)
 
 

@@ -82,7 +82,7 @@ class AnswerReader:
             self._new_ids.append(event.token)
         return self._read(self._detokenizer.push(event.token))
 
-    def finish(self, event: Finished | Failed, account: PrefillReport) -> list[AnswerDelta]:
+    def finish(self, event: Finished | Failed, report: PrefillReport) -> list[AnswerDelta]:
         """Return the rest of the answer and its end."""
         deltas: list[AnswerDelta] = [] if self.over else [*self._read(self._detokenizer.finish())]
         ended = isinstance(event, Finished) and (self.over or event.reason == "stop")
@@ -94,20 +94,20 @@ class AnswerReader:
         if self._every_token and self._tokens is not None and not self.over and (tokens := self._tokens.rest()):
             deltas.append(TextDelta("", tokens))
         if ended:
-            return [*deltas, self._done("tool_calls" if self._calls else "stop", account)]
-        return [*deltas, self.failed(_error(event), account)]
+            return [*deltas, self._done("tool_calls" if self._calls else "stop", report)]
+        return [*deltas, self.failed(_error(event), report)]
 
-    def failed(self, error: Exception | None, account: PrefillReport) -> AnswerDone:
+    def failed(self, error: Exception | None, report: PrefillReport) -> AnswerDone:
         """Return the end of an incomplete answer. `error` is None if it has reached its length."""
-        return self._done("length", account, error)
+        return self._done("length", report, error)
 
     def take_ids(self) -> list[int]:
         """Return the token ids since the last call. Only `with_tokens`."""
         ids, self._new_ids = self._new_ids, []
         return ids
 
-    def _done(self, reason: FinishReason, account: PrefillReport, error: Exception | None = None) -> AnswerDone:
-        return AnswerDone(reason, self.completion_tokens, self._reasoning_tokens, account, self._stop.matched, error)
+    def _done(self, reason: FinishReason, report: PrefillReport, error: Exception | None = None) -> AnswerDone:
+        return AnswerDone(reason, self.completion_tokens, self._reasoning_tokens, report, self._stop.matched, error)
 
     def _read(self, text: str) -> list[ContentDelta]:
         if not text:

@@ -90,17 +90,17 @@ class RequestTrace:
 
 def _spent(answers: Sequence[AnswerResult]) -> dict[str, Any]:
     """Return times and mode of the first prompt, and sums of tokens. Each prompt counts once for all its answers."""
-    told = [(one.copy, one.event.account) for one in answers if one.event.account is not None]
+    told = [(one.copy, one.event.report) for one in answers if one.event.report is not None]
     if not told:
         return {}
-    prompts = [account for copy, account in told if not copy] or [told[0][1]]
+    prompts = [report for copy, report in told if not copy] or [told[0][1]]
     first = prompts[0]
     return {
         "queue_ms": round(first.timings.queue_ms, 1),
         "ttft_ms": round(first.timings.queue_ms + first.timings.ttft_ms, 1),
-        "prompt_tokens": sum(account.prompt_tokens for account in prompts),
-        "cached_tokens": sum(account.cached_tokens for account in prompts),
-        "kept_tokens": sum(account.kept_tokens for account in prompts),
+        "prompt_tokens": sum(report.prompt_tokens for report in prompts),
+        "cached_tokens": sum(report.cached_tokens for report in prompts),
+        "kept_tokens": sum(report.kept_tokens for report in prompts),
         "completion_tokens": sum(one.event.completion_tokens for one in answers if isinstance(one.event, Finished)),
         "mode": first.mode,
         "reason": first.reason,
@@ -209,14 +209,14 @@ class RecentAnswers:
         self._answers: defaultdict[str, deque[dict[str, Any]]] = defaultdict(partial(deque, maxlen=HELD))
 
     def add(self, result: AnswerResult, request_id: str | None, identity: str) -> None:
-        account = result.event.account
+        report = result.event.report
         self._answers[identity].appendleft(
             {
                 "request_id": request_id,
                 "ended": round(time.time(), 3),
                 "finish": result.reason,
                 "completion_tokens": result.event.completion_tokens if isinstance(result.event, Finished) else 0,
-                "specprefill": None if account is None else account.to_dict(),
+                "specprefill": None if report is None else report.to_dict(),
             }
         )
 

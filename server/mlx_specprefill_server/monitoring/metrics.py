@@ -94,15 +94,15 @@ class Metrics:
     def record(self, result: AnswerResult) -> None:
         """Count one answer. The prompt of several answers, and its time in the queue, count once."""
         self._success.labels(self.model, result.reason).inc()
-        account = result.event.account
-        if account is None:
+        report = result.event.report
+        if report is None:
             return
         tokens = result.event.completion_tokens if isinstance(result.event, Finished) else 0
-        self._count_answer(account.timings.decode_ms / 1e3, tokens)
+        self._count_answer(report.timings.decode_ms / 1e3, tokens)
         if not result.copy:
-            self._count_prompt(account)
+            self._count_prompt(report)
             if tokens:
-                self._time(account.timings)
+                self._time(report.timings)
 
     def _count_answer(self, seconds: float, tokens: int) -> None:
         self._generated.inc(tokens)
@@ -110,16 +110,16 @@ class Metrics:
         for _ in range(tokens - 1):
             self._gaps.observe(seconds / (tokens - 1))
 
-    def _count_prompt(self, account: PrefillReport) -> None:
-        self._prompt.inc(account.prompt_tokens)
-        self._queried.inc(account.prompt_tokens)
-        self._hit.inc(account.cached_tokens)
-        self._totals.add_prompt(account)
-        self._requests.labels(account.mode, reason_label(account.reason)).inc()
-        self._skipped.inc(account.prompt_tokens - account.kept_tokens)
-        if account.mode == "sparse":
-            self._kept.observe(account.kept_tokens / account.prompt_tokens)
-        self._recalled.inc(account.recalled_tokens)
+    def _count_prompt(self, report: PrefillReport) -> None:
+        self._prompt.inc(report.prompt_tokens)
+        self._queried.inc(report.prompt_tokens)
+        self._hit.inc(report.cached_tokens)
+        self._totals.add_prompt(report)
+        self._requests.labels(report.mode, reason_label(report.reason)).inc()
+        self._skipped.inc(report.prompt_tokens - report.kept_tokens)
+        if report.mode == "sparse":
+            self._kept.observe(report.kept_tokens / report.prompt_tokens)
+        self._recalled.inc(report.recalled_tokens)
 
     def _time(self, times: Timings) -> None:
         first = (times.queue_ms + times.ttft_ms) / 1e3
@@ -164,9 +164,9 @@ class Totals:
         self.read = self.made = 0
         self.read_s = self.made_s = 0.0
 
-    def add_prompt(self, account: PrefillReport) -> None:
-        times = account.timings
-        self.read += account.prompt_tokens - account.cached_tokens
+    def add_prompt(self, report: PrefillReport) -> None:
+        times = report.timings
+        self.read += report.prompt_tokens - report.cached_tokens
         self.read_s += (times.draft_ms + times.select_ms + times.prefill_ms) / 1e3
 
     def add_answer(self, tokens: int, seconds: float) -> None:

@@ -245,12 +245,12 @@ class Envelope:
 
     def ending(self, choice: dict[str, Any], report: Report, is_last: bool) -> Iterator[bytes]:
         """Yield the finish chunk and, after the last one, usage if asked for. The last of them carries the report."""
-        account = report.extras() if is_last else {}
+        extras = report.extras() if is_last else {}
         if not (is_last and self.null_usage):
-            yield data_event(self.body([choice], **account))
+            yield data_event(self.body([choice], **extras))
             return
         yield data_event(self.body([choice]))
-        yield data_event(self.body([], **{"usage": report.usage()}, **account))
+        yield data_event(self.body([], **{"usage": report.usage()}, **extras))
 
 
 def scored(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:

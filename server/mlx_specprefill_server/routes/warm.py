@@ -63,7 +63,7 @@ async def warm(
     generation = service.submit([spec], identity, body.cache_salt)
     report = await close_on_disconnect(request, generation, _read(service, generation))
     answer = {"object": "specprefill.warm", "model": service.model_id, "tokens": opening.opening}
-    return JsonResponse(answer | {"cached_tokens": report.cached_tokens, "specprefill": report.account()})
+    return JsonResponse(answer | {"cached_tokens": report.cached_tokens, "specprefill": report.specprefill()})
 
 
 def _conversation(given: Mapping[str, Any]) -> Conversation:

@@ -84,7 +84,7 @@ def test_200_turns_leave_what_is_kept_and_nothing_else(uncollected: None, enable
     with Engine(tiny_pair(), config()) as engine:
         before = unaccounted(engine)
         chat = Chat(engine, 400, 1, enabled)
-        sparse = sum(chat.turn().account.mode == "sparse" for _ in range(200))
+        sparse = sum(chat.turn().report.mode == "sparse" for _ in range(200))
         assert (sparse > 100) == enabled
         assert unaccounted(engine) < before + SMALL
         engine.drop_cached()
@@ -131,7 +131,7 @@ def test_an_idle_engine_holds_nothing_of_a_request_that_ended(
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         handle = engine.submit(request, events.put)
         seen = [events.get(timeout=60)]
-        while not hasattr(seen[-1], "account"):
+        while not hasattr(seen[-1], "report"):
             if how == "cancelled while reading" or (how.endswith("writing") and isinstance(seen[-1], TokenEvent)):
                 handle.cancel()
             seen.append(events.get(timeout=60))

@@ -78,7 +78,7 @@ def test_the_drafts_cache_and_scores_are_gone_before_the_target_reads(monkeypatc
     with Engine(tiny.tiny_pair(), EngineConfig(prefix_cache_bytes=0)) as engine:
         *_, last = engine.generate(request)
     assert isinstance(last, Finished)
-    assert last.account.mode == "sparse"
+    assert last.report.mode == "sparse"
     assert len(watch.left) > 1
     assert (watch.alive[0] > 0) == held
 
@@ -141,4 +141,4 @@ def test_a_prompt_that_fits_in_full_only_is_read_in_full() -> None:
         request = GenerationRequest(tuple(tiny.random_prompt(290)), 4, specprefill=SpecPrefillOptions(enabled=True))
         *_, last = engine.generate(request)
     assert isinstance(last, Finished)
-    assert (last.account.mode, last.account.reason) == ("full", "a sparse prefill needs more memory than there is")
+    assert (last.report.mode, last.report.reason) == ("full", "a sparse prefill needs more memory than there is")

@@ -31,7 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links across the border of docs/ lead to the page on the site. Of files that are no pages the name is left."""
+    """Point links across the border of docs/ to the page on the site. Links to other files become plain names."""
     source = page.file.src_uri
     folder = os.path.dirname(source if source in OUTSIDE else f"docs/{source}")
 
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """The site is read without a network: no page may fetch anything from another host."""
+    """Warn of a page that would fetch anything from another host. The site is read without a network."""
     for address in FETCHED.findall(output):
         if not (config.site_url and address.startswith(config.site_url)):
             log.warning("%s fetches %s", page.file.src_uri, address)

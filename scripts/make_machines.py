@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/machines.md from docs/machines/*.json: what `bench --submit` and `doctor --compute --json` write.
+"""Write docs/machines.md from docs/machines/*.json, the records of `bench --submit` and `doctor --compute --json`.
 
 scripts/make_machines.py
 """
@@ -65,7 +65,7 @@ def page() -> str:
 
 
 def measurements() -> Sequence[dict[str, Any]]:
-    """Every file, by machine and pair; those of another format are refused."""
+    """Return every record by machine and pair. Records of another format are refused."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
     for measured in found:
         if measured["format"] != FORMAT:
@@ -74,7 +74,7 @@ def measurements() -> Sequence[dict[str, Any]]:
 
 
 def device_line(measured: dict[str, Any]) -> str:
-    """One record of the self-test."""
+    """Return the line of one record of the self-test."""
     checks, target = measured["checks"], measured.get("target")
     missing = sorted({f"{check['model']} in {check['dtype']}" for check in checks["not supported"]})
     times = ("", "", "", "")

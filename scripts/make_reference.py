@@ -68,14 +68,14 @@ def main() -> None:
 
 
 def pages() -> dict[str, str]:
-    """The two pages by file name."""
+    """Return the two pages by file name."""
     commands = typer.main.get_command(app)
     assert isinstance(commands, TyperGroup)
     return {"cli.md": cli_page(commands), "settings.md": settings_page(commands.commands["serve"])}
 
 
 def clients_page() -> str:
-    """The page on clients with what `connect` says between its marks."""
+    """Return the page on clients with the output of `connect` between its marks."""
     text = CLIENTS.read_text(encoding="utf-8")
     return re.sub(r"(<!-- connect (\S+) -->\n).*?(<!-- end -->)", _connected, text, flags=re.DOTALL)
 
@@ -111,7 +111,7 @@ def setting_row(name: str, option: TyperOption | TyperArgument | None) -> str:
 
 
 def shown(name: str, value: Any) -> str:
-    """A default as the environment spells it."""
+    """Return a default in the form of an environment variable."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Path):
@@ -125,7 +125,7 @@ def cli_page(commands: TyperGroup) -> str:
 
 
 def all_commands(group: TyperGroup, context: typer.Context, before: str = "") -> Iterator[tuple[str, TyperCommand]]:
-    """The commands of a group by what is typed, those of its groups among them."""
+    """Yield the commands of a group and of its groups by their full names."""
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         if isinstance(command, TyperGroup):

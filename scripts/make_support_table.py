@@ -1,4 +1,4 @@
-"""Measure every architecture of the installed mlx-lm and write down what it supports.
+"""Measure every architecture of the installed mlx-lm and record its support.
 
 Runs the oracle of tests/oracle.py on one or more tiny random models per architecture (two minutes on one core) and
 writes `mlx_specprefill/adapters/verified.json`, which the library trusts, and
@@ -96,14 +96,14 @@ def line(name: str, row: dict[str, object]) -> str:
 
 
 def spread(name: str) -> str:
-    """Over several machines."""
+    """Return the support of sharding over several machines."""
     if name in oracle.UNBUILDABLE:
         return ""
     return sharding_of(oracle.build(oracle.variants(name)[0])) or "no"
 
 
 def attention(name: str) -> str:
-    """The kinds of layers, latent attention (MLA) and the absence of rotary positions."""
+    """Return the kinds of layers, latent attention (MLA) and the absence of rotary positions."""
     if name in oracle.UNBUILDABLE:
         return ""
     first = oracle.variants(name)[0]

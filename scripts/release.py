@@ -27,7 +27,7 @@ OLDEST_MACOS = "14.0"
 
 
 class ReleaseError(Exception):
-    """The release can't be made; says what to change."""
+    """The release can't be made. The message says what to change."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def version_of(source: str) -> str:
-    """`__version__` of the library's source, read without importing it."""
+    """Return `__version__` of the library's source without importing it."""
     found = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
     if found is None:
         raise ReleaseError("mlx_specprefill/__init__.py has no __version__")
@@ -65,14 +65,14 @@ def version_of(source: str) -> str:
 
 
 def check(tag: str, version: str, changelog: str) -> None:
-    """Raises ReleaseError: tag, version and changelog don't agree."""
+    """Raise ReleaseError if tag, version and changelog don't agree."""
     if tag != f"v{version}":
         raise ReleaseError(f"the tag is {tag}, but __version__ is {version}: the tag has to be v{version}")
     notes(version, changelog)
 
 
 def notes(version: str, changelog: str) -> str:
-    """The changelog's section of a version, without its heading.
+    """Return the changelog's section of a version, without its heading.
 
     Raises:
         ReleaseError: there is none, or it is empty.
@@ -104,7 +104,7 @@ def wheels(python: str) -> int:
 
 
 def formula(version: str, sdist: Path, repository: str) -> str:
-    """The Homebrew formula that installs an sdist of a GitHub release."""
+    """Return the Homebrew formula that installs an sdist of a GitHub release."""
     values = {
         "url": f"https://github.com/{repository}/releases/download/v{version}/{sdist.name}",
         "homepage": f"https://github.com/{repository}",

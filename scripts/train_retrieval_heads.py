@@ -1,4 +1,4 @@
-"""Train retrieval heads: a small attention layer on a target's first layers that finds what a question asks about.
+"""Train retrieval heads: a small attention layer on a target's first layers that finds the answer to a question.
 
     python scripts/train_retrieval_heads.py collect --target FOLDER_OR_GGUF     # hidden states and teachers' attention
     python scripts/train_retrieval_heads.py train --target FOLDER_OR_GGUF --layers 7 --file heads.safetensors
@@ -112,7 +112,7 @@ def _train(pair: ModelPair, options: argparse.Namespace) -> None:
 
 
 class _Printed:
-    """Means of the losses of each 50 steps; the teachers' over the prompts that have their rows."""
+    """A printer of the mean losses of each 50 steps. The teachers' loss counts prompts with their rows."""
 
     def __init__(self) -> None:
         self.losses: list[tuple[float, float]] = []

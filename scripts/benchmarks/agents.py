@@ -48,7 +48,7 @@ TAIL = 32  # tokens: an answer and the template around it, which the next turn m
 
 @dataclass
 class Arm:
-    """A server and how it is asked."""
+    """A server and the options of its requests."""
 
     name: str
     make: Callable[[], AbstractContextManager[Server]]
@@ -56,7 +56,7 @@ class Arm:
     running: ExitStack
 
     def start(self) -> None:
-        """Start the server, and stop it before if it runs."""
+        """Start the server. Stop it first if it runs."""
         self.running.close()
         self.server = self.running.enter_context(self.make())
         self.server.ask(user("Hello"), 4, **self.options)  # compiles and loads
@@ -64,7 +64,7 @@ class Arm:
 
 @dataclass
 class Turn:
-    """One request. Tokens, but for the first.
+    """One request. All sizes but the time to the first token are in tokens.
 
     Attributes:
         target: read by it, with those of earlier text that it recalled.
@@ -85,7 +85,7 @@ class Turn:
     thinned: bool = False
 
     def exceeds(self, full: Turn) -> bool:
-        """The target read more than in full, recalled tokens and the length of answers aside."""
+        """True if the target read more than in full, without recalled tokens and the length of answers."""
         return self.target - self.recalled - self.new > full.target - full.new + TAIL
 
 
@@ -103,7 +103,7 @@ class Played:
     retries: list[Turn]
 
     def restarts(self) -> int:
-        """Return the number of requests that did not go on from what the turn before left in the target's cache."""
+        """Return the number of requests that did not continue from the target's cache of the turn before."""
         follow = (*pairwise(self.turns), *((self.turns[-1], turn) for turn in self.after))
         return sum(turn.cached < before.cached + before.target - TAIL for before, turn in follow)
 
@@ -112,7 +112,7 @@ class Played:
 
 
 class Conversation:
-    """One session as its client keeps it."""
+    """One session from the side of its client."""
 
     def __init__(self, arm: Arm, session: Session) -> None:
         self.arm, self.session, self.known = arm, session, session.opening
@@ -120,7 +120,7 @@ class Conversation:
         self.turns: list[Turn] = []
 
     def take(self, step: Step) -> Turn:
-        """Send what the step says and keep the answer."""
+        """Send the step's message and keep the answer."""
         self.history += step.messages(len(self.history))
         self.sent = [*self.history], ANSWER if step.code else REMARK
         turn, text, self.known = self.send(*self.sent)
@@ -153,7 +153,7 @@ class Conversation:
 
 
 def play(arm: Arm, session: Session, pause: float) -> Played:
-    """Send all of a session; `pause` seconds are what the agent's tools take."""
+    """Send a whole session. `pause` is the time of the agent's tools in seconds."""
     talk = Conversation(arm, session)
     for step in session.steps:
         talk.take(step)
@@ -178,7 +178,7 @@ Results = dict[str, dict[str, list[Played]]]  # by kind of session, then by arm,
 
 
 def row(kind: str, arm: str, plays: Sequence[Played]) -> dict[str, Any]:
-    """Sums over the repetitions."""
+    """Return the sums over the repetitions."""
     turns = [turn for played in plays for turn in played.turns]
     asked = [turn for played in plays for turn in played.asked()]
     sent = zip(*((played.turns[-1], *played.retries) for played in plays), strict=True)
@@ -203,7 +203,7 @@ def row(kind: str, arm: str, plays: Sequence[Played]) -> dict[str, Any]:
 
 
 def bars(kind: str, rows: dict[str, dict[str, Any]], arms: dict[str, list[Played]]) -> dict[str, Any]:
-    """Return what ours has to keep to, against the same turns in full."""
+    """Return the bars for our arm against the same turns in full."""
     ours, full = rows[OURS], rows[FULL]
     pairs_of = zip(arms[OURS], arms[FULL], strict=True)
     turns = [both for mine, its in pairs_of for both in zip(mine.turns, its.turns, strict=True)]
@@ -224,7 +224,7 @@ def bars(kind: str, rows: dict[str, dict[str, Any]], arms: dict[str, list[Played
 
 
 def wrong(kind: str, ours: Sequence[Played], full: Sequence[Played]) -> list[dict[str, Any]]:
-    """Return the facts that ours got wrong."""
+    """Return the facts that our arm got wrong."""
     names = ("back", "thinned", "recalled")
     return [
         {"session": kind, "repeat": repeat, **{name: getattr(mine, name) for name in names}, "right_full": its.right}
@@ -281,7 +281,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def checkpoints(options: argparse.Namespace) -> Iterator[Copies]:
-    """The pair, or random weights, until the block ends."""
+    """Yield the pair, or random weights, until the block ends."""
     if options.shape is None:
         with servers.copies(options, TEMPLATE) as copies:
             yield copies
@@ -295,7 +295,7 @@ def checkpoints(options: argparse.Namespace) -> Iterator[Copies]:
 
 
 def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list[Arm]:
-    """A process for each arm: what one has read is of no use to the others."""
+    """Start one process per arm, so that no arm profits from another's cache."""
     given = pairs.defaults(options) if options.shape is None else ()
     # Without pauses nothing is made dense in idle time but behind the last turn, where an arm is only waited for.
     idle = {"MLX_SPECPREFILL_DENSIFY": "on" if options.pause else "off"}
@@ -311,13 +311,13 @@ def start(copies: Copies, stack: ExitStack, options: argparse.Namespace) -> list
 
 
 def counter(copies: Copies) -> Callable[[str], int]:
-    """Tokens of a text."""
+    """Return a counter of a text's tokens."""
     tokenizer = Tokenizer.from_file(str(copies.target / "tokenizer.json"))
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def measured(arms: list[Arm], count: Count, options: argparse.Namespace) -> Results:
-    """All arms in turn, one after the other first: what disturbs the machine disturbs all of them."""
+    """Run all arms, each of them first in turn, so that disturbances of the machine reach all of them."""
     results: Results = {kind: {arm.name: [] for arm in arms} for kind in options.sessions}
     for repeat in range(options.repeats):
         first = repeat % len(arms)

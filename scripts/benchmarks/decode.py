@@ -1,4 +1,4 @@
-"""Drafted answers to real text through the engine, against plain decoding behind the same prompt.
+"""Speculative decoding of real text through the engine, against plain decoding after the same prompt.
 
     quote   a paragraph of the standard library's documentation, word for word
     edit    the first lines of a module of the standard library, with one more line
@@ -61,7 +61,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, and what it took from the end of the prefill to its last token.
+    """An answer, with its cost from the end of the prefill to its last token.
 
     Attributes:
         ms, cpu_ms: per token.
@@ -80,7 +80,7 @@ class Answer:
 
     @property
     def cost(self) -> float:
-        """Forwards of one row that it took per token."""
+        """Return the cost per token in forwards of one row."""
         return sum(1 + ROW_COST * (rows - 1) for rows in self.rows) / len(self.tokens) if self.rows else 1.0
 
 
@@ -165,7 +165,7 @@ Answers = dict[tuple[str, str, str], list[Answer]]  # by prefill, task and arm
 
 
 def engines(pair: ModelPair, options: argparse.Namespace) -> Iterator[tuple[str, Engine]]:
-    """Return an engine for each kind of prefill that was asked for and that the pair can do.
+    """Return an engine for each requested kind of prefill that the pair supports.
 
     A prompt is read once where it is read in full. A sparse prefill of a cached prompt would have nothing to read.
     """
@@ -181,7 +181,7 @@ def engines(pair: ModelPair, options: argparse.Namespace) -> Iterator[tuple[str,
 
 
 def answers_of(pair: ModelPair, arms: Sequence[SpeculationName], options: argparse.Namespace) -> Answers:
-    """Return the answers; prompts are of each task in turn."""
+    """Return the answers. Prompts alternate between the tasks."""
     answers: Answers = {}
     with ExitStack() as running:
         prefills = {name: running.enter_context(engine) for name, engine in engines(pair, options)}

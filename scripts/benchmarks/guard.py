@@ -55,7 +55,7 @@ OPTIONS = ("--specprefill-threshold", "512")
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit and where its files are.
+    """A commit and its files.
 
     Attributes:
         name: of the arm; `title`: the first line of its message.
@@ -68,7 +68,7 @@ class Commit:
 
     @property
     def environment(self) -> dict[str, str]:
-        """With which a Python that is told not to look into its own folder (`-P`) imports this commit."""
+        """Return an environment in which Python with `-P` imports this commit."""
         return {"PYTHONPATH": os.pathsep.join([str(self.folder), str(self.folder / "server")])}
 
     def command(self, *arguments: str) -> list[str]:
@@ -92,7 +92,7 @@ class Commit:
 
 @contextmanager
 def checked_out(references: Mapping[str, str], repository: Path = ROOT) -> Iterator[list[Commit]]:
-    """The commits in folders, until the block ends.
+    """Yield the commits' folders until the block ends.
 
     Args:
         references: name of the arm -> commit, branch or tag.
@@ -160,7 +160,7 @@ class Pairs:
     taken: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, old: Figures, new: Figures) -> None:
-        """Figures that one of the two lacks are left out."""
+        """Add both arms' figures. Figures that one of them lacks are left out."""
         for name in old.keys() & new.keys():
             self.taken.setdefault(name, []).append((old[name], new[name]))
 
@@ -175,7 +175,7 @@ def _comparison(pairs: Sequence[tuple[float, float]]) -> Comparison:
 
 
 def take_turns(old: AnyArm, new: AnyArm, steps: Mapping[str, Step[AnyArm]], turn: int, pairs: Pairs) -> None:
-    """One round: every step four times, old, new, new, old, in every second round the other way round.
+    """Run one round: every step four times, old, new, new, old, and reversed in every second round.
 
     Args:
         turn: number of the round, from 0.
@@ -194,7 +194,7 @@ def take_turns(old: AnyArm, new: AnyArm, steps: Mapping[str, Step[AnyArm]], turn
 
 @dataclass(frozen=True)
 class Arm:
-    """A commit whose server runs."""
+    """A commit with a running server."""
 
     commit: Commit
     server: Server
@@ -229,7 +229,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(old: Commit, new: Commit, copies: Copies, options: argparse.Namespace) -> tuple[Pairs, int]:
-    """Rounds until the time is over; the first start of each commit counts for nothing."""
+    """Run rounds until the time is over. The first start of each commit does not count."""
     with both_serving(old, new, copies, 0) as (first, _):
         text = Text(0)
         text.calibrate(first.server)
@@ -248,7 +248,7 @@ def measured(old: Commit, new: Commit, copies: Copies, options: argparse.Namespa
 
 @contextmanager
 def both_serving(old: Commit, new: Commit, copies: Copies, turn: int) -> Iterator[tuple[Arm, Arm]]:
-    """Old and new; in every second round the new one is started first."""
+    """Start the old and the new server. In every second round the new one starts first."""
     with ExitStack() as stack:
         order = (old, new) if turn % 2 == 0 else (new, old)
         arms = {commit.name: Arm(commit, stack.enter_context(serving(commit, copies))) for commit in order}
@@ -271,7 +271,7 @@ def serving(commit: Commit, copies: Copies) -> AbstractContextManager[Server]:
 
 
 def steps_of(text: Text, options: argparse.Namespace) -> dict[str, Step[Arm]]:
-    """Every step by its name. Prompts are those of their number, the same for both arms."""
+    """Return every step by name. The prompt of a number is the same for both arms."""
     return {
         "import": lambda arm, _: imported(arm.commit),
         "short": lambda arm, number: first_token(arm.server, text.fresh(number, "short"), SHORT, "sparse_1k_ms"),
@@ -325,7 +325,7 @@ def streams(server: Server, text: Text, tokens: int) -> Figures:
 
 
 def held(arm: Arm) -> Figures:
-    """The most so far; where the system doesn't tell, what is held now."""
+    """Return the largest memory use so far, or the current one where the system does not report it."""
     return {"peak_mib": servers.peak_bytes(arm.server.pid) / 2**20}
 
 

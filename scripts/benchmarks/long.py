@@ -1,4 +1,4 @@
-"""Long prompts through the engine: time, memory, and what is neither of the two models, from 16K tokens on.
+"""Long prompts through the engine, from 16K tokens on: time, memory, and the time outside the two models.
 
 Per length, full and sparse requests take turns, each from an empty cache: the time from `Engine.submit` to the first
 token, and the allocator's peak above what was held before. The draft alone over the prompt, and the target alone over
@@ -69,7 +69,7 @@ def pair_of(options: argparse.Namespace, tokenizer: TokenizerWrapper) -> ModelPa
 
 
 def prompt_of(tokenizer: TokenizerWrapper, tokens: int, seed: int) -> list[int]:
-    """So many tokens of text; the first differ by seed, so that no prompt begins like another."""
+    """Return so many tokens of text. The first ones differ by seed, so that no two prompts begin alike."""
     ids: list[int] = tokenizer.encode(f"{seed}. ", add_special_tokens=False)
     texts = [*(one.text for one in paragraphs()), *(module.source for module in modules())]
     at = seed * 97
@@ -83,7 +83,7 @@ def prompt_of(tokenizer: TokenizerWrapper, tokens: int, seed: int) -> list[int]:
 
 
 def asked(engine: Engine, prompt: list[int], sparse: bool) -> dict[str, float]:
-    """Milliseconds to the first token, MiB at the peak, and tokens that the target has read."""
+    """Return the milliseconds to the first token, the peak in MiB, and the number of tokens the target read."""
     options = SpecPrefillOptions(enabled=sparse, keep_pct=None)
     request = GenerationRequest(as_token_ids(prompt), max_tokens=ANSWER, specprefill=options)
     mx.clear_cache()
@@ -103,7 +103,7 @@ def asked(engine: Engine, prompt: list[int], sparse: bool) -> dict[str, float]:
 
 
 def repetition(engine: Engine, prompt: list[int]) -> dict[str, float]:
-    """Both ways, what the models alone take, and a hit of the prefix cache."""
+    """Measure both prefills, the models alone, and a hit of the prefix cache."""
     pair = engine.pair
     full = asked(engine, prompt, sparse=False)
     hit = asked(engine, [*prompt, *prompt[:16]], sparse=False)
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(engine: Engine, tokenizer: TokenizerWrapper, length: int, repeats: int) -> dict[str, Any]:
-    """Medians over the repetitions."""
+    """Return the medians over the repetitions."""
     runs = [repetition(engine, prompt_of(tokenizer, length, repeat + 1)) for repeat in range(repeats)]
     print(f"{length} tokens: {runs[-1]['full_ms'] / 1e3:.1f} s in full", file=sys.stderr, flush=True)
     return {"tokens": length, **{name: statistics.median(run[name] for run in runs) for name in runs[0]}}

@@ -64,7 +64,7 @@ class Figures:
 
 @dataclass
 class Arm:
-    """A server and how it is asked."""
+    """A server and the options of its requests."""
 
     figures: Figures
     server: Server
@@ -92,11 +92,11 @@ class BareLoop:
         return cls(model, load(str(draft))[0], tokenizer)
 
     def tokens(self, text: str) -> list[int]:
-        """The prompt as a server renders it."""
+        """Return the prompt as a server renders it."""
         return list(self.tokenizer.apply_chat_template(user(text), add_generation_prompt=True))
 
     def generate(self, text: str, count: int) -> float:
-        """Milliseconds to the first token of `mlx_lm.generate.generate_step`, which goes on to `count` tokens."""
+        """Return the time to first token of `mlx_lm.generate.generate_step` in ms, and generate `count` tokens."""
         steps = generate_step(mx.array(self.tokens(text)), self.target, max_tokens=count)
         ms, _ = timed(lambda: next(steps))
         for _ in steps:
@@ -104,7 +104,7 @@ class BareLoop:
         return ms
 
     def cpu_ms_per_token(self, text: str, count: int) -> float:
-        """Processor time per token of the same, a short prompt included."""
+        """Return its processor time per token, including a short prompt."""
         clock = Clock()
         self.generate(text, count)
         return clock.read()["cpu_ms"] / count
@@ -117,7 +117,7 @@ class BareLoop:
 
 @dataclass
 class Bench:
-    """Everything that takes part."""
+    """All arms of a run."""
 
     arms: list[Arm]
     bare: BareLoop
@@ -125,7 +125,7 @@ class Bench:
     text: Text
 
     def attempt(self, part: str, work: Callable[[Arm], object]) -> None:
-        """On every arm in turn; one that fails is out of the rest of that part, with the reason."""
+        """Run a part on every arm in turn. An arm that fails leaves the part, and the reason is kept."""
         for arm in self.arms:
             if part in arm.figures.failures:
                 continue
@@ -169,7 +169,7 @@ class Bench:
     # --- all of them -------------------------------------------------------------------------------------------------
 
     def run(self, options: argparse.Namespace) -> None:
-        """Again and again in turn: what disturbs the machine disturbs all of them."""
+        """Repeat all parts in turn, so that disturbances of the machine reach all of them."""
         self.text.calibrate(self.arms[0].server)
         self.attempt("warm-up", lambda arm: arm.ask(self.text.of(600), 4))  # compiles and loads
         self.bare.generate(self.text.of(600), 4)
@@ -187,7 +187,7 @@ class Bench:
 def compare(
     mine: Figures, other: Figures, how: Callable[[str, float, float], float], figures: str = ""
 ) -> dict[str, Interval]:
-    """The median and interval of `how` over the repetitions that both have, for the figures whose name begins so."""
+    """Return the median and interval of `how` over the common repetitions, for figures with this prefix."""
     return {
         name: _interval([how(name, a, b) for a, b in zip(values, other.values[name], strict=True)])
         for name, values in mine.values.items()
@@ -266,7 +266,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start(options: argparse.Namespace, stack: ExitStack, copies: Copies) -> Bench:
-    """One process per server; the arms of one server share it."""
+    """Start one process per server. The arms of one server share it."""
     ours = stack.enter_context(copies.ours("--densify", "off"))
     arms = [
         Arm(Figures(OURS), ours, DENSE),

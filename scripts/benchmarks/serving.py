@@ -36,7 +36,7 @@ PARTS = ("behind", "crowd")
 
 
 def behind(server: Server, text: Text, long: int, repeats: int) -> dict[str, Any]:
-    """A short request that arrives while a long prompt is being read."""
+    """Send a short request while a long prompt is being read."""
     idle = statistics.median(server.ask(user(text.of(SHORT)), 2, **DENSE).first_s for _ in range(2 * repeats + 1))
     alone, late = [], []
     for _ in range(repeats):
@@ -59,7 +59,9 @@ def behind(server: Server, text: Text, long: int, repeats: int) -> dict[str, Any
 
 @dataclass
 class Short:
-    """A short request of the crowd. Seconds, `sent` by the monotonic clock; `first_s` is None until its first token."""
+    """A short request of the crowd. Times are in seconds, `sent` by the monotonic clock. `first_s` is None until its
+    first token.
+    """
 
     length: int
     sent: float
@@ -67,7 +69,8 @@ class Short:
 
 
 def crowd(server: Server, text: Text, seconds: float, limit_s: float) -> list[dict[str, Any]]:
-    """Short requests among clients that always have a long one under way. The last measurement: they are left there.
+    """Send short requests among clients with a long one always running. This part must be the last: the clients keep
+    running.
 
     Args:
         seconds: for which short requests are sent.
@@ -94,7 +97,7 @@ def crowd(server: Server, text: Text, seconds: float, limit_s: float) -> list[di
 
 
 def long_client(server: Server, text: Text, over: threading.Event) -> None:
-    """One request after another, until the measurement is over or the server is gone."""
+    """Send one request after another until the measurement is over or the server is gone."""
     rng = random.Random()
     while not over.is_set():
         length = round(LONG_LENGTHS[0] * (LONG_LENGTHS[1] / LONG_LENGTHS[0]) ** rng.random())
@@ -106,7 +109,7 @@ def long_client(server: Server, text: Text, over: threading.Event) -> None:
 
 
 def short_client(server: Server, text: Text, until: float, asked: list[Short]) -> None:
-    """Requests with pauses between them. After one that fails there are no more: it counts as unanswered."""
+    """Send requests with pauses. The first failure ends them and counts as unanswered."""
     rng = random.Random()
     try:
         while time.monotonic() < until:
@@ -165,7 +168,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(server: Server, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the wanted parts; the crowd is left where it is and comes last."""
+    """Measure the wanted parts, the crowd last."""
     text, results = Text(0), {}
     text.calibrate(server)
     steps = {

@@ -70,7 +70,7 @@ def first_token(logits: mx.array) -> int:
 
 
 def full_arm(setup: Setup, prompt: list[int]) -> Run:
-    """A prefill of everything, then some decoding."""
+    """Time a prefill of the whole prompt, then some decoding."""
     target = setup.pair.target
     cache = make_positioned_cache(target)
     prefill_ms, logits = timed(lambda: full_prefill(target, cache, prompt, setup.step))
@@ -80,7 +80,7 @@ def full_arm(setup: Setup, prompt: list[int]) -> Run:
 
 
 def score(setup: Setup, prompt: list[int], hidden: HiddenStates | None) -> Scores:
-    """Score as the engine does; `hidden` gets what the first layers make of the prompt, where those are the draft."""
+    """Score as the engine does. `hidden` gets the first layers' output, if these are the draft."""
     pair, config = setup.pair, setup.config
     seen = None if hidden is None else hidden.keep
     task = ScoringInput.alone(
@@ -103,7 +103,7 @@ def select(setup: Setup, prompt: list[int], importance: np.ndarray, keep: Fracti
 
 
 def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
-    """The stages of a sparse request and their sum, then some decoding."""
+    """Time the stages of a sparse request and their sum, then some decoding."""
     target, stages = setup.pair.target, setup.pair.stages
     hidden = None if stages is None else HiddenStates()
     draft_ms, scores = timed(lambda: score(setup, prompt, hidden))
@@ -129,7 +129,7 @@ def sparse_arm(setup: Setup, prompt: list[int], keep: Fraction) -> Run:
 
 
 def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[Run]:
-    """Full, then sparse and its limit for every keep share: one run per share, with the ratios of this repetition."""
+    """Time full prefill, then sparse and its limit for every keep share. Return one run per share, with its ratios."""
     pair, full = setup.pair, full_arm(setup, prompt)
     draft_alone = plain_prefill_ms(pair.draft, prompt, setup.step)
     runs = []
@@ -158,7 +158,7 @@ def repetition(setup: Setup, prompt: list[int], shares: list[Fraction]) -> list[
 
 
 def row(tokens: int, keep: Fraction, runs: Sequence[Run]) -> Run:
-    """One prompt length and keep share: medians."""
+    """Return the medians of one prompt length and keep share."""
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     return {"tokens": tokens, "keep": float(keep)} | medians | {"kept_tokens": int(medians["kept_tokens"])}
 
@@ -176,7 +176,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def summary(rows: list[Run], setup: Setup) -> dict[str, Any]:
-    """Headline figures at the longest prompt and a keep of 0.2 (or the nearest measured), and every row."""
+    """Return headline figures at the longest prompt and a keep of 0.2 (or the nearest measured), and every row."""
     pair, longest = setup.pair, max(row["tokens"] for row in rows)
     head = min((row for row in rows if row["tokens"] == longest), key=lambda row: abs(row["keep"] - 0.2))
     return {

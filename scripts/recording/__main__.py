@@ -1,4 +1,4 @@
-"""Run a real agent offline and write down what it asks, one JSON line per request.
+"""Run a real agent offline and record its requests, one JSON line per request.
 
     scripts/record_agent codex                                      the agent's own tool loop on a scripted model
     scripts/record_agent opencode --url http://127.0.0.1:8000 --prompt "What does src/app.py do?" --work ~/src
@@ -70,7 +70,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 @contextmanager
 def server(url: str | None, folder: Path) -> Iterator[tuple[str, str]]:
-    """Address and key of the one that runs, or of a scripted model until the block ends."""
+    """Yield the address and key of the running server, or of a scripted model until the block ends."""
     if url is not None:
         yield url, ""
         return

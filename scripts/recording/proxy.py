@@ -1,4 +1,4 @@
-"""A proxy on the loopback interface that passes everything on as it comes and writes down what was asked.
+"""A proxy on the loopback interface that passes everything on unchanged and records the requests.
 
 A line per request: time, method, path, query, headers, body, status and the seconds to the first byte and to the end of
 the answer. Answers are not written down, and neither is anything that authenticates.
@@ -33,7 +33,7 @@ START_S = 30
 
 
 class Recorder:
-    """Appends to a file, from any thread.
+    """A recorder that appends to a file, from any thread.
 
     Args:
         secrets: texts that never get into the file, wherever they stand.
@@ -53,12 +53,12 @@ class Recorder:
 
 
 def without_keys(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Headers or parameters, without the values of those that may authenticate."""
+    """Return headers or parameters without the values of those that may authenticate."""
     return {name: LEFT_OUT if SECRET.search(name) else value for name, value in pairs}
 
 
 def body_of(content: bytes, encoding: str) -> Any:
-    """A body as JSON, else as text."""
+    """Return a body as JSON, else as text."""
     if encoding == "gzip":
         with suppress(OSError):
             content = gzip.decompress(content)
@@ -69,7 +69,7 @@ def body_of(content: bytes, encoding: str) -> Any:
 
 
 class _Passing:
-    """Every request to the server behind it.
+    """A handler that passes every request on to the server.
 
     Args:
         base: the server's address without a path.
@@ -109,7 +109,7 @@ class _Passing:
         return StreamingResponse(self._passed(answer, entry), answer.status_code, kept)
 
     async def _passed(self, answer: httpx.Response, entry: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Each piece as it comes. The request is written down when all has come or the client has gone."""
+        """Pass each piece on as it comes. Record the request when all has come or the client has gone."""
         first = None
         try:
             async for piece in answer.aiter_raw():
@@ -124,7 +124,7 @@ class _Passing:
 
 @contextmanager
 def running(base: str, recorder: Recorder) -> Iterator[str]:
-    """The proxy's own address, until the block ends.
+    """Yield the proxy's own address until the block ends.
 
     Raises:
         TimeoutError: it did not start.

@@ -49,7 +49,7 @@ class Layout:
 
 
 def lay_out(document: Document, tokenizer: Any) -> Layout:
-    """`tokenizer` is a fast one of transformers, with a chat template."""
+    """Lay out a document and its questions. `tokenizer` is a fast one of transformers, with a chat template."""
     marks = "\x02", "\x03"
     template = tokenizer.apply_chat_template(
         [{"role": "user", "content": "".join(marks)}], tokenize=False, add_generation_prompt=True
@@ -95,7 +95,7 @@ class Target:
     def __call__(
         self, layout: Layout, depths: Iterable[int], teachers: Iterable[tuple[int, int]]
     ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Hidden states (N, D) after so many layers, and the attention (heads, N, N) of (layer, head) pairs."""
+        """Return hidden states (N, D) after so many layers, and the attention (heads, N, N) of (layer, head) pairs."""
         depths, teachers, mask = set(depths), list(teachers), layout.mask()
         turn, last = self._turn(layout.positions), max([layer for layer, _ in teachers], default=max(depths) - 1)
         hidden, states, seen = self._of("model.embed_tokens", layout.tokens), {}, {}

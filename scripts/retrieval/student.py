@@ -1,4 +1,4 @@
-"""The layer that is trained: RMS norm, a query and a key projection, heads without values or positions.
+"""The trained layer: RMS norm, a query and a key projection, heads without values or positions.
 
 A row of a head is softmax(q_i k_j / sqrt(width)) over what token i sees. The first token is a sink, as in the target:
 a token that asks for nothing looks there, and so counts for nothing.
@@ -22,7 +22,7 @@ FLOOR = 0.01  # of the median variance: directions that are smaller stay so
 
 
 class Whitening:
-    """RMS norm and a linear map after which hidden states have mean 0 and no direction is larger than others.
+    """RMS norm and a linear map that give hidden states mean 0 and equal variance in all directions.
 
     A few directions of a residual stream are hundreds of times larger than the rest and say little. Heads are trained
     on whitened states and the map is put into their weights afterwards.
@@ -43,7 +43,7 @@ class Whitening:
 
 
 class Heads(nn.Module):
-    """Whitened hidden states (N, D) to logits (heads, rows, N)."""
+    """Heads that map whitened hidden states (N, D) to logits (heads, rows, N)."""
 
     def __init__(self, hidden: int, heads: int, width: int) -> None:
         super().__init__()
@@ -58,7 +58,9 @@ class Heads(nn.Module):
         return q @ k.transpose(-1, -2) / self.width**0.5
 
     def folded(self, whitening: Whitening) -> dict[str, torch.Tensor]:
-        """Weights for states that were only normed, by their names in MLX; keys need no bias, softmax cancels it."""
+        """Return weights for states that were only normed, by their names in MLX. Keys need no bias: softmax cancels
+        it.
+        """
         query, key = self.query.data @ whitening.map, self.key.data @ whitening.map
         bias = self.bias.data - query @ whitening.mean
         return {"q_proj.weight": query, "q_proj.bias": bias, "k_proj.weight": key}
@@ -98,7 +100,7 @@ def train(
     rows: int = 128,
     seed: int = 0,
 ) -> None:
-    """Adam with a cosine schedule, one prompt a step.
+    """Train by Adam with a cosine schedule, one prompt per step.
 
     Args:
         found: weight of the share of attention that a question's tokens give to its answer, beside the teacher's rows.
@@ -161,7 +163,7 @@ def _losses(model: Heads, prompt: Prompt, scales: torch.Tensor, rows: int) -> tu
 
 
 def _answer_loss(logs: torch.Tensor, prompt: Prompt, chosen: torch.Tensor) -> torch.Tensor:
-    """-log of the share of the questions' attention to the document that falls on the answers."""
+    """Return -log of the share of the questions' attention to the document that falls on the answers."""
     losses, length = [], prompt.gold.shape[1]
     for number, gold in enumerate(prompt.gold):
         mine = (prompt.groups[chosen] == number + 1) & prompt.asked[chosen]

@@ -1,4 +1,4 @@
-"""Prompts to learn from: installed packages' documentation and sources, with questions whose answers have a place.
+"""Training prompts: installed packages' documentation and sources, with questions whose answers have a place.
 
 Nothing is shipped: the text is what the running Python brings (`pydoc_data`) and what the `train` extra installs. The
 standard library's own modules are not among it, so that they can serve as test documents.
@@ -28,7 +28,7 @@ WORD = re.compile(r"[A-Za-z]{5,}")
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a document and where its answer stands: character ranges [start, end)."""
+    """A question about a document and the place of its answer, as character ranges [start, end)."""
 
     kind: str
     text: str
@@ -43,7 +43,7 @@ class Document:
 
 @cache
 def passages(code: bool) -> tuple[str, ...]:
-    """Long texts, sources or prose, in a fixed order."""
+    """Return long texts, sources or prose, in a fixed order."""
     if code:
         return tuple(text for text in map(_read, _files()) if len(text) > 6000)
     prose = [text for text in map(_docstrings, map(_read, _files())) if len(text) > 2500]
@@ -51,7 +51,7 @@ def passages(code: bool) -> tuple[str, ...]:
 
 
 def make_document(rng: random.Random, length: int, count: int) -> Document:
-    """A document of about `length` characters with facts put in, and up to `count` questions about it."""
+    """Return a document of about `length` characters with inserted facts, and up to `count` questions about it."""
     code = rng.random() < 0.35
     text = _window(rng, length, code)
     text, facts = _with_facts(rng, text)
@@ -133,7 +133,7 @@ PARAPHRASES = (
 
 
 def _fact(rng: random.Random) -> tuple[str, str]:
-    """A sentence and a question about it."""
+    """Return a sentence and a question about it."""
     name, thing, number = rng.choice(NAMES), rng.choice(THINGS), rng.randrange(1000, 10**7)
     code, place = "".join(rng.choices(string.ascii_lowercase, k=6)), rng.choice(PLACES)
     return rng.choice(
@@ -220,7 +220,7 @@ def _blank(rng: random.Random, text: str, facts: Facts) -> Question | None:
 
 
 def _about(rng: random.Random, text: str, facts: Facts) -> Question | None:
-    """Some longer words of a sentence, in any order and case."""
+    """Return some longer words of a sentence, in any order and case."""
     if (found := _sentence(rng, text)) is None:
         return None
     words = sorted(set(WORD.findall(found.group())))

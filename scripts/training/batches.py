@@ -1,4 +1,4 @@
-"""From synthetic chats to tensors: tokens, positions, and which rows carry a loss."""
+"""Batches from synthetic chats: tokens, positions, and the rows that carry a loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Row = tuple[list[int], list[int], list[int]]
 
 
 def make_batch(seed: str, length: int, size: int, config: DataConfig, tokenizer: Tokenizer) -> Batch:
-    """A batch that depends on its arguments only, so an interrupted run continues with the same data."""
+    """Return a batch that depends on its arguments only, so that an interrupted run continues with the same data."""
     rng = random.Random(seed)
     rows = [_row(rng, length, config, tokenizer) for _ in range(size)]
     ids, kinds, turns = (torch.tensor([row[part] for row in rows]) for part in range(3))
@@ -53,7 +53,7 @@ def make_batch(seed: str, length: int, size: int, config: DataConfig, tokenizer:
 
 
 def _row(rng: random.Random, length: int, config: DataConfig, tokenizer: Tokenizer) -> Row:
-    """length + 1 ids with the kind of each as a label and the turn it belongs to."""
+    """Return length + 1 ids, each with its kind as a label and the turn it belongs to."""
     if rng.random() < config.copy_share:
         ids, kinds, turns = _copy_drill(rng, length + 1, tokenizer.get_vocab_size())
     else:
@@ -82,7 +82,7 @@ def _chat(rng: random.Random, length: int, config: DataConfig, tokenizer: Tokeni
 
 
 def _copy_drill(rng: random.Random, length: int, vocabulary: int) -> Row:
-    """Random tokens that are repeated; only the repetition carries a loss, and it does not count as an answer."""
+    """Return random tokens and their repetition. Only the repetition carries a loss, and it is no answer."""
     period = rng.randrange(8, min(length // 2, 200))
     passage = [rng.randrange(3, vocabulary) for _ in range(period)]
     gap = [rng.randrange(3, vocabulary) for _ in range(rng.randrange(length - 2 * period + 1))]
@@ -92,7 +92,7 @@ def _copy_drill(rng: random.Random, length: int, vocabulary: int) -> Row:
 
 
 def _positions(rng: random.Random, length: int, config: DataConfig) -> list[int]:
-    """Increasing positions; for most samples with random jumps, as after a sparse prefill of a long prompt."""
+    """Return increasing positions, mostly with random jumps, as after a sparse prefill of a long prompt."""
     if rng.random() >= config.pose_share or length >= config.pose_span:
         return list(range(length))
     extra = rng.randrange(config.pose_span - length)

@@ -56,7 +56,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `content`, table by table."""
+    """Return `base` with the keys of `content`, table by table."""
     merged = base | content
     for key in base.keys() & content.keys():
         if isinstance(base[key], dict):

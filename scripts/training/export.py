@@ -59,7 +59,7 @@ def average(folder: Path, other: Path, share: float) -> None:
 
 
 def _tokenizer_config(length: int) -> dict[str, object]:
-    """The content of tokenizer_config.json, chat template included."""
+    """Return the content of tokenizer_config.json, chat template included."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": chat.END,

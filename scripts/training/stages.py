@@ -36,7 +36,7 @@ class Stage:
     whole_length: int = 256
 
     def batches(self, seed: str, data: DataConfig, tokenizer: Tokenizer) -> list[Batch]:
-        """The batches of one step."""
+        """Return the batches of one step."""
         made = [make_batch(seed, self.length, self.batch, data, tokenizer)]
         if self.wholes:
             alone = replace(data, copy_share=0.0, mixture=replace(data.mixture, whole=1.0, greeting=0.0))
@@ -46,7 +46,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that determines one training run."""
+    """The options that determine one training run."""
 
     family: ModuleType
     sizes: Sizes
@@ -66,7 +66,7 @@ class RunConfig:
         return sum(stage.steps for stage in self.stages)
 
     def stage_at(self, step: int) -> Stage:
-        """The stage that a step belongs to."""
+        """Return the stage of a step."""
         for stage in self.stages:
             if step < stage.steps:
                 return stage
@@ -74,7 +74,7 @@ class RunConfig:
         raise IndexError("step is beyond the last stage")
 
     def rate_at(self, step: int) -> float:
-        """Warm-up, then linear decay, as a factor of the base rates."""
+        """Return the factor of the base rates: warm-up, then linear decay."""
         left = 1.0 - step / self.steps
         return min(1.0, (step + 1) / self.warmup) * (self.final_rate + (1.0 - self.final_rate) * left)
 
@@ -106,7 +106,7 @@ def train(
     exported: Path | None = None,
     save_every: int = 50,
 ) -> Network:
-    """Run all stages, or what is left of them after the checkpoint in `folder`.
+    """Run all stages, or the rest of them after the checkpoint in `folder`.
 
     Args:
         exported: go on from the weights in this folder instead of the structured start.
@@ -132,7 +132,7 @@ def train(
 
 
 def load_weights(folder: Path, config: RunConfig) -> tuple[Network, Progress]:
-    """The model and the record of the last checkpoint in `folder`."""
+    """Load the model and the record of the last checkpoint in `folder`."""
     model = config.family.Network(config.sizes)
     progress = _resume(folder, model, [])
     if not progress.step:

@@ -49,7 +49,7 @@ class Layout:
         return self.content - 1
 
     def slot(self, lag: int) -> slice:
-        """Where the token `lag` back (1 or more) is written."""
+        """Return the slice for the token `lag` back (1 or more)."""
         first = self.content + (lag - 1) * SLOT
         return slice(first, first + SLOT)
 
@@ -73,12 +73,12 @@ def orthogonal(size: int, generator: Generator) -> Tensor:
 
 
 def projection(layout: Layout, generator: Generator) -> Tensor:
-    """(SLOT, content - 1): what of a token is written into a slot."""
+    """Return the projection (SLOT, content - 1) of a token into a slot."""
     return orthogonal(layout.mean, generator)[:SLOT]
 
 
 def embed(embedding: Tensor, layout: Layout, generator: Generator) -> None:
-    """Random content of length about 1; one coordinate is the shared mean; little in the slots."""
+    """Fill the embedding: random content of length about 1, one coordinate for the shared mean, little in the slots."""
     values = normal(embedding.shape, layout.content**-0.5, generator)
     values[:, layout.mean] = MEAN
     values[:, layout.content :] *= 0.25
@@ -86,7 +86,7 @@ def embed(embedding: Tensor, layout: Layout, generator: Generator) -> None:
 
 
 def fill(inputs: list[Tensor], outputs: list[Tensor], generator: Generator) -> None:
-    """Matrices that read the stream start random, those that write to it near zero."""
+    """Fill matrices that read the stream at random, and those that write to it near zero."""
     for matrix in inputs:
         matrix.copy_(normal(matrix.shape, matrix.shape[-1] ** -0.5, generator))
     for matrix in outputs:
@@ -94,7 +94,7 @@ def fill(inputs: list[Tensor], outputs: list[Tensor], generator: Generator) -> N
 
 
 def slow_rows(head_dim: int) -> Tensor:
-    """The coordinates of a head that RoPE hardly turns, or not at all: the last SLOT/2 pairs."""
+    """Return the coordinates of a head that RoPE hardly turns, or not at all: the last SLOT/2 pairs."""
     slow = torch.arange(head_dim // 2 - SLOT // 2, head_dim // 2)
     return torch.cat((slow, slow + head_dim // 2))
 
@@ -102,7 +102,7 @@ def slow_rows(head_dim: int) -> Tensor:
 def match_and_copy(
     heads: Heads, layout: Layout, projected: Tensor, pointing: int, gain: float, copy: float, generator: Generator
 ) -> None:
-    """Head h attends to where the tokens at `LAGS[h]` occurred before and copies a share of the content there.
+    """Let head h attend to earlier occurrences of the tokens at `LAGS[h]` and copy a share of the content there.
 
     The comparison lives in coordinates that RoPE hardly turns over the distances of a document. The last `pointing`
     heads attend to any of the tokens that follow an earlier occurrence of the current one.

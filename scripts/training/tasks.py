@@ -60,7 +60,7 @@ class Sample:
     before: tuple[Turn, ...] = ()
 
     def messages(self) -> list[Message]:
-        """The chat with all answers; drop the last message to get a prompt."""
+        """Return the chat with all answers. Without the last message it is a prompt."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for number, turn in enumerate(self.before + self.turns):
             content = self._opening(turn.question) if number == len(self.before) else turn.question
@@ -116,7 +116,7 @@ def _note(rng: random.Random) -> Fact:
 
 
 def _variables(rng: random.Random) -> Fact:
-    """A chain of one or two assignments; the answer walks it, so each step is one look-up."""
+    """Return a chain of one or two assignments. The answer follows it, so each step is one look-up."""
     first, second = (words.invented_word(rng, syllables=2).upper() for _ in range(2))
     value = str(rng.randrange(10_000, 100_000))
     pieces = (f"VAR {first} = {value}.", f"VAR {second} = VAR {first}.")
@@ -179,7 +179,7 @@ class Mixture:
 
 
 def training_sample(rng: random.Random, length: int, mixture: Mixture, count: Count) -> Sample:
-    """One chat that fills about `length` tokens."""
+    """Return one chat of about `length` tokens."""
     if rng.random() < mixture.greeting:
         return Sample(_system(rng), "", (Turn(rng.choice(GREETINGS), GREETING_ANSWER),))
     if rng.random() < mixture.whole:
@@ -222,7 +222,7 @@ def _full_records(pieces: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _look_alike(rng: random.Random, record: str, asked: Sequence[dict[str, Any]], share: float) -> str:
-    """The record as it is, or with the given name or half of the id of one that is asked for, never all of either."""
+    """Return the record unchanged, or with the given name or half of the id of one in question, never all of either."""
     if not asked or rng.random() >= share:
         return record
     fields, like = json.loads(record), rng.choice(asked)
@@ -254,7 +254,7 @@ def _draw_kinds(rng: random.Random, mixture: Mixture, number: int) -> list[str]:
 
 
 def _fitting(facts: Sequence[Fact], length: int, count: Count) -> list[Fact]:
-    """The first facts that fit with their questions and answers; at least one."""
+    """Return the first facts that fit with their questions and answers, at least one."""
     left, fitting = length - 40, []
     for fact in facts:
         left -= sum(count(text) + 5 for text in (*fact.pieces, fact.turn.question, fact.turn.answer))
@@ -265,7 +265,7 @@ def _fitting(facts: Sequence[Fact], length: int, count: Count) -> list[Fact]:
 
 
 def _asked(rng: random.Random, facts: Sequence[Fact]) -> tuple[Turn, ...]:
-    """The turns in random order; in some chats the document holds more facts than are asked for."""
+    """Return the turns in random order. In some chats the document holds more facts than the turns ask for."""
     turns = [fact.turn for fact in facts]
     rng.shuffle(turns)
     return tuple(turns[: rng.randint(1, len(turns))] if rng.random() < 0.3 else turns)

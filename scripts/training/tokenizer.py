@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def corpus(seed: int, samples: int) -> Iterator[str]:
-    """The text the tokenizer is trained on: numbers, synthetic chats, Python source."""
+    """Return the training text of the tokenizer: numbers, synthetic chats, Python source."""
     for _ in range(400):  # often enough that every number of up to three digits becomes one token
         yield " ".join(f"{n} x{n}" for width in (1, 2, 3) for n in _numbers(width))
     rng = random.Random(f"tokenizer/{seed}")
@@ -61,7 +61,7 @@ def train(vocab_size: int, seed: int, samples: int) -> Tokenizer:
 
 
 def render(messages: list[tasks.Message]) -> list[tuple[str, bool]]:
-    """The chat template as (text, trained) parts; an answer and its end token are trained, all else is context."""
+    """Return the chat as (text, trained) parts. An answer and its end token are trained; all else is context."""
     parts: list[tuple[str, bool]] = []
     for message in messages:
         opening = f"{START}{message['role']}\n"

@@ -22,7 +22,9 @@ TOLERANCE = 1e-4
 
 
 def recurrences(length: int = 150) -> float:
-    """Largest difference, values and gradients, between the chunked and the stepwise forms (double precision)."""
+    """Return the largest difference, values and gradients, between the chunked and the stepwise forms (double
+    precision).
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -49,7 +51,7 @@ def _difference(fast, exact, *inputs: Tensor) -> float:
 
 
 def parity(model: Network, folder: Path, length: int = 300) -> float:
-    """Largest difference between the logits of `model` and of mlx-lm's model read from `folder`, both in float32.
+    """Return the largest difference between the logits of `model` and of mlx-lm's model from `folder`, both in float32.
 
     As a share of the largest logit.
     """
@@ -64,7 +66,7 @@ def parity(model: Network, folder: Path, length: int = 300) -> float:
 
 
 def disturbed(model: Network, run: RunConfig) -> Network:
-    """`model` at its start with noise on every parameter, so that none is zero or one by construction."""
+    """Return `model` at its start with noise on every parameter, so that none is zero or one by construction."""
     run.family.initialise(model, run.start, run.seed)
     generator = torch.Generator().manual_seed(run.seed)
     with torch.no_grad():
@@ -74,7 +76,7 @@ def disturbed(model: Network, run: RunConfig) -> Network:
 
 
 def rounded(model: Network) -> Network:
-    """`model` with its parameters rounded to what a float16 checkpoint holds."""
+    """Return `model` with its parameters rounded to those of a float16 checkpoint."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.half().float())

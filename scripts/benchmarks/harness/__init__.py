@@ -2,4 +2,4 @@
 
 
 class BenchError(Exception):
-    """Something outside the measurements went wrong; the message is for people."""
+    """A failure outside the measurements. The message is meant for the user."""

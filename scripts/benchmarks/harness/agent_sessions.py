@@ -1,4 +1,4 @@
-"""Sessions of coding agents in the shape of recorded ones: what is sent, turn by turn, and what has to be known."""
+"""Sessions of coding agents in the shape of recorded ones: the messages of each turn, and the facts to recall."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ TYPICAL = 5000  # tokens: as many hold a session of such results
 
 @dataclass(frozen=True)
 class Shape:
-    """Shares of the tokens that a session grows to.
+    """Shares of the tokens of a session.
 
     Attributes:
         system, tools: of the system text and of the schemas; no tools: 0.
@@ -109,7 +109,7 @@ class Step:
     told: int = 0
 
     def messages(self, number: int) -> list[Message]:
-        """As a client appends them. A call is a message of its own: what the model really said precedes it."""
+        """Return the messages that a client appends. A call is a message of its own, after the model's real text."""
         if self.call is None:
             return [{"role": "user", "content": self.said}]
         name, arguments = self.call
@@ -138,7 +138,7 @@ class Session:
 
 @dataclass
 class _Facts:
-    """Facts that were said and not asked for yet, oldest first: name, code, and the step that said it."""
+    """Facts without a question yet, oldest first: name, code, and the step that stated it."""
 
     rng: random.Random
     known: list[tuple[str, str, int]] = field(default_factory=list)
@@ -155,13 +155,13 @@ class _Facts:
         return said
 
     def asked(self, at: int, behind: str = "") -> Step:
-        """A question for one of them, behind other text of the same message."""
+        """Return a question for one of them, after other text of the same message."""
         name, code, told = self.known.pop(at)
         return Step(behind + question(name), code=code, told=told)
 
 
 def make_session(shape: Shape, tokens: int, seed: int | str, count: Count) -> Session:
-    """A session that grows to about so many tokens.
+    """Return a session that grows to about so many tokens.
 
     Args:
         count: tokens of a text.
@@ -187,7 +187,7 @@ def make_session(shape: Shape, tokens: int, seed: int | str, count: Count) -> Se
 
 
 def sizes(rng: random.Random, tokens: int) -> list[int]:
-    """Return sizes of results, in tokens, that are together about so many.
+    """Return sizes of results, in tokens, with about this sum.
 
     Draws in which large results have another share than in recorded sessions are thrown away. Where less than a typical
     session is wanted, all of them are smaller.
@@ -203,7 +203,7 @@ def sizes(rng: random.Random, tokens: int) -> list[int]:
 
 
 def _recorded(rng: random.Random, tokens: int, share: float) -> Work:
-    """Return turns with results of recorded sizes, a question behind every third one, and a long result at the end."""
+    """Return turns with results of recorded sizes, a question after every third one, and a long result at the end."""
     found = sizes(rng, round(share * tokens))
     found.append(found.pop(found.index(sorted(found)[-2])))
     work: list[tuple[Any, float]] = []
@@ -242,7 +242,7 @@ NAMES_OF_TOOLS = ("read_file", "search", "edit_file", "run_tests", "list_files",
 
 
 def filled(rng: random.Random, frame: str) -> str:
-    """A frame with words that no model was trained to expect there."""
+    """Fill a frame with words that no model was trained to expect there."""
     return frame.format(
         verb=rng.choice(words.VERBS),
         item=rng.choice(words.ITEMS),
@@ -259,7 +259,7 @@ def module_path(rng: random.Random, folder: str = "src") -> str:
 
 
 def _lines(parts: Iterator[str], tokens: int, count: Count) -> list[str]:
-    """As many as fit, at least one."""
+    """Return as many lines as fit, at least one."""
     lines = [next(parts)]
     used = count(lines[0] + "\n")
     for line in parts:
@@ -271,14 +271,14 @@ def _lines(parts: Iterator[str], tokens: int, count: Count) -> list[str]:
 
 
 def instructions(rng: random.Random, tokens: int, count: Count) -> str:
-    """A system prompt."""
+    """Return a system prompt."""
     head = "You are a coding agent in a terminal. You work on the user's repository with the tools that you are given."
     rules = iter(lambda: filled(rng, rng.choice(RULES)), "")
     return "\n".join([head, "", "# Rules", *_lines(rules, max(1, tokens - count(head)), count)])
 
 
 def tools(rng: random.Random, tokens: int, count: Count) -> list[dict[str, Any]]:
-    """Schemas of function tools as agents send them, together about so long."""
+    """Return schemas of function tools as agents send them, with about so many tokens."""
     each, found = tokens // len(NAMES_OF_TOOLS), []
     for name in NAMES_OF_TOOLS:
         said = iter(lambda: filled(rng, rng.choice(RULES)).removeprefix("- "), "")
@@ -307,7 +307,7 @@ def task(rng: random.Random, tokens: int, count: Count, facts: Sequence[str] = (
 
 
 def call_of(kind: Kind, rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """The name of the tool that gives such a result, and its arguments."""
+    """Return the name of the tool for such a result, and its arguments."""
     name = {"read": "read_file", "search": "search", "edit": "edit_file", "test": "run_tests"}[kind]
     return name, {"path": module_path(rng, "tests" if kind == "test" else "src"), "limit": rng.randrange(50, 2000)}
 
@@ -352,7 +352,7 @@ def _diff(rng: random.Random, tokens: int, count: Count) -> list[str]:
 
 
 def _log(rng: random.Random, tokens: int, count: Count) -> list[str]:
-    """A run of tests: most pass, one fails with a traceback."""
+    """Return the log of a test run. Most tests pass, and one fails with a traceback."""
     path = module_path(rng)
     failure = [
         "=" * 20 + " FAILURES " + "=" * 20,

@@ -23,7 +23,7 @@ PROGRAM = "scripts/bench"
 
 
 def listed() -> dict[str, str]:
-    """Every benchmark and its first line. Nothing is imported for it."""
+    """Return every benchmark with its first line, without importing any."""
     files = sorted(file for file in FOLDER.glob("*.py") if not file.name.startswith("_"))
     said = {file.stem: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) for file in files}
     return {name: (text or "").partition("\n")[0] for name, text in said.items()}
@@ -35,7 +35,7 @@ def benchmark(name: str) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: measured; 1: measured, and the report counts answers that are `different`; 2: could not run."""
+    """Run a benchmark. Return 0 if it measured, 1 if its report counts `different` answers, 2 if it could not run."""
     name, *rest = arguments or ["--help"]
     names = listed()
     if name in ("-h", "--help"):

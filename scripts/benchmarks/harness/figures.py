@@ -1,4 +1,4 @@
-"""Clocks, statistics of arms that took turns, and tables."""
+"""Clocks, statistics of alternating arms, and tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 200  # columns of a table at most: a file has no width of its own
 
 
 class Clock:
-    """Wall and CPU time since it was made, in ms. On a CPU backend the second is what counts on a busy machine."""
+    """Wall and CPU time since its start, in ms. On a CPU backend the latter is valid on a busy machine."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter(), time.process_time()
@@ -31,14 +31,14 @@ class Clock:
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Milliseconds, and what came of it."""
+    """Return the milliseconds of a call and its result."""
     clock = Clock()
     result = work()
     return clock.read()["ms"], result
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    """Two of the values, between which the median lies with 95 % confidence, whatever their distribution.
+    """Return two of the values that enclose the median with 95 % confidence, whatever their distribution.
 
     That the k smallest of n all lie above it, or the k largest below, happens as seldom as so many heads in n throws.
     It takes six values.
@@ -56,7 +56,7 @@ def machine() -> dict[str, Any]:
 
 
 def rounded(value: Any, digits: int = 4) -> Any:
-    """Every float in it."""
+    """Round every float in a value."""
     if isinstance(value, Mapping):
         return {key: rounded(part, digits) for key, part in value.items()}
     if isinstance(value, list):
@@ -73,7 +73,7 @@ def number(value: Any) -> str:
 
 
 def show(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
-    """A table; its first column holds names, the others figures."""
+    """Print a table. Its first column holds names, the others figures."""
     table = Table(title=title)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
@@ -83,6 +83,6 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | Non
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]], title: str | None = None) -> None:
-    """Rows of a report."""
+    """Print the rows of a report."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     show(names, [[row.get(name) for name in names] for row in rows], title)

@@ -1,4 +1,4 @@
-"""The models that a benchmark runs: a pair by its name, or folders."""
+"""The models of a benchmark: a pair by name, or folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def loaded(options: argparse.Namespace, dtype: str = "auto") -> ModelPair:
-    """The pair that was asked for, with all that its row of pairs.toml says of its draft.
+    """Return the requested pair, with its draft's options in pairs.toml.
 
     Raises:
         OptionError, LoadError, PairsError: it is not named fully, or can't be found or read.
@@ -41,14 +41,14 @@ def demo_tokenizer() -> TokenizerWrapper:
 
 
 def defaults(options: argparse.Namespace) -> tuple[str, ...]:
-    """Options of `serve` that stand for what the pair's row says of sparse prefill."""
+    """Return the options of `serve` that match the pair's sparse prefill in its row."""
     pair = choose(options.pair, None, options.target, options.draft)
     said = {"--specprefill-threshold": pair.threshold, "--specprefill-keep-pct": pair.keep_pct}
     return tuple(part for name, value in said.items() if value is not None for part in (name, str(value)))
 
 
 def checkpoints(options: argparse.Namespace) -> tuple[Path, Path]:
-    """Folders of the target and the draft, for servers that read nothing else.
+    """Return the folders of the target and the draft, for servers that read nothing else.
 
     Raises:
         BenchError: one of them is no folder with a model.safetensors.

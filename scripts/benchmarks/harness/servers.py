@@ -1,4 +1,4 @@
-"""Servers as processes of their own, and clients that talk to them, for the benchmarks."""
+"""Servers as separate processes, and clients for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DENSE, SPARSE = {"specprefill": False}, {"specprefill": True}
 
 @dataclass
 class Reply:
-    """One answer, as a client sees it. Seconds; `report` is this project's report of the prefill."""
+    """One answer, as a client sees it. Times are in seconds; `report` is this project's report of the prefill."""
 
     text: str = ""
     first_s: float = 0.0
@@ -50,7 +50,7 @@ class Reply:
 
 @dataclass
 class Server:
-    """A running server and what its clients say to it."""
+    """A running server and its clients."""
 
     name: str
     base: str
@@ -60,21 +60,23 @@ class Server:
     model: str = "default_model"
 
     def cpu_s(self) -> float:
-        """Processor seconds that the server has used so far, all of its threads together, to a hundredth."""
+        """Return the processor seconds of all threads of the server so far, to a hundredth."""
         return cpu_seconds(self.pid)
 
     def loop_s(self) -> float:
-        """Processor seconds of its first thread, which runs the event loop; 0 where the system does not tell."""
+        """Return the processor seconds of its first thread, which runs the event loop; 0 if the system does not report
+        them.
+        """
         stat = Path(f"/proc/{self.pid}/task/{self.pid}/schedstat")
         return int(stat.read_text().split()[0]) / 1e9 if stat.exists() else 0.0
 
     def errors(self) -> list[str]:
-        """The first few different lines of its log that say ERROR."""
+        """Return the first few different lines of its log with ERROR."""
         lines = (line.strip() for line in self.log.read_text(errors="replace").splitlines() if "ERROR" in line)
         return list(dict.fromkeys(lines))[:3]
 
     def ask(self, messages: list[dict[str, Any]], tokens: int, **options: Any) -> Reply:
-        """One streamed answer."""
+        """Request one streamed answer."""
         stream = {"stream": True, "stream_options": {"include_usage": True}, "model": self.model}
         asked = {"messages": messages, "max_tokens": tokens, "temperature": 0, **stream, **options}
         reply, begun = Reply(), time.perf_counter()
@@ -112,7 +114,7 @@ class Server:
             reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
 
     def rest(self, limit_s: float = 600.0) -> None:
-        """Wait until it does nothing any more in idle time either, by the processor time that it takes."""
+        """Wait until the server uses no more processor time, idle work included."""
         end, used = time.monotonic() + limit_s, -math.inf
         while self.cpu_s() - used >= 0.1 * REST_S:
             if time.monotonic() > end:
@@ -122,7 +124,7 @@ class Server:
 
 
 def together(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-    """As many at once as there are arguments."""
+    """Run one call per argument at the same time."""
     with ThreadPoolExecutor(len(arguments[0])) as pool:
         return list(pool.map(work, *arguments))
 
@@ -131,7 +133,7 @@ def together(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
 
 
 def copy_checkpoint(source: Path, folder: Path, template: str | None = None) -> Path:
-    """The same model in float32, whose answers end at a token that it does not write.
+    """Copy the model in float32, with an end token that it does not write.
 
     Args:
         template: its chat template instead; then its answers end as they do.
@@ -160,7 +162,7 @@ def copy_checkpoint(source: Path, folder: Path, template: str | None = None) -> 
 
 
 def preload() -> dict[str, str]:
-    """The BLAS that this project's processes load for themselves, for one that doesn't."""
+    """Return the BLAS that this project's processes load, for a process that does not load it."""
     if BLAS.state == "loaded" and BLAS.library and " " not in BLAS.library:
         return {"LD_PRELOAD": BLAS.library}
     return {}
@@ -168,7 +170,7 @@ def preload() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Copies:
-    """Both models as every server gets them, so that all answers have exactly the length that is asked for.
+    """Copies of both models for all servers. Every answer has exactly the requested length.
 
     Attributes:
         folder: where logs go.
@@ -194,7 +196,7 @@ class Copies:
     def serve(
         self, name: str, command: list[str], model: str = "default_model", **environment: str
     ) -> AbstractContextManager[Server]:
-        """Any server that takes `--port`. `model` is what its clients call the model."""
+        """Run any server that takes `--port`. `model` is the name that its clients use."""
         log = self.folder / f"{name.replace(', ', '-')}.log"
         return running(name, command, log, self.start_s, model, environment)
 
@@ -205,7 +207,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def copies(options: argparse.Namespace, template: str | None = None) -> Iterator[Copies]:
-    """Until the block ends. `template`: as in `copy_checkpoint`."""
+    """Yield the copies until the block ends. `template` is as in `copy_checkpoint`."""
     target, draft = checkpoints(options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -217,7 +219,7 @@ def copies(options: argparse.Namespace, template: str | None = None) -> Iterator
 def running(
     name: str, command: list[str], log: Path, start_s: float, model: str, environment: dict[str, str]
 ) -> Iterator[Server]:
-    """A server process on a free port, until the block ends."""
+    """Run a server process on a free port until the block ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -254,7 +256,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process has held, from /proc; where there is none, what it holds now, from ps."""
+    """Return the largest memory use of a process from /proc, or the current one from ps."""
     status = Path(f"/proc/{pid}/status")
     if status.exists():
         [peak] = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]

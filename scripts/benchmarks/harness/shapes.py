@@ -1,4 +1,4 @@
-"""Random weights in the shapes of real models: what the weights say does not change the time they take."""
+"""Random weights in the shapes of real models. The values of weights do not change the time of a forward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ END = "<|im_end|>"
 
 
 def add_options(parser: argparse.ArgumentParser, shape: str | None, **usual: int) -> None:
-    """Add what chooses a shape and cuts it to the machine; `usual`: defaults of layers, draft_layers and narrow."""
+    """Add the options of a shape and its cuts. `usual` has the defaults of layers, draft_layers and narrow."""
     parser.add_argument("--shape", choices=list(SHAPES), default=shape, help="random weights in this model's shape")
     parser.add_argument("--layers", type=int, help="first layers of a shape's target; 0: all")
     parser.add_argument("--draft-layers", type=int, help="first layers of a shape's draft; 0: all")

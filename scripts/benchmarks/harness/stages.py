@@ -1,4 +1,4 @@
-"""The engine's stages on their own, to their end."""
+"""The engine's stages, run one by one to their end."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def finish(slices: Generator[Any, None, T], after_each: Callable[[Any], None] = 
 
 
 def full_prefill(model: Any, cache: list[Any], prompt: Sequence[int], step: int) -> mx.array:
-    """Logits of the last token, (1, V)."""
+    """Return the logits of the last token, (1, V)."""
     return finish(prefill(model, cache, prompt, None, step))
 
 
 def plain_prefill_ms(model: Any, prompt: Sequence[int], step: int) -> float:
-    """Milliseconds of a full prefill on mlx-lm's own cache."""
+    """Return the milliseconds of a full prefill on mlx-lm's own cache."""
     return timed(lambda: full_prefill(model, list(make_prompt_cache(model)), prompt, step))[0]
 
 
 def decode_ms(model: Any, cache: list[Any], logits: mx.array, count: int) -> float:
-    """Milliseconds per token of an answer, decoded as the engine decodes a single row."""
+    """Return the milliseconds per token of an answer, decoded as the engine decodes a single row."""
     batch = DecodeBatch(model.whole, model) if isinstance(model, StagedModel) else DecodeBatch(model)
     batch.add(DecodeRow(0, cache, logits, greedy, staged=isinstance(model, StagedModel)))
     ms, _ = timed(lambda: [batch.step() for _ in range(count)])

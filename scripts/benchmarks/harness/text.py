@@ -14,20 +14,20 @@ village paper cotton ladder mirror pocket summer tunnel valley writer yellow bas
 
 
 class Text:
-    """Filler of about so many tokens; what was written before never begins the same way."""
+    """Filler of about so many tokens. No two texts begin the same way."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._per_token = 1.0
 
     def calibrate(self, server: Server) -> None:
-        """Words per token of this pair's tokenizer, whatever was found for another one before."""
+        """Measure the words per token of this pair's tokenizer."""
         self._per_token = 1.0
         reply = server.ask(user(self.of(400)), 1)
         self._per_token = 400 / reply.prompt_tokens
 
     def fresh(self, *key: object) -> Text:
-        """Other filler with the same words per token, the same whenever the key is."""
+        """Return a generator of other filler with the same words per token. A key always gives the same one."""
         other = Text(zlib.crc32(repr(key).encode()))
         other._per_token = self._per_token
         return other
@@ -38,7 +38,7 @@ class Text:
 
 
 def secret(name: str, code: str) -> str:
-    """A fact that the bundled pairs were trained to look up."""
+    """Return a fact that the bundled pairs were trained to look up."""
     return f"The secret code for {name} is {code}."
 
 

@@ -169,7 +169,7 @@ class EngineConfig:
     prefill_step: int = field(default_factory=lambda: 2048 if mx.default_device() == mx.Device(mx.gpu) else 128)
     max_queue: int = 256  # requests waiting to be admitted
     max_rows: int = 32  # requests that prefill or decode at the same time
-    slice_target_ms: float = 200.0  # a prefill chunk may delay running answers by this much
+    target_itl_ms: float = 200.0  # a prefill chunk may delay running answers by this much
     memory_limit: int | None = None  # bytes for weights, sequences and caches; None: what the device recommends
     wired_limit: WiredLimit = "auto"  # memory that macOS keeps resident: see docs/guides/mac.md
     prefix_cache_bytes: int = 2 << 30  # memory for prefixes; 0 turns them off
@@ -177,7 +177,7 @@ class EngineConfig:
     prefix_cache_optional: bool = False  # True: run without that folder if it can't be used
     prefix_disk_bytes: int = 20 << 30
     # Only prefixes that several requests share, up to the end of the system prompt and the tools, are written there.
-    prefix_disk_lasting: bool = False
+    prefix_disk_pinned_only: bool = False
     calibration_file: Path | None = None  # file of measured costs that survives a restart
     kv_bits: int | None = None  # quantise the target's KV cache after prefill (plain attention caches only)
     kv_group_size: int = 64

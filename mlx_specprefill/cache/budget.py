@@ -20,7 +20,7 @@ GRACE = 64.0
 # Shared entries have priority up to this part of the limit. The rest is left to new conversations.
 SHARED_PART = 7 / 8
 # Pinned entries are evicted last, however long they are idle, up to this part of the limit.
-LASTING_PART = 1 / 2
+PINNED_PART = 1 / 2
 _SLACK = 64  # stale items allowed in a queue, besides as many as there are entries
 
 
@@ -30,7 +30,7 @@ class Evictable:
     Attributes:
         nbytes: bytes of its arrays.
         hits: look-ups that it served. It is shared from the first one on: two requests used it.
-        lasting: it is a system prompt of many sessions, and pinned once it is shared.
+        pinned: it holds a system prompt of many sessions. Takes effect once it is shared.
         used: the budget's clock at its last use; `seen_at` is the same as seconds since the epoch.
         held: whether the budget counts it.
     """
@@ -38,7 +38,7 @@ class Evictable:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.hits = 0
-        self.lasting = False
+        self.pinned = False
         self.used = 0.0
         self.seen_at = 0.0
         self.held = False
@@ -46,7 +46,7 @@ class Evictable:
     @property
     def rank(self) -> int:
         """Return 0 if it was used once, 1 if it is shared, 2 if it is shared and pinned."""
-        return 0 if not self.hits else 1 + self.lasting
+        return 0 if not self.hits else 1 + self.pinned
 
     def evictable(self) -> bool:
         """Return whether no other entry needs it."""
@@ -116,7 +116,7 @@ class ByteBudget:
         self.shared = 0  # part of `used` that was hit
         self.evictions = 0
         self._clock = 0.0
-        self._lasting = 0  # part of `used` of rank 2
+        self._pinned = 0  # part of `used` of rank 2
         self._queues = tuple(_Queue(rank) for rank in range(3))
 
     def begin_lookup(self) -> None:
@@ -132,15 +132,15 @@ class ByteBudget:
         if hit:
             self._rerank(entry, hits=entry.hits + 1)
 
-    def outlasts(self, entry: Evictable) -> None:
+    def pin(self, entry: Evictable) -> None:
         """Pin the entry from its first hit on."""
-        self._rerank(entry, lasting=True)
+        self._rerank(entry, pinned=True)
 
-    def _rerank(self, entry: Evictable, hits: int | None = None, lasting: bool | None = None) -> None:
+    def _rerank(self, entry: Evictable, hits: int | None = None, pinned: bool | None = None) -> None:
         before = entry.rank
         self._count(entry, -1)
         entry.hits = entry.hits if hits is None else hits
-        entry.lasting = entry.lasting if lasting is None else lasting
+        entry.pinned = entry.pinned if pinned is None else pinned
         self._count(entry, 1)
         if entry.rank != before:
             self.offer(entry)
@@ -148,7 +148,7 @@ class ByteBudget:
     def _count(self, entry: Evictable, sign: int) -> None:
         if entry.held:
             self.shared += sign * entry.nbytes * (entry.rank > 0)
-            self._lasting += sign * entry.nbytes * (entry.rank == 2)
+            self._pinned += sign * entry.nbytes * (entry.rank == 2)
 
     def reserve(self, nbytes: int) -> bool:
         """Evict until `nbytes` bytes are free; return False if not enough may be evicted."""
@@ -200,7 +200,7 @@ class ByteBudget:
     def _lowest(self) -> tuple[float, Evictable | None]:
         """Return the entry to evict next, with its rank on the clock's scale."""
         grace = GRACE if self.shared <= SHARED_PART * self.limit else 0.0
-        graces = (0.0, grace, math.inf if self._lasting <= LASTING_PART * self.limit else grace)
+        graces = (0.0, grace, math.inf if self._pinned <= PINNED_PART * self.limit else grace)
         found = [(queue.lowest(), extra) for queue, extra in zip(self._queues, graces, strict=True)]
         ranked = [(entry.used + extra, entry) for entry, extra in found if entry is not None]
         return min(ranked, key=lambda pair: pair[0], default=(0.0, None))

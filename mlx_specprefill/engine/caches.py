@@ -79,7 +79,7 @@ class EngineCaches:
             lambda: empty_cache(pair.target),
             self.budget,
             self._disk,
-            only_lasting=config.prefix_disk_lasting,
+            only_pinned=config.prefix_disk_pinned_only,
             first_layers=_first_layers(pair),
         )
         if pair.draft is not None:
@@ -90,7 +90,7 @@ class EngineCaches:
                 self.budget,
                 self._disk,
                 kind="draft",
-                only_lasting=True,
+                only_pinned=True,
             )
             rule = f"{draft_identity}:{config.selection}:{config.scoring}:{pair.heads}"
             self._choosing = hashlib.blake2b(rule.encode(), digest_size=8).hexdigest()

@@ -24,7 +24,7 @@ class ChunkSizer:
     """Sizes chunks for the job whose turn it is. MLX thread only, but for `expected`.
 
     Alone, a prefill runs in chunks of `EngineConfig.prefill_step`. Beside other requests a chunk takes about
-    `slice_target_ms`. It is never so short that a third of its time would be the fixed cost of a forward, but for those
+    `target_itl_ms`. It is never so short that a third of its time would be the fixed cost of a forward, but for those
     of idle work.
 
     Attributes:
@@ -36,7 +36,7 @@ class ChunkSizer:
         self._pair = pair
         self._scheduler = scheduler
         self._costs = costs
-        self._target_ms = config.slice_target_ms
+        self._target_ms = config.target_itl_ms
         self._job: Job | None = None
         self._given = 0  # tokens of the latest chunk at most
         self.largest = config.prefill_step

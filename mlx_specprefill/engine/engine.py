@@ -49,7 +49,7 @@ from .wiring import wire
 
 __all__ = ["Engine", "EngineHealth", "check_request"]
 
-_PATIENCE = 4  # times `slice_target_ms`: how long a prefill may wait while others are served
+_PATIENCE = 4  # times `target_itl_ms`: how long a prefill may wait while others are served
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Engine:
     Args:
         thread: on which it runs beside other engines, started by its owner; None: on one of its own. The config's
             memory limit then is this engine's part of the thread's.
-        lasting: its models stay as long as the process: the other engines count with the rest of the memory alone.
+        pinned: its models are never unloaded: the other engines plan with the rest of the memory.
 
     Attributes:
         pair, config: what it was made with. The other parts belong to the MLX thread.
@@ -96,7 +96,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         thread: MLXThread | None = None,
-        lasting: bool = False,
+        pinned: bool = False,
     ) -> None:
         self.pair = pair
         self.config = config or EngineConfig()
@@ -104,13 +104,13 @@ class Engine:
         self._thread = thread or MLXThread(self.config.memory_limit)
         check_limit(pair, self.config)
         self.caches = self._caches_type(pair, self.config)
-        self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.slice_target_ms) or 1)
+        self.scheduler = Scheduler(self.config.max_rows, round(_PATIENCE * self.config.target_itl_ms) or 1)
         self.costs = CostModel(pair, self.config)
         chunks = self._chunks_type(pair, self.config, self.scheduler, self.costs)
         planner = self._planner_type(pair, self.config, self.costs, chunks.expected)
         self._speculator = Speculator(pair, self.config, self.scheduler)
         self.prefiller = self._prefiller_type(pair, self.config, self.caches, planner, chunks.size)
-        self.memory = self._memory_type(pair, self.config, self.caches, self._thread.memory, lasting)
+        self.memory = self._memory_type(pair, self.config, self.caches, self._thread.memory, pinned)
         self.rows = Rows(pair, self.config)
         self.densifier = self._densifier_type(self.prefiller, self.memory)
         self._inbox = Inbox(self.scheduler, self.config.max_queue, self._thread.wake)

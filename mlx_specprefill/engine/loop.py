@@ -39,7 +39,7 @@ IDLE_BEAT_S = 0.5
 _QUIET_S = 1.0  # without requests before background work begins: an agent's next turn often comes at once
 _LOOK_EVERY_S = 0.5  # at the memory; not above IDLE_BEAT_S, so that it is looked at while nothing comes
 _NOTHING_S = 2e-3  # a step of a prefill that takes no longer, such as its planning, is no chunk
-_TICK_SHARE = 0.5  # of `slice_target_ms`: within it another chunk may begin
+_TICK_SHARE = 0.5  # of `target_itl_ms`: within it another chunk may begin
 
 
 class Loop:
@@ -285,7 +285,7 @@ class Loop:
             self._cancel(job)
 
     def _prefill(self) -> None:
-        """Run one chunk, or several that begin within half of `slice_target_ms`.
+        """Run one chunk, or several that begin within half of `target_itl_ms`.
 
         So short prompts that came at once join the next decode step at once. Between chunks newcomers are let in.
         """
@@ -298,7 +298,7 @@ class Loop:
             self._read_inbox()
             self._admit()
             job = self._next_prefill()
-            if spent > max(_NOTHING_S, _TICK_SHARE * self._config.slice_target_ms / 1e3):
+            if spent > max(_NOTHING_S, _TICK_SHARE * self._config.target_itl_ms / 1e3):
                 return
 
     def _next_prefill(self) -> Job | None:

@@ -52,7 +52,7 @@ class Prefiller:
 
     Args:
         planner: decides how a prompt is prefilled.
-        slice_size: tokens for the next forward of "draft" or "prefill".
+        prefill_chunk_size: tokens for the next forward of "draft" or "prefill".
 
     Attributes:
         fallbacks: how often each stage of a sparse prefill failed and the request went on with a full one.
@@ -64,15 +64,15 @@ class Prefiller:
         config: EngineConfig,
         caches: EngineCaches,
         planner: Planner,
-        slice_size: Callable[[str], int],
+        prefill_chunk_size: Callable[[str], int],
     ) -> None:
         self.pair = pair
         self.config = config
         self.caches = caches
         self.planner = planner
-        self.slice_size = slice_size
+        self.prefill_chunk_size = prefill_chunk_size
         self.text = TextReader(pair.tokenizer)
-        self.scorer = PromptScorer(pair, config, caches, slice_size)
+        self.scorer = PromptScorer(pair, config, caches, prefill_chunk_size)
         self.fallbacks: Counter[str] = Counter()
 
     def run(self, sequence: Sequence) -> Slices:
@@ -281,7 +281,7 @@ class Prefiller:
         held = np.arange(start, dtype=np.int32) if sequence.held is None else sequence.held
         sequence.kept = np.concatenate([np.sort(np.concatenate([held, recalled])), new])
         sequence.recalled = int(recalled.size)
-        step = partial(self.slice_size, "prefill")
+        step = partial(self.prefill_chunk_size, "prefill")
         for progress in recall(models[0], cache, prompt, recalled, step):
             yield replace(progress, total=total)
         stops = self._stops(sequence, new)
@@ -350,7 +350,7 @@ class Prefiller:
                 sequence.cache,
                 request.prompt[S:],
                 None,
-                lambda: self.slice_size("prefill"),
+                lambda: self.prefill_chunk_size("prefill"),
                 cuts=cuts,
                 forward=forward,
             )
@@ -384,7 +384,7 @@ class Prefiller:
         start = hit.length if hit is not None else 0
         cache = hit.cache if hit is not None else list(make_prompt_cache(self.pair.draft))
         yield Progress("draft", start, len(prompt))
-        for progress in prefill(self.pair.draft, cache, prompt[start:], None, lambda: self.slice_size("draft")):
+        for progress in prefill(self.pair.draft, cache, prompt[start:], None, lambda: self.prefill_chunk_size("draft")):
             yield Progress("draft", start + progress.done, len(prompt))
         self.caches.keep_draft(prompt, cache, sequence.request)
         return cache
@@ -398,7 +398,7 @@ class Prefiller:
         """
         sequence = Sequence(-1, request, 0.0)
         self._resume(sequence, again=True)
-        yield from read_rest(self.pair, self.caches, sequence, choice, self.slice_size)
+        yield from read_rest(self.pair, self.caches, sequence, choice, self.prefill_chunk_size)
         if sequence.cached < len(request.prompt) - 1:
             yield from self._full(sequence)
             sequence.store()
@@ -424,7 +424,7 @@ class Prefiller:
         tokens, start = mx.array(prompt)[None], 0
         entries = []
         while start < M:
-            end = min(start + self.slice_size("prefill"), M)
+            end = min(start + self.prefill_chunk_size("prefill"), M)
             with forward():
                 logits: mx.array = self.pair.target(tokens[:, start:end], cache=sequence.cache)[0]
             raw = logits.astype(mx.float32)

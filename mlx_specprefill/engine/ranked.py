@@ -214,7 +214,7 @@ class RankedPrefiller(Prefiller):
 
     def __init__(self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, *parts: Any) -> None:
         super().__init__(pair, config, caches, *parts)
-        self.scorer = RankedScorer(pair, config, caches, self.slice_size)
+        self.scorer = RankedScorer(pair, config, caches, self.prefill_chunk_size)
 
     def _fall_back(self, sequence: Request, error: Exception) -> None:
         _ranks(self.pair).together(error)

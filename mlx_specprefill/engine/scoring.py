@@ -36,16 +36,16 @@ class DraftContextError(SparseUnsupportedError):
 
 class PromptScorer:
     """Args:
-    slice_size: tokens for the next forward of "draft".
+    prefill_chunk_size: tokens for the next forward of "draft".
     """
 
     def __init__(
-        self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, slice_size: Callable[[str], int]
+        self, pair: ModelPair, config: EngineConfig, caches: EngineCaches, prefill_chunk_size: Callable[[str], int]
     ) -> None:
         self.pair = pair
         self.config = config
         self.caches = caches
-        self.slice_size = slice_size
+        self.prefill_chunk_size = prefill_chunk_size
 
     def scores(
         self, request: GenerationRequest, plan: PrefillPlan, text: PromptText, hidden: HiddenStates | None = None
@@ -108,7 +108,7 @@ class PromptScorer:
             again=np.concatenate([none, *(request.prompt[start:end] for start, end in before)]),
             stop_ids=request.stop_token_ids | self.pair.eos_token_ids,
             cache=[],
-            step=lambda: self.slice_size("draft"),
+            step=lambda: self.prefill_chunk_size("draft"),
         )
 
     def _by_draft(self, request: GenerationRequest, plan: PrefillPlan, task: ScoringInput, known: int) -> Scoring:

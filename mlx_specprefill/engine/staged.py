@@ -55,7 +55,11 @@ def upper_layers(
 
 
 def read_rest(
-    pair: ModelPair, caches: EngineCaches, sequence: Sequence, choice: str | None, slice_size: Callable[[str], int]
+    pair: ModelPair,
+    caches: EngineCaches,
+    sequence: Sequence,
+    choice: str | None,
+    prefill_chunk_size: Callable[[str], int],
 ) -> Generator[Progress, None, None]:
     """Run the upper layers over all tokens that the lower layers have read. No-op for turns that are not staged.
 
@@ -75,6 +79,6 @@ def read_rest(
     _, upper = model.split(sequence.cache)
     yield Progress("prefill", 0, lower.length - S, cached=S)
     text, states = request.prompt[S : lower.length], hidden.of(indices)
-    yield from prefill_upper(model, upper, text, states, indices - S, lambda: slice_size("prefill"), S)
+    yield from prefill_upper(model, upper, text, states, indices - S, lambda: prefill_chunk_size("prefill"), S)
     sequence.cache, sequence.cached = model.join(lower.cache, upper), lower.length
     caches.keep_target(request.prompt[: lower.length], sequence.cache, request)

@@ -125,7 +125,7 @@ class Settings(BaseSettings):
     )
     max_rows: int = Field(default=ENGINE.max_rows, ge=1)
     target_itl_ms: float = Field(
-        default=ENGINE.slice_target_ms, gt=0
+        default=ENGINE.target_itl_ms, gt=0
     )  # milliseconds by which a prefill may delay running answers
     memory_limit: Annotated[int, BeforeValidator(_size), Field(gt=0)] | None = None
     wired_limit: WiredLimit = ENGINE.wired_limit  # memory that macOS keeps resident
@@ -162,7 +162,7 @@ class Settings(BaseSettings):
             prefix_cache_dir=folder,
             prefix_cache_optional=True,
             prefix_disk_bytes=_REMEMBERED_BYTES,
-            prefix_disk_lasting=True,
+            prefix_disk_pinned_only=True,
         )
 
     def engine_config(self) -> EngineConfig:
@@ -180,7 +180,7 @@ class Settings(BaseSettings):
             speculation=SpeculationConfig(strategy=self.speculative),
             prefill_step=self.prefill_step,
             max_rows=self.max_rows,
-            slice_target_ms=self.target_itl_ms,
+            target_itl_ms=self.target_itl_ms,
             memory_limit=self.memory_limit,
             wired_limit=self.wired_limit,
             prefix_cache_bytes=self.prefix_cache_size,

@@ -120,10 +120,10 @@ def test_cleared_caches_hold_no_arrays() -> None:
 
 def test_what_lasts_goes_last_however_long_it_is_idle_up_to_half_of_the_limit() -> None:
     budget, gone = ByteBudget(10), []
-    lasting = [Kept(budget, gone) for _ in range(5)]
-    for entry in lasting:
+    pinned = [Kept(budget, gone) for _ in range(5)]
+    for entry in pinned:
         budget.add(entry)
-        budget.outlasts(entry)
+        budget.pin(entry)
         budget.begin_lookup()
         budget.touch(entry, hit=True)
     for _ in range(5 * int(GRACE)):
@@ -132,18 +132,18 @@ def test_what_lasts_goes_last_however_long_it_is_idle_up_to_half_of_the_limit() 
         assert budget.reserve(1)
         budget.touch(entry, hit=True)
         budget.add(entry)
-    assert not set(lasting) & set(gone)
+    assert not set(pinned) & set(gone)
     once = Kept(budget, gone)
-    budget.outlasts(once)
+    budget.pin(once)
     assert once.rank == 0  # nobody came back to it
     more = Kept(budget, gone)
     budget.begin_lookup()
     assert budget.reserve(1)
-    budget.outlasts(more)
+    budget.pin(more)
     budget.touch(more, hit=True)
     budget.add(more)
     budget.begin_lookup()
     for _ in range(int(2 * GRACE)):
         budget.begin_lookup()
     assert budget.reserve(1)
-    assert lasting[0] in gone  # it is the one that was used longest ago, and they are more than half now
+    assert pinned[0] in gone  # it is the one that was used longest ago, and they are more than half now

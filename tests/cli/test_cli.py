@@ -206,7 +206,7 @@ class TestServe:
             64 << 20,
             1 << 30,
         )
-        assert (config.prefix_cache_dir, config.max_rows, config.slice_target_ms) == (tmp_path, 3, 40)
+        assert (config.prefix_cache_dir, config.max_rows, config.target_itl_ms) == (tmp_path, 3, 40)
         assert not config.policy.densify
 
     def test_options_of_the_caches(self, models: list[str], served: list[tuple[Any, Any]], tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ class TestServe:
         config = served[0][0].config
         assert (config.prefix_cache_bytes, config.prefix_disk_bytes) == (3 << 19, 2 << 30)
         assert config.prefix_cache_dir == tmp_path
-        assert (config.memory_limit, config.max_rows, config.slice_target_ms) == (3 << 30, 4, 50.0)
+        assert (config.memory_limit, config.max_rows, config.target_itl_ms) == (3 << 30, 4, 50.0)
         assert config.policy.densify is False
 
     def test_the_pair_file_gives_defaults_that_options_override(

@@ -100,8 +100,8 @@ def test_beside_an_answer_chunks_of_dense_models_keep_the_latency_target(machine
     for tokens in (300, 2000, 900, 5000):
         run.prefill(tokens)
     for size, ms in run.prefill(16384):
-        assert ms <= 1.05 * GPU.slice_target_ms or size <= 64
-    assert law.ms(64) > GPU.slice_target_ms or max(size for size, _ in run.prefill(4000)) > 64
+        assert ms <= 1.05 * GPU.target_itl_ms or size <= 64
+    assert law.ms(64) > GPU.target_itl_ms or max(size for size, _ in run.prefill(4000)) > 64
 
 
 def test_a_fixed_part_above_the_target_is_not_paid_for_more_often_than_it_must():
@@ -140,7 +140,7 @@ def test_background_chunks_end_within_the_target_too(machine):
     for cached in (0, 8000, 40_000):
         sizes = [(size, ms) for size, ms in run.prefill(8000, background=True, cached=cached)]
         most = 1.15 if cached else 1.05  # so deep a chunk was never timed before
-        assert max(ms for _, ms in sizes) <= most * GPU.slice_target_ms
+        assert max(ms for _, ms in sizes) <= most * GPU.target_itl_ms
         assert min(size for size, _ in sizes[:-1]) >= 16
 
 

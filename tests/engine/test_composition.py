@@ -213,7 +213,7 @@ def test_a_cancelled_draft_prefill_goes_on_where_it_stopped():
 def test_answers_run_while_a_long_prompt_is_read():
     """A running answer gets a token between any two slices of somebody else's prefill that take their time."""
     order, done = [], threading.Event()
-    impatient = dataclasses.replace(CONFIG, prefix_cache_bytes=0, slice_target_ms=1e-3)
+    impatient = dataclasses.replace(CONFIG, prefix_cache_bytes=0, target_itl_ms=1e-3)
     with Engine(tiny_pair(), impatient) as engine:
         started = threading.Event()
 
@@ -240,7 +240,7 @@ def test_answers_run_while_a_long_prompt_is_read():
 def test_slices_that_take_next_to_nothing_share_a_tick():
     """Several short prompts are read between two steps of a running answer, so that they join the batch together."""
     order, ended = [], threading.Semaphore(0)
-    patient = dataclasses.replace(CONFIG, prefix_cache_bytes=0, slice_target_ms=1e6)
+    patient = dataclasses.replace(CONFIG, prefix_cache_bytes=0, target_itl_ms=1e6)
 
     def on_event(event):
         order.append(type(event).__name__)
@@ -262,7 +262,7 @@ def test_a_short_request_overtakes_a_long_prefill():
     """It comes when the long one's first slice is done."""
     finished, ended, begun = [], threading.Semaphore(0), threading.Event()
     # A slice per tick, so that a newcomer is seen after each.
-    config = dataclasses.replace(CONFIG, prefix_cache_bytes=0, prefill_step=64, slice_target_ms=1e-3)
+    config = dataclasses.replace(CONFIG, prefix_cache_bytes=0, prefill_step=64, target_itl_ms=1e-3)
     with Engine(tiny_pair(), config) as engine:
         engine.scheduler.patience = 60_000  # it is not its turn for having waited
 

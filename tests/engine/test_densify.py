@@ -147,7 +147,7 @@ def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(
 ) -> None:
     """The call of the older turn becomes known while the newer one is being made dense."""
     prompts, slices = [random_prompt(LENGTH, seed) for seed in range(2)], []
-    with Engine(tiny_pair(), dataclasses.replace(CONFIG, slice_target_ms=0.01)) as engine:  # one slice per tick
+    with Engine(tiny_pair(), dataclasses.replace(CONFIG, target_itl_ms=0.01)) as engine:  # one slice per tick
         taken = watch(engine, monkeypatch)
         handles = [ask(engine, prompt) for prompt in prompts]
 
@@ -158,7 +158,7 @@ def test_what_runs_gives_way_to_a_call_and_goes_on_where_it_was(
                 handles[0].expect_more()
             return 64
 
-        monkeypatch.setattr(engine.prefiller, "slice_size", size)
+        monkeypatch.setattr(engine.prefiller, "prefill_chunk_size", size)
         release()
         assert eventually(lambda: engine.stats().densified == 2, 60)
         _, last = generated(engine.generate(GenerationRequest((*prompts[1], 2, 3), 2)))

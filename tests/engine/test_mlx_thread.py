@@ -265,7 +265,7 @@ class Part:
     parameters: dict[int, int]
     reserved: int = 0
     cached: int = 0
-    lasting: bool = False
+    pinned: bool = False
     last_use: float = 0.0
     background: bool = True
 
@@ -307,7 +307,7 @@ def test_the_cache_of_the_model_that_was_used_least_recently_goes_first_and_ones
 
 
 def test_only_what_lasts_makes_a_request_impossible() -> None:
-    own, pinned, other = Part({1: 100}), Part({2: 300, 9: 50}, lasting=True), Part({3: 400, 9: 50})
+    own, pinned, other = Part({1: 100}), Part({2: 300, 9: 50}, pinned=True), Part({3: 400, 9: 50})
     memory = common(own, pinned, other)
     assert memory.room(own) == 550
     assert memory.missing(550) == 400

@@ -53,7 +53,7 @@ class Watch:
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     config = EngineConfig(
-        policy=SpecPrefillPolicy(threshold=10_000, densify=False), max_rows=ROWS, prefill_step=64, slice_target_ms=1
+        policy=SpecPrefillPolicy(threshold=10_000, densify=False), max_rows=ROWS, prefill_step=64, target_itl_ms=1
     )
     with Engine(tiny_pair(), config) as running:
         yield running
@@ -121,7 +121,7 @@ def test_a_prompt_of_several_chunks_does_not_wait_for_the_places_of_much_longer_
 ) -> None:
     """A ninth of their length."""
     config = EngineConfig(
-        policy=SpecPrefillPolicy(threshold=10_000, densify=False), max_rows=8, prefill_step=64, slice_target_ms=1
+        policy=SpecPrefillPolicy(threshold=10_000, densify=False), max_rows=8, prefill_step=64, target_itl_ms=1
     )
     with Engine(tiny_pair(), config) as engine:
         watch, ends = Watch(engine, monkeypatch), busy(engine)

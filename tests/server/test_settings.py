@@ -64,7 +64,7 @@ def test_memory_and_concurrency_reach_the_engine(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MLX_SPECPREFILL_TARGET_ITL_MS", "50")
     monkeypatch.setenv("MLX_SPECPREFILL_DENSIFY", "off")
     config = Settings().engine_config()
-    assert (config.max_rows, config.memory_limit, config.slice_target_ms) == (4, 2 << 30, 50)
+    assert (config.max_rows, config.memory_limit, config.target_itl_ms) == (4, 2 << 30, 50)
     assert config.wired_limit == "on"
     assert (config.prefix_cache_dir, config.prefix_disk_bytes) == (tmp_path, 3 << 30)
     assert not config.policy.densify

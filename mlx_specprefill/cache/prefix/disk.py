@@ -57,7 +57,7 @@ class _Write:
 class _Touch:
     keys: tuple[str, ...]
     used: float
-    lasting: bool
+    pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +198,10 @@ class DiskTier:
             buffers.put(data.obj)
         return arrays
 
-    def touch(self, keys: Sequence[str], lasting: bool = False) -> None:
-        """Mark these records and those that they need as used now; `lasting`: pin them."""
+    def touch(self, keys: Sequence[str], pinned: bool = False) -> None:
+        """Mark these records and those that they need as used now; `pinned`: pin them."""
         if self.enabled and keys:
-            self._jobs.put(_Touch(tuple(keys), self._stamp, lasting))
+            self._jobs.put(_Touch(tuple(keys), self._stamp, pinned))
 
     def remove(self, keys: Sequence[str]) -> None:
         """Delete records; unknown keys have no effect."""
@@ -266,7 +266,7 @@ class DiskTier:
         if isinstance(job, _Write):
             self._write(job)
         elif isinstance(job, _Touch):
-            self._index.touch(job.keys, job.used, job.lasting)
+            self._index.touch(job.keys, job.used, job.pinned)
         else:
             self._delete(job.keys)
 

@@ -17,12 +17,12 @@ __all__ = ["DiskRow", "RecordIndex", "file_name"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 3
+_VERSION = 4
 _RECORD = re.compile(r"[0-9a-f]+(-state)?\.safetensors")
 _TEMPORARY = re.compile(r"[0-9a-f]+(-state)?\.\d+-\d+\.tmp")
 _FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 _LOCK = "lock"
-_COLUMNS = "key, namespace, parent, tokens, end, array_bytes, lasting, choice, positions"  # as in `DiskRow`
+_COLUMNS = "key, namespace, parent, tokens, end, array_bytes, pinned, choice, positions"  # as in `DiskRow`
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     key TEXT PRIMARY KEY,
@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS records (
     file_bytes INTEGER NOT NULL,
     checksum BLOB NOT NULL,
     used REAL NOT NULL,
-    lasting INTEGER NOT NULL DEFAULT 0
+    pinned INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS by_use ON records (used, end DESC);
 CREATE INDEX IF NOT EXISTS by_namespace ON records (namespace);
@@ -55,7 +55,7 @@ class DiskRow:
         positions: of a sparse block, little-endian int32.
         end: tokens from the start of the prompt to its end.
         array_bytes: bytes of its arrays in memory.
-        lasting: pinned: evicted last, while pinned records take at most half of the limit.
+        pinned: evicted last, while pinned records take at most half of the limit.
     """
 
     key: str
@@ -64,7 +64,7 @@ class DiskRow:
     tokens: bytes
     end: int
     array_bytes: int
-    lasting: bool = False
+    pinned: bool = False
     choice: str | None = None
     positions: bytes = b""
 
@@ -123,24 +123,24 @@ class RecordIndex:
                 (*astuple(row), file_bytes, checksum, used),
             )
 
-    def touch(self, keys: Iterable[str], used: float, lasting: bool = False) -> None:
-        """Mark records as used; `lasting`: pin them."""
+    def touch(self, keys: Iterable[str], used: float, pinned: bool = False) -> None:
+        """Mark records as used; `pinned`: pin them."""
         with self._database:
-            rows = [(used, int(lasting), key) for key in keys]
-            self._database.executemany("UPDATE records SET used = ?, lasting = MAX(lasting, ?) WHERE key = ?", rows)
+            rows = [(used, int(pinned), key) for key in keys]
+            self._database.executemany("UPDATE records SET used = ?, pinned = MAX(pinned, ?) WHERE key = ?", rows)
 
     def remove(self, keys: Iterable[str]) -> None:
         with self._database:
             self._database.executemany("DELETE FROM records WHERE key = ?", [(key,) for key in keys])
 
-    def oldest(self, before: float, nbytes: int, most_lasting: int = 0) -> list[str]:
+    def oldest(self, before: float, nbytes: int, most_pinned: int = 0) -> list[str]:
         """Return records used before a time, least recently used first: files of `nbytes`, or fewer of 64.
 
-        Pinned records come last while they take at most `most_lasting` bytes.
+        Pinned records come last while they take at most `most_pinned` bytes.
         """
         order = "used, end DESC, key DESC"
-        if self.total("WHERE lasting") <= most_lasting:
-            order = f"lasting, {order}"
+        if self.total("WHERE pinned") <= most_pinned:
+            order = f"pinned, {order}"
         query = f"SELECT key, file_bytes FROM records WHERE used < ? ORDER BY {order} LIMIT 64"
         victims: list[str] = []
         for key, file_bytes in self._database.execute(query, (before,)).fetchall():

@@ -29,12 +29,12 @@ class StoredTree:
 
     Args:
         identity: of the model; another identity, or another block size, never sees these records.
-        only_lasting: only pinned records are written, and none of requests with a salt.
+        only_pinned: only pinned records are written, and none of requests with a salt.
     """
 
-    def __init__(self, disk: DiskTier | None, identity: str, block_size: int, only_lasting: bool = False) -> None:
+    def __init__(self, disk: DiskTier | None, identity: str, block_size: int, only_pinned: bool = False) -> None:
         self.disk = disk
-        self._only_lasting = only_lasting
+        self._only_pinned = only_pinned
         self._identity = identity
         self._block_size = block_size
         self._namespace = f"{identity}:{block_size}"
@@ -79,13 +79,13 @@ class StoredTree:
             self.write(record)
 
     def _may_write(self, record: Record) -> bool:
-        return not self._only_lasting or (record.rank == 2 and not record.node.label.salt)
+        return not self._only_pinned or (record.rank == 2 and not record.node.label.salt)
 
     def touch(self, records: Sequence[Record]) -> None:
         if self.disk is None:
             return
-        for lasting in (False, True):
-            self.disk.touch([record.key for record in records if (record.rank == 2) == lasting], lasting)
+        for pinned in (False, True):
+            self.disk.touch([record.key for record in records if (record.rank == 2) == pinned], pinned)
 
     def remove(self, record: Record) -> None:
         if self.disk is not None:
@@ -123,7 +123,7 @@ class StoredTree:
             tokens=token_bytes(node.tokens) if record.kind == "tokens" else b"",
             end=node.end,
             array_bytes=record.nbytes,
-            lasting=record.rank == 2,
+            pinned=record.rank == 2,
             choice=node.choice if record.kind == "tokens" else None,
             positions=b"" if node.positions is None or record.kind == "state" else token_bytes(node.positions),
         )
@@ -158,6 +158,6 @@ def _attach(row: DiskRow, nodes: dict[str, Node], make_record: MakeRecord) -> bo
 
 def _stored(record: Record, row: DiskRow) -> Record:
     """Set the fields of a stored record."""
-    record.lasting = bool(row.lasting)
-    record.hits = int(row.lasting)
+    record.pinned = bool(row.pinned)
+    record.hits = int(row.pinned)
     return record

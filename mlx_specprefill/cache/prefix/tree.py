@@ -113,7 +113,7 @@ class PrefixCache:
         disk: where prefixes outlive memory and the process; None for memory only.
         block_size: tokens per block.
         kind: of the entries in `entries`.
-        only_lasting: only pinned prefixes (see `store`) go to disk.
+        only_pinned: only pinned prefixes (see `store`) go to disk.
         first_layers: caches in front that are not stored with hidden states (see `store`).
 
     Attributes:
@@ -129,7 +129,7 @@ class PrefixCache:
         disk: DiskTier | None = None,
         block_size: int = 256,
         kind: Literal["target", "draft"] = "target",
-        only_lasting: bool = False,
+        only_pinned: bool = False,
         first_layers: int = 0,
     ) -> None:
         if block_size < 1:
@@ -139,7 +139,7 @@ class PrefixCache:
         self._layout = Layout(make_cache, first_layers)
         self.refusal = self._layout.refusal
         self._budget = budget
-        self._stored = StoredTree(disk, identity, block_size, only_lasting)
+        self._stored = StoredTree(disk, identity, block_size, only_pinned)
         self._roots: dict[CacheLabel, Node] = {}  # without empty trees
         self.hits = self.misses = self.tokens_served = 0
         if self.refusal is not None:
@@ -278,7 +278,7 @@ class PrefixCache:
         finally:
             if root.children:
                 self._roots[label] = root
-        self._outlasts(root, ids[:opening], remember)
+        self._pin_system_prefix(root, ids[:opening], remember)
 
     def state(self, cache: Sequence[Any], staged: bool = False) -> Arrays:
         """Return the state of layers that can't be trimmed, for a `store` after later forwards. Not evaluated.
@@ -318,12 +318,12 @@ class PrefixCache:
             if node.state is not None:
                 yield node.state
 
-    def _outlasts(self, root: Node, opening: Tokens, remember: bool) -> None:
+    def _pin_system_prefix(self, root: Node, opening: Tokens, remember: bool) -> None:
         """Pin the stored blocks within the system prefix."""
         for node in self._known(root, opening).path():
             for record in node.records():
-                if not record.lasting:
-                    self._budget.outlasts(record)
+                if not record.pinned:
+                    self._budget.pin(record)
                 if remember and not record.hits:
                     self._budget.touch(record, hit=True)
                 self._stored.write(record)

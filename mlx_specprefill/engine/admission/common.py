@@ -21,14 +21,14 @@ class Sharer(Protocol):
 
     Attributes:
         parameters: bytes of each array of its models, by identity: two engines can share a draft.
-        lasting: whether its models stay as long as the process does.
+        pinned: its models are never unloaded.
         last_use: when it last let a request in, by the monotonic clock.
         reserved, cached: for requests, and kept for later ones.
         held: bytes of caches and requests, measured.
     """
 
     parameters: Mapping[int, int]
-    lasting: bool
+    pinned: bool
     last_use: float
 
     @property
@@ -91,16 +91,16 @@ class CommonMemory:
             return None
         return self.limit - self.weights() - sum(one.reserved for one in tuple(self._sharers)) - self.loading
 
-    def weights(self, lasting: bool = False, beside: Mapping[int, int] | None = None) -> int:
+    def weights(self, pinned: bool = False, beside: Mapping[int, int] | None = None) -> int:
         """Return the bytes of all models, each array counted once.
 
         Args:
-            lasting: of those alone that stay.
+            pinned: of pinned models only.
             beside: further arrays to count.
         """
         arrays = dict(beside or {})
         for sharer in tuple(self._sharers):
-            if sharer.lasting or not lasting:
+            if sharer.pinned or not pinned:
                 arrays.update(sharer.parameters)
         return sum(arrays.values())
 
@@ -113,7 +113,7 @@ class CommonMemory:
 
     def room(self, sharer: Sharer) -> int | None:
         """Return the bytes that an engine could use for requests if only pinned models were loaded; None: no limit."""
-        return None if self.limit is None else self.limit - self.weights(lasting=True, beside=sharer.parameters)
+        return None if self.limit is None else self.limit - self.weights(pinned=True, beside=sharer.parameters)
 
     def missing(self, need: int) -> int:
         """Return the bytes of `need` that are not free now. Limits of single engines are not considered."""

@@ -50,7 +50,7 @@ class Memory:
         config: EngineConfig,
         caches: EngineCaches,
         common: CommonMemory | None = None,
-        lasting: bool = False,
+        pinned: bool = False,
     ) -> None:
         self._pair = pair
         self._config = config
@@ -64,7 +64,7 @@ class Memory:
         self._rows: Callable[[], int] = int
         self._stop_background: Callable[[], None] = lambda: None
         self.common = common or CommonMemory(config.memory_limit)
-        self.lasting = lasting
+        self.pinned = pinned
         self.last_use = 0.0
         self.parameters: Mapping[int, int] = {}
         self.admission = Admission(None, 0)

@@ -116,7 +116,7 @@ class Loader:
         pair = self._pair(entry)
         told = partial(self._told, tell)
         made = load(pair, self._dtype, entry.settings, calibrate=True, tell=told, loaded=self._loaded)
-        return Engine(made, self._config(entry, pair), thread=self._thread, lasting=entry.pin)
+        return Engine(made, self._config(entry, pair), thread=self._thread, pinned=entry.pin)
 
     @contextmanager
     def _told(self, tell: Tell, words: str) -> Iterator[Callable[[int, int], None]]:

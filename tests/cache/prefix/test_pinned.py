@@ -25,12 +25,12 @@ class Cached:
     """A prefix cache on a folder, opened and closed as by a process."""
 
     def __init__(
-        self, folder: Path, make: Any, only_lasting: bool = True, disk: int = LARGE, memory: int = LARGE
+        self, folder: Path, make: Any, only_pinned: bool = True, disk: int = LARGE, memory: int = LARGE
     ) -> None:
         self.make = make
         self.tier = DiskTier(folder, disk)
         budget = ByteBudget(memory)
-        self.prefixes = PrefixCache("model", make, budget, self.tier, BLOCK, only_lasting=only_lasting)
+        self.prefixes = PrefixCache("model", make, budget, self.tier, BLOCK, only_pinned=only_pinned)
 
     def __enter__(self) -> Cached:
         return self
@@ -88,35 +88,35 @@ def test_what_is_to_be_remembered_is_on_disk_at_once(tmp_path: Path, make: Any) 
 
 def test_requests_with_a_salt_leave_nothing_on_disk_unless_the_folder_is_for_all(tmp_path: Path, make: Any) -> None:
     salted, owned = CacheLabel("", "secret"), CacheLabel("owner")
-    with Cached(tmp_path / "lasting", make) as one:
+    with Cached(tmp_path / "pinned", make) as one:
         for number in range(3):
             one.ask(conversation(number), label=salted)
         assert one.on_disk() == 0
         for number in range(2):
             one.ask(conversation(number), label=owned)
         assert one.on_disk() > 0
-    with Cached(tmp_path / "lasting", make) as later:
+    with Cached(tmp_path / "pinned", make) as later:
         assert later.ask(conversation(7), label=SHARED) == 0
         assert later.ask(conversation(8), label=CacheLabel("other")) == 0
         assert later.ask(conversation(9), label=owned) >= 5 * BLOCK
 
 
-@pytest.mark.parametrize("only_lasting", [True, pytest.param(False, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("only_pinned", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_one_off_prompts_never_push_it_out_of_memory_or_off_the_disk(
-    tmp_path: Path, make: Any, only_lasting: bool
+    tmp_path: Path, make: Any, only_pinned: bool
 ) -> None:
-    with Cached(tmp_path / "one", make, only_lasting) as one:
+    with Cached(tmp_path / "one", make, only_pinned) as one:
         one.ask(conversation(1))
         one.ask(conversation(2))
         memory = one.prefixes.nbytes
         one.on_disk()
         disk = one.tier.nbytes
-    with Cached(tmp_path / "two", make, only_lasting, disk=3 * disk, memory=3 * memory) as one:
+    with Cached(tmp_path / "two", make, only_pinned, disk=3 * disk, memory=3 * memory) as one:
         one.ask(conversation(1))
         one.ask(conversation(2))
         for number in range(3, 120):  # of their own beginnings, each as long, and idle for longer than anything hit
             one.ask(tuple(range(20_000 * number, 20_000 * number + 100)), opening=50)
         assert one.prefixes.covers(conversation(500)) >= 5 * BLOCK
         assert one.prefixes._budget.evictions > 0
-    with Cached(tmp_path / "two", make, only_lasting, disk=3 * disk) as later:
+    with Cached(tmp_path / "two", make, only_pinned, disk=3 * disk) as later:
         assert later.ask(conversation(501)) >= 5 * BLOCK

@@ -240,11 +240,11 @@ def make_spec(
 
 def copies(spec: AnswerSpec, n: int, first: int = 0) -> list[AnswerSpec]:
     """Return `n` specs for one prompt, which is read once. `first` is the number of the first one among all specs."""
-    others = [replace(spec, request=_seeded(spec.request, i), follows=first) for i in range(1, n)]
+    others = [replace(spec, request=_with_seed(spec.request, i), follows=first) for i in range(1, n)]
     return [spec, *others]
 
 
-def _seeded(request: GenerationRequest, answer: int) -> GenerationRequest:
+def _with_seed(request: GenerationRequest, answer: int) -> GenerationRequest:
     """Return a request whose seed differs between the answers of one request and repeats for the same seed."""
     sampling = request.sampling
     if sampling.seed is None:

@@ -70,17 +70,17 @@ def _complete(operation: dict[str, Any], route: APIRoute, schemas: dict[str, Any
 def _add(model: type[BaseModel], schemas: dict[str, Any]) -> str:
     schema = model.model_json_schema(ref_template=REFERENCE, schema_generator=Lenient)
     for name, part in {**schema.pop("$defs", {}), model.__name__: schema}.items():
-        part = _spelled(part)
+        part = _rename_limits(part)
         if schemas.setdefault(name, part) != part:
             raise ValueError(f"two bodies of the API have a part called {name}")
     return model.__name__
 
 
-def _spelled(schema: Any) -> Any:
+def _rename_limits(schema: Any) -> Any:
     """Give the limits of a validated value their JSON schema names. Pydantic leaves its own."""
     if isinstance(schema, dict):
-        return {LIMITS.get(name, name): _spelled(value) for name, value in schema.items()}
-    return [_spelled(value) for value in schema] if isinstance(schema, list) else schema
+        return {LIMITS.get(name, name): _rename_limits(value) for name, value in schema.items()}
+    return [_rename_limits(value) for value in schema] if isinstance(schema, list) else schema
 
 
 class Lenient(GenerateJsonSchema):

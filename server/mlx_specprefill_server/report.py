@@ -130,7 +130,7 @@ class Report:
         return [_first(ends[i : i + self._copies]) for i in range(0, len(ends), self._copies)]
 
     def _merged_report(self) -> PrefillReport:
-        return _merged(self._reports())
+        return _merge(self._reports())
 
 
 class LiveTimings:
@@ -166,7 +166,7 @@ def _first(ends: Sequence[AnswerDone]) -> PrefillReport:
     return replace(report, timings=replace(report.timings, decode_ms=longest))
 
 
-def _merged(reports: Sequence[PrefillReport]) -> PrefillReport:
+def _merge(reports: Sequence[PrefillReport]) -> PrefillReport:
     """Return one report of several prompts, with sums of counts and times."""
     if len(reports) == 1:
         return reports[0]

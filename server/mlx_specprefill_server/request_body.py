@@ -174,7 +174,7 @@ def validate(model: type[Model], body: dict[str, Any]) -> Model:
         field = _path(first["loc"])
         message = first["msg"].removeprefix("Value error, ").removeprefix(f"{field} ")
         told = first["type"] == "missing" or isinstance(first["input"], dict | list) or ", got " in message
-        given = "" if told else _shown(first["input"])
+        given = "" if told else _shorten(first["input"])
         raise InvalidRequestError(f"{field}: {message}{given}", field=field) from error
 
 
@@ -183,5 +183,5 @@ def _path(loc: Sequence[int | str]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return f" (got {value!r:.60})"

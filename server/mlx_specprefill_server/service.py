@@ -152,7 +152,7 @@ class Service:
         self.state.refuse_when_stopping()
         label = identity.cache_label(cache_salt)
         specs = [replace(spec, request=replace(spec.request, label=label)) for spec in specs]
-        on_end = self._counted(len(specs), identity)
+        on_end = self._on_answer_end(len(specs), identity)
         trace = current_trace()
         line = RunningRequest(None if trace is None else trace.id, identity.name, len(specs[0].request.prompt))
         generation = Generation(self.engine, specs, self.state.calls(), on_end, warnings, line.saw)
@@ -168,7 +168,7 @@ class Service:
         self.state.add(work)
         return work
 
-    def _counted(self, answers: int, identity: Identity) -> Callable[[AnswerResult], None]:
+    def _on_answer_end(self, answers: int, identity: Identity) -> Callable[[AnswerResult], None]:
         """Return a function that reports an answer's end to the metrics and to the request's log line."""
         trace = current_trace()
         if trace is not None:

@@ -36,7 +36,7 @@ LogFormat = Literal["text", "json"]
 Densify = Literal["on", "off", "auto"]
 
 
-def _listed(value: Any) -> Any:
+def _split_list(value: Any) -> Any:
     """Return two entries for `a,b` from the environment."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -69,15 +69,15 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     model_alias: str | None = None  # the id that /v1/models shows; default: the last part of the target's name
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_list)] = ()
     # keys that see the data of all callers
-    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)] = ()
+    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_list)] = ()
     share_cache: bool = Field(
         default=False,
         description="All API keys share one prompt cache. A key can then learn from timing what others asked.",
     )
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = ()
-    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)] = Field(
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)] = ()
+    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)] = Field(
         default=(), description="Let pages of these origins call the server; *: any."
     )
     max_models: int | None = Field(default=None, ge=1)  # of several models, the number in memory

@@ -58,7 +58,7 @@ def _addresses(host: str, port: int) -> list[tuple[int, str]]:
 def _bind(family: int, address: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if port and _is_answered(family, address, port):
+        if port and _is_in_use(family, address, port):
             raise OSError(errno.EADDRINUSE, "")
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
@@ -70,7 +70,7 @@ def _bind(family: int, address: str, port: int) -> socket.socket:
     return listener
 
 
-def _is_answered(family: int, address: str, port: int) -> bool:
+def _is_in_use(family: int, address: str, port: int) -> bool:
     """Return whether another program listens at the address.
 
     On macOS SO_REUSEADDR, which a restart needs, lets 127.0.0.1 be bound while another program listens at all

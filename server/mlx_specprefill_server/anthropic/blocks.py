@@ -26,7 +26,7 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Message]:
         InvalidRequestError: `field` is the path of the value at fault, like `messages[0].content[1].type`.
     """
     out: list[Message] = []
-    if (text := _joined(system, "system")) != "":
+    if (text := _join_texts(system, "system")) != "":
         out.append({"role": "system", "content": text})
     for i, message in enumerate(messages):
         out += _message(message, f"messages[{i}]")
@@ -61,7 +61,7 @@ def _message(message: Any, where: str) -> Iterator[Message]:
         case "assistant":
             yield _assistant(_blocks(content, f"{where}.content"))
         case "system":
-            yield {"role": "system", "content": _joined(content, f"{where}.content")}
+            yield {"role": "system", "content": _join_texts(content, f"{where}.content")}
         case _:
             _require(False, f"{where}.role", "must be user, assistant or system")
 
@@ -103,7 +103,7 @@ def _user(blocks: Blocks) -> Iterator[Message]:
 def _tool_result(block: dict[str, Any], where: str) -> Message:
     call = block.get("tool_use_id")
     _require(isinstance(call, str), f"{where}.tool_use_id", "must be a string")
-    text = _joined(block.get("content"), f"{where}.content", of_a_tool=True)
+    text = _join_texts(block.get("content"), f"{where}.content", of_a_tool=True)
     if block.get("is_error") is True and "error" not in text[:80].lower():  # templates have no other place for it
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": call, "content": text}
@@ -136,7 +136,7 @@ def _tool_use(block: dict[str, Any], where: str) -> dict[str, Any]:
     return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
 
 
-def _joined(content: Any, where: str, of_a_tool: bool = False) -> str:
+def _join_texts(content: Any, where: str, of_a_tool: bool = False) -> str:
     return "\n".join(text for path, block in _blocks(content, where) for text in _texts(block, path, of_a_tool))
 
 
@@ -155,7 +155,7 @@ def _texts(block: dict[str, Any], where: str, of_a_tool: bool = False) -> list[s
             return _document(block, where, of_a_tool)
         case "search_result":
             head = [text for name in ("title", "source") if isinstance(text := block.get(name), str)]
-            return ["\n".join([*head, _joined(block.get("content"), f"{where}.content")])]
+            return ["\n".join([*head, _join_texts(block.get("content"), f"{where}.content")])]
         case kind if kind in LEFT_OUT or kind.endswith("_tool_result"):
             return []
         case kind if of_a_tool:
@@ -173,7 +173,7 @@ def _document(block: dict[str, Any], where: str, of_a_tool: bool) -> list[str]:
             _require(isinstance(source.get("data"), str), f"{where}.source.data", "must be a string")
             text = source["data"]
         case "content":
-            text = _joined(source.get("content"), f"{where}.source.content")
+            text = _join_texts(source.get("content"), f"{where}.source.content")
         case str() if of_a_tool:
             text = omission_note("document")
         case kind:

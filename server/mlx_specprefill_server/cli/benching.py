@@ -60,7 +60,7 @@ def bench(
         loaded = load(chosen, dtype, settings, calibrate=True)
         plan = Plan(fitting(lengths, loaded), settings.specprefill_keep_pct, repeats)
         with Engine(loaded, settings.engine_config()) as engine:
-            measured = record(engine, chosen.alias or loaded.target_id, plan, _measured(engine, plan), load_then)
+            measured = record(engine, chosen.alias or loaded.target_id, plan, _measure(engine, plan), load_then)
         Console().print(_table(measured))
         _write(measured, out, picture_file, submit)
 
@@ -79,7 +79,7 @@ def fitting(lengths: list[int] | None, pair: ModelPair) -> tuple[int, ...]:
     return tuple(sorted(set(lengths or [length for length in LENGTHS if length <= longest] or [longest])))
 
 
-def _measured(engine: Engine, plan: Plan) -> list[Any]:
+def _measure(engine: Engine, plan: Plan) -> list[Any]:
     with Progress(console=notes(), transient=True) as bars:
         task = bars.add_task("Measuring", total=plan.requests)
         return measure(engine, plan, lambda: bars.advance(task))

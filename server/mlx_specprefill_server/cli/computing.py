@@ -33,19 +33,19 @@ def compute(target: str | None, file: Path | None) -> bool:
     load_then = load_before()
     configure_logging("error")
     typer.echo("\nChecking the results of this device, for a minute or two:")
-    checks = [_shown(check) for check in check_device()]
+    checks = [_print_check(check) for check in check_device()]
     wait = sync_ms()
     typer.echo(f"\n{_verdict(checks)}\nA synchronisation takes {wait:.3f} ms.")
     record = {**measured_here(load_then), "sync_ms": round(wait, 4), "checks": _summary(checks)}
     if target is not None:
-        record["target"] = _timed(target)
+        record["target"] = _time_forwards(target)
     if file is not None:
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         typer.echo(f'{file} is written, for an issue "A measurement" or the page of measured machines.')
     return not record["checks"]["failed"]
 
 
-def _shown(check: Check) -> Check:
+def _print_check(check: Check) -> Check:
     error = "" if check.error is None else f"{check.error:.1e}, limit {check.limit:g}"
     words = check.words or (error if check.state == "failed" else error.partition(",")[0])
     if check.state == "not supported":
@@ -75,7 +75,7 @@ def _summary(checks: Sequence[Check]) -> dict[str, Any]:
     return {"passed": len(told["ok"]), **others, "largest errors": errors}
 
 
-def _timed(target: str) -> dict[str, Any]:
+def _time_forwards(target: str) -> dict[str, Any]:
     """Time a target's forwards, and print them."""
     pair = load(Pair(target=target), "auto")
     typer.echo(f"\nForwards of {target}, {pair.dtype}, which can take some minutes:")

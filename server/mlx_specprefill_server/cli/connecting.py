@@ -38,7 +38,7 @@ def connect(
     with one_line_errors():
         server = _find(url.rstrip("/").removesuffix("/v1"), api_key, model)
         setup = AGENTS.get(agent, any_other)(server)
-        typer.echo(_written(setup) if write_files else _text(setup), nl=False)
+        typer.echo(_write_files(setup) if write_files else _text(setup), nl=False)
         for note in setup.notes:
             typer.echo(f"note: {note}", err=True)
         if not server.tools:
@@ -72,7 +72,7 @@ def _models(address: str, key: str | None) -> list[tuple[str, list[str], int | N
         raise OptionError(f"{address} does not list this project's models: {error}; {hint}") from error
 
 
-def _written(setup: Setup) -> str:
+def _write_files(setup: Setup) -> str:
     """Write the agent's files and return the messages. Print the content of a file that can't be written."""
     try:
         if not setup.files:

@@ -178,7 +178,7 @@ def _blas() -> Finding:
 
 
 def _versions() -> Finding:
-    finding = Finding("packages", ", ".join(f"{name} {_installed(name) or 'missing'}" for name in _SHOWN))
+    finding = Finding("packages", ", ".join(f"{name} {_installed_version(name) or 'missing'}" for name in _SHOWN))
     try:
         wanted = [Requirement(text) for text in requires("mlx-specprefill") or ()]
     except PackageNotFoundError:  # run from a folder of sources
@@ -188,13 +188,13 @@ def _versions() -> Finding:
         f'{sys.executable} -m pip install "{need.name}{need.specifier}"'
         for need in wanted
         if need.marker is None or need.marker.evaluate({"extra": ""})
-        for found in [_installed(need.name)]
+        for found in [_installed_version(need.name)]
         if found is None or not need.specifier.contains(found, prereleases=True)
     ]
     return finding
 
 
-def _installed(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:

@@ -105,8 +105,8 @@ def unit(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
     Raises:
         ServiceError: a value has a line break or another control character.
     """
-    variables = "".join(f"Environment={_quoted(f'{name}={value}')}\n" for name, value in sorted(environment.items()))
-    words = " ".join(_quoted(word).replace("$", "$$") for word in command)
+    variables = "".join(f"Environment={_quote(f'{name}={value}')}\n" for name, value in sorted(environment.items()))
+    words = " ".join(_quote(word).replace("$", "$$") for word in command)
     return f"""[Unit]
 Description={NAME}, an OpenAI-compatible inference server for long prompts
 After=network.target
@@ -221,7 +221,7 @@ def _write(file: Path, content: bytes) -> None:
     file.chmod(0o600)
 
 
-def _quoted(word: str) -> str:
+def _quote(word: str) -> str:
     """Return a word quoted for systemd, which then reads nothing in it as syntax."""
     escaped = _plain(word).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'

@@ -47,7 +47,7 @@ def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> 
     """
     if not hosts.is_file():
         raise SettingsError(f"--hosts {hosts}: there is no such file; mlx.distributed_config makes one")
-    logger.info("starting %s", ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(_named(hosts))))
+    logger.info("starting %s", ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(_read_hosts(hosts))))
     launcher = Path(sys.executable).with_name("mlx.launch")
     if not launcher.is_file():
         raise SettingsError(f"{launcher} is missing: it comes with the package mlx")
@@ -61,7 +61,7 @@ def launch(hosts: Path, arguments: Sequence[str], starting_port: int | None) -> 
     return 0 if asked() else status or LOST_STATUS  # a server that ends by itself has failed
 
 
-def _named(hosts: Path) -> list[str]:
+def _read_hosts(hosts: Path) -> list[str]:
     """Return the hosts of a hostfile.
 
     Raises:

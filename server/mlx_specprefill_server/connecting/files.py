@@ -39,8 +39,8 @@ def write(files: Mapping[Path, Values], defaults: Values) -> list[tuple[Path, Pa
     old = {path: path.read_bytes() if path.exists() else b"" for path in files}
     new = {path: edited(old[path], path, files[path], defaults).encode() for path in files}
     changed = [path for path in files if new[path] != old[path]]
-    copies = [_put(_unused_copy(path), old[path]) if old[path] else None for path in changed]
-    return [(_put(path, new[path]), copy) for path, copy in zip(changed, copies, strict=True)]
+    copies = [_replace_file(_unused_copy(path), old[path]) if old[path] else None for path in changed]
+    return [(_replace_file(path, new[path]), copy) for path, copy in zip(changed, copies, strict=True)]
 
 
 def edited(content: bytes, path: Path, values: Values, defaults: Values) -> str:
@@ -80,7 +80,7 @@ def _unused_copy(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _put(path: Path, content: bytes) -> Path:
+def _replace_file(path: Path, content: bytes) -> Path:
     """Replace a file's content. Its mode stays, and a link stays a link. A new file is readable by its owner only."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)

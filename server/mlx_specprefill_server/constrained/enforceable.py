@@ -91,10 +91,10 @@ class EnforceableSchema:
 
     def _exclusive(self, branches: Sequence[Any]) -> bool:
         """Return whether no value can match two of the branches."""
-        meant = [self._referred(branch) for branch in branches]
+        meant = [self._resolve(branch) for branch in branches]
         return all(_disjoint(one, other) for i, one in enumerate(meant) for other in meant[:i])
 
-    def _referred(self, schema: Any) -> Schema:
+    def _resolve(self, schema: Any) -> Schema:
         """Return the schema that a local reference points to, or the schema itself."""
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if isinstance(reference, str) and reference.startswith("#/"):

@@ -82,20 +82,22 @@ def _parameters(tool: Tool) -> Schema:
 
 def _arguments(lark: Lark, tool: Tool) -> str:
     """Return the schema of the arguments, which are an object whatever else the schema says."""
-    return _json(lark, _closed({"type": "object", **_parameters(tool)}), tool)
+    return _json(lark, _without_extra_members({"type": "object", **_parameters(tool)}), tool)
 
 
-def _closed(schema: Schema) -> Schema:
+def _without_extra_members(schema: Schema) -> Schema:
     """Return the schema without undescribed members. A tool can't use them, and a model may write them without end.
 
     JSON schema allows them by default. Schemas composed of others stay unchanged.
     """
     out = dict(schema)
     if isinstance(items := schema.get("items"), dict):
-        out["items"] = _closed(items)
+        out["items"] = _without_extra_members(items)
     properties = schema.get("properties")
     if isinstance(properties, dict):
-        out["properties"] = {n: _closed(inner) if isinstance(inner, dict) else inner for n, inner in properties.items()}
+        out["properties"] = {
+            n: _without_extra_members(inner) if isinstance(inner, dict) else inner for n, inner in properties.items()
+        }
         if _OPEN.isdisjoint(schema) and set(_items(schema.get("required"))) <= set(properties):
             out["additionalProperties"] = False
     return out
@@ -158,14 +160,14 @@ def _items(value: Any) -> list[Any]:
 
 def _fields(schema: Schema) -> list[tuple[str, Schema, bool]]:
     """Yield name, schema and whether it is required, for each member of an object. References still resolve in each."""
-    shared = _shared(schema)
+    shared = _definitions(schema)
     properties = _mapping(schema.get("properties"))
     required = [name for name in _items(schema.get("required")) if isinstance(name, str)]
     names = dict.fromkeys([*properties, *required])
     return [(name, {**shared, **_mapping(properties.get(name))}, name in required) for name in names]
 
 
-def _shared(schema: Schema) -> Schema:
+def _definitions(schema: Schema) -> Schema:
     """Return the definitions that references inside a schema point to."""
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
@@ -196,7 +198,7 @@ def _value(lark: Lark, schema: Schema, end: str, tool: Tool) -> str:
     return f"{_json(lark, schema, tool)} {lark.literal(end)}"
 
 
-def _tagged(lark: Lark, tool: Tool, begin: Callable[[str], str], end: str) -> str:
+def _tagged_arguments(lark: Lark, tool: Tool, begin: Callable[[str], str], end: str) -> str:
     """Return the rule of all arguments in the schema's order, with optional ones."""
     rules = []
     for name, schema, required in _fields(_parameters(tool)):
@@ -211,7 +213,7 @@ def _xml(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     calls = []
     for tool in tools:
         begin = lark.literal(f"<tool_call>\n<function={tool_name(tool)}>\n")
-        fields = _tagged(lark, tool, lambda name: lark.literal(f"<parameter={name}>\n"), "\n</parameter>\n")
+        fields = _tagged_arguments(lark, tool, lambda name: lark.literal(f"<parameter={name}>\n"), "\n</parameter>\n")
         calls.append(f"{begin} {fields} {end}")
     return _several(lark, calls, parallel, "\n")
 
@@ -226,7 +228,7 @@ def _glm(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     calls = []
     for tool in tools:
         head = lark.literal(f"<tool_call>{tool_name(tool)}")
-        fields = _tagged(lark, tool, begin, "</arg_value>")
+        fields = _tagged_arguments(lark, tool, begin, "</arg_value>")
         calls.append(f"{head} {fields} {newline} {lark.literal('</tool_call>')}")
     return _several(lark, calls, parallel, "\n")
 
@@ -278,7 +280,7 @@ def _gemma_value(lark: Lark, schema: Schema, quote: str) -> str:
 
 
 def _gemma_array(lark: Lark, schema: Schema, quote: str) -> str:
-    item = _gemma_value(lark, {**_shared(schema), **schema["items"]}, quote)
+    item = _gemma_value(lark, {**_definitions(schema), **schema["items"]}, quote)
     least, most = (schema.get(name) if type(schema.get(name)) is int else None for name in ("minItems", "maxItems"))
     if most == 0:
         return '"[" "]"'

@@ -53,11 +53,11 @@ class Lark:
     def literal(self, text: str) -> str:
         """Return exactly this text, with special tokens as tokens."""
         parts = self._markers.split(text) if self._markers else [text]
-        return " ".join(f"<[{self.special[p]}]>" if p in self.special else _quoted(p) for p in parts if p) or '""'
+        return " ".join(f"<[{self.special[p]}]>" if p in self.special else _quote(p) for p in parts if p) or '""'
 
     def any_of(self, texts: Iterable[str]) -> str:
         """Return a choice of several literal texts."""
-        return self.rule("choice", " | ".join(_quoted(text) for text in texts))
+        return self.rule("choice", " | ".join(_quote(text) for text in texts))
 
     def json(self, schema: Mapping[str, Any], strict: bool = True, field: str | None = None) -> str:
         """Return JSON that matches a schema. Unless `strict`, keywords that can't be enforced are ignored with a
@@ -98,7 +98,7 @@ class Lark:
         """Return any text up to and including the literal `end`."""
         if end in self.special:
             return self.rule("text", f"{self.define('ANY', '/(?s:.)*/')} {self.literal(end)}")
-        return self.rule("text", "/(?s:.)*/", f"[suffix={_quoted(end)}]")
+        return self.rule("text", "/(?s:.)*/", f"[suffix={_quote(end)}]")
 
     def analysis(self) -> str:
         """Return the rule of the reasoning that harmony's models may write before they answer or call."""
@@ -107,5 +107,5 @@ class Lark:
         return self.rule("analysis", f"({start} {end} {again})?")
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)

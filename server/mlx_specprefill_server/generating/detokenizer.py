@@ -36,7 +36,7 @@ class IncrementalDetokenizer:
             return self._take(len(self._tokens), text)
         if len(self._tokens) - self._given < MOST_UNDECIDED:
             return ""
-        count = len(self._tokens) - self._unfinished(text)
+        count = len(self._tokens) - self._count_unfinished(text)
         return self._take(count, self._decode(self._tokens[:count]))
 
     def finish(self) -> str:
@@ -51,7 +51,7 @@ class IncrementalDetokenizer:
             self._given, self._given_text = CONTEXT_TOKENS, self._decode(self._tokens[:CONTEXT_TOKENS])
         return new
 
-    def _unfinished(self, text: str) -> int:
+    def _count_unfinished(self, text: str) -> int:
         """Return the number of last tokens that may still become one character. A cut before them leaves the text
         unchanged.
         """

@@ -193,7 +193,7 @@ class Generation:
         try:
             while self._open:
                 item = await self._next()
-                for index, delta in self._silence() if item is None else self._guarded(*item):
+                for index, delta in self._silence() if item is None else self._read_event(*item):
                     if not isinstance(delta, Progress):
                         idle.postpone()
                     yield index, delta
@@ -240,9 +240,9 @@ class Generation:
         """Handle an event. Called on the MLX thread."""
         if isinstance(event, Finished | Failed):
             self._calls.post(partial(self._report_end, index), event)
-        self._calls.post(self._arrived, (index, event))
+        self._calls.post(self._deliver, (index, event))
 
-    def _arrived(self, item: tuple[int, Event]) -> None:
+    def _deliver(self, item: tuple[int, Event]) -> None:
         if self._queue_timer is not None:
             self._queue_timer.cancel()
             self._queue_timer = None
@@ -268,7 +268,7 @@ class Generation:
             for index in list(self._open):
                 yield from self._end(index, Failed(EngineClosedError("the engine has stopped")))
 
-    def _guarded(self, index: int, event: Event) -> list[tuple[int, AnswerDelta]]:
+    def _read_event(self, index: int, event: Event) -> list[tuple[int, AnswerDelta]]:
         """Turn a failure into the answer's end. The headers are out, so no status can report it."""
         try:
             return self._read(index, event) if index in self._open else []

@@ -89,7 +89,7 @@ class AnswerReader:
         if self._parser.thinking and not self.over:
             self._reasoning_tokens = self.completion_tokens
         if not self.over:
-            deltas += self._limited(self._parser.finish(ended))
+            deltas += self._limit(self._parser.finish(ended))
         deltas += self._release(self._stop.finish())
         if self._every_token and self._tokens is not None and not self.over and (tokens := self._tokens.rest()):
             deltas.append(TextDelta("", tokens))
@@ -116,12 +116,12 @@ class AnswerReader:
         if self._tokens is not None:
             self._tokens.decoded += len(text)
         thinking = self._parser.thinking
-        deltas = self._limited(self._parser.push(text))
+        deltas = self._limit(self._parser.push(text))
         if thinking or self._parser.thinking:
             self._reasoning_tokens = self.completion_tokens
         return deltas
 
-    def _limited(self, parsed: Sequence[ContentDelta]) -> list[ContentDelta]:
+    def _limit(self, parsed: Sequence[ContentDelta]) -> list[ContentDelta]:
         """Return the parsed deltas that the request wants."""
         out: list[ContentDelta] = []
         for delta in parsed:

@@ -114,12 +114,12 @@ class Loader:
     def _read(self, entry: Entry, tell: Tell) -> Engine:
         """Load the models. Called on the MLX thread."""
         pair = self._pair(entry)
-        told = partial(self._told, tell)
+        told = partial(self._report_step, tell)
         made = load(pair, self._dtype, entry.settings, calibrate=True, tell=told, loaded=self._loaded)
         return Engine(made, self._config(entry, pair), thread=self._thread, pinned=entry.pin)
 
     @contextmanager
-    def _told(self, tell: Tell, words: str) -> Iterator[Callable[[int, int], None]]:
+    def _report_step(self, tell: Tell, words: str) -> Iterator[Callable[[int, int], None]]:
         """Report a step without this machine's folders. Requests for other models run in between."""
         step = "Loading" if words.startswith("Loading ") else words
 

@@ -54,7 +54,7 @@ class Models:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         if host is not None:
-            host.on_pressure = self._pressed
+            host.on_pressure = self._make_room_for_requests
 
     @classmethod
     def of(cls, service: Service) -> Models:
@@ -333,7 +333,7 @@ class Models:
     def _least_recent(self) -> Entry | None:
         return min((entry for entry in self if entry.may_go), key=lambda entry: entry.last_use, default=None)
 
-    def _pressed(self, need: int) -> None:
+    def _make_room_for_requests(self, need: int) -> None:
         """Make room for requests that need the bytes of idle models. Called from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(lambda: self._start(self._relieve(need)))

@@ -36,14 +36,14 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
         line = super().formatMessage(record)
-        said = [f"{name}={_shown(value)}" for name, value in _fields(record).items() if name not in _IN_MESSAGE]
+        said = [f"{name}={_format(value)}" for name, value in _fields(record).items() if name not in _IN_MESSAGE]
         return " ".join([line, *said])
 
 
 _IN_MESSAGE = ("method", "path", "status")
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if " " in text or not text.isprintable() else text
 

@@ -149,11 +149,11 @@ class _Several:
         for model in self._models:
             for found in model.registry.collect():
                 family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-                family.samples += [_named(sample, model.model) for sample in found.samples]
+                family.samples += [_with_model(sample, model.model) for sample in found.samples]
         yield from families.values()
 
 
-def _named(sample: Sample, model: str) -> Sample:
+def _with_model(sample: Sample, model: str) -> Sample:
     return sample._replace(labels={MODEL: model, **sample.labels})
 
 
@@ -201,11 +201,13 @@ class EngineCollector(Collector):
         yield _gauge(
             "specprefill_engine_heartbeat_age_seconds", "Seconds since the engine's last step.", health.heartbeat_age_s
         )
-        yield from _counted(stats)
-        yield _labelled(GaugeMetricFamily, "specprefill_memory_bytes", "Memory by consumer.", "consumer", _held(stats))
+        yield from _engine_counts(stats)
+        yield _family(
+            GaugeMetricFamily, "specprefill_memory_bytes", "Memory by consumer.", "consumer", _memory_by_consumer(stats)
+        )
         unaccounted = stats.memory.unaccounted_bytes
         yield _gauge("specprefill_unaccounted_bytes", "Memory in use beside weights, caches and requests.", unaccounted)
-        yield _labelled(
+        yield _family(
             GaugeMetricFamily, "specprefill_cache_bytes", "Memory of prefixes for later requests.", "kind", _kept(stats)
         )
 
@@ -219,13 +221,11 @@ class EngineCollector(Collector):
         yield _gauge("llamacpp:predicted_tokens_seconds", "Mean tokens/s.", _rate(totals.made, totals.made_s))
 
 
-def _counted(stats: EngineStats) -> Iterator[Metric]:
+def _engine_counts(stats: EngineStats) -> Iterator[Metric]:
     fallbacks = sorted(stats.fallbacks.items())
     evictions = [("memory", stats.evictions), ("disk", stats.disk_evictions)]
-    yield _labelled(CounterMetricFamily, "specprefill_fallbacks", "Sparse prefills that failed.", "stage", fallbacks)
-    yield _labelled(
-        CounterMetricFamily, "specprefill_evictions", "Prefixes evicted for lack of room.", "tier", evictions
-    )
+    yield _family(CounterMetricFamily, "specprefill_fallbacks", "Sparse prefills that failed.", "stage", fallbacks)
+    yield _family(CounterMetricFamily, "specprefill_evictions", "Prefixes evicted for lack of room.", "tier", evictions)
     yield _count("specprefill_densified_requests", "Sparse prompts prefilled in full in idle time.", stats.densified)
     yield _count(
         "specprefill_densified_tokens",
@@ -236,7 +236,7 @@ def _counted(stats: EngineStats) -> Iterator[Metric]:
     yield _count("specprefill_prefix_misses", "Requests that found no dense prefix.", stats.prefix_misses)
 
 
-def _held(stats: EngineStats) -> list[tuple[str, float]]:
+def _memory_by_consumer(stats: EngineStats) -> list[tuple[str, float]]:
     memory = stats.memory
     names = ("target_weights", "draft_weights", "requests", "reserved", "prefix_cache", "active", "spare")
     limit = [] if memory.limit is None else [("limit", float(memory.limit))]
@@ -270,7 +270,7 @@ def _count(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(name, text, value)
 
 
-def _labelled(kind: Any, name: str, text: str, label: str, values: Sequence[tuple[str, float]]) -> Metric:
+def _family(kind: Any, name: str, text: str, label: str, values: Sequence[tuple[str, float]]) -> Metric:
     family: Metric = kind(name, text, labels=[label])
     for of, value in values:
         family.add_metric([of], value)  # type: ignore[attr-defined]

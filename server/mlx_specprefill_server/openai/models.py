@@ -40,7 +40,7 @@ async def retrieve_model(model_id: str, models: ModelsDep) -> Response:
 @router.post("/v1/models/{model_id:path}/load")
 async def load(request: Request, model_id: str, models: ModelsDep, identity: IdentityDep) -> Response:
     """Bring a model into memory, also if that has failed before. Answer when it is there."""
-    entry = _changed(models, model_id, identity)
+    entry = _model_to_change(models, model_id, identity)
     async with models.use(entry):
         await while_connected(request, models.load_again(entry))
         return JsonResponse(_model(models, entry))
@@ -49,7 +49,7 @@ async def load(request: Request, model_id: str, models: ModelsDep, identity: Ide
 @router.post("/v1/models/{model_id:path}/unload")
 async def unload(model_id: str, models: ModelsDep, identity: IdentityDep) -> Response:
     """Unload a model. Refuse while a request uses it."""
-    entry = _changed(models, model_id, identity)
+    entry = _model_to_change(models, model_id, identity)
     if entry.pin:
         message = f"The model {entry.id!r} stays in memory: its table says pin."
         raise ApiError(409, message, param="model", code="model_pinned")
@@ -58,7 +58,7 @@ async def unload(model_id: str, models: ModelsDep, identity: IdentityDep) -> Res
     return JsonResponse(_model(models, entry))
 
 
-def _changed(models: Models, model_id: str, identity: Identity) -> Entry:
+def _model_to_change(models: Models, model_id: str, identity: Identity) -> Entry:
     """Return the model to load or unload.
 
     Raises:
@@ -93,7 +93,7 @@ def _model(models: Models, entry: Entry) -> dict[str, Any]:
     if models.several:
         told |= {"aliases": list(entry.aliases), "default": entry is models.default, "pinned": entry.pin}
         told["loading"] = entry.progress.to_dict() if entry.state == "loading" else None
-    return told | (_nothing_known(entry) if entry.service is None else _in_memory(entry.service))
+    return told | (_unknown_fields(entry) if entry.service is None else _in_memory(entry.service))
 
 
 def _in_memory(service: Service) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _in_memory(service: Service) -> dict[str, Any]:
     }
 
 
-def _nothing_known(entry: Entry) -> dict[str, Any]:
+def _unknown_fields(entry: Entry) -> dict[str, Any]:
     """Return the fields that clients look for, of a model that is not in memory. All but its window are None."""
     windows = ("max_input_tokens", "max_model_len", "context_length", "context_window")
     unknown = ("memory", "ranks", "tools", "draft", "draft_tokenizer", "scorer", "specprefill")

@@ -92,7 +92,7 @@ class Members:
         self._before = ", "
         if is_text(schema):
             yield CallDelta(head + '"')
-            yield from value.read(_escaped)
+            yield from value.read(_escape)
             yield CallDelta('"')
             return
         texts: list[str] = []
@@ -103,7 +103,7 @@ class Members:
         yield CallDelta("{}" if self._before == "{" else "}")
 
 
-def _escaped(text: str) -> CallDelta:
+def _escape(text: str) -> CallDelta:
     return CallDelta(orjson.dumps(text).decode()[1:-1])
 
 

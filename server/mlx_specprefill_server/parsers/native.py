@@ -25,7 +25,7 @@ def reader(opener: str, closer: str, parse: Callable[..., Any], tools: list[Any]
         text = yield from _body(cursor, closer)
         try:
             found = parse(text, tools)
-            calls = [_checked(one, known) for one in (found if isinstance(found, list) else [found])]
+            calls = [_check_call(one, known) for one in (found if isinstance(found, list) else [found])]
         except FAULTS as error:
             raise MalformedError(str(error)) from error
         for name, arguments in calls:
@@ -51,7 +51,7 @@ def _body(cursor: Cursor, closer: str) -> Reading[str]:
         yield None
 
 
-def _checked(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
+def _check_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
     name, arguments = call["name"], call.get("arguments")
     if isinstance(arguments, str):
         arguments = json.loads(arguments)

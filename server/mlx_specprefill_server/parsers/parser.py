@@ -76,10 +76,10 @@ def _properties(parameters: Any) -> Mapping[str, Any]:
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     if not isinstance(properties, dict):
         return {}
-    return {name: _referred(schema, parameters) for name, schema in properties.items()}
+    return {name: _resolve(schema, parameters) for name, schema in properties.items()}
 
 
-def _referred(schema: Any, root: Any) -> Any:
+def _resolve(schema: Any, root: Any) -> Any:
     """Return the schema that a local reference points to, or the schema itself."""
     reference = schema.get("$ref") if isinstance(schema, dict) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):

@@ -24,18 +24,18 @@ def convert(text: str, schema: Any) -> str:
     fault.
     """
     types = _types(schema)
-    value = _parsed(text.strip())
+    value = _parse(text.strip())
     if value is NOT_JSON:
-        return _dumped(text)
+        return _dump(text)
     kind = _kind(value)
     if "string" in types and kind != "null":
-        return _dumped(text)
+        return _dump(text)
     if not types:  # unknown type: a value stays text unless it can hardly be meant as text
-        return _dumped(value if kind in ("object", "array") else text)
+        return _dump(value if kind in ("object", "array") else text)
     if kind == "number" and value == int(value) and "number" not in types and "integer" in types:
-        return _dumped(int(value))
+        return _dump(int(value))
     fits = kind in types or (kind == "integer" and "number" in types)
-    return _dumped(value if fits else text)
+    return _dump(value if fits else text)
 
 
 def _types(schema: Any, depth: int = 8) -> set[str]:
@@ -62,7 +62,7 @@ def _kind(value: Any) -> str:
     return KINDS.get(type(value), "null")
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     """Parse JSON, or a Python literal, which models sometimes write."""
     try:
         return orjson.loads(text)
@@ -76,5 +76,5 @@ def _parsed(text: str) -> Any:
     return value if type(value) in KINDS or value is None else NOT_JSON
 
 
-def _dumped(value: Any) -> str:
+def _dump(value: Any) -> str:
     return orjson.dumps(value).decode()

@@ -157,7 +157,7 @@ def _part(part: Any, where: str, of_a_tool: bool) -> str:
         return omission_note(kind)
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise InvalidRequestError(
-            f"{where}.type: only text parts are supported by this model, got {_shown(kind)}", field=f"{where}.type"
+            f"{where}.type: only text parts are supported by this model, got {_shorten(kind)}", field=f"{where}.type"
         )
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
@@ -223,10 +223,10 @@ def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     for name in kwargs:
         if name in RESERVED_KWARGS or not name.isidentifier():
             raise InvalidRequestError(
-                f"chat_template_kwargs: {_shown(name)} can't be set by a request", field="chat_template_kwargs"
+                f"chat_template_kwargs: {_shorten(name)} can't be set by a request", field="chat_template_kwargs"
             )
     return dict(kwargs)
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return repr(value)[:80]

@@ -86,7 +86,7 @@ class EscapedConversation:
         ours = set(self._substitutes.values())
 
         def read(match: re.Match[str]) -> str:
-            char = _unescaped(match)
+            char = _unescape_pair(match)
             return char if ord(char) in ours else match[0]
 
         return ESCAPED.sub(read, rendered)
@@ -117,16 +117,16 @@ class EscapedConversation:
 
     def _text(self, text: str, kept: frozenset[str] = NOTHING, words: bool = False) -> str:
         places = self._controls.in_content(text, kept, words)
-        return _replaced(text, places, lambda name: name.translate(self._substitutes))[0] if places else text
+        return _replace_places(text, places, lambda name: name.translate(self._substitutes))[0] if places else text
 
 
-def _unescaped(pair: re.Match[str]) -> str:
+def _unescape_pair(pair: re.Match[str]) -> str:
     return bytes.fromhex(pair[1] + pair[2]).decode("utf-16-be")
 
 
 def _private_in(text: str) -> Iterator[str]:
     yield from PRIVATE.findall(text)
-    yield from map(_unescaped, ESCAPED.finditer(text))
+    yield from map(_unescape_pair, ESCAPED.finditer(text))
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -142,7 +142,7 @@ def _texts(value: Any) -> Iterator[str]:
                 yield from _texts(inner)
 
 
-def _replaced(text: str, places: Places, by: Callable[[str], str]) -> tuple[str, Places]:
+def _replace_places(text: str, places: Places, by: Callable[[str], str]) -> tuple[str, Places]:
     """Return a text with other parts in these places, and the new places."""
     parts: list[str] = []
     there: Places = []
@@ -156,7 +156,7 @@ def _replaced(text: str, places: Places, by: Callable[[str], str]) -> tuple[str,
     return "".join([*parts, text[at:]]), there
 
 
-def _moved(at: int, parts: Places, others: Places) -> int:
+def _move(at: int, parts: Places, others: Places) -> int:
     """Return the place in a text whose parts were replaced. A place within a part moves to its end."""
     before = bisect_right(parts, at, key=itemgetter(0)) - 1
     if before < 0:
@@ -199,10 +199,10 @@ class Encoder:
             if offsets is None or self._count(ids) == self._count_of(text, structure):
                 return ids, offsets
         if self._fast:
-            coded, places = _replaced(text, structure, self._names.__getitem__)
+            coded, places = _replace_places(text, structure, self._names.__getitem__)
             encoded = self._renamed().encode(coded, add_special_tokens=False)
             if self._count(encoded.ids) == self._count_of(text, structure):
-                offsets = [(_moved(a, places, structure), _moved(b, places, structure)) for a, b in encoded.offsets]
+                offsets = [(_move(a, places, structure), _move(b, places, structure)) for a, b in encoded.offsets]
                 return tuple(encoded.ids), offsets
         message = "this model's tokenizer can't read the names of control tokens as text; take them out"
         raise InvalidRequestError(f"{field}: {message}", field=field)

@@ -229,7 +229,7 @@ class Workers:
         """Return the call's result. A cancelled caller also cancels a call that has not begun."""
         job = object()
         self._waiting.add(job)
-        future = self._pool.submit(self._watched, job, call)
+        future = self._pool.submit(self._run_watched, job, call)
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -245,7 +245,7 @@ class Workers:
         """Return how long the oldest running call has run, in seconds; 0 if none runs."""
         return max((time.monotonic() - begun for begun in list(self._begun.values())), default=0.0)
 
-    def _watched(self, job: object, call: Callable[[], T]) -> T:
+    def _run_watched(self, job: object, call: Callable[[], T]) -> T:
         self._waiting.discard(job)
         self._begun[job] = time.monotonic()
         try:
@@ -319,10 +319,10 @@ def _longest_token(tokenizer: Any) -> int:
         return 0
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return 0
-    return _composed(backend.normalizer) * max(map(len, backend.get_vocab()))
+    return _max_composed(backend.normalizer) * max(map(len, backend.get_vocab()))
 
 
-def _composed(normalizer: Any) -> int:
+def _max_composed(normalizer: Any) -> int:
     """Return how many characters the normalizer can compose into one; 0 means any number."""
     match type(normalizer).__name__:
         case "NoneType" | "Prepend" | "Lowercase" | "NFD" | "NFKD":
@@ -333,5 +333,5 @@ def _composed(normalizer: Any) -> int:
             rule = orjson.loads(normalizer.__getstate__())
             return int(len(rule["pattern"].get("String", "")) in range(1, len(rule["content"]) + 1))
         case "Sequence":
-            return prod(map(_composed, normalizer))
+            return prod(map(_max_composed, normalizer))
     return 0

@@ -67,7 +67,7 @@ def locate(
         text: `render(messages)`.
         render: the chat template with everything but the messages fixed.
     """
-    found = _marked(messages, text, render)
+    found = _locate_by_marks(messages, text, render)
     if found is None:
         found = _unique(messages, text)
     return list(_spans(messages, text, _in_order(found), ends, has_tools))
@@ -95,7 +95,7 @@ class _Place:
     end: int
 
 
-def _marked(messages: Sequence[Message], text: str, render: Render) -> list[_Place] | None:
+def _locate_by_marks(messages: Sequence[Message], text: str, render: Render) -> list[_Place] | None:
     """Return the places by marks, None if the marks changed the rendering."""
     stem = _absent(text)
     try:
@@ -173,7 +173,7 @@ def _spans(
         missing = _missing(messages, place, following)
         limit = following.start if following else len(text)
         end = _first_cut(text, place.end, limit, ends) if missing else _last_cut(text, place.end, limit, ends)
-        first, last = _said(messages[place.index], text, place, start, end, opening, ends)
+        first, last = _extend_by_parts(messages[place.index], text, place, start, end, opening, ends)
         kind = KINDS.get(messages[place.index]["role"], "other")
         yield CharSpan(kind, start, first, last, end)
         start = _last_cut(text, end, limit, ends) if missing else end
@@ -181,7 +181,7 @@ def _spans(
             yield _gap(missing, text, end, start, opening, ends)
 
 
-def _said(
+def _extend_by_parts(
     message: Message, text: str, place: _Place, start: int, end: int, opening: str, ends: re.Pattern[str]
 ) -> tuple[int, int]:
     """Extend the content by the assistant's text that templates set around it: reasoning before, tool calls after."""

@@ -22,13 +22,13 @@ def inline_system_messages(messages: Sequence[Message]) -> list[Message]:
     for is_system, group in groupby(messages, key=lambda message: message["role"] in ("system", "developer")):
         run = list(group)
         if not is_system or not out:
-            out += _reminded(reminder, run)
+            out += _add_reminder(reminder, run)
             reminder = None
         elif out[-1]["role"] == "user":
-            out += _reminded(_reminder(run), [out.pop()])
+            out += _add_reminder(_reminder(run), [out.pop()])
         else:
             reminder = _reminder(run)
-    return out + _reminded(reminder, [])
+    return out + _add_reminder(reminder, [])
 
 
 def _reminder(system: Sequence[Message]) -> str:
@@ -36,7 +36,7 @@ def _reminder(system: Sequence[Message]) -> str:
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
-def _reminded(reminder: str | None, run: list[Message]) -> list[Message]:
+def _add_reminder(reminder: str | None, run: list[Message]) -> list[Message]:
     """Put the reminder in front: the user's text stays last, where a sparse prefill keeps it."""
     if reminder is None:
         return run

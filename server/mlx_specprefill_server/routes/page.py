@@ -29,14 +29,14 @@ HEADERS = {
 WEB = files("mlx_specprefill_server") / "web"
 
 
-def _served() -> dict[str, bytes]:
+def _read_files() -> dict[str, bytes]:
     """Return the files by their path below /web/, without licences and notes."""
     folders = {"": WEB, "vendor/": WEB / "vendor"}
     found = {prefix + file.name: file for prefix, folder in folders.items() for file in folder.iterdir()}
     return {name: file.read_bytes() for name, file in found.items() if name.rpartition(".")[2] in TYPES}
 
 
-FILES = _served()
+FILES = _read_files()
 
 
 @router.get("/")

@@ -46,7 +46,7 @@ __all__ = [
     "TokenIds",
     "as_token_ids",
     "concat_tokens",
-    "opening_of",
+    "system_prefix_length",
 ]
 
 Mode = Literal["sparse", "full"]
@@ -183,7 +183,7 @@ class GenerationRequest:
         reasoning: None, or the budget of reasoning tokens.
         min_tokens: number of tokens before stop ids may be generated, unless the constraint leaves nothing else.
         label: cached prefixes and sessions are shared with requests of the same label.
-        remember: pin the opening's prefix at once, as if a second request had used it.
+        pin_system_prefix: pin the system prefix in the cache at once, as if a second request had used it.
     """
 
     prompt: TokenIds
@@ -198,15 +198,15 @@ class GenerationRequest:
     reasoning: ReasoningBudget | None = None
     min_tokens: int = 0
     label: CacheLabel = SHARED
-    remember: bool = False
+    pin_system_prefix: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_token_ids(self.prompt))
 
     @property
-    def opening(self) -> int:
+    def system_prefix_len(self) -> int:
         """Return the tokens of the system prompt and the tools in front, which the sessions of one agent share."""
-        return opening_of(self.spans)
+        return system_prefix_length(self.spans)
 
     @property
     def usable_prefix(self) -> int:
@@ -430,6 +430,6 @@ class PromptSpan:
             raise ValueError(f"span bounds must be ordered: {self}")
 
 
-def opening_of(spans: Sequence[PromptSpan]) -> int:
+def system_prefix_length(spans: Sequence[PromptSpan]) -> int:
     """Return the number of tokens of the system messages and tool definitions at a prompt's start."""
     return max((span.end for span in takewhile(lambda span: span.kind in ("system", "tools"), spans)), default=0)

@@ -41,7 +41,7 @@ class IdleTurn:
         label: of its request; what becomes dense is found under no other.
         spans: of the prompt's messages.
         choice: `Sequence.choice`, by which its sparse prefix is found.
-        remember: as of its request.
+        pin_system_prefix: as of its request.
         dense: the target saw it in part, and is to read the rest.
         drafts: the draft is to read it first.
     """
@@ -52,7 +52,7 @@ class IdleTurn:
     label: CacheLabel = SHARED
     spans: tuple[PromptSpan, ...] = ()
     choice: str | None = None
-    remember: bool = False
+    pin_system_prefix: bool = False
     dense: bool = True
     drafts: bool = False
 
@@ -140,7 +140,7 @@ class Densifier:
         """Queue a turn that was answered, if something is left to read."""
         request = sequence.request
         dense = self._densifies and sequence.kept is not None
-        drafts = self._drafts and (request.remember or request.specprefill.enabled is not False)
+        drafts = self._drafts and (request.pin_system_prefix or request.specprefill.enabled is not False)
         if dense or drafts:
             turn = IdleTurn(
                 request.prompt,
@@ -149,7 +149,7 @@ class Densifier:
                 request.label,
                 request.spans,
                 sequence.choice,
-                request.remember,
+                request.pin_system_prefix,
                 dense,
                 drafts,
             )
@@ -173,7 +173,9 @@ class Densifier:
         return Job(uid, noop, self._now[1], self._slices(turn), on_end=partial(self._ended, turn), background=True)
 
     def _slices(self, turn: IdleTurn) -> Generator[Progress | PromptLogprobs, None, None]:
-        request = GenerationRequest(turn.tokens, 1, spans=turn.spans, label=turn.label, remember=turn.remember)
+        request = GenerationRequest(
+            turn.tokens, 1, spans=turn.spans, label=turn.label, pin_system_prefix=turn.pin_system_prefix
+        )
         if turn.drafts:
             yield from self._prefiller.drafted(request)
         else:

@@ -40,20 +40,20 @@ def test_the_engine_is_to_remember_the_opening_and_one_token_more(
     answer = client.post("/v1/specprefill/warm", json=BODIES[name])
     assert answer.status_code == 200, answer.text
     (request,) = engine.requests
-    assert (request.remember, request.max_tokens, request.specprefill.enabled) == (True, 1, False)
-    assert len(request.prompt) == request.opening + 1
-    text = engine.pair.tokenizer.decode(request.prompt[: request.opening].tolist())
+    assert (request.pin_system_prefix, request.max_tokens, request.specprefill.enabled) == (True, 1, False)
+    assert len(request.prompt) == request.system_prefix_len + 1
+    text = engine.pair.tokenizer.decode(request.prompt[: request.system_prefix_len].tolist())
     assert SYSTEM in text
     assert "Hello" not in text
     assert all(span.kind in ("system", "tools") for span in request.spans)
-    assert answer.json()["tokens"] == request.opening
+    assert answer.json()["tokens"] == request.system_prefix_len
     assert answer.json()["object"] == "specprefill.warm"
 
 
 def test_every_dialect_warms_the_same_prompt(engine: FakeEngine, client: TestClient) -> None:
     for body in BODIES.values():
         client.post("/v1/specprefill/warm", json=body)
-    openings = {tuple(request.prompt[: request.opening].tolist()) for request in engine.requests}
+    openings = {tuple(request.prompt[: request.system_prefix_len].tolist()) for request in engine.requests}
     assert len(openings) == 1
 
 

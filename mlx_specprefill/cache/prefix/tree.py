@@ -232,8 +232,8 @@ class PrefixCache:
         cache: Sequence[Any],
         checkpoint: bool = True,
         label: CacheLabel = SHARED,
-        opening: int = 0,
-        remember: bool = False,
+        system_prefix_len: int = 0,
+        pin_system_prefix: bool = False,
         state: Arrays | None = None,
         choice: str | None = None,
         hidden: HiddenOf | None = None,
@@ -248,9 +248,9 @@ class PrefixCache:
             checkpoint: keep the state of layers that can't be trimmed. Without it a model with such layers stores
                 nothing: its blocks are useless before the next state, which is stored with them.
             label: needed to find it.
-            opening: number of leading tokens that many conversations share. Blocks within them are pinned: once used
-                a second time, they are evicted last, in memory and on disk.
-            remember: this call counts as their second use.
+            system_prefix_len: number of leading tokens that many conversations share. Blocks within them are pinned:
+                once used a second time, they are evicted last, in memory and on disk.
+            pin_system_prefix: this call counts as their second use.
             state: the result of `state` after these tokens, if the cache holds more by now.
             choice: the selection rule. None: the cache holds all.
             hidden: returns the first layers' hidden states of the tokens [start, end), (1, L, D), and the index of the
@@ -278,7 +278,7 @@ class PrefixCache:
         finally:
             if root.children:
                 self._roots[label] = root
-        self._pin_system_prefix(root, ids[:opening], remember)
+        self._pin_system_prefix(root, ids[:system_prefix_len], pin_system_prefix)
 
     def state(self, cache: Sequence[Any], staged: bool = False) -> Arrays:
         """Return the state of layers that can't be trimmed, for a `store` after later forwards. Not evaluated.
@@ -318,13 +318,13 @@ class PrefixCache:
             if node.state is not None:
                 yield node.state
 
-    def _pin_system_prefix(self, root: Node, opening: Tokens, remember: bool) -> None:
+    def _pin_system_prefix(self, root: Node, system_prefix: Tokens, at_once: bool) -> None:
         """Pin the stored blocks within the system prefix."""
-        for node in self._known(root, opening).path():
+        for node in self._known(root, system_prefix).path():
             for record in node.records():
                 if not record.pinned:
                     self._budget.pin(record)
-                if remember and not record.hits:
+                if at_once and not record.hits:
                     self._budget.touch(record, hit=True)
                 self._stored.write(record)
 

@@ -62,7 +62,7 @@ async def warm(
     spec = make_spec(service, opening, SamplingFields(), lambda: service.format.parser((), ""))
     generation = service.submit([spec], identity, body.cache_salt)
     report = await close_on_disconnect(request, generation, _read(service, generation))
-    answer = {"object": "specprefill.warm", "model": service.model_id, "tokens": opening.opening}
+    answer = {"object": "specprefill.warm", "model": service.model_id, "tokens": opening.system_prefix_len}
     return JsonResponse(answer | {"cached_tokens": report.cached_tokens, "specprefill": report.specprefill()})
 
 
@@ -91,13 +91,13 @@ def _with_a_user(messages: Any) -> Any:
 def _opening(service: Service, prompt: Prompt) -> GenerationRequest:
     """Return the prompt's beginning and one token more. A prompt must continue after its cached part."""
     whole = GenerationRequest(prompt.tokens, 1, spans=prompt.spans)
-    if not whole.opening:
+    if not whole.system_prefix_len:
         message = "nothing to keep: the prompt begins neither with a system message nor with tools"
         raise InvalidRequestError(message, field="messages")
-    tokens = prompt.tokens[: whole.opening + 1]
+    tokens = prompt.tokens[: whole.system_prefix_len + 1]
     max_tokens_within(len(tokens), 1, service.context_length, "messages")
-    spans = tuple(span for span in prompt.spans if span.end <= whole.opening)
-    return GenerationRequest(tokens, 1, specprefill=SpecPrefillOptions(False), spans=spans, remember=True)
+    spans = tuple(span for span in prompt.spans if span.end <= whole.system_prefix_len)
+    return GenerationRequest(tokens, 1, specprefill=SpecPrefillOptions(False), spans=spans, pin_system_prefix=True)
 
 
 async def _read(service: Service, generation: Generation) -> Report:

@@ -39,17 +39,27 @@ class Cached:
         self.tier.close()
 
     def ask(
-        self, tokens: tuple[int, ...], opening: int = len(OPENING), label: CacheLabel = SHARED, remember: bool = False
+        self,
+        tokens: tuple[int, ...],
+        system_prefix_len: int = len(OPENING),
+        label: CacheLabel = SHARED,
+        pin_system_prefix: bool = False,
     ) -> int:
         """As a request does: look up, read the rest, store where another may branch off and at the end."""
         hit = self.prefixes.lookup(tokens, len(tokens) - 1, label=label)
         found = 0 if hit is None else hit.length
         if hit is not None:
             assert same(hit.cache, filled(self.make, tokens[:found]))
-        for end in (opening, len(tokens)):
+        for end in (system_prefix_len, len(tokens)):
             if end > found:
                 cache = filled(self.make, tokens[:end])
-                self.prefixes.store(tokens[:end], cache, label=label, opening=opening, remember=remember)
+                self.prefixes.store(
+                    tokens[:end],
+                    cache,
+                    label=label,
+                    system_prefix_len=system_prefix_len,
+                    pin_system_prefix=pin_system_prefix,
+                )
         return found
 
     def on_disk(self) -> int:
@@ -82,7 +92,7 @@ def test_a_system_prompt_is_on_disk_once_a_second_request_begins_with_it_and_not
 
 def test_what_is_to_be_remembered_is_on_disk_at_once(tmp_path: Path, make: Any) -> None:
     with Cached(tmp_path, make) as one:
-        one.ask((*OPENING, 5), remember=True)
+        one.ask((*OPENING, 5), pin_system_prefix=True)
         assert one.on_disk() >= 5
 
 
@@ -115,7 +125,7 @@ def test_one_off_prompts_never_push_it_out_of_memory_or_off_the_disk(
         one.ask(conversation(1))
         one.ask(conversation(2))
         for number in range(3, 120):  # of their own beginnings, each as long, and idle for longer than anything hit
-            one.ask(tuple(range(20_000 * number, 20_000 * number + 100)), opening=50)
+            one.ask(tuple(range(20_000 * number, 20_000 * number + 100)), system_prefix_len=50)
         assert one.prefixes.covers(conversation(500)) >= 5 * BLOCK
         assert one.prefixes._budget.evictions > 0
     with Cached(tmp_path / "two", make, only_pinned, disk=3 * disk) as later:

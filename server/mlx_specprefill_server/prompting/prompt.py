@@ -86,7 +86,7 @@ class PromptBuilder:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template tells the model of tools. Without a template in text it is taken to."""
+        """Return whether the chat template mentions tools. True if the template is not available as text."""
         template = getattr(self._tokenizer, "chat_template", None)
         return "tools" in template if isinstance(template, str) else True
 

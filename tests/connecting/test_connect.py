@@ -171,7 +171,7 @@ def test_what_cannot_be_read_is_left_alone_and_printed(home: Path, base: str, ag
         found = contents(home)
         done = write(agent, base, code=2)
         assert agent == "cline" or done.stdout == printed
-        assert done.stderr.startswith(f"error: {path} is left as it is, add to it what is printed above: ")
+        assert done.stderr.startswith(f"error: {path} is unchanged; add the lines printed above to it: ")
         assert len(done.stderr.splitlines()) == 1
         assert contents(home) == found
 
@@ -182,7 +182,7 @@ def test_json_with_comments_is_left_alone_and_printed(home: Path, base: str, age
     path.write_text(COMMENTED)
     done = write(agent, base, code=2)
     assert base in done.stdout
-    assert "is left as it is" in done.stderr
+    assert "is unchanged" in done.stderr
     assert contents(home) == {FILES[agent]: COMMENTED.encode()}
 
 

@@ -139,7 +139,7 @@ def test_what_a_file_says_is_no_default() -> None:
     ],
 )
 def test_what_would_lose_something_is_refused(format: str, text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"^settings\.\w+ is left as it is, add to it what is printed above: "):
+    with pytest.raises(ConfigurationError, match=r"^settings\.\w+ is unchanged; add the lines printed above to it: "):
         with_values(text, format, {"top": 1, "provider": {"ours": {"a": 1}}, "list": [{"name": "ours"}]})
 
 

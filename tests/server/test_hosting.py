@@ -112,7 +112,7 @@ def test_what_is_in_use_or_pinned_stays_and_the_next_one_is_told_to_come_again(h
         b = models.find("b")
         async with models.use(b):
             await models.loaded(b)
-            with pytest.raises(NoRoomError, match="a, b may not go") as refused:
+            with pytest.raises(NoRoomError, match="a, b can't be unloaded") as refused:
                 await use(models, "c")
             assert (refused.value.status, refused.value.headers["Retry-After"]) == (503, "5")
         await use(models, "c")

@@ -22,7 +22,7 @@ DEMO = Path(__file__).resolve().parents[3] / "models" / "demo" / "target"
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pair", default="demo", help="a name in models/pairs.toml, like demo or smollm2")
     parser.add_argument("--target", help="a folder, a GGUF file or a repository instead, with --draft")
-    parser.add_argument("--draft", help="likewise; self: the target's own layers")
+    parser.add_argument("--draft", help="folder or repository id of the draft; self: the target's own layers")
     parser.add_argument("--no-draft", action="store_true", help="the target's own first layers, also of a pair")
 
 

@@ -2,7 +2,7 @@
 
 A family is a module with these names: `Sizes` and `Start`, its configuration classes; `Network`, empty for given sizes;
 `initialise(model, start, seed)`, which fills every parameter; `weights(model)`, the parameters under the names that
-mlx-lm's class gives them; `config(sizes)`, the content of config.json but for the special tokens.
+mlx-lm's class gives them; `config(sizes)`, the content of config.json without the special tokens.
 """
 
 from types import ModuleType

@@ -32,8 +32,8 @@ def connect(
 ) -> None:
     """Print the configuration that connects an agent with the running server, or write it.
 
-    The address, the model's id and its window are the server's own. What a file said before is kept beside it, in
-    FILE.bak. A file that would lose something, as JSON with comments, is left alone: add to it what is printed.
+    The address, the model's id and its window are the server's own. The old content of a file is kept beside it in
+    FILE.bak. A file that would lose something, as JSON with comments, is left unchanged: add the printed lines to it.
     """
     with one_line_errors():
         server = _find(url.rstrip("/").removesuffix("/v1"), api_key, model)

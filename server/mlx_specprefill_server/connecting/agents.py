@@ -1,6 +1,6 @@
 """The known agents: their configuration files and the required values.
 
-Every setting was run with the version that docs/clients names, but for Zed and Open WebUI, which need a screen.
+Every setting was run with the version that docs/clients names, except Zed and Open WebUI, which need a screen.
 """
 
 from __future__ import annotations

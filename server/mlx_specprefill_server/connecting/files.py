@@ -60,13 +60,13 @@ def edited(content: bytes, path: Path, values: Values, defaults: Values) -> str:
         if not isinstance(data, MutableMapping):
             raise ValueError("it is no table of settings")
         if text.strip() and _letters(dump(data)) != _letters(text):
-            raise ValueError("something of it can't be written again as it is")
+            raise ValueError("a part of it can't be written back unchanged")
         _merge(data, {name: value for name, value in defaults.items() if name not in data} | dict(values))
         is_read_again = load(dump(data))[0] == data  # tomlkit's tables have no `!=` of their own
         if not is_read_again:
             raise ValueError("the new values would change the meaning of the rest")
     except (ValueError, TOMLKitError, YAMLError) as error:
-        raise ConfigurationError(f"{path} is left as it is, add to it what is printed above: {error}") from error
+        raise ConfigurationError(f"{path} is unchanged; add the lines printed above to it: {error}") from error
     return dump(data)
 
 

@@ -49,7 +49,7 @@ def failed(entry: Entry) -> ApiError:
 
 def too_many(there: Sequence[Entry], most: int) -> str:
     """Return the reason: these models can't be unloaded."""
-    return f"{named(there)} may not go, and --max-models is {most}"
+    return f"{named(there)} can't be unloaded, and --max-models is {most}"
 
 
 def too_little(need: int, free: int) -> str:

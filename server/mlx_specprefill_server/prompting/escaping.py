@@ -1,11 +1,10 @@
 """Control tokens in the text of people, tools and files are text, never structure.
 
-A template makes one text of structure and content, in which nothing tells them apart any more. So before rendering,
-names of control tokens in content are written in private-use characters, one for one, which mean nothing to templates.
-What has a name in the rendered text is then the template's own. Afterwards the characters become what they were, and
-the text is tokenized by a copy of the tokenizer in which control tokens have other names, which the template's own get
-before. So everything else about the tokens stays as it is: the rules, the places, and every token of a text without
-such names.
+A template joins structure and content into one text that no longer separates them. Before rendering, names of control
+tokens in content are therefore written in private-use characters, one for one, which mean nothing to templates. Every
+remaining name in the rendered text is then the template's own. A copy of the tokenizer has other names for control
+tokens. The template's names are replaced by these, the private-use characters are turned back, and the copy tokenizes
+the text. Everything else stays unchanged: the rules, the places, and every token of a text without such names.
 """
 
 from __future__ import annotations

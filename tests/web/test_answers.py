@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from mlx_specprefill import GenerationRequest
+from mlx_specprefill import GenerationRequest, Prediction, Progress, Timings
 
+from ..server import fakes
 from ..server.fakes import FakeEngine
 from .conftest import Page
 from .test_documents import heard
@@ -164,6 +167,94 @@ def test_an_answer_is_made_again(page: Page, live: Any, engine: FakeEngine) -> N
     page.until(lambda: len(page.all(".turn")) == 1 and page.find(".answer").text == "Another answer")
     assert "The text.\n\nWhat is it?" in heard(engine)
     assert "And then?" not in heard(engine)
+
+
+def test_a_sent_question_is_edited_and_asked_with_its_document(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    page.drop("The text.")
+    page.ask("What is it?")
+    page.ask("And then?")
+    engine.says("Another answer")
+    page.all(".turn")[0].find_element("xpath", ".//button[.='Edit…']").click()
+    assert page.find("#edited").get_property("value") == "What is it?"
+    page.find("#edited").clear()
+    page.find("#edited").send_keys("Who is it?")
+    page.find("#edit-dialog .primary").click()
+    page.until(lambda: len(page.all(".turn")) == 1 and page.find(".answer").text == "Another answer")
+    assert page.find(".question").text == "Who is it?"
+    assert "The text.\n\nWho is it?" in heard(engine)
+
+
+def test_a_short_question_has_no_apparatus(page: Page, live: Any, engine: FakeEngine) -> None:
+    base, _ = live()
+    page.open(base)
+    turn = page.ask("Hello")
+    shown = [part for css in (".headline", ".timeline", ".why") for part in turn.find_elements("css selector", css)]
+    assert [part.is_displayed() for part in shown] == [False] * 3
+    assert [button.text for button in turn.find_elements("css selector", ".turn-actions button") if button.text] == [
+        "Copy",
+        "Ask again",
+        "Edit…",
+    ]
+    assert len(engine.requests) == 1  # and no explanation was asked for
+
+
+def test_waiting_in_the_queue_is_told_apart(page: Page, live: Any, monkeypatch: Any) -> None:
+    plain = fakes.account
+    waited = Timings(queue_ms=2_000, draft_ms=10, select_ms=1, prefill_ms=20, ttft_ms=31, decode_ms=4)
+    predicted = Prediction(100.0, 31.0)
+    monkeypatch.setattr(fakes, "account", lambda request: replace(plain(request), timings=waited, predicted=predicted))
+    base, _ = live()
+    page.open(base)
+    page.set("#mode", "sparse")
+    headline = page.ask("Hello").find_element("css selector", ".headline").text
+    assert "2.00 s of it in the queue behind other requests. 50 %" in headline
+    assert "instead" not in headline
+
+
+def test_a_prediction_that_was_missed_is_not_advertised(page: Page, live: Any, monkeypatch: Any) -> None:
+    plain = fakes.account
+    monkeypatch.setattr(fakes, "account", lambda request: replace(plain(request), predicted=Prediction(0.001, 0.001)))
+    base, _ = live()
+    page.open(base)
+    page.set("#mode", "sparse")
+    assert "instead" not in page.ask("Hello").find_element("css selector", ".headline").text
+
+
+LEAST_FILLED = """
+window.filled = 1;
+new MutationObserver(() => {
+  const bar = document.querySelector("#turns .bar"), part = bar?.lastElementChild;
+  const { insetInlineStart: from, inlineSize: size } = part?.style ?? {};
+  if (part) window.filled = Math.min(filled, (parseFloat(from) + parseFloat(size)) / 100);
+}).observe(document.getElementById("turns"), { childList: true, subtree: true });
+"""
+
+
+def test_while_it_is_read_the_scale_ends_where_it_is_expected_to(page: Page, live: Any, engine: FakeEngine) -> None:
+    release = threading.Event()
+
+    def script(request: GenerationRequest) -> Iterable[Any]:
+        yield Progress("draft", 0, 12, cached=0)
+        time.sleep(0.3)
+        yield Progress("draft", 3, 12, cached=0)
+        yield release
+        yield from engine.tokens("Hello")
+
+    engine.script = script
+    base, _ = live()
+    page.open(base)
+    page.run(LEAST_FILLED)
+    page.drop("A text.")
+    page.find("#compare").click()
+    page.find("#question").send_keys("Well?", Keys.ENTER)
+    page.until(lambda: "small model reads, 25 %" in page.find("#map-facts").text)
+    assert page.run("return window.filled") < 0.6
+    second = page.all(".lane")[1].text
+    assert second == "Full reading\nwaits for the end of the first answer"
+    release.set()
+    page.until(lambda: not page.find("#stop").is_displayed())
 
 
 def test_instructions_temperature_and_length_reach_the_model(page: Page, live: Any, engine: FakeEngine) -> None:

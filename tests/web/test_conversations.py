@@ -102,6 +102,9 @@ def test_a_conversation_is_renamed_exported_and_deleted(page: Page, live: Any, e
     (whole,) = [json.loads(text) for text in saved if text.startswith("{")]
     assert whole["turns"][0]["documents"][0]["text"] == "The text."
     page.find("#delete").click()
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)  # keeps it
+    assert len(page.all(".turn")) == 1
+    page.find("#delete").click()
     page.find("#delete-dialog [value=use]").click()
     page.until(lambda: not page.all("#conversations li") and not page.all(".turn"))
     page.driver.refresh()

@@ -149,8 +149,12 @@ def test_html_source_and_wide_encodings_become_text(page: Page, live: Any, engin
     page.drop("<title>no</title><style>p{}</style><h1>Head</h1><p>A &amp; B</p><script>alert(1)</script>", "page.html")
     page.drop("def f(x):\r\n    return x\r\n", "code.py")
     page.drop("\ufeffgr\xfc\xdfe".encode("utf-16-le"), "wide.txt")
+    for encoding in ("utf-16-le", "utf-16-be", "latin-1", "cp1252"):
+        page.drop(f"gr\xfc\xdfe in {encoding}".encode(encoding), f"{encoding}.txt")
     page.ask("Well?")
     said = heard(engine)
+    for encoding in ("utf-16-le", "utf-16-be", "latin-1", "cp1252"):
+        assert f"{encoding}.txt\n\ngr\xfc\xdfe in {encoding}\n" in said
     assert "page.html\n\nHead\nA & B\n" in said
     assert "code.py\n\ndef f(x):\n    return x\n" in said
     assert "wide.txt\n\ngr\xfc\xdfe\n" in said

@@ -531,6 +531,16 @@ def test_a_server_that_goes_away_in_the_middle(page: Page, live: Any, engine: Fa
     page.driver.get_log("browser")
 
 
+def test_a_server_that_is_gone_is_named(page: Page, live: Any) -> None:
+    base, _ = live()
+    page.open(base)
+    page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    page.find("#question").send_keys("Hello")
+    page.press("#send")
+    assert page.find("#notice").text == "Can't reach the server. Does it still run?"
+    assert page.find("#question").get_property("value") == "Hello"
+
+
 @pytest.mark.extended
 def test_the_focus_is_not_lost_when_an_answer_is_stopped(page: Page, live: Any, engine: FakeEngine) -> None:
     release = threading.Event()

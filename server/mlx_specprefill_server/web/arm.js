@@ -86,7 +86,9 @@ export class Arm {
     this.facts.textContent = "";
     this.lane.enter(stage, ms);
     this.progress = total ? processed / total : undefined;
+    this.lane.expect(ms, this.progress);
     this.lane.moveTo(ms, this.progress);
+    this.progressed?.(this.lane.legend.textContent);
   }
 
   #add(content, thought, ms) {

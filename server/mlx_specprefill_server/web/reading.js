@@ -8,6 +8,8 @@ const MARKUP = /\.x?html?$/i;
 const UNSEEN = "script, style, noscript, template, svg, nav, head";
 const BLOCKS = "p, div, section, article, li, tr, h1, h2, h3, h4, h5, h6, pre, blockquote, br, dt, dd";
 
+const CONTROLS = /[\0-\x08\x0e-\x1f]/; // a text has tabs and new lines at most
+
 export class UnreadableError extends Error {}
 
 /** The text of a dropped or chosen file. */
@@ -36,15 +38,23 @@ async function textOfPdf(name, bytes) {
   return text;
 }
 
-/** UTF-8, or UTF-16 with its mark; null for what is neither, or has zero bytes in it. */
+/** The text of UTF-8, UTF-16 or else Windows-1252, which has Latin-1 in it; null where no text has such characters. */
 function decoded(bytes) {
-  const wide = { "255 254": "utf-16le", "254 255": "utf-16be" }[`${bytes[0]} ${bytes[1]}`];
   try {
-    const text = new TextDecoder(wide ?? "utf-8", { fatal: true }).decode(bytes);
+    const text = new TextDecoder(wideOf(bytes) ?? "utf-8", { fatal: true }).decode(bytes);
     return text.includes("\0") ? null : text;
   } catch {
-    return null;
+    const text = new TextDecoder("windows-1252").decode(bytes);
+    return CONTROLS.test(text) ? null : text;
   }
+}
+
+/** UTF-16's name, from the file's mark, or because letters of Europe have a zero in every second byte there. */
+function wideOf(bytes) {
+  const marked = { "255 254": "utf-16le", "254 255": "utf-16be" }[`${bytes[0]} ${bytes[1]}`];
+  const head = bytes.subarray(0, 1000);
+  const zeros = (place) => head.filter((byte, index) => !byte && index % 2 === place).length > head.length / 4;
+  return marked ?? (zeros(1) ? "utf-16le" : zeros(0) ? "utf-16be" : undefined);
 }
 
 /** What a page says. It is parsed into a document that runs no script and loads nothing. */

@@ -33,9 +33,9 @@ export class Timeline {
     this.draw();
   }
 
-  /** Every lane to the same scale: that of the longest. */
+  /** Every lane to the same scale: that of the longest, or of what is expected to be it. */
   draw() {
-    const longest = Math.max(1, ...this.lanes.map((lane) => lane.end));
+    const longest = Math.max(1, ...this.lanes.flatMap((lane) => [lane.end, lane.expected]));
     for (const lane of this.lanes) lane.draw(longest);
     const step = stepOf(longest);
     const ticks = Array.from({ length: Math.floor((LAST_TICK * longest) / step) + 1 }, (_, index) => {
@@ -61,6 +61,7 @@ class Lane {
     this.timeline = timeline;
     this.parts = []; // [stage, from, to] in ms since the question was sent
     this.predicted = false;
+    this.expected = 0; // when the stage that goes on will end, as far as it has shown
     this.bar = element("div", { className: "bar" });
     this.bar.setAttribute("aria-hidden", "true");
     this.legend = element("p", { className: "legend figure" });
@@ -88,6 +89,13 @@ class Lane {
     if (last?.[0] === stage) return;
     if (last) last[2] = ms;
     this.parts.push([stage, ms, ms]);
+    this.expected = 0;
+  }
+
+  /** `share` of the stage has been done at `ms`: as fast as until now, it ends when? */
+  expect(ms, share) {
+    const from = this.parts.at(-1)[1];
+    this.expected = share ? from + (ms - from) / share : 0;
   }
 
   /** The stage that goes on has come so far; `share` of it is done. */
@@ -108,6 +116,7 @@ class Lane {
     let at = 0;
     this.parts = Object.entries(spent).filter(([, ms]) => ms > 0).map(([stage, ms]) => [stage, at, (at += ms)]);
     delete this.element.dataset.stage;
+    this.expected = 0;
     const shown = Object.entries(spent).filter(([stage, ms]) => ms > 0 && (stage !== "queue" || ms > 0.02 * at));
     this.legend.replaceChildren(...shown.map(([stage, ms]) => element("span", { className: stage },
       element("i", { className: `swatch ${stage}` }), `${this.#named(stage, wordsOf(account))} ${seconds(ms)}`)));

@@ -137,7 +137,7 @@ def test_the_headline_does_not_wait_for_the_last_word(page: Page, live: Any, eng
     page.set("#mode", "sparse")
     page.find("#compare").click()
     page.find("#question").send_keys("How long?", Keys.ENTER)
-    said = r"First word after \S+ m?s instead of \S+ m?s\. \d+ % of the text was not read\."
+    said = r"First word after \S+ m?s( instead of|; full reading:) \S+ m?s\. \d+ % of the text was not read\."
     page.until(lambda: page.all(".headline") and re.fullmatch(said, page.find(".headline").text.strip()))
     assert page.find("#stop").is_displayed()
     release.set()
@@ -187,9 +187,16 @@ def test_a_sent_question_is_edited_and_asked_with_its_document(page: Page, live:
 
 
 def test_a_short_question_has_no_apparatus(page: Page, live: Any, engine: FakeEngine) -> None:
+    release = threading.Event()
+    engine.script = lambda request: [*engine.tokens("Good", end=False), release, *engine.tokens(" day")]
     base, _ = live()
     page.open(base)
-    turn = page.ask("Hello")
+    page.find("#question").send_keys("Hello", Keys.ENTER)
+    page.until(lambda: page.all(".answer") and page.find(".answer").text == "Good")
+    assert not page.find(".timeline").is_displayed()
+    release.set()
+    page.until(lambda: not page.find("#stop").is_displayed())
+    turn = page.find(".turn")
     shown = [part for css in (".headline", ".timeline", ".why") for part in turn.find_elements("css selector", css)]
     assert [part.is_displayed() for part in shown] == [False] * 3
     assert [button.text for button in turn.find_elements("css selector", ".turn-actions button") if button.text] == [

@@ -93,6 +93,9 @@ def test_a_conversation_is_renamed_exported_and_deleted(page: Page, live: Any, e
     page.find("#title").clear()
     page.find("#title").send_keys("My file: a/b", Keys.ENTER)
     page.until(lambda: page.find("#conversations").text == "My file: a/b")
+    for typed, shown in (("nothing", ""), ("my FILE", "My file: a/b"), ("", "My file: a/b")):
+        page.set("#search", typed)
+        assert page.find("#conversations").text == shown
     page.find("#export-markdown").click()
     page.find("#export-json").click()
     page.until(lambda: page.run("return window.saved.length") == 4)

@@ -157,8 +157,9 @@ export class Chat {
   }
 
   #turn(record) {
+    const bare = ![...this.conversation.turns, record].some(({ documents }) => documents.length);
     return new Turn(record, { map: (turn) => this.showMap(turn), again: (turn) => this.#again(turn),
-      edit: (turn) => this.#edit(turn) });
+      edit: (turn) => this.#edit(turn) }, bare);
   }
 
   showMap(turn) {
@@ -316,13 +317,13 @@ export class Chat {
     const most = isSample(record) ? SAMPLE.length : Infinity;
     try {
       other?.lane.note("waits for the end of the first answer");
-      if (record.documents.length) one.progressed = (text) => this.map.clear(`On its way: ${text}`);
+      if (!turn.plain) one.progressed = (text) => this.map.clear(`On its way: ${text}`);
       await one.run(messages, this.settings.answering(record.arms[0].mode, most), signal);
       if (!turn.plain) await this.#explain(turn, messages, signal);
       // Apart from the rest of the cache: neither arm may find what the other one has read.
       if (other) await other.run(messages, { ...this.settings.answering("full", most), cache_salt: `compare ${id}` }, signal);
     } finally {
-      if (record.documents.length && !record.explanation) this.map.clear();
+      if (!turn.plain && !record.explanation) this.map.clear();
       for (const arm of record.arms) if (arm.state === "running") arm.state = "stopped";
       turn.finish();
     }

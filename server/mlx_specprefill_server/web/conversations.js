@@ -10,6 +10,7 @@ export class Conversations {
     this.chat = chat;
     find("new").addEventListener("click", () => chat.begin());
     find("shelf-toggle").addEventListener("click", () => this.#toggle());
+    find("search").addEventListener("input", () => this.#filter());
     find("export-markdown").addEventListener("click", () => this.#export("md", markdownOf));
     find("export-json").addEventListener("click", () => this.#export("json", (one) => JSON.stringify(one, null, 2)));
     find("rename").addEventListener("click", () => this.#rename());
@@ -37,8 +38,15 @@ export class Conversations {
       });
       return element("li", {}, button);
     }));
+    this.#filter();
     const kept = all.some((one) => one.id === id);
     for (const name of ["rename", "delete", "export-markdown", "export-json"]) find(name).disabled = !kept;
+  }
+
+  /** Those whose name has the words that are searched. */
+  #filter() {
+    const wanted = find("search").value.trim().toLowerCase();
+    for (const line of find("conversations").children) line.hidden = !line.textContent.toLowerCase().includes(wanted);
   }
 
   #rename() {

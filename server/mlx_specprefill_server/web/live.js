@@ -62,7 +62,7 @@ export class LivePanel {
           this.#refused(error);
           return;
         }
-        find("live-state").textContent = `No connection to the server: ${error.message}`;
+        find("live-state").textContent = error.message;
       }
       await new Promise((resolve) => setTimeout(resolve, 2000));
     }

@@ -27,9 +27,10 @@ export function messagesOf(turns, system) {
 const WORTH_SAYING = 0.1; // of a whole: the template's first words are always known already
 
 export class Turn {
-  /** `actions`: what the buttons do: map, again, edit, each with the turn. */
-  constructor(record, actions) {
+  /** `actions`: what the buttons do: map, again, edit, each with the turn; `bare`: the conversation has no document. */
+  constructor(record, actions, bare) {
     this.record = record;
+    this.bare = bare;
     this.actions = actions;
     const { question, documents } = record;
     this.asked = element("p", { className: "question", textContent: question });
@@ -58,20 +59,21 @@ export class Turn {
     this.timelines.replaceChildren(this.timeline.element);
     this.answers.replaceChildren(...this.arms.map((arm) => arm.element));
     this.answers.dataset.count = this.arms.length;
+    this.#tell();
   }
 
   /** To be answered once more. */
   reset(question, arms) {
     Object.assign(this.record, { question, arms, explanation: null });
     this.asked.textContent = question;
-    this.headline.hidden = this.foot.hidden = true;
+    this.foot.hidden = true;
     this.#arms();
   }
 
-  /** A question without a document that was read like in any other chat: there is nothing to explain. */
+  /** Without a document, and not read selectively: there is nothing to explain. */
   get plain() {
-    const { arms: [one, other], documents } = this.record;
-    return !documents.length && !other && one.mode === "auto" && one.account?.mode === "full";
+    const [one, other] = this.record.arms;
+    return this.bare && !other && one.mode === "auto" && one.account?.mode !== "sparse";
   }
 
   /** The answers are there, or will not come. */

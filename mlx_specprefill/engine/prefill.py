@@ -41,6 +41,7 @@ __all__ = ["Prefiller"]
 log = logging.getLogger(__name__)
 Slices = Generator[Progress | PromptLogprobs, None, mx.array]
 Kept = npt.NDArray[np.int32]
+_FORCED = ":forced"  # ends the choice of a request that forces a sparse prefill
 _OPENING = 32  # tokens of a message whose first line may be an instruction
 _LEAST_RECALL = 256  # tokens that may always be recalled
 _WORTH_KEEPING = 128  # tokens of a dense beginning that is worth a forward end
@@ -93,23 +94,27 @@ class Prefiller:
         return logits
 
     def _resume(self, sequence: Sequence, again: bool = False) -> None:
-        """Resume from the longest cached prefix: a dense one, or a sparse one with this request's choice."""
-        request, label = sequence.request, sequence.request.label
+        """Resume from the longest cached prefix: a dense one, or a sparse one with this request's choice.
+
+        A forced request means its newest message: of that it resumes only what another forced request chose.
+        """
+        request, label, choice = sequence.request, sequence.request.label, self._choice(sequence)
         sequence.stage = "prefill"
-        sequence.choice = self._choice(sequence)
         limit, last = request.usable_prefix, len(request.prompt) - 1
-        if sequence.choice is not None and limit < last and self._is_repeated(request, sequence.choice):
-            limit = last
-        prefix = request.prompt[: limit + 1]
-        hit = self.caches.target_prefix(prefix, label, again, sequence.choice) if limit > 0 else None
+        sequence.choice = choice
+        if choice is not None and request.specprefill.enabled:
+            sequence.choice = f"{choice}{_FORCED}"
+            if self._is_repeated(request, sequence.choice):
+                limit, choice = last, sequence.choice
+        hit = self.caches.target_prefix(request.prompt[: limit + 1], label, again, choice) if limit > 0 else None
         sequence.resume(CacheHit(0, empty_cache(self.pair.target)) if hit is None else hit)
 
     def _choice(self, sequence: Sequence) -> str | None:
-        """Return the name under which later requests find this one's prefix; None if it reads everything."""
+        """Return how the names begin under which this request finds sparse prefixes; None if it reads everything."""
         plan = sequence.plan
         if plan is None or plan.choice is None:
             return None
-        return f"{plan.choice}:staged" if is_staged(self.pair, sequence.request, plan) else plan.choice
+        return plan.choice + ("staged" if is_staged(self.pair, sequence.request, plan) else "whole")
 
     def _is_repeated(self, request: GenerationRequest, choice: str) -> bool:
         """Return whether the same prompt was read before with the same choice."""

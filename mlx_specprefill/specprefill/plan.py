@@ -79,8 +79,7 @@ def plan_prefill(
     if (refusal := _refused(request, sparse_refusal)) is not None:
         return plan.as_full(refusal)
     if (options.enabled or policy.enabled) and keep < 1 and options.importance is None:
-        # A forced request means its newest message, so its prefix serves forced requests only.
-        plan = replace(plan, choice=f"{keep}:{rule}:{scope}" + ":forced" * bool(options.enabled))
+        plan = replace(plan, choice=f"{keep}:{rule}:{scope}:")
     if (refusal := _too_long(M, draft_context)) is not None:
         return plan.as_full(refusal)
     if options.enabled is None:

@@ -356,6 +356,35 @@ def test_nothing_sparse_answers_a_dense_request_or_another_ones() -> None:
         assert kept_of(after[1]) == kept_of(alone[1])
 
 
+@pytest.mark.parametrize("first", [True, None])
+@pytest.mark.parametrize("second", [True, None])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_conversation_goes_on_whether_a_turn_is_forced_or_not(
+    family: str, first: bool | None, second: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, prompt = tiny_pair(family), random_prompt(FIRST)
+    meter = Meter(pair, monkeypatch)
+    spans = (PromptSpan("user", 0, 0, FIRST, FIRST),)
+    with Engine(pair, CONFIG) as engine:
+        answer, _ = generated(
+            engine.generate(GenerationRequest(prompt, ANSWER, specprefill=SpecPrefillOptions(first), spans=spans))
+        )
+        longer = (*prompt, *answer, *random_prompt(400, 5))
+        end = FIRST + ANSWER
+        said = (
+            *spans,
+            PromptSpan("assistant", FIRST, FIRST, end, end),
+            PromptSpan("user", end, end, len(longer), len(longer)),
+        )
+        meter.take()
+        how = SpecPrefillOptions(second)
+        _, last = generated(engine.generate(GenerationRequest(longer, ANSWER, specprefill=how, spans=said)))
+        assert isinstance(last, Finished)
+        assert last.report.mode == "sparse"
+        assert last.report.cached_tokens > 200
+        assert meter.take()[0] <= 1 + 400 + last.report.recalled_tokens + ANSWER
+
+
 def test_own_scores_and_forced_requests_do_not_depend_on_a_session() -> None:
     """The same prompt again, with scores of the caller's, and forced: what is kept is what the request asks for."""
     prompt = random_prompt(FIRST)

@@ -42,7 +42,7 @@ __all__ = [
 
 Tokens = npt.NDArray[np.int32]
 RecordKind = Literal["tokens", "state"]
-ANY_CHOICE = "*"  # matches every choice
+ANY_CHOICE = ""  # every choice begins with it
 
 
 class Fed:
@@ -145,15 +145,15 @@ class Node:
         """Return the children that share tokens with `wanted` after this node, with the number of shared tokens.
 
         Args:
-            choice: of sparse children to include; None: none; `ANY_CHOICE`: all.
+            choice: how the choices of sparse children to include begin; None: none.
         """
         rest = wanted[self.end :]
         first = int(rest[0]) if rest.size else None
-        usable = (None, choice) if choice != ANY_CHOICE else None
         return [
             (common_length(child.tokens, rest), child)
             for child in self.children.values()
-            if child.first == first and (usable is None or child.choice in usable)
+            if child.first == first
+            and (child.choice is None or (choice is not None and child.choice.startswith(choice)))
         ]
 
     def records(self) -> list[Record]:

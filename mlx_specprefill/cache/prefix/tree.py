@@ -168,7 +168,7 @@ class PrefixCache:
             again: the same request looked up before (a retry, background work): it does not count as a hit, and the
                 statistics stay unchanged.
             label: the search is limited to prefixes stored under it.
-            choice: sparse prefixes stored under it are searched, too.
+            choice: sparse prefixes whose choice begins so are searched, too.
         """
         self._budget.begin_lookup()
         self._stored.begin()

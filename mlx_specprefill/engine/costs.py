@@ -294,9 +294,14 @@ def prior_cost(model: nn.Module, config: Mapping[str, Any]) -> ForwardCost:
 
 
 def _active_parameters(model: nn.Module, config: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return the number of weights that a token uses, and whether there are experts."""
+    """Return the number of weights that a prompt's token uses, and whether there are experts.
+
+    The output projection does not count: only a prefill's last tokens meet it. It would dominate a small draft.
+    """
     total, experts = 0, False
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if name.endswith("lm_head"):
+            continue
         if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
             used = next((int(config[key]) for key in _USED_EXPERTS if config.get(key)), 1)
             total += _elements(module) * used // max(int(module.weight.shape[0]), 1)

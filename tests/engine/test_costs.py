@@ -192,3 +192,8 @@ def test_a_prior_counts_packed_weights_as_what_they_stand_for():
     linear = nn.Linear(64, 96, bias=False)
     for packed in (linear, linear.to_quantized(group_size=32, bits=4), linear.to_quantized(group_size=32, bits=5)):
         assert prior_cost(Model(packed), {}).token == 2 * 64 * 96 / 5e7
+
+
+def test_the_output_projection_is_no_cost_of_a_prompts_token() -> None:
+    small, large = (tiny.tiny_model("llama", vocab_size=size) for size in (96, 9600))
+    assert prior_cost(small, {}) == prior_cost(large, {})

@@ -93,9 +93,14 @@ def _held(match: Match) -> tuple[Tokens | None, int]:
     """Return the positions of a match (None: all), and the number of excess tokens in its blocks."""
     if match.node.choice is None:
         return None, match.node.end - match.length
-    stored = np.concatenate([node.fed for node in match.node.path()])
+    stored = _stored_positions(match.node)
     held = stored[: Fed(stored).slots(match.length)]
     return held, stored.size - held.size
+
+
+def _stored_positions(node: Node) -> Tokens:
+    """Return the positions of all tokens on the path to a node, in the order of feeding."""
+    return np.concatenate([step.fed for step in node.path()])
 
 
 def _hidden(loaded: Sequence[Arrays]) -> list[tuple[int, mx.array]]:
@@ -193,7 +198,11 @@ class PrefixCache:
         root = self._roots.get(label)
         if root is None:
             return None
-        return (deepest_state if self._layout.stateful else longest_match)(root, wanted, self.block_size, choice)
+        find = deepest_state if self._layout.stateful else longest_match
+        match = find(root, wanted, self.block_size, choice)
+        if match is None or match.node.choice is None or Fed(_stored_positions(match.node)).run < match.length:
+            return match
+        return find(root, wanted, self.block_size)  # nothing is thinned so far, so it is no turn of this conversation
 
     def _serve(self, match: Match, room: int, again: bool) -> CacheHit | None:
         """Return the matched prefix as a prompt cache with room for `room` more tokens.

@@ -101,7 +101,7 @@ def test_a_stored_turn_comes_back_as_it_was(family: str) -> None:
         assert ours[0] == theirs[0]
 
 
-@pytest.mark.parametrize("length", range(20, 91, 7))
+@pytest.mark.parametrize("length", range(24, 91, 6))
 def test_what_can_be_cut_is_served_at_any_length(length: int) -> None:
     """As if nothing had been fed behind it."""
     prefixes = stored("llama")
@@ -124,6 +124,18 @@ def test_states_are_served_where_they_were_stored(family: str) -> None:
     hit = stored(family).lookup((*PROMPT[:80], 3), choice="a")
     assert hit is not None
     assert hit.length == 68
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_lies_before_the_first_gap_is_dense(family: str) -> None:
+    """A prompt that shares no more than that with a sparse one does not go on from it, but from dense blocks."""
+    prefixes, tokens = stored(family), (*PROMPT[:18], 3, 4)
+    found = prefixes.covers(tokens)
+    assert found == (0 if STATEFUL[family] else 16)  # whole blocks
+    prefixes.store(PROMPT[:18], dense(family, PROMPT[:18])[0])
+    hit = prefixes.lookup(tokens, choice="a")
+    assert hit is not None
+    assert (hit.length, hit.held) == (18, None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -404,9 +404,10 @@ class Prefiller:
         sequence = Sequence(-1, request, 0.0)
         self._resume(sequence, again=True)
         yield from read_rest(self.pair, self.caches, sequence, choice, self.prefill_chunk_size)
-        if sequence.cached < len(request.prompt) - 1:
-            yield from self._full(sequence)
-            sequence.store()
+        yield from self._full(sequence)
+        sequence.store()
+        # The next turn begins with all of it: a state at its end competes with the sparse one there.
+        self.caches.keep_target(request.prompt, sequence.cache, request)
 
     def drafted(self, request: GenerationRequest) -> Generator[Progress, None, None]:
         """Let the draft read in the background what the target has read, for the next turn."""

@@ -208,10 +208,12 @@ def test_a_short_question_has_no_apparatus(page: Page, live: Any, engine: FakeEn
 
 
 def test_waiting_in_the_queue_is_told_apart(page: Page, live: Any, monkeypatch: Any) -> None:
-    plain = fakes.account
+    plain = fakes.report_of
     waited = Timings(queue_ms=2_000, draft_ms=10, select_ms=1, prefill_ms=20, ttft_ms=31, decode_ms=4)
     predicted = Prediction(100.0, 31.0)
-    monkeypatch.setattr(fakes, "account", lambda request: replace(plain(request), timings=waited, predicted=predicted))
+    monkeypatch.setattr(
+        fakes, "report_of", lambda request: replace(plain(request), timings=waited, predicted=predicted)
+    )
     base, _ = live()
     page.open(base)
     page.set("#mode", "sparse")
@@ -221,8 +223,8 @@ def test_waiting_in_the_queue_is_told_apart(page: Page, live: Any, monkeypatch: 
 
 
 def test_a_prediction_that_was_missed_is_not_advertised(page: Page, live: Any, monkeypatch: Any) -> None:
-    plain = fakes.account
-    monkeypatch.setattr(fakes, "account", lambda request: replace(plain(request), predicted=Prediction(0.001, 0.001)))
+    plain = fakes.report_of
+    monkeypatch.setattr(fakes, "report_of", lambda request: replace(plain(request), predicted=Prediction(0.001, 0.001)))
     base, _ = live()
     page.open(base)
     page.set("#mode", "sparse")

@@ -142,18 +142,14 @@ class EngineCaches:
         """Return the longest prefix that the draft has read."""
         return self._lookup(self._draft, tokens, label)
 
-    def covers(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, choice: str | None = None, draft: bool = False
-    ) -> int:
-        """Return the number of leading tokens that are cached now.
+    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, choice: str | None = None) -> int:
+        """Return the number of leading tokens that the target has cached now.
 
         Args:
             choice: as in `target_prefix`.
-            draft: in the draft's cache instead of the target's.
         """
-        cache = self._draft if draft else self._target
         try:
-            return 0 if cache is None else cache.covers(tokens, label, self._named(choice))
+            return 0 if self._target is None else self._target.covers(tokens, label, self._named(choice))
         except Exception:
             log.exception("looking up what is cached of a prompt failed")
             return 0

@@ -33,6 +33,7 @@ from ..cache.prefix.nodes import model_identity
 from ..config import EngineConfig
 from ..loading import ModelPair
 from ..request import Prediction
+from ..specprefill.sparse_prefill import TAIL
 
 __all__ = ["CostModel", "ForwardCost", "ForwardKind", "LearntCost", "prior_cost"]
 
@@ -44,7 +45,6 @@ ForwardKind = Literal["draft", "target", "upper", "select"]
 _REMEMBERED = 96  # forwards
 _HALF_LIFE = 12  # forwards after which an observation counts half, to follow a machine that becomes busy
 _LEAST_TOKENS = 16  # shorter forwards are not timed
-_TAIL = 32  # the last tokens of a longer prompt take a forward of their own
 _ROUNDS = 12
 _EXACT = 1e-3  # relative error below which observations count alike
 _RIDGE = 1e-9  # keeps a system solvable if all observations are alike
@@ -75,7 +75,7 @@ class ForwardCost:
         """Return the time of a prefill in forwards of `step` tokens."""
         if tokens <= 0:
             return 0.0
-        before = math.ceil((tokens - _TAIL) / step) if tokens > 2 * _TAIL else 0
+        before = math.ceil((tokens - TAIL) / step) if tokens > 2 * TAIL else 0
         return self.fixed * before + self.ms(tokens, depth)
 
     def fitting(self, ms: float, depth: int) -> int:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..config import EngineConfig
 from ..errors import DeviceError, EngineClosedError, RequestCancelled
-from ..request import Event, Failed, Finished, FinishReason, TokenEvent, TokenIds, concat_tokens
+from ..request import Event, Failed, Finished, FinishReason, TokenEvent, concat_tokens
 from .admission.memory import Memory
 from .battery import Battery
 from .caches import EngineCaches
@@ -375,18 +375,10 @@ class Loop:
         sequence.store()
         cache, tokens = self._rows.remove(job.uid)
         if sequence.shift == 0 and self._config.kv_bits is None:
-            self._keep(job, concat_tokens(sequence.request.prompt, tokens), cache)
+            sequence.keep(self._caches, concat_tokens(sequence.request.prompt, tokens), cache)
+            if self._caches.enabled:
+                self._densifier.follow(sequence, job.handle)
         self._end(job, Finished(reason, len(sequence.tokens), sequence.report()))
-
-    def _keep(self, job: Job, tokens: TokenIds, cache: list[Any]) -> None:
-        sequence = _answering(job)
-        request, choice = sequence.request, sequence.choice
-        if sequence.kept is None:
-            self._caches.keep_target(tokens, cache, request)
-        elif choice is not None:
-            self._caches.keep_target(tokens, cache, request, choice, sequence.hidden)
-        if self._caches.enabled:
-            self._densifier.follow(sequence, job.handle)
 
     def _cancel(self, job: Job) -> None:
         sequence = job.sequence

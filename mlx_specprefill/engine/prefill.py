@@ -18,6 +18,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from .._steps import Steps
 from ..cache.entry import CacheHit
 from ..cache.positioned import PositionedRotatingKVCache, leaves
+from ..cache.prefix.nodes import Fed
 from ..config import EngineConfig
 from ..errors import RequestCancelled, device_error
 from ..loading import ModelPair
@@ -158,6 +159,9 @@ class Prefiller:
         if sequence.reads_all:
             return None
         text, scores = self.text.read(sequence.request.prompt), None
+        self._read_all_if_asked(sequence, text)
+        if sequence.reads_all:
+            return None
         if self._may_choose(sequence):
             scores = yield from self._scores(sequence, text)
             if sequence.reads_all:
@@ -180,11 +184,13 @@ class Prefiller:
         if submitted.mode == "full":  # the memory was reserved for a full prefill
             plan = plan.as_full(submitted.reason)
         sequence.plan = plan
-        if sequence.reads_all:
-            return
-        sequence.plan = self.by_question(request, plan, self.text.read(request.prompt))
-        if sequence.plan.mode == "full" and sequence.plan.choice is None:
-            self._resume(sequence)  # from a dense prefix only
+
+    def _read_all_if_asked(self, sequence: Sequence, text: PromptText) -> None:
+        """Resume from a dense prefix only if the question is about everything."""
+        assert sequence.plan is not None
+        plan = sequence.plan = self.by_question(sequence.request, sequence.plan, text)
+        if plan.mode == "full" and plan.choice is None:
+            self._resume(sequence)
 
     def _may_choose(self, sequence: Sequence) -> bool:
         """Return whether the draft scores the prompt: new text may be dropped, or dropped text recalled."""
@@ -318,11 +324,10 @@ class Prefiller:
             return {}
         lengths = [length for length in self._checkpoints(sequence) if length > sequence.cached]
         counts = {int(np.searchsorted(new, length)): length for length in lengths}
-        if sequence.held is None:
-            gaps = np.flatnonzero(new != np.arange(sequence.cached, sequence.cached + new.size))
-            run = int(gaps[0]) if gaps.size else new.size
-            if run >= _WORTH_KEEPING:
-                counts[run] = sequence.cached + run  # dense up to here
+        if sequence.held is None and sequence.kept is not None:
+            dense = Fed(sequence.kept).run
+            if dense - sequence.cached >= _WORTH_KEEPING:
+                counts[dense - sequence.cached] = dense
         return {count: counts[count] for count in sorted(counts) if 0 < count < new.size}
 
     def _keep(self, sequence: Sequence, length: int, later: bool) -> None:
@@ -406,8 +411,8 @@ class Prefiller:
         yield from read_rest(self.pair, self.caches, sequence, choice, self.prefill_chunk_size)
         yield from self._full(sequence)
         sequence.store()
-        # The next turn begins with all of it: a state at its end competes with the sparse one there.
-        self.caches.keep_target(request.prompt, sequence.cache, request)
+        if _stateful(sequence.cache):  # the next turn begins with all of it: the sparse turn has a state at its end
+            self.caches.keep_target(request.prompt, sequence.cache, request)
 
     def drafted(self, request: GenerationRequest) -> Generator[Progress, None, None]:
         """Let the draft read in the background what the target has read, for the next turn."""

@@ -95,10 +95,8 @@ class RankedCaches(EngineCaches):
             least, most = self._ranks.range(length)
         return hit
 
-    def covers(
-        self, tokens: Sequence[int] | TokenIds, label: CacheLabel, choice: str | None = None, draft: bool = False
-    ) -> int:
-        return self._ranks.agree("covered", lambda: super(RankedCaches, self).covers(tokens, label, choice, draft))
+    def covers(self, tokens: Sequence[int] | TokenIds, label: CacheLabel, choice: str | None = None) -> int:
+        return self._ranks.agree("covered", lambda: super(RankedCaches, self).covers(tokens, label, choice))
 
 
 class RankedMemory(Memory):

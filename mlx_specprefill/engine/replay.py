@@ -60,17 +60,8 @@ def replay_continuation(
             rows = sequence.model(prefiller.pair)(mx.array(continuation[:-1])[None], cache=sequence.cache)[0]
         logits = mx.concatenate([logits, rows])
     if keep and sequence.shift == 0:
-        _keep(prefiller, sequence, continuation[:-1])
+        sequence.keep(prefiller.caches, concat_tokens(request.prompt, continuation[:-1]), sequence.cache)
     raw = logits.astype(mx.float32)
     logprobs = np.array(raw - mx.logsumexp(raw, axis=-1, keepdims=True))
     looked = np.array(mx.stack(list(capture.found.values())).mean(axis=0)) if capture and capture.found else None
     return Replay(logprobs, sequence.report(), looked)
-
-
-def _keep(prefiller: Prefiller, sequence: Sequence, read: tuple[int, ...]) -> None:
-    """Cache the sequence for the conversation's next turn, as after an answer."""
-    request, tokens = sequence.request, concat_tokens(sequence.request.prompt, read)
-    if sequence.kept is None:
-        prefiller.caches.keep_target(tokens, sequence.cache, request)
-    elif sequence.choice is not None:
-        prefiller.caches.keep_target(tokens, sequence.cache, request, sequence.choice, sequence.hidden)

@@ -16,10 +16,11 @@ from ..cache.entry import CacheHit
 from ..cache.prefix.nodes import Fed
 from ..constraints import GrammarState
 from ..loading import ModelPair
-from ..request import GenerationRequest, PrefillReport, ScorerKind, Stage, Timings
+from ..request import GenerationRequest, PrefillReport, ScorerKind, Stage, Timings, TokenIds
 from ..specprefill.plan import PrefillPlan
 from ..specprefill.selector import kept_spans
 from ..specprefill.staged_prefill import HiddenStates
+from .caches import EngineCaches
 from .speculation import AnswerDrafter
 from .stats import Need
 
@@ -103,6 +104,13 @@ class Sequence:
         if self.unstored is not None:
             store, self.unstored = self.unstored, None
             store()
+
+    def keep(self, caches: EngineCaches, tokens: TokenIds, cache: list[Any]) -> None:
+        """Cache the conversation for its next turn: the prompt and the answer's tokens that the cache has read."""
+        if self.kept is None:
+            caches.keep_target(tokens, cache, self.request)
+        elif self.choice is not None:
+            caches.keep_target(tokens, cache, self.request, self.choice, self.hidden)
 
     def model(self, pair: ModelPair) -> Callable[..., mx.array]:
         """Return the model that continues the sequence's cache."""

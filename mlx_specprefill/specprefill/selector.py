@@ -205,15 +205,18 @@ def strongest(tokens: Indices, asked: Floats, most: int) -> Indices:
         tokens: prompt indices, ascending int32.
         asked: importance (M,).
     """
-    runs = [run for run in np.split(tokens, np.flatnonzero(np.diff(tokens) != 1) + 1) if run.size]
-    runs.sort(key=lambda run: -float(asked[run].max()))
+    runs = sorted(_runs(tokens), key=lambda run: -float(asked[run].max()))
     return np.sort(np.concatenate([tokens[:0], *runs])[:most])
 
 
 def kept_spans(kept: Indices) -> tuple[tuple[int, int], ...]:
     """Return kept indices as maximal [start, end) spans."""
-    parts = np.split(kept, np.flatnonzero(np.diff(kept) != 1) + 1)
-    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts if part.size)
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in _runs(kept))
+
+
+def _runs(indices: Indices) -> list[Indices]:
+    """Return ascending indices as maximal runs without a gap."""
+    return [run for run in np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1) if run.size]
 
 
 _UNKNOWN, _ENDS_LINE, _ENDS_SENTENCE, _BEGINS_WORD = 1, 2, 4, 8

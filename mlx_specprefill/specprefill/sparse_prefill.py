@@ -15,11 +15,11 @@ from ..cache.positioned import Positioned, leaves, place
 from ..errors import SparseUnsupportedError
 from ..request import Progress, TokenIds
 
-__all__ = ["prefill"]
+__all__ = ["TAIL", "prefill"]
 
 # Tokens of the last forward. One alone would cost a whole pass over the weights. A few rows add little to the output
 # projection, which runs over all of them. Up to twice as many are not worth a second pass.
-_TAIL = 32
+TAIL = 32
 
 
 def prefill(
@@ -64,7 +64,7 @@ def prefill(
     fed = ids if kept is None else ids[kept]
     total = fed.size
     tokens = mx.array(fed)[None]
-    tail = 1 if last_forward is not None else _TAIL if total > 2 * _TAIL else total
+    tail = 1 if last_forward is not None else TAIL if total > 2 * TAIL else total
     start, last = 0, max([total - tail, *(cut for cut in cuts if cut < total)])
     while start < last:
         end = min(start + (step if isinstance(step, int) else step()), last)

@@ -15,7 +15,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from ...request import TokenIds
-from ..positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, leaves
+from ..positioned import Positioned, PositionedKVCache, PositionedRotatingKVCache, Runs, leaves
 
 __all__ = ["Arrays", "Layout", "nbytes_of"]
 
@@ -193,8 +193,9 @@ def _restore_tokens(
 
 
 def _runs_of(positions: TokenIds) -> list[tuple[int, int]]:
-    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-    return [(int(run[0]), int(run.size)) for run in np.split(positions, cuts)]
+    runs = Runs()
+    runs.extend(positions)
+    return runs.pairs()
 
 
 def _joined(parts: list[mx.array], excess: int, spare: int) -> mx.array:

@@ -87,7 +87,7 @@ def serve(
         int | None,
         typer.Option(
             help="Prefill prompts with more uncached tokens than this sparsely. Default: if it saves enough time, by "
-            "costs measured at the first start."
+            "learnt costs."
         ),
     ] = None,
     specprefill_keep_pct: Annotated[

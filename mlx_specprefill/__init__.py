@@ -19,7 +19,7 @@ _files.preload()
 from .adapters.capture import DraftHeads, read_heads
 from .adapters.sharding import DraftPlacement
 from .adapters.tokenizers import check_same_tokenizer
-from .cache.entry import CacheEntry
+from .cache.prefix.nodes import CacheEntry
 from .config import (
     RULE_NAMES,
     SPECULATION_NAMES,

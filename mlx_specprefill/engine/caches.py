@@ -13,11 +13,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache.budget import ByteBudget
-from ..cache.entry import CacheEntry, CacheHit
 from ..cache.positioned import leaves, make_positioned_cache
 from ..cache.prefix.disk import DiskTier
-from ..cache.prefix.nodes import model_identity
-from ..cache.prefix.records import Arrays
+from ..cache.prefix.nodes import Arrays, CacheEntry, CacheHit, model_identity
 from ..cache.prefix.tree import PrefixCache
 from ..config import EngineConfig
 from ..errors import SettingsError, SparseUnsupportedError

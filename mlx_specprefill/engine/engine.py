@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache.entry import CacheEntry
+from ..cache.prefix.nodes import CacheEntry
 from ..config import EngineConfig
 from ..constraints import Grammars, GrammarState, ReasoningBudgetState
 from ..errors import ContextLengthError, DeviceError, EngineClosedError, InvalidRequestError

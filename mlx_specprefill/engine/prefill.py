@@ -16,9 +16,8 @@ import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from .._steps import Steps
-from ..cache.entry import CacheHit
 from ..cache.positioned import PositionedRotatingKVCache, leaves
-from ..cache.prefix.nodes import Fed
+from ..cache.prefix.nodes import CacheHit, Fed
 from ..config import EngineConfig
 from ..errors import RequestCancelled, device_error
 from ..loading import ModelPair

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache.entry import CacheHit
+from ..cache.prefix.nodes import CacheHit
 from ..config import EngineConfig
 from ..distributed.ranks import Ranks
 from ..errors import EngineClosedError, EngineError, PeerLost, PeerLostError, RequestCancelled

@@ -12,8 +12,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.entry import CacheHit
-from ..cache.prefix.nodes import Fed
+from ..cache.prefix.nodes import CacheHit, Fed
 from ..constraints import GrammarState
 from ..loading import ModelPair
 from ..request import GenerationRequest, PrefillReport, ScorerKind, Stage, Timings, TokenIds

@@ -8,11 +8,14 @@ index holds the prompts' tokens in plain form, so only the owner may read it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
 import os
 import queue
 import sqlite3
+import struct
 import threading
 import time
 from collections import deque
@@ -21,15 +24,114 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
-from .index import DiskRow, RecordIndex, file_name
-from .private import create_private
-from .record_file import Data, Part, as_bytes, checksum, decode, encode, read_into
+from ...request import SHARED, CacheLabel
+from .index import DiskRow, RecordIndex, create_private, file_name
+from .nodes import Arrays, Node, Record, RecordKind, block_digest, root_digest, token_bytes
 
-__all__ = ["DiskTier"]
+__all__ = ["DiskTier", "StoredTree", "encode", "read_into"]
+
+VERSION = 1
+_FORMAT = "mlx-specprefill-prefix"
+_BITS: dict[int, Any] = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+_DTYPES = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "F32": mx.float32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
+    "F64": mx.float64,
+    "C64": mx.complex64,
+}
+# Types that numpy has and passes on bit for bit. Other types are stored as integers.
+_AS_THEY_ARE = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I32": "<i4", "F16": "<f2", "F32": "<f4"}
+Data = bytes | memoryview
+Part = Data | npt.NDArray[np.generic]
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def as_bytes(part: Part) -> Data:
+    return part.data if isinstance(part, np.ndarray) else part
+
+
+def read_into(path: Path, buffer: bytearray) -> memoryview:
+    """Return a file's bytes, in the buffer if they fit, else in a new one, which is the result's `obj`.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        view = memoryview(buffer if len(buffer) >= size else bytearray(size))
+        done = 0
+        while done < size and (count := file.readinto(view[done:size])):
+            done += count
+    return view[:done]
+
+
+def checksum(parts: Sequence[Part], size: int = 32) -> bytes:
+    """Return a digest of `size` bytes: 32, or 24 in files of earlier versions."""
+    # Processors have instructions for SHA-256; it takes a fraction of BLAKE2's time.
+    digest = hashlib.sha256() if size == hashlib.sha256().digest_size else hashlib.blake2b(digest_size=size)
+    for part in parts:
+        digest.update(as_bytes(part))
+    return digest.digest()
+
+
+def encode(arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> list[Part]:
+    """Return a safetensors file in parts: header, then one flat array of unsigned integers per array."""
+    header: dict[str, Any] = {"__metadata__": {"format": _FORMAT, "version": str(VERSION), **metadata}}
+    parts: list[Part] = []
+    offset = 0
+    flat = {name: array.reshape(-1).view(_BITS[array.dtype.size]) for name, array in arrays.items() if array.size}
+    mx.eval(flat)  # together: each call waits for the device
+    for name, array in arrays.items():
+        raw = np.array(flat[name]) if array.size else np.zeros(0, np.uint8)
+        offsets = [offset, offset + raw.nbytes]
+        header[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
+        offset += raw.nbytes
+        parts.append(raw)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [struct.pack("<Q", len(text)) + text, *parts]
+
+
+def decode(data: Data, metadata: Mapping[str, str]) -> dict[str, mx.array]:
+    """Return the arrays of a file from `encode`.
+
+    Raises:
+        ValueError: it was made for another record, by another version, or not by us.
+        KeyError: as ValueError.
+    """
+    (size,) = struct.unpack_from("<Q", data) if len(data) >= 8 else (0,)
+    header = json.loads(bytes(data[8 : 8 + size]))
+    said = header.pop("__metadata__")
+    if said != {"format": _FORMAT, "version": str(VERSION), **metadata}:
+        raise ValueError(f"it belongs elsewhere: {said}")
+    return {name: _array(data, 8 + size, spec) for name, spec in header.items()}
+
+
+def _array(data: Data, base: int, spec: Mapping[str, Any]) -> mx.array:
+    dtype = _DTYPES[spec["dtype"]]
+    start, end = spec["data_offsets"]
+    own = _AS_THEY_ARE.get(spec["dtype"])
+    bits = np.dtype(own or f"<u{dtype.size}")
+    raw = np.frombuffer(data, dtype=bits, count=(end - start) // dtype.size, offset=base + start)
+    array = mx.array(raw.reshape(spec["shape"]))
+    return array if own else array.view(dtype)
+
 
 log = logging.getLogger(__name__)
 
@@ -327,3 +429,147 @@ class DiskTier:
         for key in keys:
             self._path(key).unlink(missing_ok=True)
         self.nbytes = self._index.total()
+
+
+_AT = "@"  # between a namespace and a label, neither of which contains it
+
+MakeRecord = Callable[[Node, RecordKind, int], Record]
+
+
+class StoredTree:
+    """The records of one model's tree on disk.
+
+    Args:
+        identity: of the model; another identity, or another block size, never sees these records.
+        only_pinned: only pinned records are written, and none of requests with a salt.
+    """
+
+    def __init__(self, disk: DiskTier | None, identity: str, block_size: int, only_pinned: bool = False) -> None:
+        self.disk = disk
+        self._only_pinned = only_pinned
+        self._identity = identity
+        self._block_size = block_size
+        self._namespace = f"{identity}:{block_size}"
+        self._evictions = 0  # of the disk tier, at the last call of `evicted`
+
+    def root(self, label: CacheLabel) -> Node:
+        """Return an empty tree for a label."""
+        identity = self._identity if label == SHARED else f"{self._identity}{_AT}{label.owner}/{label.salt}"
+        return Node(None, np.zeros(0, dtype=np.int32), root_digest(identity, self._block_size), label)
+
+    def begin(self) -> None:
+        """Start a new look-up or store, as `DiskTier.begin`."""
+        if self.disk is not None:
+            self.disk.begin()
+
+    def has(self, record: Record) -> bool:
+        return self.disk is not None and self.disk.has(record.key)
+
+    def read(self, records: Sequence[Record]) -> Iterator[Arrays | None]:
+        """Yield the arrays of one label's records in this order; None for a record that can't be read."""
+        if self.disk is None or not records:
+            return iter([None] * len(records))
+        return self.disk.read([record.key for record in records], self._namespace_of(records[0].node.label))
+
+    def write(self, record: Record) -> None:
+        """Queue a record after those that it needs; no effect if it is stored or can't be written."""
+        if self.disk is None or self.has(record) or not self._may_write(record):
+            return
+        waiting = [record]
+        node = record.node if record.kind == "state" else record.node.parent
+        while node is not None and node.record is not None and not self.has(node.record):
+            waiting.append(node.record)
+            node = node.parent
+        for item in reversed(waiting):
+            if item.arrays is None or not self.disk.write(self._row(item), item.arrays):
+                return
+
+    def save(self, record: Record) -> None:
+        """Queue a record that memory evicts and that was refused when it was stored."""
+        if self.disk is not None and not self.has(record):
+            self.touch(record.node.blocks())
+            self.write(record)
+
+    def _may_write(self, record: Record) -> bool:
+        return not self._only_pinned or (record.rank == 2 and not record.node.label.salt)
+
+    def touch(self, records: Sequence[Record]) -> None:
+        if self.disk is None:
+            return
+        for pinned in (False, True):
+            self.disk.touch([record.key for record in records if (record.rank == 2) == pinned], pinned)
+
+    def remove(self, record: Record) -> None:
+        if self.disk is not None:
+            self.disk.remove([record.key])
+
+    def evicted(self) -> bool:
+        """Return whether the disk tier has evicted anything since the last call."""
+        if self.disk is None or self.disk.evictions == self._evictions:
+            return False
+        self._evictions = self.disk.evictions
+        return True
+
+    def restore(self, make_record: MakeRecord) -> dict[CacheLabel, Node]:
+        """Return the trees of an earlier process, by label. Records without the blocks before them are deleted."""
+        if self.disk is None:
+            return {}
+        labels = {name: label for name in self.disk.namespaces() if (label := self._label_of(name)) is not None}
+        roots = [self.root(label) for label in labels.values()]
+        nodes = {root.digest.hex(): root for root in roots}
+        rows = [row for name in labels for row in self.disk.rows(name)]
+        rows.sort(key=lambda row: (row.end, row.key))  # a state's key sorts after its node's
+        useless = [row.key for row in rows if not _attach(row, nodes, make_record)]
+        if useless:
+            log.info("%d stored records without the blocks before them are deleted", len(useless))
+            self.disk.remove(useless)
+        return {root.label: root for root in roots if root.children}
+
+    def _row(self, record: Record) -> DiskRow:
+        node = record.node
+        assert node.parent is not None
+        return DiskRow(
+            key=record.key,
+            namespace=self._namespace_of(node.label),
+            parent=node.parent.digest.hex(),
+            tokens=token_bytes(node.tokens) if record.kind == "tokens" else b"",
+            end=node.end,
+            array_bytes=record.nbytes,
+            pinned=record.rank == 2,
+            choice=node.choice if record.kind == "tokens" else None,
+            positions=b"" if node.positions is None or record.kind == "state" else token_bytes(node.positions),
+        )
+
+    def _namespace_of(self, label: CacheLabel) -> str:
+        return self._namespace if label == SHARED else f"{self._namespace}{_AT}{label.owner}/{label.salt}"
+
+    def _label_of(self, namespace: str) -> CacheLabel | None:
+        """Return the namespace's label; None for another model or block size."""
+        own, _, label = namespace.partition(_AT)
+        owner, _, salt = label.partition("/")
+        return CacheLabel(owner, salt) if own == self._namespace else None
+
+
+def _attach(row: DiskRow, nodes: dict[str, Node], make_record: MakeRecord) -> bool:
+    """Add a stored record to the tree; return False if its parent is missing."""
+    digest = row.key.removesuffix("-state")
+    if row.key != digest:
+        if digest not in nodes:
+            return False
+        nodes[digest].state = _stored(make_record(nodes[digest], "state", row.array_bytes), row)
+        return True
+    parent, tokens = nodes.get(row.parent), np.frombuffer(row.tokens, dtype="<i4")
+    positions = None if row.choice is None else np.frombuffer(row.positions, dtype="<i4")
+    if parent is None or block_digest(parent.digest, tokens, row.choice, positions).hex() != digest:
+        return False
+    node = nodes[digest] = Node(parent, tokens, bytes.fromhex(digest), parent.label, row.choice, positions)
+    node.record = _stored(make_record(node, "tokens", row.array_bytes), row)
+    parent.children[node.digest] = node
+    return True
+
+
+def _stored(record: Record, row: DiskRow) -> Record:
+    """Set the fields of a stored record."""
+    record.pinned = bool(row.pinned)
+    record.hits = int(row.pinned)
+    return record

@@ -17,12 +17,15 @@ import numpy as np
 
 from ...request import SHARED, CacheLabel, TokenIds
 from ..budget import ByteBudget
-from ..entry import CacheEntry, CacheHit
 from ..positioned import PositionedKVCache, leaves
-from .disk import DiskTier
+from .disk import DiskTier, StoredTree
 from .nodes import (
     ANY_CHOICE,
+    Arrays,
+    CacheEntry,
+    CacheHit,
     Fed,
+    Layout,
     Match,
     Node,
     Record,
@@ -32,9 +35,8 @@ from .nodes import (
     common_length,
     deepest_state,
     longest_match,
+    nbytes_of,
 )
-from .records import Arrays, Layout, nbytes_of
-from .stored_tree import StoredTree
 
 __all__ = ["PrefixCache", "fed_of"]
 

@@ -23,9 +23,8 @@ import pytest
 
 from mlx_specprefill.cache.budget import ByteBudget
 from mlx_specprefill.cache.prefix import disk
-from mlx_specprefill.cache.prefix.disk import DiskTier
+from mlx_specprefill.cache.prefix.disk import DiskTier, read_into
 from mlx_specprefill.cache.prefix.index import DiskRow
-from mlx_specprefill.cache.prefix.record_file import read_into
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from tests.cache.prefix.disk_writer import FILE_BYTES, MAKE
 from tests.cache.prefix.stores import BLOCK, fake_caches, filled, held_bytes, prompt_of, same

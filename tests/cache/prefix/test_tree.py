@@ -19,9 +19,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_pro
 
 from mlx_specprefill.cache.budget import GRACE, ByteBudget, Evictable
 from mlx_specprefill.cache.positioned import Positioned, leaves, make_positioned_cache, next_position, place
-from mlx_specprefill.cache.prefix.disk import DiskTier
+from mlx_specprefill.cache.prefix.disk import DiskTier, encode
 from mlx_specprefill.cache.prefix.nodes import Node, Record, longest_match
-from mlx_specprefill.cache.prefix.record_file import encode
 from mlx_specprefill.cache.prefix.tree import PrefixCache
 from mlx_specprefill.request import SHARED
 from tests import precision

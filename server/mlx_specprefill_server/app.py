@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
+import shlex
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import FrameType
 
@@ -20,19 +27,18 @@ from mlx_specprefill import Engine
 from . import __version__, errors, openapi_document
 from .anthropic import messages
 from .auth import AuthMiddleware
-from .awake import Awake
-from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, raise_open_files_limit
-from .greeting import greeting
-from .hosting.models import Models
-from .hosting.waiting import StillLoadingError, answer_when_loaded
+from .connections import MAX_CONNECTIONS, Connections, LimitedProtocol, address, raise_open_files_limit
+from .deps import StillLoadingError, answer_when_loaded
 from .middleware import HeadMiddleware, RequestLimitMiddleware, TrailingSlashMiddleware
+from .models.models import Models
 from .monitoring.access_log import AccessLogMiddleware
 from .openai import chat, completions, responses
 from .openai import models as model_list
-from .routes import about, explain, health, live, page, tokens, warm
+from .routes import page, prompts, status
 from .service import Service
 from .settings import Settings
-from .sockets import address
+
+__all__ = ["Awake", "Server", "app_of", "create_app", "greeting", "make_server", "serve", "serve_models"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +48,6 @@ OFF: TelemetryConfig = {"auto_configure": False, "tracing": False, "metrics": Fa
 LOST_STATUS = 1
 TELLING_S = 5.0  # seconds for the last answers, and for /health to report the loss
 ENDING_S = 10  # seconds for connections to close after their answers have ended
-
-__all__ = ["Server", "app_of", "create_app", "make_server", "serve", "serve_models"]
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
@@ -81,12 +85,8 @@ def app_of(models: Models) -> FastAPI:
         module.router
         for module in (
             page,
-            health,
-            about,
-            live,
-            explain,
-            warm,
-            tokens,
+            status,
+            prompts,
             chat,
             completions,
             responses,
@@ -188,3 +188,73 @@ def serve_models(models: Models, sockets: list[socket.socket]) -> None:
     if server.lost is not None:
         logger.error("%s: this process ends with exit status %d", server.lost, LOST_STATUS)
         raise SystemExit(LOST_STATUS)
+
+
+def greeting(models: Models, sockets: Sequence[socket.socket]) -> Iterator[str]:
+    """Return the greeting's log lines. They never contain a key that the server asks for."""
+    settings, service = models.state.settings, models.default.service
+    if models.several:
+        names = ", ".join(entry.id + (" (stays in memory)" if entry.pin else "") for entry in models)
+        yield f"serving {names}: loaded when they are asked for, {models.default.id} where a request names none"
+    elif service is not None:
+        yield f"serving {service.model_id}: {_draft(service)}, context {service.context_length} tokens"
+    if not sockets:
+        return
+    base = address(sockets[0], reachable=True)
+    keyed = bool(settings.api_keys or settings.admin_keys)
+    yield f"open {base} in a browser{', with one of the keys,' if keyed else ''} or ask:"
+    yield _example(base, keyed)
+
+
+def _draft(service: Service) -> str:
+    pair = service.engine.pair
+    if pair.sparse_refusal is not None:
+        return f"full prefill only ({pair.sparse_refusal})"
+    if service.draft_id is None:
+        return "no draft, full prefill only"
+    threshold = service.settings.specprefill_threshold
+    if not service.settings.specprefill:
+        when = "a request asks for it"
+    else:
+        when = "it is predicted to pay" if threshold is None else f"a prompt is longer than {threshold} tokens"
+    scorer = "draft" if pair.stages is None else "prefilled in stages, scored by"
+    return f"{scorer} {service.draft_id}, sparse where {when}"
+
+
+def _example(base: str, keyed: bool) -> str:
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 40}
+    key = ' -H "authorization: Bearer $KEY"' if keyed else ""
+    return f"curl -s {base}/v1/chat/completions{key} -d {shlex.quote(json.dumps(body))}"
+
+
+_LINGER_S = 10.0  # after the last request: an agent's next turn often comes at once
+
+
+class Awake:
+    """A process of macOS's `caffeinate`, from the first request until some seconds after the last. None on other
+    systems.
+    """
+
+    def __init__(self) -> None:
+        self._program = shutil.which("caffeinate") if sys.platform == "darwin" else None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._until = 0.0
+
+    def note(self, busy: bool) -> None:
+        """Start or end the process. `busy` means that requests are running."""
+        if self._program is None:
+            return
+        now = time.monotonic()
+        if busy:
+            self._until = now + _LINGER_S
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen([self._program, "-i", "-w", str(os.getpid())])
+        elif now >= self._until:
+            self.end()
+
+    def end(self) -> None:
+        """Let the machine sleep again."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            process.wait()

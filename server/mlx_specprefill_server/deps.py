@@ -1,37 +1,329 @@
-"""Dependencies that the endpoints share: the service behind the app, the request body, and the watch on the client."""
+"""Dependencies that the endpoints share: the request body, the model, and the watch on the client.
+
+Bodies are read and checked in bounded time and memory. A streamed request waits for a model that is being loaded, with
+signs of life in the dialect's form.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Annotated, Any, TypeVar
+from uuid import uuid4
 
+import orjson
 from fastapi import Depends, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
-from mlx_specprefill import EngineClosedError, RequestCancelled
+from mlx_specprefill import EngineClosedError, InvalidRequestError, RequestCancelled
 
-from .explaining.inspection import RunningInspection
-from .generating.generation import Generation
-from .hosting.models import Models
-from .hosting.waiting import StillLoadingError
-from .request_body import BODY_LIMIT, SMALL, client_left, decompress, parse_json, read_body, validate
+from .errors import ANTHROPIC_PATH, ApiError, error_response
+from .explain import RunningInspection
+from .generation.generation import Generation
+from .models.loader import Entry
+from .models.models import Models
+from .report import DONE, EVENT_STREAM_HEADERS, PROGRESS_S, comment, data_event, named_event
 from .service import Service, current_deadline
 
 __all__ = [
+    "BODY_LIMIT",
+    "SMALL",
     "ModelDep",
     "ModelsDep",
     "Service",
     "ServiceDep",
+    "StillLoadingError",
+    "answer_when_loaded",
     "body_of",
+    "check_model_name",
+    "client_left",
     "close_on_disconnect",
+    "decompress",
+    "parse_json",
+    "read_body",
+    "validate",
     "while_connected",
 ]
 
-T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
+
+BODY_LIMIT = 32 << 20  # bytes
+SMALL = 1 << 16  # bytes of a body that can't exceed the limits below
+MOST_VALUES = 1 << 20  # values in one body; also the tokens of the longest prompt that models read today
+MOST_CONTAINERS = 1 << 16  # arrays and objects in one body: a conversation has a few per message
+MOST_MEMBERS = 1 << 15  # members of all objects in one body; each takes ten times as long to parse as a number
+DEEPEST = 250  # levels; a value may be written again, a little deeper, and orjson writes at most 254 levels
+LONGEST_NAME = 256  # characters of a model's name, which answers and logs repeat
+CONTAINERS = (list, dict)
+
+
+async def client_left(receive: Receive) -> None:
+    """Return when the client has left. The body has been read, so no other message can follow."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(request: Request, limit: int) -> bytearray:
+    """Return the body.
+
+    Raises:
+        ApiError: 413, as soon as it is known to be longer than `limit` bytes.
+    """
+    announced = request.headers.get("content-length", "")
+    body = bytearray()
+    if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
+        raise _too_large(limit)
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise _too_large(limit)
+    return body
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"The request body is larger than {limit} bytes."
+    return ApiError(413, message, code="request_too_large")
+
+
+def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes | bytearray:
+    """Return the decompressed body. The same limit applies to it.
+
+    Raises:
+        ApiError: 415, 400 or 413.
+    """
+    encoding = encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "x-gzip"):
+        message = f"Content-Encoding {encoding!r:.40} is not supported; send the body as it is, or with gzip."
+        raise ApiError(415, message, code="unsupported_media_type", headers={"Accept-Encoding": "gzip"})
+    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        text = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"The body is not valid gzip: {error}", code="invalid_json") from error
+    if len(text) > limit:
+        raise _too_large(limit)
+    if not stream.eof or stream.unused_data:
+        raise ApiError(400, "The body is not one whole gzip stream.", code="invalid_json")
+    return text
+
+
+def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
+    """Return the JSON object without its nulls, which mean the default.
+
+    Raises:
+        ApiError: 400 for what is none, or holds more than any request needs.
+        InvalidRequestError: the name of the model is too long.
+    """
+    if len(raw) > SMALL:
+        _refuse_many_values(raw)
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    _refuse_shapes(body)
+    check_model_name(body.get("model"))
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def check_model_name(name: Any) -> None:
+    """Refuse a name that is too long to be repeated in messages.
+
+    Raises:
+        InvalidRequestError: it is too long to be repeated to anybody.
+    """
+    if isinstance(name, str) and len(name) > LONGEST_NAME:
+        raise InvalidRequestError(f"model: must have at most {LONGEST_NAME} characters", field="model")
+
+
+def _refuse_many_values(raw: bytes | bytearray) -> None:
+    """Refuse too many values before parsing, which takes up to a microsecond and 100 bytes each and blocks other
+    threads.
+    """
+    text = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
+    values = containers = members = strings = at = 0
+    while at < len(text):
+        start = text.find(b'"', at)
+        start = len(text) if start < 0 else start
+        inside = text.count(b"[", at, start) + text.count(b"{", at, start)
+        containers += inside
+        values += inside + text.count(b",", at, start)
+        members += text.count(b":", at, start)
+        strings += 1
+        if values > MOST_VALUES or containers > MOST_CONTAINERS or max(members, strings - values) > MOST_MEMBERS:
+            limits = f"{MOST_VALUES} values, {MOST_CONTAINERS} arrays and objects, or {MOST_MEMBERS} members of objects"
+            raise ApiError(400, f"The body holds more than {limits}.", code="invalid_value")
+        end = text.find(b'"', start + 1)
+        at = end + 1 if end >= 0 else len(text)
+
+
+def _refuse_shapes(body: dict[str, Any]) -> None:
+    if next(islice(_levels(body), DEEPEST, None), None):
+        raise ApiError(400, f"The body is nested too deeply: more than {DEEPEST} levels.", code="invalid_json")
+
+
+def _levels(body: dict[str, Any]) -> Iterator[list[Any]]:
+    """Yield the arrays and objects of each level of nesting, from the outside in."""
+    level: list[Any] = [body]
+    while level:
+        yield level
+        level = [
+            value
+            for container in level
+            for value in (container.values() if isinstance(container, dict) else container)
+            if type(value) in CONTAINERS
+        ]
+
+
+def validate(model: type[Model], body: dict[str, Any]) -> Model:
+    """Return the body as its model.
+
+    Raises:
+        InvalidRequestError: names the first field at fault. Fields that hold many values stop at the first wrong one,
+            because each error is made before one of them can be read.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = _path(first["loc"])
+        message = first["msg"].removeprefix("Value error, ").removeprefix(f"{field} ")
+        told = first["type"] == "missing" or isinstance(first["input"], dict | list) or ", got " in message
+        given = "" if told else _shorten(first["input"])
+        raise InvalidRequestError(f"{field}: {message}{given}", field=field) from error
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    """Return ('messages', 0, 'role') as messages[0].role."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+
+
+def _shorten(value: Any) -> str:
+    return f" (got {value!r:.60})"
+
+
+RESPONSES_PATH = "/v1/responses"
+HEADERS = {**EVENT_STREAM_HEADERS, "content-type": "text/event-stream; charset=utf-8"}
+
+
+class StillLoadingError(Exception):
+    """A streamed request names a model that is not in memory yet. It ends the handler, not the request."""
+
+    def __init__(self, models: Models, entry: Entry) -> None:
+        super().__init__(entry.id)
+        self.models = models
+        self.entry = entry
+
+
+async def answer_when_loaded(request: Request, waits: StillLoadingError) -> Response:
+    """Handle the exception by a stream that waits for the model."""
+    return _LoadingStream(waits.models, waits.entry, request.scope["path"])
+
+
+class _LoadingStream(Response):
+    """A response that reports the progress of loading and then handles the request once more. Its body has been read.
+
+    The status is 200 from the first byte on. Later failures take the dialect's form for failures in a stream.
+    """
+
+    def __init__(self, models: Models, entry: Entry, path: str) -> None:
+        self.background = None
+        self._models = models
+        self._entry = entry
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with self._models.use(self._entry):
+            if await self._loaded(receive, send):
+                await scope["app"].router(dict(scope), receive, self._within(send))
+
+    async def _loaded(self, receive: Receive, send: Send) -> bool:
+        """Wait for the model. Return False if the stream is over."""
+        loading = asyncio.create_task(self._models.loaded(self._entry))
+        leaving = asyncio.create_task(client_left(receive))
+        deadline = current_deadline()
+        try:
+            while not (loading.done() or leaving.done()):
+                if deadline is not None and asyncio.get_running_loop().time() >= deadline[0]:
+                    raise deadline[1]
+                await send(_body(self._sign_of_life()))
+                await asyncio.wait((loading, leaving), timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+            return loading.done()
+        except Exception as error:  # noqa: BLE001 - whatever it is, headers are out
+            failure = bytes(error_response(error, self._path).body)
+            await send(_body(self._failure(failure), more=False))
+            return False
+        finally:
+            loading.cancel()
+            leaving.cancel()
+
+    def _within(self, send: Send) -> Callable[[Message], Any]:
+        """Send the handler's response as a part of this one."""
+        status, failure = [200], bytearray()
+
+        async def pass_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status[0] = message["status"]
+            elif status[0] == 200:
+                await send(message)
+            else:
+                failure.extend(message.get("body", b""))
+                if not message.get("more_body", False):
+                    await send(_body(self._failure(bytes(failure)), more=False))
+
+        return pass_on
+
+    def _sign_of_life(self) -> bytes:
+        """Return an event that every client of the dialect skips. Most clients reject other data before an answer's
+        first event.
+        """
+        told = {"model": self._entry.id, "state": self._entry.state, **self._entry.progress.to_dict()}
+        if self._path == ANTHROPIC_PATH:
+            return named_event({"type": "ping", "loading": told})
+        return comment("loading", told)
+
+    def _failure(self, body: bytes) -> bytes:
+        """Return an error object in the form of a response's body."""
+        told = orjson.loads(body)
+        if self._path == ANTHROPIC_PATH:
+            return named_event(told)
+        if self._path == RESPONSES_PATH:
+            return named_event(self._failed_response(told["error"]))
+        return data_event(told) + DONE
+
+    def _failed_response(self, error: dict[str, Any]) -> dict[str, Any]:
+        """Return the event of a failed response. Agents retry on every code that does not rule out success."""
+        code = "server_error" if error["code"] in ("no_room_for_model", "engine_unavailable") else "invalid_prompt"
+        response = {
+            "id": f"resp_{uuid4().hex}",
+            "object": "response",
+            "created_at": self._models.state.started,
+            "model": self._entry.id,
+            "status": "failed",
+            "output": [],
+            "error": {"code": code, "message": error["message"]},
+        }
+        return {"type": "response.failed", "sequence_number": 0, "response": response}
+
+
+def _body(data: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+T = TypeVar("T")
 
 
 async def _models(request: Request) -> Models:

@@ -19,7 +19,7 @@ from mlx_specprefill import (
 )
 
 from .errors import ApiError
-from .generating.detokenizer import Vocabulary
+from .generation.reader import Vocabulary
 
 __all__ = [
     "Body",

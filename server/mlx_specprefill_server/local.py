@@ -35,8 +35,8 @@ from mlx_specprefill import (
 
 from .pair_loading import load_engine, make_settings
 from .pairs import Pair, PairsError, find_pair
-from .prompting.conversation import conversation
-from .prompting.prompt import Prompt, PromptBuilder
+from .prompt.conversation import conversation
+from .prompt.prompt import Prompt, PromptBuilder
 from .settings import Settings
 
 __all__ = ["Answer", "LocalPair", "open_pair", "stream_text"]

@@ -16,7 +16,7 @@ from mlx_specprefill import EngineError, PrefillReport, Progress, SpecPrefillErr
 
 from .deltas import AnswerDone
 from .errors import ApiError, api_error
-from .generating.generation import Generation
+from .generation.generation import Generation
 
 __all__ = [
     "DONE",

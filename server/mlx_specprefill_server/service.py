@@ -18,13 +18,13 @@ from mlx_specprefill import Constraint, Engine, EngineClosedError, GenerationReq
 
 from .auth import Identity
 from .errors import DeadlineError, QueueTimeoutError
-from .explaining.inspection import RunningInspection
-from .generating.detokenizer import Vocabulary
-from .generating.generation import AnswerResult, AnswerSpec, Generation, ThreadsafeCalls
+from .explain import RunningInspection
+from .generation.generation import AnswerResult, AnswerSpec, Generation, ThreadsafeCalls
+from .generation.reader import Vocabulary
 from .monitoring.access_log import RecentAnswers, RunningRequest, current_trace
 from .monitoring.metrics import Metrics
 from .parsers.formats import detect
-from .prompting.prompt import PromptBuilder
+from .prompt.prompt import PromptBuilder
 from .settings import Settings
 
 __all__ = ["ServerState", "Service", "current_deadline"]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from mlx_specprefill import __version__
 from mlx_specprefill_server import cli
 from mlx_specprefill_server.cli import common, serving
-from mlx_specprefill_server.hosting.models import Models
+from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pairs import MissingPairError, Pair
 from tests import tiny
 

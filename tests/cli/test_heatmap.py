@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 
 from mlx_specprefill import ChunkInfo, Inspection
-from mlx_specprefill_server.explaining.explained import ExplainedChunk
+from mlx_specprefill_server.explain import ExplainedChunk
 from mlx_specprefill_server.explaining.heatmap import LEVELS, heat_levels, render_heatmap
 
 TEXTS = ["<script>alert('x')</script> & \"quotes\"", "forced text", "kept text"]

@@ -15,8 +15,8 @@ from click.testing import Result
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
+from mlx_specprefill_server.agent_setup import AGENTS
 from mlx_specprefill_server.cli import app, connecting
-from mlx_specprefill_server.connecting.agents import AGENTS
 
 from ..server.conftest import live as live  # the fixtures of the server's tests
 from ..server.fakes import FakeEngine

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from mlx_specprefill_server.connecting.files import ConfigurationError, Values, edited
+from mlx_specprefill_server.agent_setup import ConfigurationError, Values, edited
 
 JSON = """\
 {

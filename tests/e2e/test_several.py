@@ -24,10 +24,8 @@ from fastapi import FastAPI
 
 from mlx_specprefill import Engine
 from mlx_specprefill_server.app import app_of, create_app
-from mlx_specprefill_server.hosting.entry import Entry, LoadProgress
-from mlx_specprefill_server.hosting.loader import Loader
-from mlx_specprefill_server.hosting.models import Models
-from mlx_specprefill_server.hosting.table import entries_of, read_table
+from mlx_specprefill_server.models.loader import Entry, Loader, LoadProgress, entries_of, read_table
+from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.pair_loading import load, make_settings
 from mlx_specprefill_server.pairs import find_pair
 from mlx_specprefill_server.service import ServerState

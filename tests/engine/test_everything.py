@@ -20,8 +20,8 @@ from mlx_specprefill import (
     load_pair,
 )
 from mlx_specprefill.specprefill.scorer import HeadScorer
-from mlx_specprefill_server.prompting.conversation import conversation
-from mlx_specprefill_server.prompting.prompt import PromptBuilder
+from mlx_specprefill_server.prompt.conversation import conversation
+from mlx_specprefill_server.prompt.prompt import PromptBuilder
 from tests.tiny import generated
 
 MODELS = Path(__file__).resolve().parents[2] / "models"

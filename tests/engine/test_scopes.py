@@ -20,8 +20,8 @@ from mlx_specprefill import (
     SpecPrefillPolicy,
     load_pair,
 )
-from mlx_specprefill_server.prompting.conversation import conversation
-from mlx_specprefill_server.prompting.prompt import PromptBuilder
+from mlx_specprefill_server.prompt.conversation import conversation
+from mlx_specprefill_server.prompt.prompt import PromptBuilder
 
 from ..tiny import FAMILIES, generated, random_prompt, tiny_pair
 

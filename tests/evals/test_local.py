@@ -17,8 +17,8 @@ from mlx_specprefill_evals.forced import divergence
 from mlx_specprefill_evals.local import LocalModel, examination
 from mlx_specprefill_evals.prompted import Prompted
 from mlx_specprefill_evals.tasks import TASKS, Item, Space, make_item
-from mlx_specprefill_server.prompting.conversation import conversation
-from mlx_specprefill_server.prompting.prompt import PromptBuilder
+from mlx_specprefill_server.prompt.conversation import conversation
+from mlx_specprefill_server.prompt.prompt import PromptBuilder
 
 pytestmark = pytest.mark.extended
 

@@ -14,7 +14,7 @@ import release
 from ruamel.yaml import YAML
 
 from mlx_specprefill_server.monitoring.metrics import Metrics
-from mlx_specprefill_server.setting_errors import unknown_variables
+from mlx_specprefill_server.settings import unknown_variables
 
 from ..server.fakes import FakeEngine
 from ..server.test_metrics import FULL, SPARSE, ended

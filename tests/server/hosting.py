@@ -11,9 +11,8 @@ import pytest
 
 from mlx_specprefill import LoadError
 from mlx_specprefill_server.app import app_of, make_server
-from mlx_specprefill_server.hosting.entry import Entry, LoadProgress, Tell
-from mlx_specprefill_server.hosting.models import Models
-from mlx_specprefill_server.hosting.refusals import MissingModelError
+from mlx_specprefill_server.models.loader import Entry, LoadProgress, MissingModelError, Tell
+from mlx_specprefill_server.models.models import Models
 from mlx_specprefill_server.service import ServerState
 from mlx_specprefill_server.settings import Settings
 from tests.waiting import eventually

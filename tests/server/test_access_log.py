@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from mlx_specprefill_server import app as application
 from mlx_specprefill_server.app import create_app
-from mlx_specprefill_server.monitoring.logs import configure_logging
+from mlx_specprefill_server.monitoring.access_log import configure_logging
 from mlx_specprefill_server.settings import Settings
 
 from ..waiting import eventually

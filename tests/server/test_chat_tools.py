@@ -223,7 +223,7 @@ def test_a_parser_that_fails_ends_its_answer(
     def broken(self: Any, text: str) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("mlx_specprefill_server.parsers.parser.Parser.push", broken)
+    monkeypatch.setattr("mlx_specprefill_server.parsers.base.Parser.push", broken)
     chunks = stream(client)
     assert chunks[-1] == "[DONE]"
     assert chunks[-2]["choices"][0]["finish_reason"] == "length"

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_specprefill_server import connections
 from mlx_specprefill_server.connections import RESERVED, DescriptorsError, raise_open_files_limit
-from mlx_specprefill_server.generating import generation
+from mlx_specprefill_server.generation import generation
 
 from ..waiting import eventually
 from .fakes import FakeEngine

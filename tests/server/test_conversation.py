@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mlx_specprefill import InvalidRequestError
-from mlx_specprefill_server.prompting.conversation import conversation
+from mlx_specprefill_server.prompt.conversation import conversation
 
 
 def normalised(*messages: Any) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_specprefill_server.generating.detokenizer import IncrementalDetokenizer, StopMatcher, Stops, Vocabulary
+from mlx_specprefill_server.generation.reader import IncrementalDetokenizer, StopMatcher, Stops, Vocabulary
 
 from .fakes import byte_tokenizer
 

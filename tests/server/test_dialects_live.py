@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from mlx_specprefill import Progress
-from mlx_specprefill_server.generating import generation
+from mlx_specprefill_server.generation import generation
 
 from .canned_answers import named_events
 from .fakes import FakeEngine

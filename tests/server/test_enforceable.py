@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from starlette.testclient import TestClient
 
-from mlx_specprefill_server.constrained.enforceable import EnforceableSchema
+from mlx_specprefill_server.constrained.lark import EnforceableSchema
 
 from .canned_answers import named_events
 from .conftest import events

@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerFast
 from mlx_specprefill import InvalidRequestError
 from mlx_specprefill.adapters.gguf.header import read_header
 from mlx_specprefill.adapters.gguf.tokens import build_tokenizer
-from mlx_specprefill_server.prompting.conversation import Conversation, conversation
-from mlx_specprefill_server.prompting.escaping import ControlTokens
-from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder
+from mlx_specprefill_server.prompt.conversation import Conversation, conversation
+from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
+from mlx_specprefill_server.prompt.special_tokens import ControlTokens
 
 from . import templates
 from .conftest import client_of

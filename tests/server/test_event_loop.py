@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from mlx_specprefill_server.generating.generation import ThreadsafeCalls
+from mlx_specprefill_server.generation.generation import ThreadsafeCalls
 
 
 class CountedLoop:

@@ -11,9 +11,8 @@ import pytest
 
 from mlx_specprefill import EngineClosedError
 from mlx_specprefill_server.errors import ApiError
-from mlx_specprefill_server.hosting.entry import Entry
-from mlx_specprefill_server.hosting.models import Models
-from mlx_specprefill_server.hosting.refusals import NoRoomError
+from mlx_specprefill_server.models.loader import Entry, NoRoomError
+from mlx_specprefill_server.models.models import Models
 
 from .hosting import WEIGHTS, FakeHost, entry, models_of
 from .hosting import host as host
@@ -138,7 +137,7 @@ def test_a_loading_that_has_begun_waits_for_room_that_was_taken_since(
             await until(lambda: models.known("c").progress.step == "Waiting for room")
         await asyncio.gather(*waits)
         assert states(models) == ["unloaded", "loaded", "loaded"]
-        monkeypatch.setattr("mlx_specprefill_server.hosting.models.PATIENCE_S", 0.05)
+        monkeypatch.setattr("mlx_specprefill_server.models.models.PATIENCE_S", 0.05)
         host.held_up.clear()
         host.loading.clear()
         loading = asyncio.create_task(models.unload(b))

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_specprefill_server.app import app_of
-from mlx_specprefill_server.hosting.entry import Entry
+from mlx_specprefill_server.models.loader import Entry
 
 from .conftest import client_of
 from .fakes import FakeEngine

@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from tokenizers import AddedToken, normalizers
 
 from mlx_specprefill import ContextLengthError
-from mlx_specprefill_server.prompting import prompt as length_check
-from mlx_specprefill_server.prompting.prompt import LengthCheck, PromptBuilder
+from mlx_specprefill_server.prompt import prompt as length_check
+from mlx_specprefill_server.prompt.prompt import LengthCheck, PromptBuilder
 
 from .conftest import client_of
 from .fakes import FakeEngine, FakePair, byte_tokenizer

@@ -15,7 +15,7 @@ import pytest
 
 from mlx_specprefill import Progress, TokenEvent
 from mlx_specprefill_server import deps
-from mlx_specprefill_server.generating import generation
+from mlx_specprefill_server.generation import generation
 
 from .conftest import events
 from .fakes import FakeEngine

@@ -15,7 +15,7 @@ from mlx_specprefill import Failed, InvalidRequestError, Progress
 from mlx_specprefill_server import deps
 from mlx_specprefill_server.anthropic import messages as endpoint
 from mlx_specprefill_server.anthropic.messages import MessageAnswer
-from mlx_specprefill_server.anthropic.schemas import MessagesRequest
+from mlx_specprefill_server.anthropic.protocol import MessagesRequest
 from mlx_specprefill_server.deltas import AnswerDelta, CallBroken, Idle
 from mlx_specprefill_server.deps import Service
 from mlx_specprefill_server.settings import Settings

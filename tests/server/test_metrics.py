@@ -25,7 +25,7 @@ from mlx_specprefill import (
 from mlx_specprefill.config import SpecPrefillPolicy
 from mlx_specprefill.request import Prediction
 from mlx_specprefill.specprefill.plan import plan_prefill
-from mlx_specprefill_server.generating.generation import AnswerResult
+from mlx_specprefill_server.generation.generation import AnswerResult
 from mlx_specprefill_server.monitoring.metrics import Metrics, reason_label
 
 from ..waiting import eventually

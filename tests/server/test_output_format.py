@@ -9,13 +9,13 @@ import pytest
 
 from mlx_specprefill import Constraint, InvalidRequestError
 from mlx_specprefill.constraints import Grammars
-from mlx_specprefill_server.constrained.forced_calls import NamedTool, ToolChoice
 from mlx_specprefill_server.constrained.output_format import (
     OUTPUT_FIELDS,
     OutputFormat,
     constraint_of,
     parse_response_format,
 )
+from mlx_specprefill_server.constrained.tool_choice import NamedTool, ToolChoice
 
 from .fakes import byte_tokenizer
 

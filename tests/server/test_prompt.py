@@ -10,8 +10,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import processors
 
 from mlx_specprefill import InvalidRequestError
-from mlx_specprefill_server.prompting.conversation import Ending, conversation, ending_of, simpler_forms
-from mlx_specprefill_server.prompting.prompt import PromptBuilder
+from mlx_specprefill_server.prompt.conversation import Ending, conversation, ending_of, simpler_forms
+from mlx_specprefill_server.prompt.prompt import PromptBuilder
 
 from .fakes import CHATML, byte_tokenizer
 from .templates import MISTRAL, PLAIN

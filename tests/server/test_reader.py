@@ -20,10 +20,9 @@ from mlx_specprefill_server.deltas import (
     ReasoningDelta,
     TextDelta,
 )
-from mlx_specprefill_server.generating.detokenizer import IncrementalDetokenizer, Stops, Vocabulary
-from mlx_specprefill_server.generating.reader import AnswerReader
+from mlx_specprefill_server.generation.reader import AnswerReader, IncrementalDetokenizer, Stops, Vocabulary
+from mlx_specprefill_server.parsers.base import Parser, PlainText
 from mlx_specprefill_server.parsers.formats import Format
-from mlx_specprefill_server.parsers.parser import Parser, PlainText
 
 from .fakes import byte_tokenizer
 from .parsers.reading import THINK, TOOLS

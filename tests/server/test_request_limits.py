@@ -14,9 +14,9 @@ import pytest
 
 from mlx_specprefill_server import app
 from mlx_specprefill_server.app import Server
-from mlx_specprefill_server.generating import generation
+from mlx_specprefill_server.connections import bound_sockets
+from mlx_specprefill_server.generation import generation
 from mlx_specprefill_server.settings import Settings
-from mlx_specprefill_server.sockets import bound_sockets
 
 from ..waiting import eventually
 from .conftest import client_of, events

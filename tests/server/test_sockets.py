@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from mlx_specprefill_server.sockets import bound_sockets, is_exposed
+from mlx_specprefill_server.connections import bound_sockets, is_exposed
 
 
 def test_a_free_port_is_one_for_all_addresses_of_a_host() -> None:

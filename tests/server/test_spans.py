@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_specprefill import PromptSpan
-from mlx_specprefill_server.prompting.conversation import conversation
-from mlx_specprefill_server.prompting.prompt import Prompt, PromptBuilder
+from mlx_specprefill_server.prompt.conversation import conversation
+from mlx_specprefill_server.prompt.prompt import Prompt, PromptBuilder
 
 from . import templates
 from .fakes import CHATML, byte_tokenizer

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_specprefill_server.prompting.conversation import Message
-from mlx_specprefill_server.prompting.system_messages import inline_system_messages
+from mlx_specprefill_server.prompt.conversation import Message, inline_system_messages
 
 LETTERS = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_specprefill_server.generating.detokenizer import Vocabulary
+from mlx_specprefill_server.generation.reader import Vocabulary
 
 from .fakes import byte_tokenizer
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_specprefill_server.prompting.prompt import WORKERS, PromptBuilder, Workers
-from mlx_specprefill_server.routes import health
+from mlx_specprefill_server.prompt.prompt import WORKERS, PromptBuilder, Workers
+from mlx_specprefill_server.routes import status
 
 from ..waiting import eventually
 from .conftest import client_of
@@ -78,7 +78,7 @@ def test_a_prompt_whose_client_left_is_never_begun(live: Any, blocked: Any) -> N
 def test_a_prompt_that_never_ends_shows_in_health(
     engine: FakeEngine, blocked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "STALE_AFTER_S", 0.2)
+    monkeypatch.setattr(status, "STALE_AFTER_S", 0.2)
     client = client_of(engine)
     thread = threading.Thread(target=client.post, args=("/tokenize",), kwargs={"json": {"messages": [*HI, stuck()]}})
     assert client.get("/health").status_code == 200

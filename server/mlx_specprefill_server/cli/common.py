@@ -22,14 +22,12 @@ from mlx_specprefill import (
     machine,
 )
 
-from ..monitoring.logs import configure_logging
-from ..packages import PackageError
+from ..monitoring.access_log import configure_logging
 from ..pair_loading import ONE_SHOT, make_settings
-from ..pairs import MissingPairError, Pair, PairsError, find_pair
-from ..prompting.conversation import conversation
-from ..prompting.prompt import Prompt, PromptBuilder
-from ..setting_errors import unknown_variables, what_is_wrong
-from ..settings import LogLevel, Settings
+from ..pairs import MissingPairError, PackageError, Pair, PairsError, find_pair
+from ..prompt.conversation import conversation
+from ..prompt.prompt import Prompt, PromptBuilder
+from ..settings import LogLevel, Settings, unknown_variables, what_is_wrong
 
 __all__ = [
     "FAILED",

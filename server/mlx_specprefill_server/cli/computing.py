@@ -13,9 +13,8 @@ import typer
 from mlx_specprefill import Check, check_device, forward_times, sync_ms
 
 from ..benchmark import load_before, measured_here, short_name
-from ..monitoring.logs import configure_logging
-from ..pairs import Pair
-from ..sizes import size
+from ..monitoring.access_log import configure_logging
+from ..pairs import Pair, size
 from .loading import load
 
 __all__ = ["compute"]

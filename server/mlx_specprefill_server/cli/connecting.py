@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..connecting.agents import AGENTS, RunningServer, Setup, any_other
-from ..connecting.files import ConfigurationError, edited, write
+from ..agent_setup import AGENTS, ConfigurationError, RunningServer, Setup, any_other, edited, write
 from .common import OptionError, one_line_errors
 
 __all__ = ["connect"]

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mlx_specprefill import PrefillReport, Progress
 
-from ..explaining.explained import ExplainedChunk
+from ..explain import ExplainedChunk
 from ..explaining.heatmap import chunk_state
 
 __all__ = ["StageBars", "chunk_table", "stage_bars", "stage_summary", "stage_table"]

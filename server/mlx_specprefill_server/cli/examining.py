@@ -22,10 +22,8 @@ from rich.table import Table
 from mlx_specprefill import BLAS, machine, resolve_model_path
 
 from .. import __version__
-from ..pairs import NAMED_PAIRS, PairsError, find_pair, pair_state, read_pairs
-from ..setting_errors import unknown_variables, what_is_wrong
-from ..settings import ENV_PREFIX, Settings
-from ..sizes import size
+from ..pairs import NAMED_PAIRS, PairsError, find_pair, pair_state, read_pairs, size
+from ..settings import ENV_PREFIX, Settings, unknown_variables, what_is_wrong
 from .common import FAILED, OptionError, one_line_errors
 from .computing import compute as compute_checks
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from ..setting_errors import variable
-from ..settings import Settings, default_text
+from ..settings import Settings, default_text, variable
 
 __all__ = ["GROUPS", "SettingsCommand"]
 

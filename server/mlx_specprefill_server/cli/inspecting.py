@@ -10,34 +10,12 @@ from rich.console import Console
 
 from mlx_specprefill import Engine, GenerationRequest, Inspection
 
-from ..explaining.explained import ExplainedChunk, explain_chunks
+from ..explain import ExplainedChunk, explain_chunks
 from ..explaining.heatmap import render_heatmap
-from .common import (
-    ONE_SHOT,
-    begin,
-    choose,
-    make_prompt,
-    make_settings,
-    notes,
-    one_line_errors,
-    options_of,
-    read_text,
-)
+from .common import ONE_SHOT, begin, choose, make_prompt, make_settings, notes, one_line_errors, options_of, read_text
 from .console import chunk_table, stage_bars
 from .loading import load_engine
-from .options import (
-    Draft,
-    Dtype,
-    Keep,
-    Level,
-    NoDraft,
-    PairName,
-    PairsFile,
-    Question,
-    Raw,
-    Rule,
-    Target,
-)
+from .options import Draft, Dtype, Keep, Level, NoDraft, PairName, PairsFile, Question, Raw, Rule, Target
 
 __all__ = ["inspect"]
 

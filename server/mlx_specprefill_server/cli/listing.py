@@ -12,10 +12,8 @@ from huggingface_hub import constants, scan_cache_dir
 
 from mlx_specprefill import LoadError, find_model
 
-from ..hosting.table import models_file
-from ..packages import PackagedFile
-from ..pairs import NAMED_PAIRS, pair_state, read_pairs
-from ..sizes import size
+from ..models.loader import models_file
+from ..pairs import NAMED_PAIRS, PackagedFile, pair_state, read_pairs, size
 from .common import OptionError, one_line_errors, usable_memory
 from .options import PairsFile
 

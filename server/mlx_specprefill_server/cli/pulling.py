@@ -19,9 +19,7 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from mlx_specprefill import LOADED_FILES, blueprint, is_repository_id, resolve_model_path
 
-from ..packages import PackagedFile, install
-from ..pairs import NAMED_PAIRS, Pair, Row, find_row, read_pairs
-from ..sizes import size
+from ..pairs import NAMED_PAIRS, PackagedFile, Pair, Row, find_row, install, read_pairs, size
 from .common import OptionError, one_line_errors, usable_memory
 from .options import PairsFile
 

@@ -18,30 +18,17 @@ from mlx_specprefill import DraftPlacement, RankedEngine, Scope, SpeculationName
 
 from ..app import serve as serve_forever
 from ..app import serve_models
-from ..hosting.loader import Loader
-from ..hosting.models import Models
-from ..hosting.table import entries_of, models_file, read_table
-from ..monitoring.logs import configure_logging
+from ..connections import bound_sockets, is_exposed
+from ..models.loader import Loader, entries_of, models_file, read_table
+from ..models.models import Models
+from ..monitoring.access_log import configure_logging
 from ..pair_loading import only_given
 from ..service import ServerState
 from ..settings import Densify, LogLevel, Settings
-from ..sockets import bound_sockets, is_exposed
 from .common import OptionError, choose, make_settings, note_environment, one_line_errors
 from .grouped import SettingsCommand
 from .loading import load_engine
-from .options import (
-    Draft,
-    Dtype,
-    DtypeName,
-    KvBits,
-    NoDraft,
-    PairName,
-    PairsFile,
-    PrefillStep,
-    Rule,
-    Target,
-    setting,
-)
+from .options import Draft, Dtype, DtypeName, KvBits, NoDraft, PairName, PairsFile, PrefillStep, Rule, Target, setting
 from .several import end_together, follow, join, launch, without
 
 _OF_ONE_MODEL = ("pair", "pairs_file", "target", "draft", "no_draft", "model_alias")

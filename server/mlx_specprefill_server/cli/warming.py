@@ -12,7 +12,7 @@ import typer
 
 from mlx_specprefill import SpecPrefillError
 
-from ..setting_errors import variable
+from ..settings import variable
 from .common import one_line_errors, read_text
 
 __all__ = ["WarmError", "warm"]

@@ -1,19 +1,151 @@
-"""Writes grammars in llguidance's Lark dialect."""
+"""Grammars in llguidance's Lark dialect, and the parts of a JSON schema that they can enforce."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from mlx_specprefill import InvalidRequestError
 
-from .enforceable import EnforceableSchema, Schema
+__all__ = ["EnforceableSchema", "Lark", "Schema"]
 
-__all__ = ["Lark"]
+Schema = dict[str, Any]
+
+# Keywords of JSON Schema. Other words say nothing about values.
+_NOT_ENFORCED = frozenset(
+    "not if then else uniqueItems contains minContains maxContains propertyNames dependentRequired dependentSchemas "
+    "dependencies unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef".split()
+)
+_CONDITIONS = frozenset({"if", "not", "dependentSchemas", "dependencies"})
+_SILENT = frozenset({"$dynamicAnchor", "$recursiveAnchor"})  # they only name places
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {"uniqueItems": (False,), "unevaluatedItems": (True,),
+                                            "unevaluatedProperties": (True,), "propertyNames": ({}, True)}  # fmt: skip
+_FORMATS = frozenset("date date-time time duration email hostname ipv4 ipv6 uuid uri unknown".split())
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalItems", "additionalProperties")
+_BEYOND_REGEX = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")  # look-around and back-references
+_PATTERN_RULE = "look-around and back-references are not supported"
+
+
+class EnforceableSchema:
+    """The part of a schema that can be enforced.
+
+    Attributes:
+        schema: the schema without the other parts. A oneOf of exclusive branches becomes an anyOf, which is the same.
+        left_out: a sentence for each part that was left out.
+    """
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._root = schema
+        self.left_out: list[str] = []
+        self.schema: Schema = self._of(dict(schema), ())
+
+    def _of(self, schema: Any, path: tuple[str, ...]) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        out = {word: value for word, value in schema.items() if self._kept(word, value, path)}
+        if not _CONDITIONS.isdisjoint(schema):
+            out.setdefault("additionalProperties", True)  # members that only a condition describes
+        for word in _NAMED:
+            if isinstance(named := out.get(word), dict):
+                out[word] = {name: self._of(inner, (*path, word, name)) for name, inner in named.items()}
+        for word in _LISTED:
+            if isinstance(listed := out.get(word), list):
+                out[word] = [self._of(inner, (*path, word, str(i))) for i, inner in enumerate(listed)]
+        for word in _SINGLE:
+            if isinstance(inner := out.get(word), dict):
+                out[word] = self._of(inner, (*path, word))
+        return self._one_of(out, path)
+
+    def _kept(self, word: str, value: Any, path: tuple[str, ...]) -> bool:
+        if word in _SILENT:
+            return False
+        if word in _NOT_ENFORCED:
+            if not any(value == one and type(value) is type(one) for one in _HARMLESS.get(word, ())):
+                self._leave_out(word, path, "is not supported")
+            return False
+        if word == "format" and isinstance(value, str) and value not in _FORMATS:
+            self._leave_out(word, path, f"is not supported for {value[:60]!r}")
+            return False
+        if word == "pattern" and isinstance(value, str) and _BEYOND_REGEX.search(value):
+            self._leave_out(word, path, f"is not supported: {_PATTERN_RULE}")
+            return False
+        if word == "patternProperties" and isinstance(value, dict) and any(map(_BEYOND_REGEX.search, value)):
+            self._leave_out(word, path, f"is not supported: {_PATTERN_RULE}")
+            return False
+        if word == "$ref" and isinstance(value, str) and not value.startswith("#"):
+            self._leave_out(word, path, f"is not supported to another document ({value[:60]!r})")
+            return False
+        return True
+
+    def _one_of(self, schema: Schema, path: tuple[str, ...]) -> Schema:
+        branches = schema.get("oneOf")
+        if not isinstance(branches, list) or not branches or "anyOf" in schema:
+            return schema
+        if not self._exclusive(branches):
+            self._leave_out("oneOf", path, "is taken as anyOf: its branches differ neither in type nor in a constant")
+        return {"anyOf" if word == "oneOf" else word: value for word, value in schema.items()}
+
+    def _leave_out(self, word: str, path: tuple[str, ...], why: str) -> None:
+        self.left_out.append(f"`{word}` at {'.'.join(path) or 'the top'} {why}")
+
+    def _exclusive(self, branches: Sequence[Any]) -> bool:
+        """Return whether no value can match two of the branches."""
+        meant = [self._resolve(branch) for branch in branches]
+        return all(_disjoint(one, other) for i, one in enumerate(meant) for other in meant[:i])
+
+    def _resolve(self, schema: Any) -> Schema:
+        """Return the schema that a local reference points to, or the schema itself."""
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if isinstance(reference, str) and reference.startswith("#/"):
+            schema = self._root
+            for step in reference.split("/")[1:]:
+                name = step.replace("~1", "/").replace("~0", "~")
+                schema = schema.get(name) if isinstance(schema, dict) else None
+        return schema if isinstance(schema, dict) else {}
+
+
+def _disjoint(one: Schema, other: Schema) -> bool:
+    if (types := _types(one)) and (others := _types(other)) and not types & others:
+        return True
+    if (values := _values(one)) is not None and (others_values := _values(other)) is not None:
+        return not any(value in others_values for value in values)
+    if not (_types(one) == _types(other) == {"object"}):
+        return False
+    return any(_told_apart(one, other, name) for name in _required(one) if name in _required(other))
+
+
+def _told_apart(one: Schema, other: Schema, name: str) -> bool:
+    members = [schema.get("properties", {}) for schema in (one, other)]
+    mine, theirs = (_values(member.get(name)) if isinstance(member, dict) else None for member in members)
+    return mine is not None and theirs is not None and not any(value in theirs for value in mine)
+
+
+def _types(schema: Schema) -> set[str]:
+    """Return the allowed JSON types; empty means any. A number may be an integer."""
+    kind = schema.get("type")
+    named = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
+    return named | {"integer"} if "number" in named else named
+
+
+def _values(schema: Any) -> list[Any] | None:
+    """Return the only values that match a schema, None if it lists none."""
+    if not isinstance(schema, dict):
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _required(schema: Schema) -> Iterator[str]:
+    required = schema.get("required")
+    yield from (name for name in required if isinstance(name, str)) if isinstance(required, list) else ()
+
 
 # At most one space, where people write one. A model could fill its whole answer with free whitespace.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}

@@ -11,9 +11,8 @@ import orjson
 
 from mlx_specprefill import Constraint, InvalidRequestError
 
-from .forced_calls import calls_rule, forced_tools, has_grammar
 from .lark import Lark
-from .tool_choice import ToolChoice
+from .tool_choice import ToolChoice, calls_rule, forced_tools, has_grammar
 
 __all__ = ["OUTPUT_FIELDS", "OutputFormat", "constraint_of", "parse_response_format"]
 

@@ -1,14 +1,30 @@
-"""The tools that a model may call, and whether it must call one."""
+"""The tools that a model may or must call, and grammars of calls in each model family's notation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import orjson
+
 from mlx_specprefill import InvalidRequestError
 
-__all__ = ["AllowedTools", "NamedTool", "Tool", "ToolChoice", "read_choice", "resolve_tool_choice", "tool_name"]
+from .lark import Lark
+
+__all__ = [
+    "AllowedTools",
+    "NamedTool",
+    "Tool",
+    "ToolChoice",
+    "calls_rule",
+    "forced_tools",
+    "has_grammar",
+    "read_choice",
+    "resolve_tool_choice",
+    "tool_name",
+]
 
 Tool = Mapping[str, Any]  # in the form of chat completions
 
@@ -91,3 +107,294 @@ def resolve_tool_choice(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tupl
                 raise InvalidRequestError(f"tool_choice: no tool is called {min(missing)!r}", field="tool_choice")
             return tuple(tool for tool in tools if tool_name(tool) in choice.names), choice.mode
     return tuple(tools), choice
+
+
+Schema = Mapping[str, Any]
+
+_SCALARS = {"number", "integer", "boolean", "null"}
+# a schema without these words leaves the type open
+_TYPED = {"type", "anyOf", "oneOf", "allOf", "$ref", "const", "enum"}
+_OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "not"}
+_MOST_CALLS = 16  # calls in one answer; a weak model could write them without end
+_NAME = re.compile(r"[\w.:/-]{1,256}")
+
+
+def forced_tools(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
+    """Return the tools of which one must be called, none if a call is optional.
+
+    Raises:
+        InvalidRequestError: there is no such tool.
+    """
+    if choice in ("auto", "none"):
+        return ()
+    chosen = [tool for tool in tools if not isinstance(choice, NamedTool) or tool_name(tool) == choice.name]
+    if not chosen:
+        missing = f"no tool is called {choice.name!r}" if isinstance(choice, NamedTool) else "needs tools"
+        raise InvalidRequestError(f"tool_choice: {missing}", field="tool_choice")
+    return chosen
+
+
+def has_grammar(tool_format: str | None) -> bool:
+    """Return whether a grammar exists for calls in this notation."""
+    return tool_format in _NOTATIONS
+
+
+def calls_rule(lark: Lark, tools: Sequence[Tool], tool_format: str | None, parallel: bool) -> str:
+    """Return the rule of one call, or of several calls, in the notation of `tool_format`.
+
+    Raises:
+        InvalidRequestError: the model has no notation for calls, or a tool can't be written in it.
+    """
+    if not has_grammar(tool_format):
+        raise InvalidRequestError("tool_choice: calls can't be forced in this model's notation", "tool_choice")
+    for tool in tools:
+        _check(tool)
+    return _NOTATIONS[tool_format](lark, [_enforceable(lark, tool) for tool in tools], parallel)
+
+
+def _enforceable(lark: Lark, tool: Tool) -> Tool:
+    """Return the tool with the enforceable part of its parameters. Messages name the tool."""
+    function = tool["function"]
+    strict = function.get("strict") is True
+    parameters = lark.enforceable(_parameters(tool), strict, "tools", f"{tool_name(tool)}: ")
+    return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def _check(tool: Tool) -> None:
+    name = tool_name(tool)
+    if not _NAME.fullmatch(name):
+        raise InvalidRequestError(f"tools: {name!r:.40} can't be forced: letters, digits and _-.:/ only", "tools")
+    try:
+        orjson.dumps(tool)
+    except TypeError as error:
+        raise InvalidRequestError(f"tools: the parameters of {name} can't be read: {error}", "tools") from error
+
+
+def _parameters(tool: Tool) -> Schema:
+    return _mapping(tool["function"].get("parameters"))
+
+
+def _arguments(lark: Lark, tool: Tool) -> str:
+    """Return the schema of the arguments, which are an object whatever else the schema says."""
+    return _json(lark, _without_extra_members({"type": "object", **_parameters(tool)}), tool)
+
+
+def _without_extra_members(schema: Schema) -> Schema:
+    """Return the schema without undescribed members. A tool can't use them, and a model may write them without end.
+
+    JSON schema allows them by default. Schemas composed of others stay unchanged.
+    """
+    out = dict(schema)
+    if isinstance(items := schema.get("items"), dict):
+        out["items"] = _without_extra_members(items)
+    properties = schema.get("properties")
+    if isinstance(properties, dict):
+        out["properties"] = {
+            n: _without_extra_members(inner) if isinstance(inner, dict) else inner for n, inner in properties.items()
+        }
+        if _OPEN.isdisjoint(schema) and set(_items(schema.get("required"))) <= set(properties):
+            out["additionalProperties"] = False
+    return out
+
+
+def _json(lark: Lark, schema: Schema, tool: Tool) -> str:
+    return lark.json(schema, strict=tool["function"].get("strict") is True, field="tools")
+
+
+def _several(lark: Lark, calls: Sequence[str], parallel: bool, between: str = "") -> str:
+    call = lark.rule("call", " | ".join(calls))
+    separator = lark.literal(between) if between else ""
+    return lark.rule("calls", f"{call} ({separator} {call}){{0,{_MOST_CALLS - 1}}}" if parallel else call)
+
+
+# --- notations whose arguments are JSON ------------------------------------------------------------------------------
+
+
+def _hermes(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    r"""<tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>"""
+    end = lark.literal("}\n</tool_call>")
+    calls = []
+    for tool in tools:
+        begin = lark.literal(f'<tool_call>\n{{"name": "{tool_name(tool)}", "arguments": ')
+        calls.append(f"{begin} {_arguments(lark, tool)} {end}")
+    return _several(lark, calls, parallel, "\n")
+
+
+def _mistral(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    """[TOOL_CALLS]f[ARGS]{...} with newer tokenizers, else [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]."""
+    if "[ARGS]" in lark.special:
+        heads = [lark.literal(f"[TOOL_CALLS]{tool_name(tool)}[ARGS]") for tool in tools]
+        calls = [f"{head} {_arguments(lark, tool)}" for head, tool in zip(heads, tools, strict=True)]
+        return _several(lark, calls, parallel)
+    heads = [lark.literal(f'{{"name": "{tool_name(tool)}", "arguments": ') for tool in tools]
+    calls = [f'{head} {_arguments(lark, tool)} "}}"' for head, tool in zip(heads, tools, strict=True)]
+    inner = _several(lark, calls, parallel, ", ")
+    return lark.rule("mistral", f'{lark.literal("[TOOL_CALLS]")} " "? "[" {inner} "]"')
+
+
+def _harmony(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    """<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}; a message holds one call."""
+    calls = []
+    for tool in tools:
+        begin = lark.literal(f"<|channel|>commentary to=functions.{tool_name(tool)} <|constrain|>json<|message|>")
+        calls.append(f"{begin} {_arguments(lark, tool)}")
+    return lark.rule("harmony", f"{lark.analysis()} {_several(lark, calls, parallel=False)}")
+
+
+# --- notations with one field per argument ---------------------------------------------------------------------------
+
+
+def _mapping(value: Any) -> Schema:
+    return value if isinstance(value, dict) else {}
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _fields(schema: Schema) -> list[tuple[str, Schema, bool]]:
+    """Yield name, schema and whether it is required, for each member of an object. References still resolve in each."""
+    shared = _definitions(schema)
+    properties = _mapping(schema.get("properties"))
+    required = [name for name in _items(schema.get("required")) if isinstance(name, str)]
+    names = dict.fromkeys([*properties, *required])
+    return [(name, {**shared, **_mapping(properties.get(name))}, name in required) for name in names]
+
+
+def _definitions(schema: Schema) -> Schema:
+    """Return the definitions that references inside a schema point to."""
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+
+
+def _types(schema: Schema) -> set[str]:
+    """Return the JSON types that a schema names; empty means any."""
+    kind = schema.get("type")
+    named = {one for one in [kind, *_items(kind)] if isinstance(one, str)}
+    branches = [*_items(schema.get("anyOf")), *_items(schema.get("oneOf"))]
+    return named.union(*(_types(_mapping(branch)) for branch in branches))
+
+
+def _texts(schema: Schema) -> list[str] | None:
+    """Return the texts of an enumeration of texts, None for any other schema."""
+    values = _items([schema["const"]] if "const" in schema else schema.get("enum"))
+    return values if values and all(isinstance(value, str) for value in values) else None
+
+
+def _value(lark: Lark, schema: Schema, end: str, tool: Tool) -> str:
+    """Return the rule of a value and the literal `end`: text unquoted, every other type as JSON.
+
+    A text is free up to `end` unless it is one of an enumeration: these notations have neither quotes nor escapes.
+    """
+    if (texts := _texts(schema)) is not None:
+        return f"{lark.any_of(texts)} {lark.literal(end)}"
+    if "string" in _types(schema) or _TYPED.isdisjoint(schema):
+        return lark.free_text(end)
+    return f"{_json(lark, schema, tool)} {lark.literal(end)}"
+
+
+def _tagged_arguments(lark: Lark, tool: Tool, begin: Callable[[str], str], end: str) -> str:
+    """Return the rule of all arguments in the schema's order, with optional ones."""
+    rules = []
+    for name, schema, required in _fields(_parameters(tool)):
+        value = _value(lark, schema, end, tool)
+        rules.append(f"({begin(name)} {value}){'' if required else '?'}")
+    return " ".join(rules)
+
+
+def _xml(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    r"""<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"""
+    end = lark.literal("</function>\n</tool_call>")
+    calls = []
+    for tool in tools:
+        begin = lark.literal(f"<tool_call>\n<function={tool_name(tool)}>\n")
+        fields = _tagged_arguments(lark, tool, lambda name: lark.literal(f"<parameter={name}>\n"), "\n</parameter>\n")
+        calls.append(f"{begin} {fields} {end}")
+    return _several(lark, calls, parallel, "\n")
+
+
+def _glm(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks between."""
+    newline = lark.rule("newline", r'"\n"?')
+
+    def begin(name: str) -> str:
+        return f"{newline} {lark.literal(f'<arg_key>{name}</arg_key>')} {newline} {lark.literal('<arg_value>')}"
+
+    calls = []
+    for tool in tools:
+        head = lark.literal(f"<tool_call>{tool_name(tool)}")
+        fields = _tagged_arguments(lark, tool, begin, "</arg_value>")
+        calls.append(f"{head} {fields} {newline} {lark.literal('</tool_call>')}")
+    return _several(lark, calls, parallel, "\n")
+
+
+# --- Gemma -----------------------------------------------------------------------------------------------------------
+
+
+def _gemma(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    """<|tool_call>call:f{x:1,y:<|"|>text<|"|>}<tool_call|>; FunctionGemma's tokenizer has other markers."""
+    if "<start_function_call>" in lark.special:
+        begin, end, quote = "<start_function_call>", "<end_function_call>", "<escape>"
+    else:
+        begin, end, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
+    calls = []
+    for tool in tools:
+        fields = _gemma_object(lark, _parameters(tool), quote)
+        calls.append(f"{lark.literal(f'{begin}call:{tool_name(tool)}')} {fields} {lark.literal(end)}")
+    return _several(lark, calls, parallel)
+
+
+def _gemma_object(lark: Lark, schema: Schema, quote: str) -> str:
+    """Return the rule of {x:1,y:2}: required members, then optional ones, in the schema's order."""
+    pairs: dict[bool, list[str]] = {True: [], False: []}
+    for name, inner, required in _fields(schema):
+        pairs[required].append(lark.rule("pair", f"{lark.literal(f'{name}:')} {_gemma_value(lark, inner, quote)}"))
+    more = [f'("," {pair})?' for pair in pairs[False]]
+    if pairs[True]:
+        body = " ".join([' "," '.join(pairs[True]), *more])
+    else:
+        first = [" ".join([pair, *more[i + 1 :]]) for i, pair in enumerate(pairs[False])]
+        body = f"({' | '.join(first)})?" if first else ""
+    return lark.rule("object", f'"{{" {body} "}}"')
+
+
+def _gemma_value(lark: Lark, schema: Schema, quote: str) -> str:
+    """Return the rule of a value, by its type if it has exactly one. Other values only follow the notation."""
+    types = _types(schema)
+    if (texts := _texts(schema)) is not None:
+        return f"{lark.literal(quote)} {lark.any_of(texts)} {lark.literal(quote)}"
+    if types == {"string"}:
+        return f"{lark.literal(quote)} {lark.free_text(quote)}"
+    if types == {"object"} and _fields(schema):
+        return _gemma_object(lark, schema, quote)
+    if types == {"array"} and _mapping(schema.get("items")):
+        return _gemma_array(lark, schema, quote)
+    if (types and types <= _SCALARS) or "$ref" in schema:
+        return lark.json(schema, strict=False, field="tools")
+    return _gemma_anything(lark, quote)
+
+
+def _gemma_array(lark: Lark, schema: Schema, quote: str) -> str:
+    item = _gemma_value(lark, {**_definitions(schema), **schema["items"]}, quote)
+    least, most = (schema.get(name) if type(schema.get(name)) is int else None for name in ("minItems", "maxItems"))
+    if most == 0:
+        return '"[" "]"'
+    more = f"{{{max((least or 0) - 1, 0)},{'' if most is None else most - 1}}}"
+    return lark.rule("array", f'"[" ({item} ("," {item}){more}){"" if least else "?"} "]"')
+
+
+def _gemma_anything(lark: Lark, quote: str) -> str:
+    text = f"{lark.literal(quote)} {lark.free_text(quote)}"
+    scalar = lark.json({"type": sorted(_SCALARS)})
+    key = lark.define("KEY", r"/[\w-]+/")
+    array, pairs = '"[" (any ("," any)*)? "]"', f'"{{" ({key} ":" any ("," {key} ":" any)*)? "}}"'
+    return lark.define("any", f"{text} | {scalar} | {array} | {pairs}")
+
+
+_NOTATIONS: Mapping[str | None, Callable[[Lark, Sequence[Tool], bool], str]] = {
+    "hermes": _hermes,
+    "xml": _xml,
+    "harmony": _harmony,
+    "mistral": _mistral,
+    "gemma": _gemma,
+    "glm": _glm,
+}

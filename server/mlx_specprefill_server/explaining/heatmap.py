@@ -8,7 +8,7 @@ from itertools import groupby
 
 from mlx_specprefill import ChunkInfo, Inspection
 
-from .explained import ExplainedChunk
+from ..explain import ExplainedChunk
 
 __all__ = ["LEVELS", "chunk_state", "heat_levels", "render_heatmap"]
 

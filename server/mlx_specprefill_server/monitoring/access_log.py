@@ -1,17 +1,20 @@
-"""The access log: one line per request with path, status, times and token counts. Never any content.
+"""Logs of the process, and the access log: one line per request with path, status, times and token counts.
 
-The line of a generating request waits for its answers' reports, also if the client has left.
+Never any content. The line of a generating request waits for its answers' reports, also if the client has left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from functools import partial
 from heapq import merge
 from itertools import islice
@@ -26,9 +29,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_specprefill import Event, Finished, Progress, TokenEvent
 
-from ..generating.generation import AnswerResult
+from ..generation.generation import AnswerResult
 
-__all__ = ["REQUEST_ID", "AccessLogMiddleware", "RecentAnswers", "RequestTrace", "RunningRequest", "current_trace"]
+__all__ = [
+    "REQUEST_ID",
+    "AccessLogMiddleware",
+    "RecentAnswers",
+    "RequestTrace",
+    "RunningRequest",
+    "configure_logging",
+    "current_trace",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -224,3 +235,57 @@ class RecentAnswers:
         """Return the answers to one API key, given by its identity's name, or to all keys if it is None."""
         shown = self._answers.values() if identity is None else [self._answers.get(identity, ())]
         return list(islice(merge(*shown, key=itemgetter("ended"), reverse=True), HELD))
+
+
+CHATTY = ("httpx", "httpcore", "asyncio", "filelock", "urllib3")  # libraries that log internals at level info
+
+
+def configure_logging(level: str, form: str = "text") -> None:
+    """Send records from this level on to standard error, as "text" or "json"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """Return a record's extra fields, given as `extra={"fields": {...}}`."""
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields
+
+
+class TextFormatter(logging.Formatter):
+    """The usual line. Extra fields replace the message, as `name=value`."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
+        line = super().formatMessage(record)
+        said = [f"{name}={_format(value)}" for name, value in _fields(record).items() if name not in _IN_MESSAGE]
+        return " ".join([line, *said])
+
+
+_IN_MESSAGE = ("method", "path", "status")
+
+
+def _format(value: Any) -> str:
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if " " in text or not text.isprintable() else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        return json.dumps(said, ensure_ascii=True, default=str)

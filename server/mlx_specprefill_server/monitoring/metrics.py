@@ -13,7 +13,7 @@ from prometheus_client.samples import Sample
 
 from mlx_specprefill import Engine, EngineStats, Finished, PrefillReport, Timings
 
-from ..generating.generation import AnswerResult
+from ..generation.generation import AnswerResult
 
 __all__ = ["EngineCollector", "Metrics", "Totals", "reason_label", "text_of_several"]
 

@@ -12,25 +12,15 @@ from starlette.responses import Response
 
 from mlx_specprefill import Progress, TokenEvent
 
-from ..answering import AnswerRequest, count_tokens, start_answers
 from ..auth import IdentityDep
-from ..deltas import (
-    AnswerDelta,
-    AnswerDone,
-    CallBroken,
-    CallDelta,
-    CallEnd,
-    CallStart,
-    Idle,
-    ReasoningDelta,
-    TextDelta,
-)
+from ..deltas import AnswerDelta, AnswerDone, CallBroken, CallDelta, CallEnd, CallStart, Idle, ReasoningDelta, TextDelta
 from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse
-from ..generating.detokenizer import Vocabulary
-from ..generating.generation import Generation
+from ..generation.generation import Generation
+from ..generation.reader import Vocabulary
 from ..report import DONE, KEEP_ALIVE, EventStream, LiveTimings, ProgressReporter, Report, TextEvents, data_event
-from .schemas import ChatRequest, Envelope, refuse_chat, scored
+from ..serving import AnswerRequest, count_tokens, start_answers
+from .protocol import ChatRequest, Envelope, refuse_chat, scored
 
 __all__ = ["router"]
 

@@ -21,18 +21,18 @@ from mlx_specprefill import (
     as_token_ids,
 )
 
-from ..answering import copies, engine_request, make_spec, sampling_params
 from ..auth import IdentityDep
 from ..constrained.output_format import constraint_of
 from ..deltas import AnswerDelta, AnswerDone, Idle, TextDelta
 from ..deps import ModelDep, Service, body_of, close_on_disconnect, while_connected
 from ..errors import JsonResponse
-from ..generating.detokenizer import Vocabulary
-from ..generating.generation import AnswerSpec, Generation
-from ..parsers.parser import Parser, PlainText
-from ..prompting.prompt import Prompt
+from ..generation.generation import AnswerSpec, Generation
+from ..generation.reader import Vocabulary
+from ..parsers.base import Parser, PlainText
+from ..prompt.prompt import Prompt
 from ..report import DONE, KEEP_ALIVE, EventStream, ProgressReporter, Report, data_event
-from .schemas import LOWEST_LOGPROB, MAX_PROMPTS, CompletionRequest, Envelope, refuse_completion
+from ..serving import copies, engine_request, make_spec, sampling_params
+from .protocol import LOWEST_LOGPROB, MAX_PROMPTS, CompletionRequest, Envelope, refuse_completion
 
 __all__ = ["router"]
 

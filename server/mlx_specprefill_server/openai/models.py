@@ -11,11 +11,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..auth import Identity, IdentityDep
-from ..deps import ModelsDep, Service, while_connected
+from ..deps import ModelsDep, Service, check_model_name, while_connected
 from ..errors import ApiError, JsonResponse
-from ..hosting.entry import Entry
-from ..hosting.models import Models
-from ..request_body import check_model_name
+from ..models.loader import Entry
+from ..models.models import Models
 
 __all__ = ["router"]
 

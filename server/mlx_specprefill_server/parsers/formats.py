@@ -2,24 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlx_specprefill import ReasoningBudget
 
-from . import gemma, glm, hermes, mistral, native, xml
-from .calls import CallReader
+from . import gemma
+from .base import Cursor, MalformedError, Parser, PlainText, Reading, Tools, overlap, spaces, starts_with
+from .calls import CallReader, whole
 from .harmony import ANSWER_ENDS, ANSWER_HEAD, REASONING_END, REASONING_HEAD, HarmonyText, opened_header
-from .parser import Cursor, Parser, PlainText, Reading, Tools, spaces, starts_with
+from .json_calls import MISTRAL_TAG, PYTHON_TAG, read_bare, read_calls, read_mistral_tag, read_python_tag
+from .tag_calls import CALL, END_CALL, FUNCTION, read_functions, read_glm_body
 from .tagged import TaggedText
 
-__all__ = ["Format", "ReasoningParser", "ToolParser", "detect", "reasoning_tags"]
+__all__ = ["Format", "ReasoningParser", "ToolParser", "detect", "native_reader", "reasoning_tags"]
+
+# Errors of parsers for well-formed calls on malformed ones.
+FAULTS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
+
+
+def native_reader(opener: str, closer: str, parse: Callable[..., Any], tools: list[Any]) -> CallReader:
+    """Return a reader of `<opener>...<closer>` by mlx-lm's `parse(text, tools)`. Without a closer the call ends with
+    the text.
+    """
+
+    def read(cursor: Cursor, known: Tools) -> Reading[None]:
+        cursor.take(len(opener))
+        text = yield from _native_body(cursor, closer)
+        try:
+            found = parse(text, tools)
+            calls = [_check_native_call(one, known) for one in (found if isinstance(found, list) else [found])]
+        except FAULTS as error:
+            raise MalformedError(str(error)) from error
+        for name, arguments in calls:
+            yield from whole(name, arguments)
+
+    return read
+
+
+def _native_body(cursor: Cursor, closer: str) -> Reading[str]:
+    """Read text up to the end tag. Text that is cut off is no call."""
+    text = ""
+    while True:
+        at = cursor.buffer.find(closer) if closer else -1
+        if at >= 0:
+            text += cursor.take(at)
+            cursor.take(len(closer))
+            return text
+        text += cursor.take(len(cursor.buffer) - overlap(cursor.buffer, (closer,)) * (not cursor.ended))
+        if cursor.ended:
+            if not cursor.complete:
+                raise MalformedError("the text ends inside a call")
+            return text
+        yield None
+
+
+def _check_native_call(call: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
+    name, arguments = call["name"], call.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise MalformedError("no call")
+    return tools.name(name), json.loads(json.dumps(arguments, allow_nan=False))
+
 
 ToolParser = Literal["hermes", "xml", "harmony", "mistral", "gemma", "glm", "native"]
 ReasoningParser = Literal["think", "mistral", "gemma", "native"]
 
-TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 BudgetMarks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 GEMMA_4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
@@ -36,7 +87,7 @@ MARKS: Sequence[tuple[ToolParser, tuple[str, ...]]] = (
     ("gemma", FUNCTION_GEMMA[:1]),
     ("glm", ("<tool_call>", "<arg_key>")),
     ("xml", ("<tool_call>", "<function=")),
-    ("mistral", (mistral.TAG,)),
+    ("mistral", (MISTRAL_TAG,)),
     ("hermes", ("<tool_call>",)),
 )
 
@@ -100,16 +151,16 @@ class Format:
     def _readers(self, tools: list[Any]) -> tuple[dict[str, CallReader], CallReader | None]:
         match self.tools:
             case "mistral":
-                return {mistral.TAG: mistral.read_tag}, None
+                return {MISTRAL_TAG: read_mistral_tag}, None
             case "gemma":
                 return {mark[0]: gemma.reader(*mark) for mark in (GEMMA_4, FUNCTION_GEMMA)}, None
             case "native":
                 wrapper = self.tokenizer
-                read = native.reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
+                read = native_reader(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser, tools)
                 return {wrapper.tool_call_start: read}, None
             case _:
-                openers: dict[str, CallReader] = {TOOL_CALL: _read_tool_call, xml.FUNCTION: xml.read_functions}
-                return openers | {hermes.PYTHON_TAG: hermes.read_python_tag}, hermes.read_bare
+                openers: dict[str, CallReader] = {CALL: _read_tool_call, FUNCTION: read_functions}
+                return openers | {PYTHON_TAG: read_python_tag}, read_bare
 
 
 def detect(tokenizer: Any, tools: ToolParser | None = None, reasoning: ReasoningParser | None = None) -> Format:
@@ -158,15 +209,15 @@ def reasoning_tags(tokenizer: Any) -> tuple[str, str] | None:
 
 def _read_tool_call(cursor: Cursor, tools: Tools) -> Reading[None]:
     """Read `<tool_call>` with any of three notations inside. Models fall back to the one they saw most."""
-    cursor.take(len(TOOL_CALL))
+    cursor.take(len(CALL))
     yield from spaces(cursor)
-    match (yield from starts_with(cursor, ("{", "[", xml.FUNCTION))):
+    match (yield from starts_with(cursor, ("{", "[", FUNCTION))):
         case "{" | "[":
-            yield from hermes.read_calls(cursor, tools, (TOOL_CALL_END,))
-        case xml.FUNCTION:
-            yield from xml.read_functions(cursor, tools)
+            yield from read_calls(cursor, tools, (END_CALL,))
+        case "<function=":
+            yield from read_functions(cursor, tools)
         case _:
-            yield from glm.read_body(cursor, tools)
+            yield from read_glm_body(cursor, tools)
     yield from spaces(cursor)
-    if (yield from starts_with(cursor, (TOOL_CALL_END,))):
-        cursor.take(len(TOOL_CALL_END))
+    if (yield from starts_with(cursor, (END_CALL,))):
+        cursor.take(len(END_CALL))

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import orjson
 
 from ..deltas import CallDelta
-from .calls import CallReader, call, captured, expect, until
+from .base import Cursor, MalformedError, Reading, Tools, overlap, peek, spaces, starts_with
+from .calls import CallReader, call, captured, convert, expect, until
 from .json_text import DEEPEST, JsonReader
-from .parser import Cursor, MalformedError, Reading, Tools, overlap, peek, spaces, starts_with
-from .schema import convert
 
 __all__ = ["reader"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 
 from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
+from .base import Cursor, MalformedError, Reading, Tools, overlap, spaces, starts_with
 from .calls import call
 from .json_text import JsonReader
-from .parser import Cursor, MalformedError, Reading, Tools, overlap, spaces, starts_with
 
 __all__ = ["ANSWER_ENDS", "ANSWER_HEAD", "REASONING_END", "REASONING_HEAD", "HarmonyText", "opened_header"]
 

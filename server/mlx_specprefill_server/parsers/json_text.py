@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import orjson
 
 from ..deltas import CallDelta
-from .parser import Cursor, MalformedError, Reading, peek, spaces, starts_with
+from .base import Cursor, MalformedError, Reading, peek, spaces, starts_with
 
 __all__ = ["JsonReader"]
 

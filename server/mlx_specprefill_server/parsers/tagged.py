@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..deltas import CallBroken, CallEnd, CallStart, ReasoningDelta, TextDelta
+from .base import Cursor, MalformedError, Reading, Tools, overlap, spaces, starts_with
 from .calls import CallReader
-from .parser import Cursor, MalformedError, Reading, Tools, overlap, spaces, starts_with
 
 __all__ = ["Marks", "TaggedText"]
 

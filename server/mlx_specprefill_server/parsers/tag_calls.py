@@ -1,14 +1,47 @@
-"""Calls as tags, one for each parameter, with unquoted values: Qwen3-Coder, Qwen3.5, Nemotron-3."""
+"""Calls as tags with unquoted values: GLM, Qwen3-Coder, Qwen3.5, Nemotron-3."""
 
 from __future__ import annotations
 
+from .base import Cursor, MalformedError, Reading, Tools, spaces, starts_with
 from .calls import Members, Value, call, expect, until
-from .parser import Cursor, MalformedError, Reading, Tools, spaces, starts_with
+from .json_text import JsonReader
 
-__all__ = ["FUNCTION", "read_function", "read_functions"]
+__all__ = ["FUNCTION", "read_function", "read_functions", "read_glm_body"]
+
+KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+
+
+def read_glm_body(cursor: Cursor, tools: Tools) -> Reading[None]:
+    """Read a call after its tag. The name must be a known tool: a bare name is hard to tell from text."""
+    name = tools.name((yield from until(cursor, "\n<{", never=' "[')))
+    if name not in tools.properties:
+        raise MalformedError("no such tool")
+    yield from spaces(cursor)
+    if (yield from starts_with(cursor, ("{",))):
+        yield from call(name, JsonReader(cursor, (END_CALL,)).object())
+    else:
+        yield from call(name, _glm_arguments(cursor, tools, name))
+
+
+def _glm_arguments(cursor: Cursor, tools: Tools, name: str) -> Reading[None]:
+    members = Members(tools, name)
+    while (yield from starts_with(cursor, (KEY,))):
+        cursor.take(len(KEY))
+        key = yield from until(cursor, "<")
+        yield from expect(cursor, END_KEY)
+        yield from spaces(cursor)
+        yield from expect(cursor, VALUE)
+        value = Value(cursor, END_VALUE, (KEY, END_CALL, CALL), {END_CALL: (CALL,)})
+        yield from members.add(key.strip(), value)
+        yield from spaces(cursor)
+    if not (yield from starts_with(cursor, (END_CALL,))) and (cursor.buffer or not cursor.complete):
+        raise MalformedError("a key is expected")
+    yield from members.close()
+
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
-END_FUNCTION, END_PARAMETER, CALL, END_CALL = "</function>", "</parameter>", "<tool_call>", "</tool_call>"
+END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 AFTER_PARAMETER = (PARAMETER, END_FUNCTION, END_CALL, FUNCTION, CALL)
 AFTER_FUNCTION = (END_CALL, FUNCTION, CALL)
 

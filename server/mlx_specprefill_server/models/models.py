@@ -12,15 +12,13 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
-
 from mlx_specprefill import Engine, EngineClosedError, RequestCancelled
-
 from ..errors import ApiError
 from ..service import ServerState, Service
-from ..sizes import size
-from .entry import Entry, LoadProgress
+from ..pairs import size
+from .loader import Entry, LoadProgress
 from .loader import Loader
-from .refusals import RETRY_AFTER_S, MissingModelError, NoRoomError, failed, named, reason_of, too_little, too_many
+from .loader import RETRY_AFTER_S, MissingModelError, NoRoomError, failed, named, reason_of, too_little, too_many
 
 __all__ = ["Models"]
 

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 import orjson
 
 from mlx_specprefill import InvalidRequestError
 
-__all__ = ["Conversation", "Ending", "Message", "conversation", "ending_of", "omission_note", "simpler_forms"]
+__all__ = [
+    "Conversation",
+    "Ending",
+    "Message",
+    "conversation",
+    "ending_of",
+    "inline_system_messages",
+    "omission_note",
+    "simpler_forms",
+]
 
 Message = dict[str, Any]  # in the form of templates: role, content (str), and the role's other fields
 Ending = Literal["answer", "continue", "none"]
@@ -230,3 +240,33 @@ def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shorten(value: Any) -> str:
     return repr(value)[:80]
+
+
+def inline_system_messages(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with system and developer messages at the beginning only. Contents must be texts."""
+    out: list[Message] = []
+    reminder: str | None = None  # reminders of the group before, if it could not join a user message
+    for is_system, group in groupby(messages, key=lambda message: message["role"] in ("system", "developer")):
+        run = list(group)
+        if not is_system or not out:
+            out += _add_reminder(reminder, run)
+            reminder = None
+        elif out[-1]["role"] == "user":
+            out += _add_reminder(_reminder(run), [out.pop()])
+        else:
+            reminder = _reminder(run)
+    return out + _add_reminder(reminder, [])
+
+
+def _reminder(system: Sequence[Message]) -> str:
+    text = "\n\n".join(message["content"] for message in system)
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+def _add_reminder(reminder: str | None, run: list[Message]) -> list[Message]:
+    """Put the reminder in front: the user's text stays last, where a sparse prefill keeps it."""
+    if reminder is None:
+        return run
+    if run and run[0]["role"] == "user":
+        return [run[0] | {"content": f"{reminder}\n\n{run[0]['content']}"}, *run[1:]]
+    return [{"role": "user", "content": reminder}, *run]

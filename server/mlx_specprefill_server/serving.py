@@ -20,12 +20,11 @@ from .constrained.output_format import OutputFormat, constraint_of
 from .constrained.tool_choice import ToolChoice, resolve_tool_choice
 from .deps import Service
 from .fields import SamplingFields
-from .generating.detokenizer import IncrementalDetokenizer, Stops
-from .generating.generation import AnswerSpec, Generation
-from .generating.reader import AnswerReader
-from .parsers.parser import Parser
-from .prompting.conversation import Conversation
-from .prompting.prompt import Prompt
+from .generation.generation import AnswerSpec, Generation
+from .generation.reader import AnswerReader, IncrementalDetokenizer, Stops
+from .parsers.base import Parser
+from .prompt.conversation import Conversation
+from .prompt.prompt import Prompt
 
 __all__ = [
     "AnswerRequest",

@@ -28,8 +28,8 @@ from ..fields import (
     refuse_documents,
     refuse_sampling,
 )
-from ..generating.detokenizer import Vocabulary
-from ..prompting.conversation import Conversation, conversation, ending_of
+from ..generation.reader import Vocabulary
+from ..prompt.conversation import Conversation, conversation, ending_of
 from ..report import Report, comment, data_event
 
 __all__ = [

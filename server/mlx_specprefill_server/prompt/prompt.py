@@ -23,8 +23,8 @@ from jinja2 import TemplateError
 from mlx_specprefill import ContextLengthError, InvalidRequestError, PromptSpan, TokenIds, as_token_ids
 
 from .conversation import Conversation, Message, simpler_forms
-from .escaping import ControlTokens, Encoded, Encoder, EscapedConversation
 from .spans import Render, locate, to_tokens, turn_ends
+from .special_tokens import ControlTokens, Encoded, Encoder, EscapedConversation
 
 __all__ = ["LengthCheck", "Prompt", "PromptBuilder", "Workers"]
 

@@ -1,15 +1,15 @@
-"""Calls as JSON objects with a name and arguments: Hermes, Qwen and many others."""
+"""Calls as JSON objects: Hermes, Qwen, Mistral and many others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ..deltas import CallDelta
-from .calls import call, captured, expect, written
+from .base import Cursor, MalformedError, Reading, Tools, peek, spaces, starts_with
+from .calls import call, captured, expect, until, written
 from .json_text import JsonReader
-from .parser import Cursor, MalformedError, Reading, Tools, peek, spaces, starts_with
 
-__all__ = ["read_bare", "read_calls", "read_python_tag"]
+__all__ = ["MISTRAL_TAG", "read_bare", "read_calls", "read_mistral_tag", "read_python_tag"]
 
 ARGUMENTS = ("arguments", "parameters")
 PYTHON_TAG = "<|python_tag|>"
@@ -109,3 +109,27 @@ class _Call:
                 yield CallDelta("{}")
             case _:
                 yield from JsonReader(self._cursor, self._closers).object()
+
+
+MISTRAL_TAG, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+def read_mistral_tag(cursor: Cursor, tools: Tools) -> Reading[None]:
+    """Read all calls behind one mark."""
+    cursor.take(len(MISTRAL_TAG))
+    yield from spaces(cursor)
+    if (yield from starts_with(cursor, ("[", "{"))):
+        yield from read_calls(cursor, tools)
+        return
+    while True:
+        name = tools.name((yield from until(cursor, "[{", never=' "<\n')))
+        if (yield from starts_with(cursor, (MISTRAL_CALL_ID,))):
+            cursor.take(len(MISTRAL_CALL_ID))
+            yield from until(cursor, "[{")
+        if (yield from starts_with(cursor, (MISTRAL_ARGUMENTS,))):
+            cursor.take(len(MISTRAL_ARGUMENTS))
+        yield from spaces(cursor)
+        yield from call(name, JsonReader(cursor).object())
+        yield from spaces(cursor)
+        if not cursor.buffer or (yield from starts_with(cursor, (MISTRAL_TAG,))):
+            return

@@ -1,1 +1,0 @@
-"""Configurations of agents for this server, and their place in files that people have written."""

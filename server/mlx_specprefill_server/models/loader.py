@@ -1,0 +1,336 @@
+"""The models that a server knows, the `models.toml` that lists them, and their loading into memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from ..monitoring.metrics import Metrics
+from ..service import Service
+from ..settings import Settings
+import re
+from collections.abc import Sequence
+from ..errors import ApiError
+from ..pairs import size
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from mlx_specprefill import (
+    DtypeName,
+    Engine,
+    EngineConfig,
+    LoadedModels,
+    MLXThread,
+    blueprint,
+    describe_stored,
+    loaded_bytes,
+    resolve_model_path,
+)
+from ..pair_loading import load
+from ..pairs import MissingPairError, Pair, Row, located
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from ..pair_loading import make_settings
+from ..pairs import PairsError, Row, read_pairs
+
+__all__ = ["Entry", "LoadProgress", "Loader", "MissingModelError", "ModelState", "NoRoomError", "RETRY_AFTER_S", "Tell", "entries_of", "failed", "models_file", "named", "read_table", "reason_of", "too_little", "too_many"]
+
+ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Progress of loading: a step in words, and `done` of its `total` parts. The parts are 0 of 0 while unknown."""
+
+    step: str = "Waiting"
+    done: int = 0
+    total: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "done": self.done, "total": self.total}
+
+
+@dataclass(eq=False)
+class Entry:
+    """A known model. Used on the event loop; the loading thread replaces `progress`.
+
+    Attributes:
+        id: its name for clients; `aliases` are further names; `name` is its name in the table.
+        pin: it is loaded at the start of the server and stays in memory.
+        ttl: idle seconds after which it is unloaded; None: it stays until its memory is needed.
+        service: the loaded model, ready for requests; None: not in memory.
+        context: largest number of tokens of prompt and answer, if known; memory may leave room for fewer.
+        error: reason why it could not be loaded.
+        users: number of running requests for it.
+        last_use: end of the latest request, by the monotonic clock.
+        loads: how many times it was loaded.
+        task: the running load.
+    """
+
+    id: str
+    settings: Settings
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    pin: bool = False
+    ttl: float | None = None
+    metrics: Metrics = field(init=False)
+    state: ModelState = "unloaded"
+    service: Service | None = None
+    context: int | None = None
+    error: str | None = None
+    progress: LoadProgress = LoadProgress()
+    users: int = 0
+    last_use: float = 0.0
+    loads: int = 0
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(None, self.id)
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self.last_use
+
+    @property
+    def may_go(self) -> bool:
+        """True if the model is in memory and nothing keeps it there."""
+        if self.service is None or self.pin or self.users:
+            return False
+        health = self.service.engine.health()
+        return not (health.running or health.queued)
+
+    @property
+    def weights(self) -> int:
+        """The bytes of its models in memory."""
+        if self.service is None:
+            return 0
+        memory = self.service.engine.stats().memory
+        return memory.target_weights + memory.draft_weights
+
+
+Tell = Callable[[LoadProgress], None]
+
+
+RETRY_AFTER_S = "5"
+FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^\s/:,'\"]+/)*(?=[^\s/:,'\"])")  # the folders of an absolute path
+
+
+class MissingModelError(ValueError):
+    """A model's files are not on this machine; the message is meant for the user."""
+
+
+class NoRoomError(ApiError):
+    """A refusal to load a model while running requests use the memory it needs."""
+
+    def __init__(self, entry: Entry, why: str) -> None:
+        message = f"The model {entry.id!r} can't be loaded now: {why}. Try again when their requests have ended."
+        super().__init__(503, message, code="no_room_for_model", headers={"Retry-After": RETRY_AFTER_S})
+
+
+def reason_of(error: Exception) -> str:
+    """Return the error's message without this machine's private folders. The log has the whole message."""
+    return FOLDERS.sub("", str(error)) or type(error).__name__
+
+
+def failed(entry: Entry) -> ApiError:
+    """Return the refusal of a model that could not be loaded. It is not retried automatically."""
+    message = f"The model {entry.id!r} could not be loaded: {entry.error}. POST /v1/models/{entry.id}/load tries again."
+    return ApiError(500, message, param="model", code="model_failed")
+
+
+def too_many(there: Sequence[Entry], most: int) -> str:
+    """Return the reason: these models can't be unloaded."""
+    return f"{named(there)} can't be unloaded, and --max-models is {most}"
+
+
+def too_little(need: int, free: int) -> str:
+    """Return the reason: too few bytes of memory."""
+    return f"it needs {size(need)}, and what is in use leaves {size(max(0, free))}"
+
+
+def named(entries: Sequence[Entry]) -> str:
+    """Return the models' ids as text."""
+    return ", ".join(entry.id for entry in entries)
+
+
+UNSAFE = re.compile(r"[^\w.-]+")  # in a folder's name
+
+
+class Loader:
+    """A loader that brings models into memory. Its methods block, and run on worker threads.
+
+    Args:
+        rows: rows of the table by name.
+        file: the table; None: the built-in one.
+        memory_limit: bytes for everything; None: the recommendation of the device.
+        dtype: dtype of models whose row names none.
+    """
+
+    def __init__(
+        self, rows: Mapping[str, Row], file: Path | None, memory_limit: int | None = None, dtype: DtypeName = "auto"
+    ) -> None:
+        self._rows = rows
+        self._file = file
+        self._dtype = dtype
+        self._loaded = LoadedModels()
+        self._thread = MLXThread(memory_limit)
+        self._thread.start()
+
+    @property
+    def on_pressure(self) -> Callable[[int], None]:
+        """Set a function to call, from any thread, with the bytes that requests need and models take."""
+        return self._thread.memory.on_pressure or (lambda need: None)
+
+    @on_pressure.setter
+    def on_pressure(self, call: Callable[[int], None]) -> None:
+        self._thread.memory.on_pressure = call
+
+    def need(self, entry: Entry) -> int:
+        """Return the bytes of a model's weights, without those that another model has in memory.
+
+        Raises:
+            MissingModelError: its files are not on this machine.
+        """
+        pair = self._pair(entry)
+        found = {where: self._place(where) for where in (pair.target, pair.draft) if where not in (None, "self")}
+        missing = {
+            where: place for where, place in found.items() if not self._loaded.holds(str(where), self._type(pair))
+        }
+        return sum(_weights(place, self._type(pair)) for place in missing.values())
+
+    def context(self, entry: Entry) -> int:
+        """Return the tokens of prompt and answer that its files allow. Raises as `need`."""
+        pair = self._pair(entry)
+        config, _ = describe_stored(self._place(pair.target))
+        known = self._thread.call(partial(blueprint, config, "float32")).context
+        return known if pair.context is None else min(known, pair.context)
+
+    def free(self) -> int | None:
+        """The bytes that loaded models and running requests leave; None without a limit."""
+        return self._thread.memory.free()
+
+    def limit(self) -> int | None:
+        """The bytes for everything."""
+        return self._thread.memory.limit
+
+    def load(self, entry: Entry, tell: Tell) -> Engine:
+        """Return a started engine. `tell` may be called on any thread."""
+        self._thread.call(partial(self._expect, self.need(entry)))
+        try:
+            engine = self._thread.call(partial(self._read, entry, tell))
+            tell(LoadProgress("Measuring what the models cost"))
+            engine.start()
+            return engine
+        finally:
+            self._thread.call(partial(self._expect, 0))
+
+    def release(self) -> None:
+        """Give the memory of closed engines back to the system."""
+        self._thread.release()
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _expect(self, nbytes: int) -> None:
+        """Reserve room for models that are being loaded. Called on the MLX thread."""
+        self._thread.memory.loading = nbytes
+        self._thread.memory.reclaim(0)
+
+    def _read(self, entry: Entry, tell: Tell) -> Engine:
+        """Load the models. Called on the MLX thread."""
+        pair = self._pair(entry)
+        told = partial(self._report_step, tell)
+        made = load(pair, self._dtype, entry.settings, calibrate=True, tell=told, loaded=self._loaded)
+        return Engine(made, self._config(entry, pair), thread=self._thread, pinned=entry.pin)
+
+    @contextmanager
+    def _report_step(self, tell: Tell, words: str) -> Iterator[Callable[[int, int], None]]:
+        """Report a step without this machine's folders. Requests for other models run in between."""
+        step = "Loading" if words.startswith("Loading ") else words
+
+        def progress(done: int, total: int) -> None:
+            tell(LoadProgress(step, done, total))
+            self._thread.pause()
+
+        progress(0, 0)
+        yield progress
+
+    def _config(self, entry: Entry, pair: Pair) -> EngineConfig:
+        """Return the model's configuration: its part of the memory, and its own folder for prefixes."""
+        config, limit = entry.settings.serving_config(), self.limit()
+        part = None if pair.memory_share is None or limit is None else int(pair.memory_share * limit)
+        config = replace(config, memory_limit=part)
+        if config.prefix_cache_dir is None:
+            return config
+        folder = config.prefix_cache_dir / UNSAFE.sub("-", entry.name)
+        return replace(config, prefix_cache_dir=folder, prefix_disk_bytes=config.prefix_disk_bytes // len(self._rows))
+
+    def _pair(self, entry: Entry) -> Pair:
+        try:
+            return located(entry.name, self._rows[entry.name], self._file)
+        except MissingPairError as error:
+            raise MissingModelError(str(error)) from None
+
+    def _place(self, where: str | None) -> Path:
+        place = resolve_model_path(str(where))
+        if place is None:
+            raise MissingModelError(f"`mlx-specprefill pull {where}` fetches {where}")
+        return place
+
+    def _type(self, pair: Pair) -> DtypeName:
+        return pair.dtype if self._dtype == "auto" else self._dtype
+
+
+def _weights(place: Path, dtype: DtypeName) -> int:
+    _, parameters = describe_stored(place)
+    if dtype == "float32":
+        halves = sum(parameters.pop(kind, 0) for kind in ("BF16", "F16"))
+        parameters["F32"] = parameters.get("F32", 0) + halves
+    return loaded_bytes(parameters, "auto" if dtype == "auto" else "stored")[0]
+
+
+def models_file() -> Path:
+    """Return the path of the default table."""
+    config = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(config) if config else Path.home() / ".config") / "mlx-specprefill" / "models.toml"
+
+
+def read_table(file: Path) -> dict[str, Row]:
+    """Return the rows of a table by name.
+
+    Raises:
+        PairsError: no such file, no model in it, or a row that can't be understood.
+    """
+    rows = read_pairs(file)
+    if not rows:
+        raise PairsError(f"{file} names no model")
+    return rows
+
+
+def entries_of(rows: Mapping[str, Row], file: Path, given: Mapping[str, Any]) -> list[Entry]:
+    """Return the models with their settings. Shared settings come first, then the environment, then the model's row.
+
+    Raises:
+        PairsError: two models have the same id or alias.
+    """
+    entries = [_entry(name, row, given) for name, row in rows.items()]
+    names: dict[str, str] = {}
+    for entry in entries:
+        for name in (entry.id, *entry.aliases):
+            if names.setdefault(name, entry.name) != entry.name:
+                raise PairsError(f"{file}: [{names[name]}] and [{entry.name}] are both called {name!r}")
+    return entries
+
+
+def _entry(name: str, row: Row, given: Mapping[str, Any]) -> Entry:
+    alias = row.alias or name
+    settings = make_settings(row.model_copy(update={"alias": alias}), **{**given, "model_alias": None})
+    return Entry(alias, settings, name=name, aliases=tuple(row.aliases), pin=row.pin, ttl=row.ttl)

@@ -1,0 +1,266 @@
+"""Endpoints that render a prompt and generate nothing.
+
+/tokenize, /detokenize and /apply-template have llama.cpp's shapes and vLLM's. /v1/specprefill/explain returns the kept
+chunks and the reasons. /v1/specprefill/warm reads the common beginning of an agent's sessions ahead of the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import ConfigDict, Field
+from starlette.responses import Response
+
+from mlx_specprefill import (
+    GenerationRequest,
+    InvalidRequestError,
+    SparseUnsupportedError,
+    SpecPrefillOptions,
+    as_token_ids,
+)
+
+from ..anthropic.messages import conversation_of as messages_conversation
+from ..anthropic.protocol import CountRequest
+from ..auth import IdentityDep
+from ..constrained.tool_choice import resolve_tool_choice
+from ..deltas import AnswerDone
+from ..deps import ModelDep, Service, body_of, close_on_disconnect, validate, while_connected
+from ..errors import ApiError, JsonResponse
+from ..explain import explain_chunks, explanation
+from ..fields import Body, SamplingFields, SpecPrefillFields, TokenIds
+from ..generation.generation import Generation
+from ..openai.protocol import ChatRequest
+from ..openai.responses import conversation_of as responses_conversation
+from ..openai.responses_protocol import ResponsesRequest, function_tools
+from ..prompt.conversation import Conversation, conversation, ending_of
+from ..prompt.prompt import Prompt
+from ..report import Report
+from ..serving import make_spec, max_tokens_within
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+ONE_OF = ("content", "prompt", "messages")
+
+
+class Rendered(Body):
+    """A conversation to render."""
+
+    model: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    def conversation(self) -> Conversation:
+        """Return the conversation, normalised as for an answer."""
+        ending = ending_of(self.add_generation_prompt, self.continue_final_message)
+        return conversation(self.messages or [], self.tools, self.chat_template_kwargs, ending)
+
+
+class TokenizeRequest(Rendered):
+    """The body of /tokenize: `content` (llama.cpp), `prompt` (vLLM) or `messages` (both)."""
+
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool = False  # the tokenizer's own start token, for content
+    add_special_tokens: bool = True  # the same for a prompt
+    with_pieces: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def _one_text(body: Mapping[str, Any]) -> None:
+    given = [name for name in ONE_OF if name in body]
+    if len(given) != 1:
+        raise InvalidRequestError(f"exactly one of {', '.join(ONE_OF)} is needed", field=given[1] if given else None)
+    if body.get("parse_special", True) is not True:
+        raise InvalidRequestError("parse_special: only true is supported", field="parse_special")
+
+
+@router.post("/tokenize")
+async def tokenize(
+    request: Request,
+    body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest, _one_text))],
+    service: ModelDep,
+) -> Response:
+    """Return the ids of a text or of a rendered conversation."""
+    tokens = await while_connected(request, _tokens(service, body))
+    answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": service.context_length}
+    if body.with_pieces:
+        answer["tokens"] = [{"id": token, "piece": _piece(service, token)} for token in tokens]
+    if body.return_token_strs:
+        answer["token_strs"] = [service.vocabulary.token_text(token) for token in tokens]
+    return JsonResponse(answer)
+
+
+async def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        return list(map(int, (await service.prompts.chat(body.conversation())).tokens))
+    if body.content is not None:
+        return await service.prompts.tokens(body.content, special=body.add_special, field="content")
+    return await service.prompts.tokens(body.prompt or "", special=body.add_special_tokens, field="prompt")
+
+
+def _piece(service: Service, token: int) -> str | list[int]:
+    """Return a token's text, or its bytes if they are only a part of a character."""
+    data = bytes(service.vocabulary.token_bytes(token))
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+@router.post("/detokenize")
+async def detokenize(
+    request: Request,
+    body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))],
+    service: ModelDep,
+) -> Response:
+    """Return the text of token ids."""
+    size = service.vocabulary.size
+    if not all(0 <= token < size for token in body.tokens):
+        raise InvalidRequestError(f"tokens: ids must be from 0 to {size - 1}", field="tokens")
+    decoding = service.prompts.run(partial(service.vocabulary.decode, body.tokens))
+    text = await while_connected(request, decoding)
+    return JsonResponse({"content": text, "prompt": text})
+
+
+@router.post("/apply-template")
+async def apply_template(
+    request: Request, body: Annotated[Rendered, Depends(body_of(Rendered))], service: ModelDep
+) -> Response:
+    """Return the rendered text of a conversation, ready for the assistant's answer."""
+    text = await while_connected(request, service.prompts.text(body.conversation()))
+    return JsonResponse({"prompt": text})
+
+
+class ExplainRequest(Rendered, SpecPrefillFields):
+    """The body: `messages` or `prompt`, and the options of sparse prefill."""
+
+    prompt: str | TokenIds | None = None
+
+
+def _one_prompt(body: Mapping[str, Any]) -> None:
+    if ("messages" in body) == ("prompt" in body):
+        field = "prompt" if "prompt" in body else "messages"
+        raise InvalidRequestError("exactly one of messages and prompt is needed", field=field)
+
+
+@router.post("/v1/specprefill/explain")
+async def explain(
+    request: Request,
+    identity: IdentityDep,
+    body: Annotated[ExplainRequest, Depends(body_of(ExplainRequest, _one_prompt))],
+    service: ModelDep,
+) -> Response:
+    """Score the prompt with the draft. The target does not run."""
+    field = "messages" if body.prompt is None else "prompt"
+    prompt = await while_connected(request, _prompt(service, body))
+    if not prompt.tokens.size:
+        raise InvalidRequestError(f"{field}: the prompt has no tokens", field=field)
+    max_tokens_within(len(prompt.tokens), 1, service.context_length, field)
+    asked = GenerationRequest(prompt.tokens, 1, specprefill=body.options(), spans=prompt.spans)
+    work = service.inspect(asked, identity, body.cache_salt)
+    try:
+        inspection = await close_on_disconnect(request, work, work.result())
+    except SparseUnsupportedError as error:
+        raise ApiError(400, f"Nothing to explain: {error}", code="sparse_unsupported") from error
+    texts = partial(explain_chunks, service.engine.pair.tokenizer, prompt.tokens, inspection)
+    chunks = await while_connected(request, service.prompts.run(texts))
+    names = {"object": "specprefill.explanation", "model": service.model_id, "draft": service.draft_id}
+    return JsonResponse(names | explanation(inspection, chunks) | {"tokens": prompt.tokens.tolist()})
+
+
+async def _prompt(service: Service, body: ExplainRequest) -> Prompt:
+    if body.prompt is None:
+        return await service.prompts.chat(body.conversation())
+    if isinstance(body.prompt, str):
+        return await service.prompts.raw(body.prompt)
+    return Prompt(as_token_ids(body.prompt))
+
+
+ASKS = {"role": "user", "content": "."}  # many templates need a user message; the kept tokens end before it
+
+
+class WarmRequest(Body):
+    """A request of any dialect with a system prompt or tools. Its question is not read."""
+
+    model_config = ConfigDict(extra="allow")
+
+    cache_salt: str | None = None
+
+
+@router.post("/v1/specprefill/warm")
+async def warm(
+    request: Request,
+    identity: IdentityDep,
+    body: Annotated[WarmRequest, Depends(body_of(WarmRequest))],
+    service: ModelDep,
+) -> Response:
+    """Read the system prompt and the tools in full and keep them."""
+    if not service.settings.prefix_cache_size:
+        raise ApiError(400, "This server keeps no prefixes: its --prefix-cache-size is 0.", code="no_prefix_cache")
+    given = body.model_extra or {}
+    prompt = await while_connected(request, service.prompts.chat(_conversation(given)))
+    opening = _opening(service, prompt)
+    spec = make_spec(service, opening, SamplingFields(), lambda: service.format.parser((), ""))
+    generation = service.submit([spec], identity, body.cache_salt)
+    report = await close_on_disconnect(request, generation, _read(service, generation))
+    answer = {"object": "specprefill.warm", "model": service.model_id, "tokens": opening.system_prefix_len}
+    return JsonResponse(answer | {"cached_tokens": report.cached_tokens, "specprefill": report.specprefill()})
+
+
+def _conversation(given: Mapping[str, Any]) -> Conversation:
+    """Return the conversation. The dialect is told from fields that only one has."""
+    body = dict(given)
+    if "input" in body or "instructions" in body:
+        asked = validate(ResponsesRequest, {"input": ASKS["content"], **body})
+        found, choice = responses_conversation(asked, function_tools(asked.tools)), asked.choice()
+    elif "system" in body or any("input_schema" in tool for tool in body.get("tools", ()) if isinstance(tool, dict)):
+        counted = validate(CountRequest, {**body, "messages": body.get("messages") or [ASKS]})
+        found, choice = messages_conversation(counted), counted.choice()
+    else:
+        chat = validate(ChatRequest, {**body, "messages": _with_a_user(body.get("messages"))})
+        found, choice = chat.conversation(), chat.choice()
+    return replace(found, tools=resolve_tool_choice(found.tools, choice)[0])
+
+
+def _with_a_user(messages: Any) -> Any:
+    if messages is None:
+        return [ASKS]
+    speaks = isinstance(messages, list) and any(isinstance(m, dict) and m.get("role") == "user" for m in messages)
+    return [*messages, ASKS] if isinstance(messages, list) and not speaks else messages
+
+
+def _opening(service: Service, prompt: Prompt) -> GenerationRequest:
+    """Return the prompt's beginning and one token more. A prompt must continue after its cached part."""
+    whole = GenerationRequest(prompt.tokens, 1, spans=prompt.spans)
+    if not whole.system_prefix_len:
+        message = "nothing to keep: the prompt begins neither with a system message nor with tools"
+        raise InvalidRequestError(message, field="messages")
+    tokens = prompt.tokens[: whole.system_prefix_len + 1]
+    max_tokens_within(len(tokens), 1, service.context_length, "messages")
+    spans = tuple(span for span in prompt.spans if span.end <= whole.system_prefix_len)
+    return GenerationRequest(tokens, 1, specprefill=SpecPrefillOptions(False), spans=spans, pin_system_prefix=True)
+
+
+async def _read(service: Service, generation: Generation) -> Report:
+    report = Report(generation.prompt_tokens)
+    async for _, delta in generation.stream():
+        if isinstance(delta, AnswerDone):
+            report.add(delta)
+    report.raise_error()
+    return report

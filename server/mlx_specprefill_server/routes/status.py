@@ -1,0 +1,217 @@
+"""The server's state: /health, /metrics, /version, live statistics, cached prompts; llama.cpp's /props and /slots."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0
+from starlette.responses import Response, StreamingResponse
+
+from mlx_specprefill import CacheEntry
+
+from .. import __version__
+from ..auth import Identity, IdentityDep
+from ..deps import ModelsDep, Service, ServiceDep
+from ..errors import RETRY_AFTER_S, ApiError, JsonResponse
+from ..models.models import Models
+from ..monitoring.metrics import text_of_several
+from ..report import EVENT_STREAM_HEADERS, data_event
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+STALE_AFTER_S = 600.0  # seconds without a step of the engine
+
+
+@router.head("/")
+async def probe() -> Response:
+    """Answer a probe, which some clients send first."""
+    return Response()
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
+async def health(models: ModelsDep) -> Response:
+    """Return 200 while the engines step, 503 when a thread of the engine or the prompts is dead or silent."""
+    services = [entry.service for entry in models if entry.service is not None]
+    states = [service.engine.health() for service in services]
+    workers = [service.prompts.workers for service in services]
+    body: dict[str, Any] = {
+        "status": "ok",
+        "model": models.default.id,
+        "running": sum(state.running for state in states),
+        "queued": sum(state.queued for state in states),
+        "background": any(state.background for state in states),
+        "heartbeat_age_s": round(max((state.heartbeat_age_s for state in states), default=0.0), 3),
+        "prompts_waiting": sum(one.waiting for one in workers),
+        "prompts_longest_s": round(max((one.longest_s for one in workers), default=0.0), 3),
+    }
+    if models.several:
+        body["models"] = {entry.id: entry.state for entry in models}
+    trouble = _trouble(models)
+    if trouble is None:
+        return JsonResponse(body)
+    error = ApiError(503, trouble, code="engine_unavailable")
+    return JsonResponse(body | {"status": "error"} | error.body(), 503, headers={"Retry-After": RETRY_AFTER_S})
+
+
+def _trouble(models: Models) -> str | None:
+    """Return the problem, None without one. The limit on silence is generous: a single long step is no problem."""
+    if (lost := models.lost) is not None:
+        return lost  # also on a server that then ends
+    if models.state.draining:
+        return "the server is shutting down"
+    for service in (entry.service for entry in models):
+        if service is None:
+            continue
+        state = service.engine.health()
+        if not state.alive:
+            return "the engine's thread is dead"
+        if state.heartbeat_age_s > STALE_AFTER_S:
+            return f"the engine has been silent for {state.heartbeat_age_s:.0f} s"
+        if service.prompts.workers.longest_s > STALE_AFTER_S:
+            return f"a prompt has been rendered and tokenized for {service.prompts.workers.longest_s:.0f} s"
+    return None
+
+
+@router.get("/metrics")
+async def metrics(models: ModelsDep) -> Response:
+    """Return counts and times in Prometheus' text format, with each model's name if there are several."""
+    every = [entry.metrics for entry in models]
+    text = text_of_several(every) if models.several else every[0].text()
+    return Response(text, media_type=CONTENT_TYPE_PLAIN_1_0_0)
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Return the server's version in vLLM's form."""
+    return JsonResponse({"version": __version__})
+
+
+@router.get("/props")
+async def props(service: ServiceDep) -> Response:
+    """Return the model's limits and its chat template, in llama.cpp's shape."""
+    tokenizer = service.engine.pair.tokenizer
+    body = {
+        "default_generation_settings": {
+            "n_ctx": service.context_length,
+            "params": {"temperature": service.settings.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
+        },
+        "total_slots": service.engine.stats().max_rows,
+        "model_alias": service.model_id,
+        "model_path": service.model_id,  # not a path: clients learn nothing of this machine's files
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": str(tokenizer.chat_template or ""),
+        "bos_token": tokenizer.bos_token or "",
+        "eos_token": tokenizer.eos_token or "",
+        "build_info": f"mlx-specprefill-{__version__}",
+        "is_sleeping": False,
+    }
+    return JsonResponse(body)
+
+
+@router.get("/slots")
+async def slots(service: ServiceDep, fail_on_no_slot: str = "") -> Response:
+    """Return one entry per concurrent request, in llama.cpp's shape, without any text of the requests.
+
+    `?fail_on_no_slot=1` answers 503 while all are taken.
+    """
+    stats = service.engine.stats()
+    busy = stats.prefilling + stats.decoding
+    if fail_on_no_slot and busy >= stats.max_rows:
+        raise ApiError(503, "no slot is free", code="engine_unavailable", headers={"Retry-After": RETRY_AFTER_S})
+    return JsonResponse([_slot(service, number, number < busy) for number in range(stats.max_rows)])
+
+
+def _slot(service: Service, number: int, busy: bool) -> dict[str, Any]:
+    return {"id": number, "n_ctx": service.context_length, "speculative": False, "is_processing": busy}
+
+
+Interval = Annotated[float, Query(ge=0.2, le=5)]  # seconds; a stream stops within one of them when the server stops
+
+
+@router.get("/v1/specprefill/stats")
+async def stats(service: ServiceDep, identity: IdentityDep) -> Response:
+    """Return the current statistics."""
+    return JsonResponse(_snapshot(service, identity))
+
+
+@router.get(
+    "/v1/specprefill/stats/stream", include_in_schema=False
+)  # the stream has no end, which no description can express
+async def stream(
+    models: ModelsDep, identity: IdentityDep, interval: Interval = 1.0, model: str | None = None
+) -> Response:
+    """Send the statistics every `interval` seconds, as server-sent events."""
+    models.shown(model)
+    return StreamingResponse(
+        _snapshots(models, model, identity, interval), media_type="text/event-stream", headers=EVENT_STREAM_HEADERS
+    )
+
+
+@router.get("/v1/specprefill/cache")
+async def cached(service: ServiceDep, identity: IdentityDep) -> Response:
+    """Return the cached prompts of this API key. Ids are digests and reveal no text."""
+    entries = await asyncio.to_thread(service.engine.cached, identity.visible_cache)
+    return JsonResponse({"object": "list", "data": [_entry(entry) for entry in entries]})
+
+
+@router.delete("/v1/specprefill/cache")
+async def drop_all(service: ServiceDep, identity: IdentityDep) -> Response:
+    """Drop all cached prompts of this API key."""
+    await asyncio.to_thread(service.engine.drop_cached, None, identity.visible_cache)
+    return JsonResponse({"deleted": True})
+
+
+@router.delete("/v1/specprefill/cache/{entry_id}")
+async def drop(service: ServiceDep, identity: IdentityDep, entry_id: str) -> Response:
+    """Drop one cached prompt, in memory and on disk."""
+    if not await asyncio.to_thread(service.engine.drop_cached, entry_id, identity.visible_cache):
+        raise ApiError(404, f"There is no cached prompt with the id {entry_id!r:.80}.", param="id", code="not_found")
+    return JsonResponse({"id": entry_id, "deleted": True})
+
+
+async def _snapshots(models: Models, model: str | None, identity: Identity, interval: float) -> AsyncIterator[bytes]:
+    while not models.state.stopping:
+        yield data_event(_snapshot_of(models, model, identity))
+        await asyncio.sleep(interval)
+
+
+def _snapshot_of(models: Models, name: str | None, identity: Identity) -> dict[str, Any]:
+    """Look the model up and return its statistics. A stream of hours must not keep a model in memory."""
+    try:
+        return _snapshot(models.shown(name), identity)
+    except ApiError as error:
+        return {"object": "specprefill.stats", "time": round(time.time(), 3), **error.body()}
+
+
+def _snapshot(service: Service, identity: Identity) -> dict[str, Any]:
+    health, now = service.engine.health(), asdict(service.engine.stats())
+    memory = now.pop("memory")
+    numbers = {name: round(value, 3) if isinstance(value, float) else value for name, value in now.items()}
+    return {
+        "object": "specprefill.stats",
+        "time": round(time.time(), 3),
+        "started": service.state.started,
+        "model": service.model_id,
+        "draft": service.draft_id,
+        "staged": service.engine.pair.stages is not None,
+        "context_length": service.context_length,
+        "alive": health.alive,
+        "heartbeat_age_s": round(health.heartbeat_age_s, 3),
+        **numbers,
+        "memory": memory,
+        "running": [line.to_dict() for line in service.state.running(identity.visible_answers)],
+        "recent": service.state.recent.newest_first(identity.visible_answers),
+    }
+
+
+def _entry(entry: CacheEntry) -> dict[str, Any]:
+    """Return an entry without its label, which would reveal its owner."""
+    return {name: value for name, value in asdict(entry).items() if name != "label"}

@@ -122,7 +122,7 @@ def test_the_sdks_know_nothing_of_it(live: Any, host: FakeHost) -> None:
         with claude.messages.stream(model="a", max_tokens=50, messages=HI) as stream:
             assert stream.get_final_text() == "I am a"
     assert host.loaded == ["a", "b", "a"]
-    assert [one.users for one in models] == [0, 0]
+    assert eventually(lambda: [one.users for one in models] == [0, 0])  # clients may read the end before the server
 
 
 @ALL
